@@ -1,0 +1,38 @@
+"""zgraph: a compiler for training steps.
+
+    import zgraph
+
+    model = zgraph.compile(model, zgraph.Plan(mesh={"dp": 8}, zero=3))
+
+Names are loaded at first use (PEP 562): `import zgraph` loads neither torch nor pydantic, so the command line answers at
+once. The modules behind `zgraph.compile` and `zgraph.verify` are named otherwise (`compiler`, `verification`), because
+importing a submodule of the same name would replace the function by the module.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zgraph import errors
+from zgraph._version import __version__
+
+if TYPE_CHECKING:
+    from zgraph.compiler import compile
+    from zgraph.plan import Plan
+    from zgraph.verification import verify
+
+__all__ = ["Plan", "__version__", "compile", "errors", "verify"]
+
+_LAZY = {"Plan": "zgraph.plan", "compile": "zgraph.compiler", "verify": "zgraph.verification"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

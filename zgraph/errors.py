@@ -1,0 +1,118 @@
+"""Every error that zgraph raises on purpose, one type per kind of fault.
+
+Each says what is wrong, where (the user's file and line, a plan key, a graph node), why, and what to do about it. The
+four parts are attributes, so that tools need not parse the text. Nothing here imports torch: a plan can be checked,
+and its errors caught, on a machine without it.
+"""
+
+from __future__ import annotations
+
+from textwrap import indent
+
+__all__ = [
+    "CaptureError",
+    "CollectiveError",
+    "ContractError",
+    "LoweringError",
+    "MeshError",
+    "ModelError",
+    "PassError",
+    "PlanError",
+    "RankMismatchError",
+    "SignatureError",
+    "TargetError",
+    "UnsupportedError",
+    "VerifyError",
+    "ZgraphError",
+]
+
+
+class ZgraphError(Exception):
+    """The base of all of zgraph's errors: `except zgraph.errors.ZgraphError` catches every one of them."""
+
+    def __init__(
+        self, what: str, *, where: str | None = None, why: str | None = None, hint: str | None = None
+    ) -> None:
+        # `what` alone is in `args`: pickle calls the type with `args` and restores the other parts from `__dict__`.
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.why = why
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        for label, text in (("where", self.where), ("why", self.why), ("to do", self.hint)):
+            if text:
+                lines.append(f"  {label}:" + (f"\n{indent(text, '    ')}" if "\n" in text else f" {text}"))
+        return "\n".join(lines)
+
+
+class PlanError(ZgraphError, ValueError):
+    """A plan that can't be read, or holds a key or value that means nothing.
+
+    `where` is the plan key (`"mesh.dp"`), after the file and line when the plan came from a file. `problems` holds one
+    error per fault when there are several, and is empty when this error is the only one.
+    """
+
+    problems: tuple[PlanError, ...] = ()
+
+
+class MeshError(PlanError):
+    """A mesh that does not fit the number of ranks."""
+
+
+class CaptureError(ZgraphError):
+    """A model that can't be captured as one whole graph; `where` is the user's source line."""
+
+
+class ModelError(ZgraphError):
+    """A model in a state that can't be compiled: compiled already, on several devices, and so on."""
+
+
+class SignatureError(ZgraphError):
+    """Inputs that a compiled model can't take, or that differ between ranks."""
+
+
+class PassError(ZgraphError):
+    """A pass that failed; `where` names the pass."""
+
+
+class ContractError(PassError):
+    """A pipeline whose passes' contracts contradict each other: found before anything runs."""
+
+
+class VerifyError(PassError):
+    """A program that breaks an invariant of its level; `node` is the name of the offending node, if there is one."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        node: str | None = None,
+        where: str | None = None,
+        why: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, why=why, hint=hint)
+        self.node = node
+
+
+class LoweringError(ZgraphError):
+    """Inductor failed on a program, or does not support an operator in it; `where` is the user's source line."""
+
+
+class RankMismatchError(ZgraphError):
+    """Ranks that were about to run different programs: found by comparing hashes before the first step."""
+
+
+class CollectiveError(ZgraphError):
+    """A collective that failed or timed out, most often because another rank died; names collective and module."""
+
+
+class UnsupportedError(ZgraphError, NotImplementedError):
+    """Something that zgraph does not do, refused rather than done in part."""
+
+
+class TargetError(ZgraphError):
+    """A command-line target (`package.module:factory`, or an example's name) that can't be imported or called."""

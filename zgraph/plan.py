@@ -1,0 +1,407 @@
+"""`Plan`: everything that a user decides about a training step, as one frozen, checked, comparable value.
+
+A plan holds no callable and no tensor: it can be hashed, compared between ranks, saved and loaded. A key that zgraph does
+not know is an error with the nearest known key, never ignored. Nothing here imports torch.
+
+Adding a field is one line in `Plan`; a field that is a record of its own is a subclass of `Record`, which brings the same
+errors, at any depth.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    StrictInt,
+    ValidationError,
+    WithJsonSchema,
+)
+
+from zgraph import planfile
+from zgraph.errors import MeshError, PlanError
+
+__all__ = ["MESH_DIMENSIONS", "Mesh", "Plan", "Record", "UserPass"]
+
+MESH_DIMENSIONS = ("pp", "replicate", "dp", "cp", "tp")
+"""Every mesh dimension's name, outermost first."""
+
+_SUPPORTED_DIMENSIONS = ("replicate", "dp")
+
+
+class Record(BaseModel, frozen=True, extra="forbid"):
+    """The base of `Plan` and of every record inside it: frozen, no unknown keys, and all faults are `PlanError`s."""
+
+    def __init__(self, **values: Any) -> None:
+        with _plan_errors(type(self)):
+            super().__init__(**values)
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        with _plan_errors(cls):
+            return super().model_validate(obj, **options)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        with _plan_errors(cls):
+            return super().model_validate_json(json_data, **options)
+
+    @classmethod
+    def model_validate_strings(cls, obj: Any, **options: Any) -> Self:
+        with _plan_errors(cls):
+            return super().model_validate_strings(obj, **options)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields replaced; unlike pydantic's own, the new values are checked."""
+        if not update:
+            return super().model_copy(deep=deep)
+        return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | dict(update))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).model_fields:
+            self._refuse_change(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in type(self).model_fields:
+            self._refuse_change(name)
+        super().__delattr__(name)
+
+    def _refuse_change(self, name: str) -> NoReturn:
+        raise PlanError(
+            f"a {type(self).__name__} can't be changed",
+            where=name,
+            why="compiled programs were made from it",
+            hint=f"make another: plan.model_copy(update={{{name!r}: …}})",
+        )
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """Only what differs from the defaults."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value != field.get_default(call_default_factory=True):
+                yield name, value
+
+
+class Mesh(dict[str, int]):
+    """Mesh sizes by dimension name, outermost first: a dict that can't be changed, as all of a plan."""
+
+    def _frozen(self, *_: object, **__: object) -> NoReturn:
+        raise PlanError("a plan's mesh can't be changed", where="mesh", hint="make another plan")
+
+    __setitem__ = __delitem__ = __ior__ = _frozen  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _frozen  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+    def __reduce__(self) -> tuple[type[Mesh], tuple[dict[str, int]]]:
+        return type(self), (dict(self),)  # the default would fill an empty one item by item
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
+    for name, size in sizes.items():
+        if name not in MESH_DIMENSIONS:
+            raise PlanError(
+                f"a mesh has no dimension {name!r}", where=name, hint=_did_you_mean(name, MESH_DIMENSIONS)
+            )
+        if size != -1 and size < 1:
+            raise PlanError(
+                f"mesh dimension {name!r} can't have size {size}", where=name, hint="a positive size, or -1 for the rest"
+            )
+        if size != 1 and name not in _SUPPORTED_DIMENSIONS:
+            raise PlanError(
+                f"mesh dimension {name!r} is not supported yet",
+                where=name,
+                hint=f"leave it out; supported by now: {', '.join(_SUPPORTED_DIMENSIONS)}",
+            )
+    rest = [name for name, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise PlanError(
+            f"only one mesh dimension can be -1, not {_listed(rest)}", hint="give all but one of them a size"
+        )
+    return Mesh((name, sizes[name]) for name in MESH_DIMENSIONS if name in sizes)
+
+
+_NAME = r"[^\W\d]\w*"
+_PASS = re.compile(
+    rf"(?P<ref>{_NAME}(?:\.{_NAME})*:{_NAME}(?:\.{_NAME})*)"
+    rf"(?:\s+(?P<position>before|after)\s+(?P<anchor>{_NAME}(?:[.-]\w+)*))?"
+)
+
+
+@dataclass(frozen=True)
+class UserPass:
+    """A pass of the user's own, and where in the pipeline it goes: without a position, where its contract says."""
+
+    ref: str
+    """`"package.module:function"`."""
+    position: Literal["before", "after"] | None = None
+    anchor: str | None = None
+    """The name of the pass that `position` refers to; None exactly if `position` is."""
+
+    @classmethod
+    def parse(cls, text: str) -> UserPass:
+        """Reads `"package.module:function"`, alone or followed by `before NAME` or `after NAME`."""
+        match = _PASS.fullmatch(text.strip())
+        if match is None:
+            raise PlanError(
+                f"{text!r} does not name a pass",
+                hint='write "package.module:function", and after it, if the place matters, "before NAME" or "after NAME"',
+            )
+        return cls(**match.groupdict())
+
+    def __str__(self) -> str:
+        return self.ref if self.position is None else f"{self.ref} {self.position} {self.anchor}"
+
+
+def _refuse_callable(value: Any) -> Any:
+    if callable(value):
+        module, name = getattr(value, "__module__", "package.module"), getattr(value, "__qualname__", "function")
+        raise PlanError(
+            f"a plan can't hold the callable {name}",
+            why="plans are hashed, compared between ranks and saved",
+            hint=f'write its name: "{module}:{name}"',
+        )
+    return value
+
+
+def _integer(value: Any) -> Any:
+    # A Literal of integers takes True for 1 in pydantic.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PlanError(f"{_short(value)} is not an integer", hint="0, 1, 2 or 3")
+    return value
+
+
+class Plan(Record):
+    """What the compiled training step is to be. Every fault in it is a `PlanError`, raised when it is made.
+
+    Equality and hash are those of the values; where a value came from (`origins`) does not count.
+    """
+
+    mesh: Annotated[
+        dict[str, StrictInt],
+        AfterValidator(_check_mesh),
+        WithJsonSchema(
+            {
+                "type": "object",
+                "properties": {name: {"type": "integer", "minimum": -1} for name in _SUPPORTED_DIMENSIONS},
+                "additionalProperties": False,
+            }
+        ),
+    ] = Field(
+        default_factory=lambda: _check_mesh({"dp": -1}),
+        description="sizes by name, outermost first, of pp, replicate, dp, cp, tp; -1 once for the rest",
+    )
+    zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)] = Field(
+        default=3,
+        description="ZeRO stage: 0 replicated, 1 optimizer state sharded, 2 gradients too, 3 parameters too",
+    )
+    backend: Literal["inductor", "eager"] = Field(
+        default="inductor", description="inductor compiles; eager runs the same program operator by operator"
+    )
+    param_persistence_threshold: Annotated[StrictInt, Field(ge=0)] = Field(
+        default=0, description="parameters of fewer elements than this stay whole on every rank"
+    )
+    passes: tuple[
+        Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)], ...
+    ] = Field(
+        default=(),
+        description='passes of the user\'s own: "package.module:function", then "before NAME" or "after NAME" if needed',
+    )
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    # Values, not origins: two plans that say the same are the same plan.
+
+    def __eq__(self, other: object) -> bool:
+        return self.model_dump() == other.model_dump() if isinstance(other, Plan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return int(self.hash()[:15], 16)
+
+    def hash(self) -> str:
+        """SHA-256, in hex, of the values in canonical JSON: the same in every process and on every machine."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    # Files.
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """The plan in a TOML, YAML or JSON file, as the suffix says.
+
+        Raises `PlanError` with file and, where it is known, line: for a file that is missing, can't be parsed or holds a
+        key twice, and for every fault in the plan itself.
+        """
+        file = Path(path)
+        text = planfile.read(file)
+        data = planfile.parse(text, file)
+        try:
+            plan = cls.model_validate(data)
+        except PlanError as error:
+            raise _located(error, file, text) from None
+        plan._origins = dict.fromkeys(plan.model_fields_set, f"file {file}")
+        return plan
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes every value, defaults too, so that the file means the same to a later zgraph with other defaults."""
+        file = Path(path)
+        text = planfile.render(self.model_dump(mode="json"), file)
+        if type(self).model_validate(planfile.parse(text, file)) != self:
+            raise PlanError(
+                "this plan can't be written in this format without a change", where=str(file), hint="save it as .json"
+            )
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PlanError("the plan can't be written", where=str(file), why=error.strerror) from error
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON Schema of a plan file, for editors and other tools."""
+        return cls.model_json_schema()
+
+    # Reading a plan.
+
+    def origins(self) -> dict[str, str]:
+        """Where each field's value came from: `"default"`, `"given"` or `"file plan.toml"`."""
+        return {
+            name: self._origins.get(name, "given") if name in self.model_fields_set else "default"
+            for name in type(self).model_fields
+        }
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copy = super().model_copy(update=update, deep=deep)
+        copy._origins = {name: origin for name, origin in self._origins.items() if name not in (update or {})}
+        return copy
+
+    def __str__(self) -> str:
+        rows = [("field", "value", "origin")]
+        rows += [(name, _shown(getattr(self, name)), origin) for name, origin in self.origins().items()]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}" for name, value, origin in rows)
+
+    def user_passes(self) -> tuple[UserPass, ...]:
+        """`passes`, parsed."""
+        return tuple(UserPass.parse(text) for text in self.passes)
+
+    def resolve_mesh(self, world: int) -> dict[str, int]:
+        """The mesh's sizes for `world` ranks, -1 filled in; their product is `world`, or `MeshError` is raised."""
+        known = math.prod(size for size in self.mesh.values() if size != -1)
+        rest = next((name for name, size in self.mesh.items() if size == -1), None)
+        mesh = _shown(self.mesh)
+        if rest is None and known != world:
+            raise MeshError(
+                f"the mesh {mesh} is for a world of {known}, and this one is of {world}",
+                where="mesh",
+                hint=f"start {known} rank(s), or change the sizes: their product must be {world} (-1 takes the rest)",
+            )
+        if world < 1 or world % known:
+            raise MeshError(
+                f"the mesh {mesh} does not divide a world of {world}",
+                where="mesh",
+                why=f"the sizes without {rest} make {known}, and {world} is no multiple of that",
+                hint=f"start a multiple of {known} ranks, or change the sizes",
+            )
+        return {name: world // known if size == -1 else size for name, size in self.mesh.items()}
+
+
+# Errors: pydantic's, told as zgraph tells its own.
+
+
+@contextmanager
+def _plan_errors(record: type[Record]) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise _joined([problem for detail in error.errors() for problem in _problems(record, detail)]) from None
+
+
+def _joined(problems: list[PlanError]) -> PlanError:
+    if len(problems) == 1:
+        return problems[0]
+    error = PlanError(f"the plan has {len(problems)} errors", why="\n".join(str(problem) for problem in problems))
+    error.problems = tuple(problems)
+    return error
+
+
+def _problems(record: type[Record], detail: Any) -> Iterator[PlanError]:
+    """One of pydantic's error details as `PlanError`s; several if an inner record reported several."""
+    location = [part for part in detail["loc"] if part != "[key]"]
+    where = _key_path(location)
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, PlanError):  # from a check of ours, which may be that of an inner record
+        for problem in cause.problems or (cause,):
+            inner = _key_path([*location, problem.where] if problem.where else location)
+            yield type(problem)(problem.what, where=inner, why=problem.why, hint=problem.hint)
+    elif detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        key = str(location[-1])
+        yield PlanError(f"unknown key {key!r}", where=where, hint=_did_you_mean(key, record.model_fields))
+    else:
+        field = record.model_fields.get(str(location[0])) if location else None
+        yield PlanError(
+            f"{_short(detail['input'])} can't be the value of {where or 'a ' + record.__name__}",
+            where=where,
+            why=detail["msg"],
+            hint=f"{location[0]}: {field.description}" if field is not None and field.description else None,
+        )
+
+
+def _located(error: PlanError, file: Path, text: str) -> PlanError:
+    """The same error, with file and line in `where`."""
+    if error.problems:
+        return _joined([_located(problem, file, text) for problem in error.problems])
+    place = str(file)
+    if error.where:
+        lines = planfile.lines_of_key(text, re.sub(r"\[\d+\]", "", error.where).rpartition(".")[2])
+        place += f":{lines[0]}: {error.where}" if len(lines) == 1 else f": {error.where}"
+    return type(error)(error.what, where=place, why=error.why, hint=error.hint)
+
+
+def _did_you_mean(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
+    folded = {key.casefold(): key for key in known}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f"did you mean {folded[near[0]]!r}?" if near else f"the known ones are {', '.join(known)}"
+
+
+def _key_path(parts: list[Any]) -> str | None:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return path.removeprefix(".") or None
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join((", ".join(names[:-1]), names[-1]))
+
+
+def _short(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={size}" for name, size in value.items()) or "(none)"
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value)) or "(none)"
+    return str(value) if isinstance(value, str) else repr(value)
