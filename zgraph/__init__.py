@@ -4,9 +4,9 @@
 
     model = zgraph.compile(model, zgraph.Plan(mesh={"dp": 8}, zero=3))
 
-Names are loaded at first use (PEP 562): `import zgraph` loads neither torch nor pydantic, so the command line answers at
-once. The modules behind `zgraph.compile` and `zgraph.verify` are named otherwise (`compiler`, `verification`), because
-importing a submodule of the same name would replace the function by the module.
+Names are loaded at first use (PEP 562): `import zgraph` loads neither torch nor pydantic, so the command line
+answers at once. The modules behind `zgraph.compile` and `zgraph.verify` are named otherwise (`compiler`,
+`verification`): importing a submodule of the same name would replace the function by the module.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every error that zgraph raises on purpose, one type per kind of fault.
 
-Each says what is wrong, where (the user's file and line, a plan key, a graph node), why, and what to do about it. The
-four parts are attributes, so that tools need not parse the text. Nothing here imports torch: a plan can be checked,
-and its errors caught, on a machine without it.
+Each says what is wrong, where (the user's file and line, a plan key, a graph node), why, and what to do.
+The four parts are attributes, so that tools need not parse the text. Nothing here imports torch: a plan can
+be checked, and its errors caught, on a machine without it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ZgraphError(Exception):
     def __init__(
         self, what: str, *, where: str | None = None, why: str | None = None, hint: str | None = None
     ) -> None:
-        # `what` alone is in `args`: pickle calls the type with `args` and restores the other parts from `__dict__`.
+        # `what` alone is in `args`: pickle calls the type with `args` and restores the rest from `__dict__`.
         super().__init__(what)
         self.what = what
         self.where = where
@@ -51,8 +51,8 @@ class ZgraphError(Exception):
 class PlanError(ZgraphError, ValueError):
     """A plan that can't be read, or holds a key or value that means nothing.
 
-    `where` is the plan key (`"mesh.dp"`), after the file and line when the plan came from a file. `problems` holds one
-    error per fault when there are several, and is empty when this error is the only one.
+    `where` is the plan key (`"mesh.dp"`), after file and line when the plan came from a file. `problems`
+    holds one error per fault when there are several, and is empty when this error is the only one.
     """
 
     problems: tuple[PlanError, ...] = ()
@@ -83,7 +83,7 @@ class ContractError(PassError):
 
 
 class VerifyError(PassError):
-    """A program that breaks an invariant of its level; `node` is the name of the offending node, if there is one."""
+    """A program that breaks an invariant of its level; `node` names the offending node, if there is one."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class VerifyError(PassError):
 
 
 class LoweringError(ZgraphError):
-    """Inductor failed on a program, or does not support an operator in it; `where` is the user's source line."""
+    """Inductor failed on an operator, or does not support it; `where` is the user's source line."""
 
 
 class RankMismatchError(ZgraphError):
@@ -107,7 +107,7 @@ class RankMismatchError(ZgraphError):
 
 
 class CollectiveError(ZgraphError):
-    """A collective that failed or timed out, most often because another rank died; names collective and module."""
+    """A collective that failed or timed out, mostly because another rank died; names it and its module."""
 
 
 class UnsupportedError(ZgraphError, NotImplementedError):
@@ -115,4 +115,4 @@ class UnsupportedError(ZgraphError, NotImplementedError):
 
 
 class TargetError(ZgraphError):
-    """A command-line target (`package.module:factory`, or an example's name) that can't be imported or called."""
+    """A command-line target (`package.module:factory`, or an example) that can't be imported or called."""

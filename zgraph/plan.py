@@ -1,10 +1,10 @@
 """`Plan`: everything that a user decides about a training step, as one frozen, checked, comparable value.
 
-A plan holds no callable and no tensor: it can be hashed, compared between ranks, saved and loaded. A key that zgraph does
-not know is an error with the nearest known key, never ignored. Nothing here imports torch.
+A plan holds no callable and no tensor: it can be hashed, compared between ranks, saved and loaded. A key that
+zgraph does not know is an error with the nearest known key, never ignored. Nothing here imports torch.
 
-Adding a field is one line in `Plan`; a field that is a record of its own is a subclass of `Record`, which brings the same
-errors, at any depth.
+A new field is one line in `Plan`; the type of a field that is a record of its own is a subclass of `Record`,
+which brings the same errors, at any depth.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SUPPORTED_DIMENSIONS = ("replicate", "dp")
 
 
 class Record(BaseModel, frozen=True, extra="forbid"):
-    """The base of `Plan` and of every record inside it: frozen, no unknown keys, and all faults are `PlanError`s."""
+    """The base of `Plan` and of the records inside it: frozen, no unknown keys, every fault a `PlanError`."""
 
     def __init__(self, **values: Any) -> None:
         with _plan_errors(type(self)):
@@ -128,7 +128,9 @@ def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
             )
         if size != -1 and size < 1:
             raise PlanError(
-                f"mesh dimension {name!r} can't have size {size}", where=name, hint="a positive size, or -1 for the rest"
+                f"mesh dimension {name!r} can't have size {size}",
+                where=name,
+                hint="a positive size, or -1 for the rest",
             )
         if size != 1 and name not in _SUPPORTED_DIMENSIONS:
             raise PlanError(
@@ -153,7 +155,7 @@ _PASS = re.compile(
 
 @dataclass(frozen=True)
 class UserPass:
-    """A pass of the user's own, and where in the pipeline it goes: without a position, where its contract says."""
+    """A pass of the user's own and its place in the pipeline: without a position, where its contract says."""
 
     ref: str
     """`"package.module:function"`."""
@@ -168,9 +170,10 @@ class UserPass:
         if match is None:
             raise PlanError(
                 f"{text!r} does not name a pass",
-                hint='write "package.module:function", and after it, if the place matters, "before NAME" or "after NAME"',
+                hint='write "package.module:function", then "before NAME" or "after NAME" if needed',
             )
-        return cls(**match.groupdict())
+        position: Any = match["position"]
+        return cls(match["ref"], position, match["anchor"])
 
     def __str__(self) -> str:
         return self.ref if self.position is None else f"{self.ref} {self.position} {self.anchor}"
@@ -178,7 +181,10 @@ class UserPass:
 
 def _refuse_callable(value: Any) -> Any:
     if callable(value):
-        module, name = getattr(value, "__module__", "package.module"), getattr(value, "__qualname__", "function")
+        module, name = (
+            getattr(value, "__module__", "package.module"),
+            getattr(value, "__qualname__", "function"),
+        )
         raise PlanError(
             f"a plan can't hold the callable {name}",
             why="plans are hashed, compared between ranks and saved",
@@ -194,7 +200,7 @@ def _integer(value: Any) -> Any:
     return value
 
 
-class Plan(Record):
+class Plan(Record, frozen=True):
     """What the compiled training step is to be. Every fault in it is a `PlanError`, raised when it is made.
 
     Equality and hash are those of the values; where a value came from (`origins`) does not count.
@@ -225,10 +231,13 @@ class Plan(Record):
         default=0, description="parameters of fewer elements than this stay whole on every rank"
     )
     passes: tuple[
-        Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)], ...
+        Annotated[
+            str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)
+        ],
+        ...,
     ] = Field(
         default=(),
-        description='passes of the user\'s own: "package.module:function", then "before NAME" or "after NAME" if needed',
+        description='own passes: "package.module:function", then "before NAME" or "after NAME" if needed',
     )
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -242,7 +251,7 @@ class Plan(Record):
         return int(self.hash()[:15], 16)
 
     def hash(self) -> str:
-        """SHA-256, in hex, of the values in canonical JSON: the same in every process and on every machine."""
+        """SHA-256, in hex, of the values in canonical JSON: the same in every process, on every machine."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -252,8 +261,8 @@ class Plan(Record):
     def load(cls, path: str | PathLike[str]) -> Self:
         """The plan in a TOML, YAML or JSON file, as the suffix says.
 
-        Raises `PlanError` with file and, where it is known, line: for a file that is missing, can't be parsed or holds a
-        key twice, and for every fault in the plan itself.
+        Raises `PlanError` with file and, where it is known, line: for a file that is missing, can't be parsed
+        or holds a key twice, and for every fault in the plan itself.
         """
         file = Path(path)
         text = planfile.read(file)
@@ -266,12 +275,14 @@ class Plan(Record):
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes every value, defaults too, so that the file means the same to a later zgraph with other defaults."""
+        """Writes every value, defaults too: the file then means the same to a zgraph with other defaults."""
         file = Path(path)
         text = planfile.render(self.model_dump(mode="json"), file)
         if type(self).model_validate(planfile.parse(text, file)) != self:
             raise PlanError(
-                "this plan can't be written in this format without a change", where=str(file), hint="save it as .json"
+                "this plan can't be written in this format without a change",
+                where=str(file),
+                hint="save it as .json",
             )
         try:
             file.write_text(text, encoding="utf-8")
@@ -308,7 +319,7 @@ class Plan(Record):
         return tuple(UserPass.parse(text) for text in self.passes)
 
     def resolve_mesh(self, world: int) -> dict[str, int]:
-        """The mesh's sizes for `world` ranks, -1 filled in; their product is `world`, or `MeshError` is raised."""
+        """The mesh's sizes with -1 filled in; `MeshError` if their product can't be `world` (ranks)."""
         known = math.prod(size for size in self.mesh.values() if size != -1)
         rest = next((name for name, size in self.mesh.items() if size == -1), None)
         mesh = _shown(self.mesh)
@@ -316,7 +327,7 @@ class Plan(Record):
             raise MeshError(
                 f"the mesh {mesh} is for a world of {known}, and this one is of {world}",
                 where="mesh",
-                hint=f"start {known} rank(s), or change the sizes: their product must be {world} (-1 takes the rest)",
+                hint=f"start {known} rank(s), or change the sizes to make {world} (-1 takes the rest)",
             )
         if world < 1 or world % known:
             raise MeshError(
@@ -336,13 +347,17 @@ def _plan_errors(record: type[Record]) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise _joined([problem for detail in error.errors() for problem in _problems(record, detail)]) from None
+        raise _joined(
+            [problem for detail in error.errors() for problem in _problems(record, detail)]
+        ) from None
 
 
 def _joined(problems: list[PlanError]) -> PlanError:
     if len(problems) == 1:
         return problems[0]
-    error = PlanError(f"the plan has {len(problems)} errors", why="\n".join(str(problem) for problem in problems))
+    error = PlanError(
+        f"the plan has {len(problems)} errors", why="\n".join(str(problem) for problem in problems)
+    )
     error.problems = tuple(problems)
     return error
 

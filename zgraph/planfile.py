@@ -1,6 +1,6 @@
 """Plan files: text in TOML, YAML or JSON to plain data, and back. Knows the formats, not what a plan means.
 
-Each format's reader refuses what would be silently dropped (a key given twice), and each error names file and line.
+Each format's reader refuses what would be dropped in silence (a key given twice); errors name file and line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise PlanError("there is no such plan file", where=str(file), hint=f"looked in {Path.cwd()}") from None
+        raise PlanError(
+            "there is no such plan file", where=str(file), hint=f"looked in {Path.cwd()}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError("the plan file can't be read", where=str(file), why=str(error)) from error
 
@@ -39,11 +41,15 @@ def parse(text: str, file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         line = _line_of(error, text)
         where = f"{file}:{line}" if line else str(file)
-        raise PlanError(f"this is not valid {file.suffix[1:].upper()}", where=where, why=str(error)) from error
+        raise PlanError(
+            f"this is not valid {file.suffix[1:].upper()}", where=where, why=str(error)
+        ) from error
     if data is None:  # an empty YAML file
         return {}
     if not isinstance(data, dict):
-        raise PlanError("a plan file must hold keys and values", where=str(file), why=f"it holds a {type(data).__name__}")
+        raise PlanError(
+            "a plan file must hold keys and values", where=str(file), why=f"it holds a {type(data).__name__}"
+        )
     return data
 
 
@@ -53,7 +59,7 @@ def render(data: dict[str, Any], file: Path) -> str:
 
 
 def lines_of_key(text: str, key: str) -> list[int]:
-    """The lines, from 1, on which `key` seems to be given (or to head a TOML table): a search that all formats share."""
+    """The lines, from 1, on which `key` seems to be given or to head a table: one search for all formats."""
     pattern = re.compile(rf"""(?:^|[{{,\s.\[])["']?{re.escape(key)}["']?\s*[=:\]]""")
     return [number for number, line in enumerate(text.splitlines(), 1) if pattern.search(line.split("#")[0])]
 
@@ -88,7 +94,7 @@ def _parse_json(text: str) -> Any:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """The safe loader, which refuses a key given twice in one mapping (`<<` merges may still be overridden)."""
+    """The safe loader, but a key given twice in a mapping is refused (`<<` merges may be overridden)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -157,5 +163,7 @@ def _format(file: Path) -> tuple[Callable[[str], Any], Callable[[dict[str, Any]]
         return _FORMATS[file.suffix.lower()]
     except KeyError:
         raise PlanError(
-            f"{file.suffix or 'no suffix'!r} is no format of a plan file", where=str(file), hint="use .toml, .yaml or .json"
+            f"{file.suffix or 'no suffix'!r} is no format of a plan file",
+            where=str(file),
+            hint="use .toml, .yaml or .json",
         ) from None
