@@ -1,0 +1,82 @@
+# make demo    a virtual environment, the package, and the example trained on two ranks
+# make test    the same environment with what the tests need, and the tests
+#
+# torch is pinned. PyPI's own Linux build of it is for CUDA; to take another (say the small CPU build):
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+VENV211 ?= .venv211
+NPROC ?= 2
+ARGS ?=
+PACKAGING := pyproject.toml setup.py
+
+.PHONY: help demo test lint types test-torch211 clean toolchain
+
+help:
+	@grep '^# make' Makefile | cut -c3-
+	echo "make lint    ruff;  make types  mypy;  make test-torch211  the core tests on torch 2.11"
+
+demo: $(VENV)/.demo toolchain
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
+		examples/train_lm.py $(ARGS)
+
+test: $(VENV)/.dev toolchain
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	@$(VENV)/bin/ruff check .
+
+# mypy knows nothing of setuptools' package-dir, so it is shown the tree that is installed, made of links.
+types: $(VENV)/.dev
+	@rm -rf .types && mkdir -p .types/zgraph
+	ln -s ../../passes ../../codegen .types/zgraph/
+	for entry in zgraph/*; do ln -s ../../$$entry .types/zgraph/; done
+	MYPYPATH=.types $(VENV)/bin/mypy -p zgraph
+
+test-torch211: $(VENV211)/.dev toolchain
+	@$(VENV211)/bin/python -m pytest -m core $(ARGS)
+
+$(VENV211)/.dev: $(PACKAGING)
+	@$(MAKE) --no-print-directory $(VENV211)/.dev VENV=$(VENV211) VENV211=unused TORCH="torch==2.11.0 triton==3.6.0"
+
+clean:
+	@rm -rf $(VENV) $(VENV211) .types build dist *.egg-info
+
+$(VENV)/bin/python:
+	@if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then
+		echo "zgraph needs Python 3.11 to 3.14, and '$(or $(PYTHON),python3)' is none of them." >&2
+		echo "Install one, or name it: make PYTHON=/path/to/python3.12 …" >&2
+		exit 1
+	fi
+	if ! "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null; then
+		echo "$(PYTHON) can't make virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2
+		exit 1
+	fi
+	"$(PYTHON)" -m venv $(VENV)
+
+# The stamps make a second call fast. The package is installed in place: changes in the sources need no new install.
+$(VENV)/.demo: $(PACKAGING) | $(VENV)/bin/python
+	@$(VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet -e .
+	touch $@
+
+$(VENV)/.dev: $(PACKAGING) | $(VENV)/.demo
+	@$(VENV)/bin/python -m pip install --quiet -e '.[test,dev]'
+	touch $@
+
+# Inductor compiles C++ on CPU, against Python's headers.
+toolchain: | $(VENV)/bin/python
+	@headers=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+	if ! command -v "$${CXX:-g++}" >/dev/null || [ ! -e "$$headers/Python.h" ]; then
+		echo "Inductor needs a C++ compiler and Python's headers. On Debian and Ubuntu: apt install g++ python3-dev" >&2
+		exit 1
+	fi
