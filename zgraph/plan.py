@@ -271,7 +271,7 @@ class Plan(Record, frozen=True):
             plan = cls.model_validate(data)
         except PlanError as error:
             raise _located(error, file, text) from None
-        plan._origins = dict.fromkeys(plan.model_fields_set, f"file {file}")
+        plan._origins.update(dict.fromkeys(plan.model_fields_set, f"file {file}"))
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -305,7 +305,9 @@ class Plan(Record, frozen=True):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         copy = super().model_copy(update=update, deep=deep)
-        copy._origins = {name: origin for name, origin in self._origins.items() if name not in (update or {})}
+        if update:  # made anew, so that all of it counts as given
+            kept = {name: origin for name, origin in self._origins.items() if name not in update}
+            copy._origins.update(kept)
         return copy
 
     def __str__(self) -> str:
