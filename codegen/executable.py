@@ -1,0 +1,98 @@
+"""A program that can be run: a callable over a list of values, with what its inputs and outputs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.errors import CollectiveError
+from zgraph.program import collectives, ops
+from zgraph.program.node import info
+from zgraph.program.program import Program
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused kernel: its name in the generated code, and the operators of the program that it computes."""
+
+    name: str
+    operators: tuple[str, ...]
+    nodes: tuple[str, ...]
+
+
+@dataclass
+class Executable:
+    """`run(values)` takes the inputs as one list, which it empties, and returns the outputs, in the program's order.
+
+    `source` is the code that runs; `kernels` are what Inductor fused (empty for eager).
+    """
+
+    program: Program
+    function: Callable[[list[Any]], Sequence[Any]]
+    source: str
+    kernels: tuple[Kernel, ...] = ()
+    strides: list[Any] = field(default_factory=list)
+
+    def run(self, values: list[Any]) -> Sequence[Any]:
+        try:
+            with torch.autograd.profiler.record_function(f"zgraph:{self.program.name}"):
+                return self.function(values)
+        except Exception as error:
+            raise explain(error, self) from error
+
+
+def explain(error: Exception, executable: Executable) -> Exception:
+    """A failed collective becomes a `CollectiveError` that names it and the module; other errors stay as they are."""
+    node = failing_node(error, executable)
+    if node is None or not (collectives.is_start(node) or collectives.is_wait(node)):
+        return error
+    start = node if collectives.is_start(node) else node.all_input_nodes[0]
+    record = info(start)
+    what = f"collective {start.name!r} over {record.mesh_dim!r} failed in {executable.program.name}"
+    return CollectiveError(
+        what, where=f"module {record.module or '(root)'}{', parameter ' + record.param if record.param else ''} {record.source}".strip(),
+        why=f"{type(error).__name__}: {error}", hint="a rank has died or stopped: look at the other ranks' output first",
+    )
+
+
+def failing_node(error: BaseException, executable: Executable) -> fx.Node | None:
+    """The program's node whose line of the generated code raised, None if it can't be told."""
+    lines = executable.source.splitlines()
+    traceback = error.__traceback__
+    found: fx.Node | None = None
+    by_name = {n.name: n for n in executable.program.graph.nodes}
+    while traceback is not None:
+        code, line = traceback.tb_frame.f_code, traceback.tb_lineno
+        if code.co_name in ("forward", "call") and 0 < line <= len(lines):
+            found = _node_at(lines, line - 1, by_name) or found
+        traceback = traceback.tb_next
+    return found
+
+
+def _node_at(lines: list[str], at: int, by_name: dict[str, fx.Node]) -> fx.Node | None:
+    text = lines[at].strip()
+    name = text.split("=")[0].split(":")[0].strip()
+    if name in by_name:
+        return by_name[name]
+    for above in range(at, max(-1, at - 8), -1):  # Inductor writes the nodes of a call in a comment before it
+        comment = lines[above].strip()
+        if comment.startswith("# Topologically Sorted Source Nodes: ["):
+            names = comment.split("[", 1)[1].split("]", 1)[0].split(", ")
+            return next((by_name[n] for n in names if n in by_name), None)
+    return None
+
+
+def lowered(program: Program, groups: dict[str, str]) -> Program:
+    """A copy for code generation: process groups' names for mesh dimensions, no release marks."""
+    copy = program.snapshot()
+    for node in copy.nodes:
+        if collectives.is_start(node):
+            collectives.set_group(node, groups.get(collectives.group_of(node), collectives.group_of(node)))
+        elif node.op == "call_function" and node.target is ops.RELEASE:
+            copy.graph.erase_node(node)
+    copy.recompile()
+    return copy

@@ -1,0 +1,117 @@
+"""Splits a finished joint program, once, into a forward and a backward program.
+
+Passes have already said which phase each node belongs to, so the split decides nothing: what the backward reads of
+the forward is saved, placeholders that both read are inputs of both.
+
+    forward:  parameters, buffers, inputs            -> outputs, mutations, kept weights, saved values
+    backward: saved values, inputs, tangents, sums   -> gradients
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zgraph.errors import PassError
+from zgraph.program import ops
+from zgraph.program.node import NodeInfo, Phase, info, set_info
+from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
+
+
+@dataclass
+class Parts:
+    """The executable programs of one joint program. `backward` is None for a forward without gradients."""
+
+    forward: Program
+    backward: Program | None
+
+
+def split(program: Program) -> Parts:
+    """Split `program`; it is not changed. Raises `PassError` if a value that crosses is no tensor."""
+    joint = program.snapshot()
+    gradients = [item for item in joint.output_items() if item[0].role is OutputRole.GRADIENT]
+    results = [item for item in joint.output_items() if item[0].role is not OutputRole.GRADIENT]
+    kept = {node: port for port, node in results if port.role is OutputRole.KEPT}
+    backward_nodes = [n for n in joint.graph.nodes if n.op not in ("placeholder", "output") and info(n).phase is Phase.BACKWARD]
+    crossing = _crossing(joint, backward_nodes, [node for _, node in gradients])
+    ports = dict(zip(joint.placeholders(), joint.inputs, strict=True))
+    crossing = _protect_mutated(joint, crossing, ports, backward_nodes, gradients)
+    saved = [n for n in crossing if n.op != "placeholder" and n not in kept]
+    forward = _extract(
+        joint, "forward", inputs=[(ports[n], n) for n in joint.placeholders() if ports[n].role not in (InputRole.TANGENT, InputRole.ACCUMULATOR)],
+        outputs=[*results, *((Port(OutputRole.SAVED, n.name), n) for n in saved)],
+    )
+    if not gradients:
+        return Parts(forward, None)
+    taken: list[tuple[Port, fx.Node]] = [(Port(InputRole.SAVED, n.name), n) for n in saved]
+    taken += [(Port(InputRole.KEPT, kept[n].name), n) for n in crossing if n in kept]
+    taken += [(ports[n], n) for n in crossing if n.op == "placeholder"]
+    taken += [(p, n) for n, p in ports.items() if p.role in (InputRole.TANGENT, InputRole.ACCUMULATOR)]
+    return Parts(forward, _extract(joint, "backward", inputs=taken, outputs=gradients))
+
+
+def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node]) -> list[fx.Node]:
+    """The forward's nodes that the backward reads, in graph order."""
+    found: dict[fx.Node, None] = {}
+    for node in [*(u for n in backward for u in n.all_input_nodes), *gradients]:
+        if info(node).phase is Phase.FORWARD and node.op != "get_attr":
+            found[node] = None
+    for node in found:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            raise PassError(f"value {node.name!r} crosses from the forward to the backward but is no tensor", where=info(node).source or None)
+    return sorted(found)
+
+
+def _protect_mutated(
+    joint: Program, crossing: list[fx.Node], ports: dict[fx.Node, Port], backward: list[fx.Node], gradients: list[tuple[Port, fx.Node]]
+) -> list[fx.Node]:
+    """A buffer that the forward updates and the backward reads is saved as it was before the update."""
+    mutated = {p.name for p in joint.outputs if p.role is OutputRole.MUTATION}
+    result = []
+    last = joint.placeholders()[-1]
+    for node in crossing:
+        if node.op == "placeholder" and ports[node].name in mutated:
+            with joint.graph.inserting_after(last):
+                copied = joint.call(torch.ops.aten.clone.default, (node,), NodeInfo(Phase.FORWARD, made_by="partition"), name=f"before_{node.name}")
+            for user in backward:
+                user.replace_input_with(node, copied)
+            gradients[:] = [(p, copied if n is node else n) for p, n in gradients]
+            node = copied
+        result.append(node)
+    return result
+
+
+def _extract(joint: Program, phase: str, inputs: list[tuple[Port, fx.Node]], outputs: list[tuple[Port, fx.Node]]) -> Program:
+    graph = fx.Graph()
+    memo: dict[fx.Node, fx.Node] = {}
+    for _, node in inputs:
+        memo[node] = graph.placeholder(node.name)
+        memo[node].meta = dict(node.meta)
+    needed = _needed([n for _, n in outputs], set(memo), joint, phase)
+    for node in joint.graph.nodes:
+        if node in needed and node not in memo:
+            memo[node] = graph.node_copy(node, lambda n: memo[n])
+            memo[node].meta = dict(node.meta)
+    result = graph.output(tuple(memo[n] for _, n in outputs))
+    set_info(result, NodeInfo(Phase(phase)))
+    part = Program(
+        name=f"{joint.name}.{phase}", module=fx.GraphModule(joint.module, graph), inputs=[p for p, _ in inputs], outputs=[p for p, _ in outputs],
+        mesh=dict(joint.mesh), params=dict(joint.params), fake_mode=joint.fake_mode, level=Level.EXECUTABLE, facts=set(joint.facts),
+    )
+    part.recompile()
+    return part
+
+
+def _needed(roots: list[fx.Node], given: set[fx.Node], joint: Program, phase: str) -> set[fx.Node]:
+    marks = [n for n in joint.graph.nodes if n.target is ops.RELEASE and info(n).phase == phase]
+    stack = list(roots)
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in found or node in given:
+            continue
+        found.add(node)
+        stack.extend(node.all_input_nodes)
+    return found | {m for m in marks if all(a in found for a in m.all_input_nodes)}

@@ -1,0 +1,13 @@
+"""The graph passes, one idea a file, and what runs and checks them.
+
+A pass is a function over a `Program` with a declared contract (`contract.py`); `manager.py` runs a pipeline of them,
+`verifier.py` checks the program after each, `virtual.py` runs a program on any number of virtual ranks.
+"""
+
+from zgraph.passes.contract import Contract, Pass, PassType, graph_pass
+from zgraph.passes.manager import History, PassManager, PassRecord
+from zgraph.passes.verifier import verify_program, verify_ranks
+
+__all__ = [
+    "Contract", "History", "Pass", "PassManager", "PassRecord", "PassType", "graph_pass", "verify_program", "verify_ranks",
+]

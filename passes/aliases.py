@@ -1,0 +1,55 @@
+"""Which values of a graph share storage: read from the operators' schemas, never from names."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+
+def aliased_input(node: fx.Node) -> fx.Node | None:
+    """The argument whose storage this node's value shares (a view's base), None for a fresh value."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        base = node.args[0]
+        return base if isinstance(base, fx.Node) and aliased_input(base) is not None else None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    if not any(r.alias_info is not None for r in schema.returns):
+        return None
+    for argument, given in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and isinstance(given, fx.Node):
+            return given
+    return None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Does this node only look at its argument's storage in another way?"""
+    return aliased_input(node) is not None
+
+
+def mutates(node: fx.Node) -> bool:
+    """Does this node write to one of its arguments?"""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)
+
+
+def aliases_of(root: fx.Node) -> list[fx.Node]:
+    """`root` and every view of it, in graph order."""
+    found = {root: None}
+    stack = [root]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and aliased_input(user) in found:
+                found[user] = None
+                stack.append(user)
+    return sorted(found)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Does this node draw from a random state?"""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

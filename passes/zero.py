@@ -1,0 +1,303 @@
+"""ZeRO as four passes over the joint graph (after Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models").
+
+*Contract.* On entry the program is the plain single-device graph: parameters are whole, gradients are this rank's.
+On exit every sharded parameter enters as this rank's padded shard (or, where an earlier program of the same step
+gathered it, whole), and every gradient leaves averaged over the data-parallel ranks, in the layout of its parameter.
+
+    shard_parameters    p[n, …]            ->  shard[rows, …] -> all_gather -> wait (-> slice to n) before its first use
+    regather            uses in backward   ->  a second gather, before the first of them           (stage 3)
+    keep_gathered       the gathered value becomes an output, or comes in as an input              (stages 1 and 2)
+    reduce_gradients    grad[n, …]         ->  (pad ->) reduce_scatter "avg" -> wait -> [rows, …]; all_reduce where
+                                               the parameter is whole, and over `replicate`
+
+Sharding is on dimension 0 in rows = ceil(n / ranks), padded at the end: a gather lands in the whole parameter and a
+reduce-scatter reads the gradient, both without a copy where ranks divide n.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zgraph.passes.aliases import is_view
+from zgraph.passes.contract import graph_pass
+from zgraph.program import collectives
+from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
+from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, ParamSpec, Port, Program
+
+aten = torch.ops.aten
+
+@dataclass(frozen=True)
+class KeepOptions:
+    """`gathered_before`: an earlier program of this optimizer step has gathered the weights; they come in whole."""
+
+    gathered_before: bool = False
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """`reduce`: False leaves each gradient as this rank's own, for a later program to add and reduce.
+    `accumulated`: such gradients of earlier micro-batches come in and are added before the reduction."""
+
+    reduce: bool = True
+    accumulated: bool = False
+
+
+@graph_pass(
+    "shard_parameters", "parameters enter as shards and are gathered before their first use",
+    requires=("clean",), provides=("sharded",), conflicts=("sharded",), level=Level.DISTRIBUTED,
+)
+def shard_parameters(program: Program) -> dict[str, int]:
+    gathers = gathered_bytes = 0
+    for name, node in program.input_nodes(InputRole.PARAMETER).items():
+        spec = program.params[name]
+        if spec.shard_dim is None or not node.users:
+            continue
+        users = sorted(node.users)
+        phase = info(users[0]).phase
+        with program.fake_mode:
+            node.meta["val"] = torch.empty(_physical(spec.shard_shape, spec), dtype=spec.dtype, device=tensor(node).device).permute(
+                _inverse(_order(spec))
+            )
+        set_info(node, info(node).but(param=name))
+        with program.graph.inserting_before(users[0]):
+            whole = _gather(program, node, spec, phase, like=users[0])
+        for user in users:
+            user.replace_input_with(node, whole)
+        gathers += 1
+        gathered_bytes += spec.nbytes
+    return {"gathers": gathers, "gathered_bytes": gathered_bytes}
+
+
+@graph_pass(
+    "regather", "what the forward gathered is gathered again for the backward, not kept",
+    requires=("sharded",), provides=("regathered",), conflicts=("kept",),
+)
+def regather(program: Program) -> dict[str, int]:
+    regathered = 0
+    for name, whole in gathered(program, Phase.FORWARD).items():
+        chain = _forward_chain(whole)
+        late = sorted({user for link in chain for user in link.users if info(user).phase is Phase.BACKWARD})
+        if not late:
+            continue
+        spec = program.params[name]
+        shard = program.input_nodes(InputRole.PARAMETER)[name]
+        with program.graph.inserting_before(late[0]):
+            copies = {whole: _gather(program, shard, spec, Phase.BACKWARD, like=late[0])}
+            for link in chain[1:]:
+                if any(info(u).phase is Phase.BACKWARD for late_link in _reach(link, chain) for u in late_link.users):
+                    copies[link] = _copy(program, link, copies)
+        for user in late:
+            for link, copied in copies.items():
+                user.replace_input_with(link, copied)
+        regathered += 1
+    return {"regathered": regathered}
+
+
+@graph_pass(
+    "keep_gathered", "what the first forward of a step gathers is kept until the weights change",
+    options=KeepOptions, requires=("sharded",), provides=("kept",), conflicts=("regathered",),
+)
+def keep_gathered(program: Program, options: KeepOptions) -> dict[str, int]:
+    items = list(program.output_items())
+    kept = gathered(program, Phase.FORWARD)
+    shards = program.input_nodes(InputRole.PARAMETER)
+    for name, whole in kept.items():
+        if not options.gathered_before:
+            items.append((Port(OutputRole.KEPT, name), whole))
+            continue
+        record = NodeInfo(phase=Phase.FORWARD, param=name, made_by="keep_gathered")
+        held = program.add_input(Port(InputRole.KEPT, name), tensor(whole), record, name=whole.name)
+        whole.replace_all_uses_with(held)
+        node = whole
+        while node is not shards[name]:
+            source = node.all_input_nodes[0]
+            program.graph.erase_node(node)
+            node = source
+        if not shards[name].users:
+            program.remove_input(shards[name])
+        held.name = whole.name
+    program.set_outputs(items)
+    return {"taken" if options.gathered_before else "kept": len(kept)}
+
+
+@graph_pass(
+    "reduce_gradients", "gradients are averaged over the data-parallel ranks as soon as they are made",
+    options=ReduceOptions, requires=("sharded",), conflicts=("reduced",), provides=("reduced",), level=Level.DISTRIBUTED,
+)
+def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]:
+    items: list[tuple[Port, fx.Node]] = []
+    pending: list[fx.Node] = []  # waits of the reduction in flight, to stand before the next one starts
+    scattered = reduced = 0
+    grads = {p.name: n for p, n in program.output_items() if p.role is OutputRole.GRADIENT and p.of is InputRole.PARAMETER}
+    final: dict[str, fx.Node] = {}
+    for name, grad in sorted(grads.items(), key=lambda item: item[1]):
+        spec = program.params[name]
+        at = grad if info(grad).phase is Phase.BACKWARD and grad.op != "placeholder" else program.placeholders()[-1]
+        with program.graph.inserting_after(at):
+            anchor = program.graph.call_function(torch.ops.aten.sym_size.int, ())  # where to build, removed below
+        with program.graph.inserting_before(anchor):
+            record = NodeInfo(
+                phase=Phase.BACKWARD, module=info(grad).module, source=info(grad).source, param=name, made_by="reduce_gradients"
+            )
+            node = grad
+            if options.accumulated:
+                node = _accumulate(program, node, name, record)
+            if options.reduce:
+                node, starts, scatter = _reduce(program, node, spec, record)
+                if starts and pending:
+                    for wait in pending:
+                        starts[0].prepend(wait)
+                pending = _movable(node) if len(starts) == 1 else []
+                scattered += scatter
+                reduced += len(starts) - scatter
+        program.graph.erase_node(anchor)
+        final[name] = node
+    output = program.output_node()
+    for wait in pending:
+        output.prepend(wait)
+    for port, node in program.output_items():
+        items.append((port, final[port.name]) if port.role is OutputRole.GRADIENT and port.name in final else (port, node))
+    program.set_outputs(items)
+    if not options.reduce:
+        program.facts.add("partial")
+    return {"reduce_scatters": scattered, "all_reduces": reduced}
+
+
+def gathered(program: Program, phase: Phase) -> dict[str, fx.Node]:
+    """The whole value of each parameter that this phase gathers, by name: the last node of its gather."""
+    found: dict[str, fx.Node] = {}
+    for node in program.nodes:
+        if node.op == "call_function" and collectives.is_start(node) and info(node).role is Role.GATHER and info(node).phase is phase:
+            last = node
+            while (following := next((u for u in last.users if info(u).role in (Role.WAIT, Role.LAYOUT)), None)) is not None:
+                last = following
+            found[str(info(node).param)] = last
+    return found
+
+
+# -- building -------------------------------------------------------------------------------------------------------
+def _slug(name: str) -> str:
+    return re.sub(r"\W+", "_", name)
+
+
+def _order(spec: ParamSpec) -> list[int]:
+    """The dimensions in the order in which they lie in memory (channels-last weights differ from 0, 1, 2, …)."""
+    inner = sorted(range(1, len(spec.shape)), key=lambda d: (-spec.stride[d], d))
+    return [0, *inner] if spec.shape else []
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]
+
+
+def _physical(shape: tuple[int, ...], spec: ParamSpec) -> list[int]:
+    return [shape[d] for d in _order(spec)]
+
+
+def _gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, like: fx.Node) -> fx.Node:
+    """all_gather -> wait (-> slice) (-> permute): the whole parameter. `like` is its first user."""
+    dim = str(spec.shard_dim)
+    ranks = program.mesh[dim]
+    base = NodeInfo(phase=phase, module=info(like).module, source=info(like).source, param=spec.name, made_by="shard_parameters")
+    layout = base.but(role=Role.LAYOUT)
+    slug = _slug(spec.name) + ("" if phase is Phase.FORWARD else "_again")
+    order = _order(spec)
+    node = shard
+    if order != sorted(order):
+        node = program.call(aten.permute.default, (node, order), layout, name=f"packed_{slug}")
+    start = program.call(
+        collectives.ALL_GATHER, (node, ranks, dim), base.but(role=Role.GATHER, mesh_dim=dim, stream=f"comm:{dim}"), name=f"gather_{slug}"
+    )
+    node = program.call(collectives.WAIT, (start,), base.but(role=Role.WAIT, mesh_dim=dim), name=f"whole_{slug}")
+    if spec.rows * ranks != spec.shape[0]:
+        node = program.call(aten.slice.Tensor, (node, 0, 0, spec.shape[0]), layout, name=f"cut_{slug}")
+    if order != sorted(order):
+        node = program.call(aten.permute.default, (node, _inverse(order)), layout, name=f"unpacked_{slug}")
+    return node
+
+
+def _accumulate(program: Program, grad: fx.Node, name: str, record: NodeInfo) -> fx.Node:
+    held = program.add_input(
+        Port(InputRole.ACCUMULATOR, name), tensor(grad), record.but(role=Role.ACCUMULATE), name=f"accumulated_{_slug(name)}"
+    )
+    return program.call(aten.add.Tensor, (held, grad), record.but(role=Role.ACCUMULATE), name=f"sum_{_slug(name)}")
+
+
+def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) -> tuple[fx.Node, list[fx.Node], int]:
+    """(the reduced gradient, the starts of its collectives, 1 if it is scattered)."""
+    slug = _slug(spec.name)
+    layout = record.but(role=Role.LAYOUT)
+    order = _order(spec)
+    node = grad
+    starts: list[fx.Node] = []
+    dims = [d for d in DATA_DIMS if program.mesh.get(d, 1) > 1]
+    if not dims:
+        return node, starts, 0
+    if order != sorted(order):
+        node = program.call(aten.permute.default, (node, order), layout, name=f"packed_grad_{slug}")
+    if not tensor(node).is_contiguous():
+        node = program.call(
+            aten.clone.default, (node,), layout, kwargs={"memory_format": torch.contiguous_format}, name=f"dense_grad_{slug}"
+        )
+    scatter = 0
+    for dim in dims:
+        ranks = program.mesh[dim]
+        here = record.but(role=Role.REDUCE, mesh_dim=dim, stream=f"comm:{dim}")
+        if dim == spec.shard_dim:
+            missing = spec.rows * ranks - spec.shape[0]
+            if missing:
+                pad = [0, 0] * (len(spec.shape) - 1) + [0, missing]
+                node = program.call(aten.constant_pad_nd.default, (node, pad), layout, name=f"padded_grad_{slug}")
+            node = program.call(collectives.REDUCE_SCATTER, (node, "avg", ranks, dim), here, name=f"scatter_grad_{slug}")
+            scatter = 1
+        else:
+            node = program.call(collectives.ALL_REDUCE, (node, "avg", dim), here, name=f"reduce_grad_{slug}")
+        starts.append(node)
+        node = program.call(collectives.WAIT, (node,), record.but(role=Role.WAIT, mesh_dim=dim), name=f"grad_{slug}")
+    if order != sorted(order):
+        node = program.call(aten.permute.default, (node, _inverse(order)), layout, name=f"unpacked_grad_{slug}")
+    return node, starts, scatter
+
+
+def _movable(last: fx.Node) -> list[fx.Node]:
+    """The wait of a reduction and the layout nodes after it, in order."""
+    found = [last]
+    while not collectives.is_wait(found[0]):
+        found.insert(0, found[0].all_input_nodes[0])
+    return found
+
+
+# -- what of the forward hangs on a gathered parameter ---------------------------------------------------------------
+_CASTS = {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+
+
+def _forward_chain(whole: fx.Node) -> list[fx.Node]:
+    """The gathered value and the forward's views and casts of it: cheap to make again, and as large to keep."""
+    chain = [whole]
+    for link in chain:
+        for user in sorted(link.users):
+            only = all(a is link for a in user.all_input_nodes)
+            if info(user).phase is Phase.FORWARD and only and (is_view(user) or user.target in _CASTS) and user not in chain:
+                chain.append(user)
+    return sorted(chain)
+
+
+def _reach(link: fx.Node, chain: list[fx.Node]) -> list[fx.Node]:
+    """`link` and those of the chain that are made from it."""
+    found = [link]
+    for other in chain:
+        if any(a in found for a in other.all_input_nodes) and other not in found:
+            found.append(other)
+    return found
+
+
+def _copy(program: Program, link: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    copied = program.graph.node_copy(link, lambda n: copies.get(n, n))
+    copied.meta = dict(link.meta)
+    set_info(copied, info(link).but(phase=Phase.BACKWARD, copy_of=link.name, made_by="regather"))
+    return copied

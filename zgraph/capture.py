@@ -1,0 +1,286 @@
+"""From a plain module and example inputs to a captured `Program`.
+
+Dynamo captures the module's forward whole, on fake tensors: parameters have their full shapes there, whatever a
+rank really holds, so a model on the meta device or one that is sharded already is captured the same way.
+AOTAutograd then makes the joint forward+backward graph. Both speak of flat inputs; which of these are parameters,
+buffers or the user's is read from the identity of what dynamo's bytecode hands over, never from positions or names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from zgraph.program import torch_private
+from zgraph.errors import CaptureError, UnsupportedError
+from zgraph.program import ops
+from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
+from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FlatInput:
+    """One flat input of the captured forward."""
+
+    role: InputRole
+    name: str
+
+
+@dataclass
+class Trace:
+    """A forward that dynamo captured for one input signature.
+
+    `inputs` say what the flat inputs are; `differentiable` are the flat outputs that can carry a gradient; `loss` is
+    the flat output that is the model's own loss, None where it gives none.
+    """
+
+    flat: torch_private.FlatCapture
+    inputs: list[FlatInput]
+    differentiable: frozenset[int]
+    loss: int | None
+    params: dict[str, ParamSpec]
+    mesh: dict[str, int]
+
+    def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
+        """The captured program in which just the `differentiated` flat outputs have tangents.
+
+        With none (or under no_grad) it is the forward alone.
+        """
+        graph_module = _with_output_marks(self.flat.graph_module, differentiated)
+        fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+        context = contextlib.nullcontext() if differentiated else torch.no_grad()
+        with context:
+            joint = torch_private.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
+        return _program(joint, self, name)
+
+
+def trace(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    params: dict[str, ParamSpec],
+    mesh: dict[str, int],
+    device: torch.device,
+) -> Trace:
+    """Capture `forward` (the class's own, unbound) of `module` for inputs of this signature.
+
+    `params` gives the whole shapes of the parameters by name, `device` is where the program will run. Raises
+    `CaptureError` with the user's file and line if the model can't be captured whole.
+    """
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
+            return x
+        where = device if x.device.type == "meta" else x.device
+        with fake_mode:
+            y = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where)
+        return y.requires_grad_(x.requires_grad)
+
+    with _fake_state(module, params, fake_mode, fake, device) as names:
+        fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
+        bound = types.MethodType(forward, module)
+        try:
+            flat = torch_private.capture_flat(bound, fake_args, fake_kwargs)
+        except (torch_private.DynamoError, ValueError, RuntimeError, TypeError, AssertionError) as error:
+            raise _capture_error(error) from error
+        given = flat.flatten(module, fake_args, fake_kwargs)
+        inputs = [
+            names.get(id(x)) or FlatInput(InputRole.INPUT, f"input_{i}") for i, x in enumerate(given)
+        ]
+        user = {id(leaf) for leaf in pytree.tree_leaves((fake_args, fake_kwargs))}
+        inputs = [
+            FlatInput(InputRole.CONSTANT, f"constant_{i}") if port.role is InputRole.INPUT and id(x) not in user and not _inside(x, fake_args, fake_kwargs) else port
+            for i, (x, port) in enumerate(zip(given, inputs, strict=True))
+        ]
+        returned = flat.graph_module.graph.output_node().args[0]
+        values = [n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in returned]  # type: ignore[union-attr]
+        grad = torch.is_grad_enabled()
+        differentiable = frozenset(i for i, v in enumerate(values) if grad and isinstance(v, torch.Tensor) and v.requires_grad)
+        loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
+    return Trace(flat, inputs, differentiable, loss if loss in differentiable else None, params, mesh)
+
+
+def _inside(x: Any, args: Any, kwargs: Any) -> bool:
+    """Is `x` held by an object among the arguments that is no pytree (a dataclass, a cache)?"""
+    stack = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if hasattr(leaf, "__dict__")]
+    seen: set[int] = set()
+    while stack:
+        item = stack.pop()
+        if item is x:
+            return True
+        if id(item) in seen or isinstance(item, (torch.Tensor, nn.Module, type)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif hasattr(item, "__dict__"):
+            stack.extend(vars(item).values())
+    return False
+
+
+@contextlib.contextmanager
+def _fake_state(
+    module: nn.Module, params: dict[str, ParamSpec], fake_mode: FakeTensorMode, fake: Callable[[Any], Any], device: torch.device
+) -> Iterator[dict[int, FlatInput]]:
+    """Put fake tensors of whole shapes in place of all parameters and buffers; yields what each fake one is."""
+    held: list[tuple[dict[str, Any], str, Any]] = []
+    made: dict[int, Any] = {}
+    names: dict[int, FlatInput] = {}
+    try:
+        for path, child in module.named_modules(remove_duplicate=False):
+            for table, role in ((child._parameters, InputRole.PARAMETER), (child._buffers, InputRole.BUFFER)):
+                for key, real in list(table.items()):
+                    if real is None or isinstance(real, FakeTensor):
+                        continue
+                    name = f"{path}.{key}" if path else key
+                    if id(real) not in made:
+                        made[id(real)] = _fake_parameter(params[name], fake_mode, device) if role is InputRole.PARAMETER else fake(real)
+                        names[id(made[id(real)])] = FlatInput(role, name)
+                    held.append((table, key, real))
+                    table[key] = made[id(real)]
+        yield names
+    finally:
+        for table, key, real in reversed(held):
+            table[key] = real
+
+
+def _fake_parameter(spec: ParamSpec, fake_mode: FakeTensorMode, device: torch.device) -> nn.Parameter:
+    with fake_mode:
+        whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    return nn.Parameter(whole, requires_grad=spec.requires_grad)
+
+
+def _find_loss(flat: torch_private.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]) -> int | None:
+    """The flat output that is the loss: the output itself if it is a scalar, `.loss`, `["loss"]`, or the first element."""
+    with contextlib.suppress(Exception):
+        loss = find_loss(flat.bind(lambda *_: tuple(values))(module, *args, **kwargs))
+        return next((i for i, v in enumerate(values) if v is loss), None) if loss is not None else None
+    return None
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The loss in a model's output, None if there is none: a scalar itself, `.loss`, `["loss"]`, the first element."""
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, dict):
+        candidates.append(output.get("loss"))
+    if isinstance(output, (tuple, list)) and output:
+        candidates.append(output[0])
+    for item in candidates:
+        if isinstance(item, torch.Tensor) and item.dim() == 0 and item.is_floating_point():
+            return item
+    return None
+
+
+def _with_output_marks(graph_module: fx.GraphModule, differentiated: frozenset[int]) -> fx.GraphModule:
+    """A copy whose outputs are each marked (see `zgraph.program.ops`), and detached unless differentiated."""
+    graph = fx.Graph()
+    memo: dict[fx.Node, fx.Node] = {}
+    returned = graph.graph_copy(graph_module.graph, memo)
+    for old, new in memo.items():
+        new.meta = dict(old.meta)
+    marked = []
+    for i, item in enumerate(returned):  # type: ignore[arg-type]
+        if isinstance(item, fx.Node) and isinstance(item.meta.get("example_value"), torch.Tensor):
+            if i not in differentiated:
+                item = graph.call_method("detach", (item,))
+            item = graph.call_function(ops.OUTPUT, (item,))
+        marked.append(item)
+    graph.output(tuple(marked))
+    return fx.GraphModule(graph_module, graph)
+
+
+def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
+    graph = joint.graph
+    inputs: list[Port] = []
+    outputs: list[tuple[Port, fx.Node]] = []
+    for node in graph.find_nodes(op="placeholder"):
+        kind, at = torch_private.describe_input(node.meta.get("desc"))
+        if kind == "input":
+            flat = trace.inputs[at]
+            inputs.append(Port(flat.role, flat.name, at))
+        elif kind == "tangent":
+            inputs.append(Port(InputRole.TANGENT, f"output_{at}", at))
+        else:
+            raise UnsupportedError(
+                "the model's autograd graph has an input that zgraph does not know", why=f"{node.name}: {kind}",
+                hint="if the model changes a tensor that requires a gradient in place, write it without",
+            )
+    seen: set[tuple[str, int]] = set()
+    output = graph.output_node()
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if not isinstance(node, fx.Node):
+            continue
+        kind, at = torch_private.describe_output(desc)
+        if (kind, at) in seen:
+            continue
+        seen.add((kind, at))
+        outputs.append((_output_port(kind, at, trace), node))
+    program = Program(
+        name=name, module=joint, inputs=inputs, outputs=[], mesh=dict(trace.mesh), params=dict(trace.params), fake_mode=trace.flat.fake_mode,
+    )
+    _annotate(graph)
+    program.set_outputs(outputs)
+    for node in graph.nodes:
+        node.meta.pop("desc", None)
+    return program
+
+
+def _output_port(kind: str, at: int, trace: Trace) -> Port:
+    if kind == "output":
+        return Port(OutputRole.OUTPUT, f"output_{at}", at)
+    flat = trace.inputs[at] if at >= 0 else None
+    if kind == "mutation" and flat is not None:
+        if flat.role is InputRole.PARAMETER:
+            raise UnsupportedError(
+                f"the model's forward changes its parameter {flat.name!r} in place",
+                why="a sharded parameter has no whole tensor to change", hint="keep such state in a buffer",
+            )
+        return Port(OutputRole.MUTATION, flat.name, at, of=flat.role)
+    if kind == "gradient" and flat is not None:
+        return Port(OutputRole.GRADIENT, flat.name, at, of=flat.role)
+    raise UnsupportedError("the model's autograd graph has an output that zgraph does not know", why=kind)
+
+
+def _annotate(graph: fx.Graph) -> None:
+    """Give each captured node its record. What depends on a tangent is backward, whatever its tag says."""
+    for node in graph.nodes:
+        backward = node.meta.get("partitioner_tag") == "is_backward" or node.name.startswith("tangents_")
+        if node.target is operator.getitem:  # part of the node that made the tuple
+            backward = False
+        backward = backward or any(info(a).phase is Phase.BACKWARD for a in node.all_input_nodes)
+        phase = Phase.BACKWARD if backward else Phase.FORWARD
+        set_info(node, NodeInfo(phase=phase, module=module_of(node.meta), source=source_of(node.meta)))
+
+
+_USER_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _capture_error(error: BaseException) -> CaptureError:
+    """The user's own line, the reason and a way out, from what dynamo says."""
+    text = str(error)
+    _, _, user = text.partition("from user code:")
+    frames = _USER_FRAME.findall(user or text)
+    where = f"{frames[-1][0]}:{frames[-1][1]}" if frames else None
+    reason = text.split("\n\n")[0].split("Developer debug context")[0].split("from user code")[0].strip()
+    hints = [line.strip()[6:] for line in text.splitlines() if line.strip().startswith("Hint: ")]
+    hint = "write this part without control flow that depends on tensor values (torch.where, masks) or calls that can't be traced"
+    if hints:
+        hint += f"; torch says: {hints[0]}"
+    return CaptureError("the model can't be captured as one graph", where=where, why=f"{type(error).__name__}: {reason}", hint=hint)

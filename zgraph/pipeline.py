@@ -1,0 +1,73 @@
+"""From a plan to a pipeline: which passes run, with which options, in which order."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zgraph.errors import PlanError
+from zgraph.passes import Pass, PassType
+from zgraph.passes.cleanup import cleanup
+from zgraph.passes.inductor_prepare import inductor_prepare
+from zgraph.passes.recompute import recompute
+from zgraph.passes.release import release
+from zgraph.passes.zero import KeepOptions, ReduceOptions, keep_gathered, reduce_gradients, regather, shard_parameters
+from zgraph.program.program import ParamSpec
+
+if TYPE_CHECKING:
+    from zgraph.plan import Plan
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which of a step's programs: has an earlier one gathered the weights (stages 1 and 2), does this one reduce its
+    gradients, and do unreduced gradients of earlier micro-batches come in?"""
+
+    gathered_before: bool = False
+    reduce: bool = True
+    accumulated: bool = False
+
+
+def build(plan: Plan, params: dict[str, ParamSpec], variant: Variant = Variant()) -> list[Pass]:
+    """The pipeline of a plan for a model with these parameters. Raises `PlanError` for a user's pass that is not there."""
+    passes = [cleanup()]
+    if plan.backend == "inductor":
+        passes += [inductor_prepare(), recompute()]
+    passes.append(shard_parameters())
+    passes.append(keep_gathered(KeepOptions(variant.gathered_before)) if keeps_weights(plan) else regather())
+    passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
+    if not keeps_weights(plan):
+        passes.append(release())
+    for user in plan.user_passes():
+        _place(passes, user.ref, user.position, user.anchor)
+    return passes
+
+
+def keeps_weights(plan: Plan) -> bool:
+    """Do whole weights outlive a program (stages 1 and 2)?"""
+    return plan.zero in (1, 2)
+
+
+def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | None) -> None:
+    mine = load_pass(ref)
+    if anchor is None:
+        passes.append(mine)
+        return
+    names = [p.name for p in passes]
+    if anchor not in names:
+        raise PlanError(f"pass {ref!r} is to stand {position} {anchor!r}, which is not in the pipeline", hint=f"there are: {', '.join(names)}")
+    passes.insert(names.index(anchor) + (position == "after"), mine)
+
+
+def load_pass(ref: str) -> Pass:
+    """The pass that "package.module:name" names."""
+    module_name, _, attribute = ref.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(f"pass {ref!r} can't be loaded", why=f"{type(error).__name__}: {error}", hint="is the module on the Python path?") from error
+    made = found() if isinstance(found, PassType) else found
+    if not isinstance(made, Pass):
+        raise PlanError(f"{ref!r} is no pass but {type(found).__name__}", hint="decorate the function with zgraph.passes.graph_pass")
+    return made

@@ -1,0 +1,6 @@
+"""The program: the data that passes take and change, and everything that only describes it.
+
+Nothing here transforms a graph. `node.py` owns what is known of a node, `program.py` the graph with the roles of
+its inputs and outputs, `collectives.py` what a collective means, `ops.py` zgraph's own two operators, `text.py`
+how a program is read, and `digest.py` how ranks compare one.
+"""

@@ -1,0 +1,59 @@
+"""What each collective operator means: which node starts one, which waits for it, over which mesh dimension.
+
+In a program the group argument of a collective is the *name of a mesh dimension* ("dp"), not of a process group.
+Programs are so the same on every rank and at every launch; code generation puts the groups' names in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_functional = torch.ops._c10d_functional
+
+ALL_GATHER = _functional.all_gather_into_tensor.default
+REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
+ALL_REDUCE = _functional.all_reduce.default
+ALL_TO_ALL = _functional.all_to_all_single.default
+WAIT = _functional.wait_tensor.default
+
+# Where the group's name and size stand among the arguments of each start.
+_GROUP_ARG = {ALL_GATHER: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2, ALL_TO_ALL: 3}
+_SIZE_ARG = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
+_REDUCE_ARG = {REDUCE_SCATTER: 1, ALL_REDUCE: 1}
+
+
+def is_start(node: fx.Node) -> bool:
+    """Does this node start a collective?"""
+    return node.op == "call_function" and node.target in _GROUP_ARG
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Does this node wait for one?"""
+    return node.op == "call_function" and node.target is WAIT
+
+
+def group_of(start: fx.Node) -> str:
+    """The mesh dimension (in a program) or process group (in an executable) that a start names."""
+    return str(start.args[_GROUP_ARG[start.target]])  # type: ignore[index]
+
+
+def set_group(start: fx.Node, group: str) -> None:
+    start.update_arg(_GROUP_ARG[start.target], group)  # type: ignore[index]
+
+
+def group_size_of(start: fx.Node) -> int | None:
+    """The number of ranks that a start states, where its operator states one."""
+    at = _SIZE_ARG.get(start.target)  # type: ignore[call-overload]
+    return None if at is None else int(start.args[at])
+
+
+def reduce_op_of(start: fx.Node) -> str | None:
+    """"avg", "sum", … for a reduction; None for another collective."""
+    at = _REDUCE_ARG.get(start.target)  # type: ignore[call-overload]
+    return None if at is None else str(start.args[at])
+
+
+def known_targets() -> tuple[object, ...]:
+    """All operators that start a collective."""
+    return tuple(_GROUP_ARG)

@@ -1,0 +1,126 @@
+"""What zgraph knows of one node: a typed, frozen record, and the one place that reads or writes `node.meta` for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+
+_KEY = "zgraph"
+
+
+class Phase(StrEnum):
+    """The part of a training step that a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Role(StrEnum):
+    """What a node is for. Passes ask this instead of recognising shapes of subgraphs."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"  # starts a collective that makes a parameter whole
+    REDUCE = "reduce"  # starts a collective that averages a gradient
+    WAIT = "wait"  # ends a collective
+    LAYOUT = "layout"  # pads, slices or permutes around a collective
+    RELEASE = "release"  # the last point at which a gathered parameter may be read
+    ACCUMULATE = "accumulate"  # adds what earlier micro-batches left
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """The record of one node.
+
+    `module` is the path of the user's module ("" for the root), `source` the user's "file:line" ("" if unknown),
+    `param` the parameter that a gather, reduction or layout node serves, `mesh_dim` the mesh dimension of a
+    collective, `stream` the name of the stream it is meant for, `made_by` the pass that made it ("capture" for the
+    user's own nodes), `copy_of` the node that it repeats.
+    """
+
+    phase: Phase
+    role: Role = Role.COMPUTE
+    module: str = ""
+    source: str = ""
+    param: str | None = None
+    mesh_dim: str | None = None
+    stream: str = "compute"
+    made_by: str = "capture"
+    copy_of: str | None = None
+
+    def but(self, **changes: Any) -> NodeInfo:
+        """This record with some fields changed."""
+        return replace(self, **changes)
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The record of a node; KeyError names the node when a pass forgot to give one."""
+    try:
+        return node.meta[_KEY]  # type: ignore[no-any-return]
+    except KeyError:
+        raise KeyError(f"node {node.name!r} ({node.target}) carries no NodeInfo: the pass that made it gave none") from None
+
+
+def has_info(node: fx.Node) -> bool:
+    return _KEY in node.meta
+
+
+def set_info(node: fx.Node, record: NodeInfo) -> None:
+    node.meta[_KEY] = record
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value (tensor, tuple of tensors, or None) that a node has."""
+    return node.meta.get("val")
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of a node that has exactly one; TypeError otherwise."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        raise TypeError(f"node {node.name!r} has no single tensor value but {type(val).__name__}")
+    return val
+
+
+def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    """All fake tensors of a node, flat."""
+    val = node.meta.get("val")
+    stack = [val]
+    while stack:
+        item = stack.pop(0)
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            stack = list(item) + stack
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_ROOT = re.compile(r"^L\[(?:'|\")self(?:'|\")\]\.?")
+_INDEX = re.compile(r"\[(?:'|\")?([^\]'\"]+)(?:'|\")?\]")
+
+
+def source_of(meta: dict[str, Any]) -> str:
+    """The user's innermost "file:line" from the stack trace that dynamo recorded, or ""."""
+    frames = _FRAME.findall(meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    user = [f for f in frames if "/torch/nn/" not in f[0] and "/torch/_" not in f[0]]
+    file, line, _ = (user or frames)[-1]
+    return f"{file}:{line}"
+
+
+def module_of(meta: dict[str, Any]) -> str:
+    """The path of the user's module that a node comes from ("" for the root), for forward and backward nodes alike."""
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    raw = str(list(stack.values())[-1][0])
+    path = _ROOT.sub("", raw)
+    path = re.sub(r"\b_(modules|parameters|buffers)\b\.?", "", path)
+    return _INDEX.sub(lambda m: "." + m.group(1), path).replace("..", ".").strip(".")

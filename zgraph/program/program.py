@@ -1,0 +1,222 @@
+"""`Program`: an FX graph of aten operators with the roles of its inputs and outputs, on a mesh, at a level."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.program.node import NodeInfo, set_info, value
+
+
+# The mesh dimensions over which ranks see different data, innermost first: gradients are averaged over them.
+DATA_DIMS = ("dp", "replicate")
+
+
+class Level(IntEnum):
+    """How far a program has come. Each level has invariants of its own (see `zgraph.passes.verifier`)."""
+
+    CAPTURED = 1  # the plain single-device graph
+    DISTRIBUTED = 2  # collectives are explicit, inputs are shards
+    SCHEDULED = 3  # order has meaning
+    EXECUTABLE = 4  # split into the parts that are run
+
+
+class InputRole(StrEnum):
+    PARAMETER = "parameter"  # the shard, or the whole where a parameter is not sharded
+    BUFFER = "buffer"
+    CONSTANT = "constant"  # a tensor that the model holds but did not register
+    INPUT = "input"  # the user's
+    TANGENT = "tangent"
+    KEPT = "kept"  # a whole parameter that an earlier program gathered
+    ACCUMULATOR = "accumulator"  # this rank's unreduced gradient of earlier micro-batches
+    SAVED = "saved"  # from the forward program to the backward one
+
+
+class OutputRole(StrEnum):
+    OUTPUT = "output"  # the user's
+    MUTATION = "mutation"  # the new value of a buffer, constant or user input
+    GRADIENT = "gradient"
+    KEPT = "kept"
+    SAVED = "saved"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output of a program.
+
+    `name` is the parameter's or buffer's path, "input_3" for the user's, the node's name for a saved value. `index` is
+    the position among the flat inputs (outputs) of the captured function, where there is one. A mutation has the
+    role of what it changes in `of`.
+    """
+
+    role: InputRole | OutputRole
+    name: str
+    index: int | None = None
+    of: InputRole | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """How one parameter is laid out.
+
+    `shape` and `stride` (elements) are those of the whole parameter. `shard_dim` is the mesh dimension over which its
+    dimension 0 is split, None where every rank holds the whole. `rows` is the number of rows in each rank's padded
+    shard: ceil(shape[0] / ranks), as torch's own `Shard(0)` splits.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    shard_dim: str | None = None
+    rows: int = 0
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of a rank's padded shard (the whole shape where it is not sharded)."""
+        return (self.rows, *self.shape[1:]) if self.shard_dim else self.shape
+
+    def sharded(self, mesh_dim: str, ranks: int) -> ParamSpec:
+        return replace(self, shard_dim=mesh_dim, rows=-(-self.shape[0] // ranks))
+
+
+@dataclass
+class Program:
+    """What passes take and change.
+
+    `inputs` are in the order of the graph's placeholders, `outputs` in that of its output node, whose argument is a
+    flat tuple of nodes. `mesh` gives the sizes of the mesh dimensions by name, outermost first. `facts` are what
+    passes have provided so far (their contracts speak of these).
+    """
+
+    name: str
+    module: fx.GraphModule
+    inputs: list[Port]
+    outputs: list[Port]
+    mesh: dict[str, int]
+    params: dict[str, ParamSpec]
+    fake_mode: Any
+    level: Level = Level.CAPTURED
+    facts: set[str] = field(default_factory=set)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.graph.nodes)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks in the mesh."""
+        size = 1
+        for n in self.mesh.values():
+            size *= n
+        return size
+
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    def output_node(self) -> fx.Node:
+        return self.graph.output_node()
+
+    def output_values(self) -> tuple[fx.Node, ...]:
+        return tuple(self.output_node().args[0])  # type: ignore[arg-type]
+
+    def input_items(self) -> Iterator[tuple[Port, fx.Node]]:
+        return zip(self.inputs, self.placeholders(), strict=True)
+
+    def output_items(self) -> Iterator[tuple[Port, fx.Node]]:
+        return zip(self.outputs, self.output_values(), strict=True)
+
+    def input_nodes(self, role: InputRole) -> dict[str, fx.Node]:
+        """The placeholders of one role, by name."""
+        return {port.name: node for port, node in self.input_items() if port.role is role}
+
+    # -- changing --------------------------------------------------------------------------------------------------
+    def call(self, target: Any, args: tuple[Any, ...], record: NodeInfo, *, name: str, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """Insert an operator at the graph's insertion point; its fake value is computed from its arguments'."""
+        node = self.graph.call_function(target, args, kwargs or {})
+        node.name = self.graph._graph_namespace.create_name(name, node)
+        set_info(node, record)
+        node.meta["val"] = self.evaluate(node)
+        return node
+
+    def evaluate(self, node: fx.Node) -> Any:
+        """The fake value that a node's operator gives for its arguments' fake values."""
+        def read(arg: fx.Node) -> Any:
+            return value(arg)
+
+        args = fx.node.map_arg(node.args, read)
+        kwargs = fx.node.map_arg(node.kwargs, read)
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        with self.fake_mode, torch.no_grad():
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def add_input(self, port: Port, fake: torch.Tensor, record: NodeInfo, *, name: str) -> fx.Node:
+        """Append a placeholder after the last one."""
+        last = self.placeholders()[-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(name)
+        set_info(node, record)
+        node.meta["val"] = fake
+        self.inputs.append(port)
+        return node
+
+    def remove_input(self, node: fx.Node) -> None:
+        """Remove a placeholder that nothing uses, and its port."""
+        at = self.placeholders().index(node)
+        self.graph.erase_node(node)
+        del self.inputs[at]
+
+    def set_outputs(self, items: list[tuple[Port, fx.Node]]) -> None:
+        """Replace all outputs."""
+        self.output_node().args = (tuple(node for _, node in items),)
+        self.outputs = [port for port, _ in items]
+
+    def recompile(self) -> None:
+        self.graph.lint()
+        self.module.recompile()
+
+    def snapshot(self) -> Program:
+        """A copy that later passes do not change: the graph is copied, fake values are shared."""
+        graph = fx.Graph()
+        memo: dict[fx.Node, fx.Node] = {}
+        out = graph.graph_copy(self.graph, memo)
+        graph.output(out)
+        for old, new in memo.items():
+            new.meta = dict(old.meta)
+        graph.output_node().meta = dict(self.output_node().meta)
+        module = fx.GraphModule(self.module, graph)
+        return Program(
+            name=self.name, module=module, inputs=list(self.inputs), outputs=list(self.outputs), mesh=dict(self.mesh),
+            params=dict(self.params), fake_mode=self.fake_mode, level=self.level, facts=set(self.facts),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self.snapshot()
+
+    def renamed(self, name: str) -> Program:
+        other = copy.copy(self)
+        other.name = name
+        return other

@@ -1,0 +1,202 @@
+"""Every private torch API that zgraph stands on, in one place, for torch 2.11 to 2.13.
+
+A torch release that moves one of these breaks this file and no other.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch._inductor.lowering  # (registers lowerings before a joint trace: some models are captured only with it)
+from torch import fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.convert_frame import fullgraph_capture
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.functional_export import _compiling_state_context
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+
+DynamoError = TorchDynamoException
+
+# Dynamo refuses to trace a call of a logger outside torch.export; a log line is no part of a training step.
+_LOG_METHODS = frozenset(
+    method
+    for name in ("debug", "info", "warning", "warn", "error", "log", "exception", "warning_once", "warning_advice", "info_once")
+    if (method := getattr(logging.Logger, name, None)) is not None
+)
+
+
+class _Stop(Exception):
+    """Ends the replay of dynamo's bytecode once it has handed over the graph's inputs."""
+
+
+@dataclass
+class FlatCapture:
+    """What dynamo captured: a graph with flat inputs and outputs, and the bytecode around it.
+
+    `graph_module` takes the graph's inputs (parameters, buffers and the user's tensors alike, in dynamo's order) and
+    returns a flat tuple. `replay` runs the user's own calling convention around any function of that type.
+    """
+
+    graph_module: fx.GraphModule
+    fake_mode: Any
+    _output: Any
+    _globals: dict[str, Any]
+
+    def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+        """A function of the user's signature (with the module first) that runs `compiled` on the flat inputs."""
+        return self._output.forward_callable(compiled_fn=compiled, extra_globals=self._globals)  # type: ignore[no-any-return]
+
+    def flatten(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The graph's inputs for a call."""
+        found: list[tuple[Any, ...]] = []
+
+        def stop(*inputs: Any) -> Sequence[Any]:
+            found.append(inputs)
+            raise _Stop
+
+        with contextlib.suppress(_Stop):
+            self.bind(stop)(owner, *args, **kwargs)
+        return found[0] if found else ()
+
+
+def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCapture:
+    """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`)."""
+    torch._dynamo.reset()
+    with (
+        _compiling_state_context(),
+        dynamo_config.patch(
+            ignore_logging_functions=set(_LOG_METHODS),
+            automatic_dynamic_shapes=False,
+            assume_static_by_default=True,
+            specialize_int=True,
+            specialize_float=True,
+            allow_rnn=True,
+        ),
+        get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
+    ):
+        output = fullgraph_capture(function, args, kwargs)
+    if output.backend_input is None:
+        raise ValueError("the model's forward computes nothing with tensors")
+    graph_module = output.backend_input.graph_module
+    return FlatCapture(
+        graph_module=graph_module,
+        fake_mode=output.backend_input.fake_mode,
+        _output=output,
+        # torch 2.11 leaves builtins out of what its replay may refer to.
+        _globals={**vars(builtins), **output.graph_capture_output.f_globals},
+    )
+
+
+def export_joint(graph_module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, decompositions: dict[Any, Any]) -> fx.GraphModule:
+    """AOTAutograd's joint forward+backward graph (the forward alone where nothing requires a gradient)."""
+    with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)):
+        joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(inputs), decompositions=decompositions)
+        return joint.graph_module
+
+
+def describe_input(desc: Any) -> tuple[str, int]:
+    """("input" or "tangent", position among the flat inputs or outputs) of a placeholder of a joint graph."""
+    if isinstance(desc, PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
+        return "tangent", desc.output.idx
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, InputMutationAOTOutput):
+        return "mutation_tangent", describe_input(desc.output.mutated_input)[1]
+    return f"unknown: {desc!r}", -1
+
+
+def describe_output(desc: Any) -> tuple[str, int]:
+    """("output" | "mutation" | "gradient", position) of an output of a joint graph."""
+    if isinstance(desc, PlainAOTOutput):
+        return "output", desc.idx
+    if isinstance(desc, InputMutationAOTOutput):
+        return "mutation", describe_input(desc.mutated_input)[1]
+    if isinstance(desc, GradAOTOutput):
+        return "gradient", describe_input(desc.grad_of)[1]
+    return f"unknown: {desc!r}", -1
+
+
+@contextlib.contextmanager
+def reported_strides(fake_mode: Any) -> Iterator[list[Any]]:
+    """A tracing context in which Inductor reports the strides it chose for a program's outputs."""
+    context = TracingContext(fake_mode)
+    with tracing(context), context.report_output_strides() as strides:
+        yield strides
+
+
+def keeps_graph() -> bool:
+    """Is the running backward pass one with retain_graph=True?"""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def inductor_joint_passes(module: fx.GraphModule, fake_mode: Any) -> None:
+    """Inductor's own passes over a joint graph (random operators become functions of seeds, patterns are replaced)."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(fake_mode):
+        joint_graph_passes(module)
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """The decompositions that Inductor needs at capture."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
+    """The names of the values that torch's min-cut partitioner would save for the backward (it runs on a copy)."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    graph = fx.Graph()
+    memo: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, memo))
+    for old, new in memo.items():
+        new.meta = dict(old.meta)
+    names = {new.name: old.name for old, new in memo.items()}
+    graph.output_node().meta["desc"] = [None] * len(graph.output_node().args[0])  # type: ignore[arg-type]
+    for node in graph.find_nodes(op="placeholder"):
+        node.meta.setdefault("desc", None)
+    forward, _ = min_cut_rematerialization_partition(
+        fx.GraphModule(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
+    )
+    saved = forward.graph.output_node().args[0][forward_outputs:]  # type: ignore[index]
+    return {names.get(n.name, n.name) for n in saved if isinstance(n, fx.Node)}
+
+
+def boxed(graph: fx.Graph) -> None:
+    """Let a graph take its inputs as one list that it empties, so that each dies after its last use."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    graph.set_codegen(_BoxedCodeGen())
+
+
+def compile_with_inductor(module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, is_backward: bool) -> tuple[Callable[[list[Any]], Sequence[Any]], str, list[Any]]:
+    """(the boxed callable, its source, the strides of its outputs) of Inductor's compilation of one graph."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(fake_mode), reported_strides(fake_mode) as strides:
+        compiled = compile_fx_inner(module, list(inputs), is_backward=is_backward)
+    source = getattr(compiled, "source_code", "") or ""
+    chosen = list(strides or [])
+    outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    return compiled, source, chosen if len(chosen) == outputs else []
