@@ -21,7 +21,6 @@ class Kernel:
 
     name: str
     operators: tuple[str, ...]
-    nodes: tuple[str, ...]
 
 
 @dataclass

@@ -20,21 +20,21 @@ from zgraph.program.program import InputRole, OutputRole, Program
 KEEP_ORDER: dict[str, Any] = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 
 
-def compile_inductor(program: Program, groups: dict[str, str], *, is_backward: bool = False) -> Executable:
+def compile_inductor(program: Program, groups: dict[str, str], *, is_backward: bool = False, fix_saved: bool = False) -> Executable:
     """Compile `program`; `groups` gives each mesh dimension's process group by name.
 
-    Raises `LoweringError` with the operator and the user's line if Inductor can't lower it: nothing falls back.
+    With `fix_saved` saved values keep the strides that they have in the program; else Inductor chooses. Raises `LoweringError` with the operator and the user's line if Inductor can't lower it: nothing falls back.
     """
     ready = lowered(program, groups)
     inputs = [node.meta["val"] for node in ready.placeholders()]
-    fixed = [i for i, port in enumerate(program.outputs) if port.role is not OutputRole.SAVED]
+    fixed = [i for i, port in enumerate(program.outputs) if fix_saved or port.role is not OutputRole.SAVED]
     ready.output_node().meta["user_visible_output_idxs"] = fixed
     try:
         with inductor_config.patch(KEEP_ORDER):
             function, source, strides = torch_private.compile_with_inductor(ready.module, inputs, ready.fake_mode, is_backward)
     except Exception as error:
         raise _lowering_error(error, program) from error
-    return Executable(program, function, source, kernels(source), strides)
+    return Executable(program, function, source, kernels(source, program), strides)
 
 
 def adopt_strides(backward: Program, forward: Executable) -> None:
@@ -55,30 +55,32 @@ def adopt_strides(backward: Program, forward: Executable) -> None:
                     node.meta["val"] = val.as_strided(val.size(), strides)
 
 
-_DEFINITION = re.compile(r"^(\w+) = async_compile\.(?:cpp_pybinding|cpp|triton)\(", re.M)
-_NODES = re.compile(r"# Topologically Sorted Source Nodes: \[([^\]]*)\], Original ATen: \[([^\]]*)\]")
+_DEFINITION = re.compile(r"^(?P<name>(?:cpp|triton)\w*?_fused_(?P<operators>\w*?)_?\d+) = async_compile\.", re.M)
 
 
-def kernels(source: str) -> tuple[Kernel, ...]:
-    """The fused kernels of Inductor's generated code, each with the operators that it computes."""
-    found: list[Kernel] = []
-    names = set(_DEFINITION.findall(source))
-    seen: set[str] = set()
-    comment: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    for line in source.splitlines():
-        text = line.strip()
-        if match := _NODES.match(text):
-            comment = (_split(match.group(2)), _split(match.group(1)))
-            continue
-        name = re.match(r"(\w+)(?:\.run)?(?: = async_compile|\()", text)
-        if name and name.group(1) in names and name.group(1) not in seen and comment[0]:
-            seen.add(name.group(1))
-            found.append(Kernel(name.group(1), *comment))
-    return tuple(found)
+def kernels(source: str, program: Program) -> tuple[Kernel, ...]:
+    """The fused kernels of Inductor's generated code, each with the operators that it computes.
+
+    A kernel's name is the sorted operators joined by underscores; they are told apart by the program's own operators.
+    """
+    known = {_base(str(n.target)) for n in program.graph.nodes} | {_base(str(n.meta.get("original_aten", ""))) for n in program.graph.nodes}
+    return tuple(Kernel(m["name"], _operators(m["operators"], known)) for m in _DEFINITION.finditer(source))
 
 
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def _base(target: str) -> str:
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
+
+
+def _operators(text: str, known: set[str]) -> tuple[str, ...]:
+    """"add__to_copy" -> ("add", "_to_copy"): the first split, longest names first, that uses up the text."""
+    if not text:
+        return ()
+    for end in sorted((i for i in range(1, len(text) + 1) if text[:i] in known and (i == len(text) or text[i] == "_")), reverse=True):
+        rest = _operators(text[end + 1 :], known)
+        if rest or end == len(text):
+            return (text[:end], *rest)
+    return ()
 
 
 def _lowering_error(error: Exception, program: Program) -> LoweringError:

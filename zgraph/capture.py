@@ -61,7 +61,7 @@ class Trace:
         """
         graph_module = _with_output_marks(self.flat.graph_module, differentiated)
         fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
-        context = contextlib.nullcontext() if differentiated else torch.no_grad()
+        context = torch.enable_grad() if differentiated else torch.no_grad()
         with context:
             joint = torch_private.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
         return _program(joint, self, name)
@@ -208,6 +208,7 @@ def _with_output_marks(graph_module: fx.GraphModule, differentiated: frozenset[i
 
 def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     graph = joint.graph
+    graph.set_codegen(fx.graph.CodeGen())  # flat: roles, not a pytree, say what inputs and outputs are
     inputs: list[Port] = []
     outputs: list[tuple[Port, fx.Node]] = []
     for node in graph.find_nodes(op="placeholder"):

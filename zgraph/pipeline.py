@@ -13,7 +13,6 @@ from zgraph.passes.inductor_prepare import inductor_prepare
 from zgraph.passes.recompute import recompute
 from zgraph.passes.release import release
 from zgraph.passes.zero import KeepOptions, ReduceOptions, keep_gathered, reduce_gradients, regather, shard_parameters
-from zgraph.program.program import ParamSpec
 
 if TYPE_CHECKING:
     from zgraph.plan import Plan
@@ -29,24 +28,23 @@ class Variant:
     accumulated: bool = False
 
 
-def build(plan: Plan, params: dict[str, ParamSpec], variant: Variant = Variant()) -> list[Pass]:
-    """The pipeline of a plan for a model with these parameters. Raises `PlanError` for a user's pass that is not there."""
+def build(plan: Plan, variant: Variant = Variant(), *, training: bool = True) -> list[Pass]:
+    """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there.
+
+    A program that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
+    """
+    keep = training and plan.zero in (1, 2)
     passes = [cleanup()]
     if plan.backend == "inductor":
         passes += [inductor_prepare(), recompute()]
     passes.append(shard_parameters())
-    passes.append(keep_gathered(KeepOptions(variant.gathered_before)) if keeps_weights(plan) else regather())
+    passes.append(keep_gathered(KeepOptions(variant.gathered_before)) if keep else regather())
     passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
-    if not keeps_weights(plan):
+    if not keep:
         passes.append(release())
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
     return passes
-
-
-def keeps_weights(plan: Plan) -> bool:
-    """Do whole weights outlive a program (stages 1 and 2)?"""
-    return plan.zero in (1, 2)
 
 
 def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | None) -> None:

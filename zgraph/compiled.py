@@ -1,0 +1,132 @@
+"""One input signature of a model, compiled: its capture, and the programs that serve it.
+
+Which outputs a user differentiates is known only in the backward; a program is made for one such choice (the model's
+own loss, if it gives one, else all). Of each program there are variants (see `zgraph.pipeline.Variant`), made when
+they are first needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zgraph.capture import Trace, trace
+from zgraph.codegen.eager import compile_eager
+from zgraph.codegen.executable import Executable
+from zgraph.codegen.inductor import adopt_strides, compile_inductor
+from zgraph.codegen.partition import Parts, split
+from zgraph.passes import History, PassManager
+from zgraph.passes.aliases import is_random
+from zgraph.pipeline import Variant, build
+from zgraph.plan import Plan
+from zgraph.program import torch_private
+from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
+
+logger = logging.getLogger(__name__)
+
+
+class StepProgram:
+    """The programs for one signature and one choice of differentiated outputs."""
+
+    def __init__(self, name: str, captured: Program, plan: Plan, groups: dict[str, str]) -> None:
+        self.name = name
+        self.captured = captured
+        self.plan = plan
+        self.groups = groups
+        self.random = any(is_random(n) for n in captured.graph.nodes)
+        self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
+        self._histories: dict[Variant, History] = {}
+        self._parts: dict[Variant, Parts] = {}
+        self._forwards: dict[bool, Executable] = {}
+        self._backwards: dict[tuple[bool, bool], Executable] = {}
+
+    @property
+    def differentiated(self) -> bool:
+        return any(p.role is OutputRole.GRADIENT for p in self.captured.outputs)
+
+    @property
+    def keeps(self) -> bool:
+        """Do whole weights outlive the program?"""
+        return any(p.role is OutputRole.KEPT for p in self.history().program.outputs)
+
+    def history(self, variant: Variant = Variant()) -> History:
+        """The way of this program through the pipeline."""
+        if variant not in self._histories:
+            manager = PassManager(build(self.plan, variant, training=self.differentiated))
+            self._histories[variant] = manager.run(self.captured.snapshot())
+        return self._histories[variant]
+
+    def parts(self, variant: Variant = Variant()) -> Parts:
+        if variant not in self._parts:
+            self._parts[variant] = split(self.history(variant).program)
+        return self._parts[variant]
+
+    def forward(self, gathered_before: bool = False) -> Executable:
+        if gathered_before not in self._forwards:
+            program = self.parts(Variant(gathered_before=gathered_before)).forward
+            self._forwards[gathered_before] = self._compile(program, is_backward=False)
+        return self._forwards[gathered_before]
+
+    def backward(self, reduce: bool = True, accumulated: bool = False) -> Executable:
+        if (reduce, accumulated) not in self._backwards:
+            part = self.parts(Variant(self.keeps, reduce, accumulated)).backward
+            assert part is not None
+            first = self.forward()
+            saved = [p.name for p in first.program.outputs if p.role is OutputRole.SAVED]
+            taken = [p.name for p in part.inputs if p.role is InputRole.SAVED]
+            if saved != taken:
+                raise AssertionError(f"{self.name}: the forward saves {set(saved) ^ set(taken)} that the backward does not take, or the reverse")
+            adopt_strides(part, first)
+            self._backwards[reduce, accumulated] = self._compile(part, is_backward=True)
+        return self._backwards[reduce, accumulated]
+
+    def executables(self) -> list[Executable]:
+        """Those compiled so far."""
+        return [*self._forwards.values(), *self._backwards.values()]
+
+    def _compile(self, program: Program, *, is_backward: bool) -> Executable:
+        start = time.perf_counter()
+        if self.plan.backend == "eager":
+            made = compile_eager(program, self.groups)
+        else:
+            # Two forwards share one backward where weights are kept: what they save must have the same strides.
+            made = compile_inductor(program, self.groups, is_backward=is_backward, fix_saved=self.keeps)
+        logger.info("%s: %s compiled in %.2f s", program.name, self.plan.backend, time.perf_counter() - start)
+        return made
+
+
+class Entry:
+    """One input signature."""
+
+    def __init__(
+        self, name: str, shown: str, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+        specs: dict[str, ParamSpec], mesh: dict[str, int], plan: Plan, groups: dict[str, str], device: torch.device,
+    ) -> None:
+        start = time.perf_counter()
+        self.name = name
+        self.shown = shown
+        self.plan = plan
+        self.groups = groups
+        self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device)
+        self.constants = [None if isinstance(n, fx.Node) else n for n in self.trace.flat.graph_module.graph.output_node().args[0]]  # type: ignore[union-attr]
+        loss = self.trace.loss
+        self.pattern = frozenset({loss}) if loss is not None else self.trace.differentiable
+        self._programs: dict[frozenset[int], StepProgram] = {}
+        self.capture_seconds = time.perf_counter() - start
+
+    def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
+        """The program in which these flat outputs are differentiated (by default those that were the last time)."""
+        chosen = self.pattern if pattern is None else pattern
+        if chosen not in self._programs:
+            decompositions = torch_private.inductor_decompositions() if self.plan.backend == "inductor" else {}
+            name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
+            captured = self.trace.joint(chosen, decompositions, name)
+            self._programs[chosen] = StepProgram(name, captured, self.plan, self.groups)
+        return self._programs[chosen]
+
+    def programs(self) -> list[StepProgram]:
+        return list(self._programs.values())

@@ -1,0 +1,170 @@
+"""`zgraph.compile`: a plain module becomes a sharded, compiled one, in place."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zgraph.agreement import Agreement
+from zgraph.capture import trace
+from zgraph.errors import MeshError, ModelError
+from zgraph.handle import attach, is_compiled
+from zgraph.passes import History, PassManager
+from zgraph.pipeline import build
+from zgraph.plan import Plan
+from zgraph.program import torch_private
+from zgraph.runtime import Runtime
+from zgraph.sharding import layout, shard
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=nn.Module)
+Inputs = tuple[Any, ...] | dict[str, Any]
+
+
+def compile(
+    model: M, plan: Plan | None = None, *, inputs: Inputs | None = None, loss_fn: Callable[..., Any] | None = None, mesh: DeviceMesh | None = None
+) -> M:
+    """Shard `model` as `plan` says and let its forward and backward run as compiled programs.
+
+    Returns the same module object: the same class, the same parameter names, parameters now `DTensor` shards (plain
+    tensors in one process without a process group). With `inputs` (a tuple of args or a dict of kwargs of this rank's
+    own batch) it captures and compiles now, else at the first call; each new input signature is compiled once.
+    `mesh` is a DeviceMesh whose dimension names and sizes are those of the plan; by default one is made over all
+    ranks. Under torchrun without a process group, one is initialised.
+
+    All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices), `MeshError` (a mesh
+    that is not the world), `RankMismatchError` (ranks with different plans or models), `CaptureError` with the user's
+    file and line (a model that can't be captured whole), `LoweringError` (Inductor can't compile an operator).
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"zgraph.compile takes an nn.Module, not {type(model).__name__}")
+    if is_compiled(model):
+        raise ModelError("the model is compiled already", hint="model.zgraph.recompile(plan) runs the same weights by another plan")
+    inner = next((name for name, child in model.named_modules() if is_compiled(child)), None)
+    if inner is not None:
+        raise ModelError(f"module {inner!r} of the model is compiled already", hint="compile only the outermost module")
+    if loss_fn is not None:
+        raise ModelError("loss_fn has no use yet", why="it belongs to train_step", hint="compute the loss outside: loss_fn(model(x)).backward()")
+    plan = plan or Plan()
+    device = _device(model)
+    _init_process_group(device)
+    mesh, sizes = _mesh(plan, mesh, device)
+    if mesh is not None and dist.get_rank() != 0:
+        logging.getLogger("zgraph").setLevel(logging.WARNING)
+    agreement = Agreement(mesh)
+    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold)
+    agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
+    agreement.vote("the model", "; ".join(f"{s.name}: {s.dtype}{list(s.shape)}{'' if s.requires_grad else ' frozen'}" for s in specs.values()))
+    _same_values(model, agreement)
+    seed = int(agreement.broadcast(torch.initial_seed())) if any(p.is_meta for p in [*model.parameters(), *model.buffers()]) else 0
+    forward = getattr(model.forward, "__func__", None)
+    if forward is None:
+        raise ModelError("the model's forward is not a method", why="it was replaced on the instance", hint="define forward in the model's class")
+    shards = shard(model, specs, mesh, device, seed)
+    runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement)
+    attach(model, runtime)
+    if inputs is not None:
+        args, kwargs = split_inputs(inputs)
+        runtime.entry(args, kwargs)
+    return model
+
+
+def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of example inputs, which are a tuple of args or a dict of kwargs."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    raise TypeError(f"inputs are a tuple of args or a dict of kwargs, not {type(inputs).__name__}")
+
+
+def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> History:
+    """Capture `model` (not compiled, on any device) and run the plan's pipeline for `world` ranks, without any.
+
+    The history's first record is the captured program, the last one the finished program.
+    """
+    sizes = plan.resolve_mesh(world)
+    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold)
+    device = _device(model)
+    args, kwargs = split_inputs(inputs)
+    forward = getattr(model.forward, "__func__", None)
+    traced = trace(model, forward, args, kwargs, specs, sizes, device)  # type: ignore[arg-type]
+    pattern = frozenset({traced.loss}) if traced.loss is not None else traced.differentiable
+    decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
+    captured = traced.joint(pattern, decompositions, "train" if pattern else "eval")
+    return PassManager(build(plan, training=bool(pattern))).run(captured)
+
+
+def _device(model: nn.Module) -> torch.device:
+    """The one device of the model (where it will be, for a model on the meta device)."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    by_device: dict[torch.device, str] = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_meta:
+            by_device.setdefault(tensor.device, name)
+    if len(by_device) > 1:
+        shown = ", ".join(f"{name!r} on {device}" for device, name in by_device.items())
+        raise ModelError("the model's tensors are on several devices", why=shown, hint="move the model to one device: model.to(device)")
+    if by_device:
+        return next(iter(by_device))
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device("cpu")
+
+
+def _init_process_group(device: torch.device) -> None:
+    """Under torchrun's variables and without a process group, make one; else touch nothing global."""
+    if dist.is_initialized() or not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend)
+    logger.info("initialised a process group of %d ranks over %s", dist.get_world_size(), backend)
+
+
+def _mesh(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh | None, dict[str, int]]:
+    if mesh is not None:
+        names = mesh.mesh_dim_names
+        if not names:
+            raise MeshError("the mesh's dimensions have no names", hint="init_device_mesh(…, mesh_dim_names=('dp',))")
+        sizes = plan.resolve_mesh(mesh.size())
+        given = dict(zip(names, mesh.shape, strict=True))
+        if given != sizes:
+            raise MeshError(f"the mesh given is {given}, the plan's is {sizes}", hint="give one of the plan's sizes, or change plan.mesh")
+        return mesh, sizes
+    if not dist.is_initialized():
+        return None, plan.resolve_mesh(1)
+    sizes = plan.resolve_mesh(dist.get_world_size())
+    if not sizes:
+        raise MeshError("the plan's mesh is empty", hint='mesh={"dp": -1} is all ranks')
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), sizes
+
+
+def _same_values(model: nn.Module, agreement: Agreement) -> None:
+    """Give every rank rank 0's parameters where they differ, as DDP does; equal ones cost one small reduction each."""
+    if agreement.group is None:
+        return
+    params = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
+    if not params:
+        return
+    sums = torch.stack([p.detach().double().sum().cpu() if not p.is_complex() else p.detach().abs().double().sum().cpu() for _, p in params])
+    bits = sums.view(torch.int64)
+    both = torch.stack([bits, -bits])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=agreement.group)
+    different = (both[0] != -both[1]).tolist()
+    if any(different):
+        names = [n for (n, _), d in zip(params, different, strict=True) if d]
+        logger.warning("%d parameters differ between ranks (%s …): taking rank 0's", len(names), names[0])
+        group = agreement.group if params[0][1].device.type == "cpu" else None
+        for (_, p), d in zip(params, different, strict=True):
+            if d:
+                dist.broadcast(p.data, src=agreement.ranks[0], group=group)

@@ -1,0 +1,80 @@
+"""What was compiled, for a person to read: `print(model.zgraph.report())`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zgraph.codegen.executable import Executable, Kernel
+from zgraph.program import collectives
+from zgraph.program.node import Role, info
+from zgraph.program.program import Program
+
+if TYPE_CHECKING:
+    from zgraph.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """One program that runs: its collectives by kind, and its fused kernels."""
+
+    name: str
+    nodes: int
+    gathers: int
+    reductions: int
+    kernels: tuple[Kernel, ...]
+    extern: tuple[str, ...]
+
+
+class Report:
+    """Layouts, passes, collectives and kernels of everything compiled so far. `str()` of it is the text."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.parts = [_part(e) for entry in runtime.entries.values() for step in entry.programs() for e in step.executables()]
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """All fused kernels."""
+        return tuple(k for part in self.parts for k in part.kernels)
+
+    def __str__(self) -> str:
+        runtime = self._runtime
+        specs = runtime.shards.specs.values()
+        sharded = [s for s in specs if s.shard_dim]
+        whole = sum(s.nbytes for s in specs)
+        ranks = runtime.sizes.get("dp", 1)
+        held = sum(s.nbytes // s.shape[0] * s.rows if s.shard_dim else s.nbytes for s in specs if s.shape or not s.shard_dim)
+        lines = [
+            f"plan: zero {runtime.plan.zero}, backend {runtime.plan.backend}, mesh {runtime.sizes}",
+            f"parameters: {len(runtime.shards.specs)} ({len(sharded)} sharded over {ranks}), {_bytes(whole)} in all, {_bytes(held)} on this rank",
+        ]
+        for entry in runtime.entries.values():
+            lines += ["", f"program {entry.name}: {entry.shown}", f"  captured in {entry.capture_seconds:.2f} s"]
+            for step in entry.programs():
+                for record in step.history().records[1:]:
+                    counts = ", ".join(f"{k} {v}" for k, v in record.stats.items())
+                    lines.append(f"  pass {record.name:18} {record.seconds * 1e3:7.1f} ms  {record.nodes:6} nodes  {counts}")
+        for part in self.parts:
+            lines += ["", f"{part.name}: {part.nodes} nodes, {part.gathers} gathers, {part.reductions} reductions, {len(part.kernels)} fused kernels"]
+            lines += [f"  {k.name}: {', '.join(k.operators)}" for k in part.kernels]
+            if part.extern:
+                lines.append(f"  library calls: {', '.join(part.extern)}")
+        return "\n".join(lines)
+
+
+def _part(executable: Executable) -> PartReport:
+    program: Program = executable.program
+    starts = [n for n in program.graph.nodes if collectives.is_start(n)]
+    extern = sorted({line.split("extern_kernels.")[1].split("(")[0] for line in executable.source.splitlines() if "extern_kernels." in line and "(" in line.split("extern_kernels.")[1]})
+    return PartReport(
+        program.name, len(program.graph.nodes), sum(info(n).role is Role.GATHER for n in starts), sum(info(n).role is Role.REDUCE for n in starts),
+        executable.kernels, tuple(extern),
+    )
+
+
+def _bytes(n: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.4g} {unit}"
+        n /= 1024  # type: ignore[assignment]
+    raise AssertionError

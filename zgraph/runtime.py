@@ -1,0 +1,342 @@
+"""Runs compiled programs behind the user's own calls: `model(x)`, `loss.backward()`.
+
+[Note: who holds what] Parameters are the user's (`Shards` finds them). A step of autograd holds what the forward saved
+in a list that the backward empties as it goes, so that activations die one by one. Whole weights that stages 1 and 2
+keep live here, from the first forward of an optimizer step to its reducing backward, and less if a shard changes. Gradients that wait to be reduced (stages 0 and 1 inside `no_sync`)
+are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from zgraph.agreement import Agreement
+from zgraph.compiled import Entry, StepProgram
+from zgraph.errors import ModelError, SignatureError
+from zgraph.plan import Plan
+from zgraph.program.digest import digest, node_digests
+from zgraph.program.program import InputRole, OutputRole, Port, Program
+from zgraph.program.torch_private import keeps_graph
+from zgraph.sharding import Shards, still_unset, with_requires_grad
+from zgraph.signature import brief, signature
+
+logger = logging.getLogger(__name__)
+
+
+class Runtime:
+    """The run time of one compiled module."""
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], plan: Plan, sizes: dict[str, int], mesh: DeviceMesh | None,
+        shards: Shards, device: torch.device, agreement: Agreement,
+    ) -> None:
+        self.module = module
+        self.forward_function = forward
+        self.plan = plan
+        self.sizes = sizes
+        self.mesh = mesh
+        self.shards = shards
+        self.device = device
+        self.agreement = agreement
+        self.groups = {d: mesh.get_group(d).group_name for d in mesh.mesh_dim_names or ()} if mesh is not None else {}
+        self.entries: dict[str, Entry] = {}
+        self._calls: dict[str, Callable[..., Any]] = {}
+        self.kept: dict[str, torch.Tensor] = {}
+        self._kept_versions: dict[str, tuple[int, int, int]] = {}
+        self.accumulating = False
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        key, entry = self.entry(args, kwargs)
+        return self._calls[key](self.module, *args, **kwargs)
+
+    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
+        """The compiled entry for inputs of this signature; a new signature is captured and compiled, on all ranks alike."""
+        self.shards.refresh()
+        key = signature(self.module, args, kwargs)
+        new = key not in self.entries
+        self.agreement.vote("the inputs of a call", f"{key}; {'new' if new else 'known'}")
+        if new:
+            self._refuse_unset()
+            self._check_devices(args, kwargs)
+            made = self._compile(key, args, kwargs)
+            self.entries[key] = made
+            self._calls[key] = made.trace.flat.bind(lambda *flat: self._execute(made, flat))
+        return key, self.entries[key]
+
+    def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        shown = brief(self.module, args, kwargs)
+        name = f"{'train' if torch.is_grad_enabled() and self.module.training else 'eval'}{len(self.entries)}"
+        first_rank = self.mesh is None or torch.distributed.get_rank() == 0
+        log = logger.warning if self.entries and first_rank else logger.info
+        log("new input signature: compiling program %s for %s", name, shown)
+        specs = with_requires_grad(self.shards.specs, self.shards.params())
+        entry = Entry(name, shown, self.module, self.forward_function, args, kwargs, specs, self.sizes, self.plan, self.groups, self.device)
+        self.prepare(entry.program())
+        return entry
+
+    def prepare(self, step: StepProgram) -> None:
+        """Compile what a plain step needs, and let the ranks compare it before anything runs."""
+        parts = step.parts()
+        self._agree(parts.forward)
+        if parts.backward is not None:
+            self._agree(parts.backward)
+        step.forward()
+        if parts.backward is not None:
+            step.backward()
+
+    def _agree(self, program: Program) -> None:
+        def compare(views: Sequence[Any]) -> str:
+            for rank, view in enumerate(views):
+                for mine, first in zip(view, views[0], strict=False):
+                    if mine != first:
+                        return f"the first node that differs is {first[0]!r} on rank 0, {mine[0]!r} on rank {rank}"
+                if len(view) != len(views[0]):
+                    longer = max(view, views[0], key=len)
+                    return f"the first node that differs is {longer[min(len(view), len(views[0]))][0]!r}, which only one of ranks 0 and {rank} has"
+            return "inputs, outputs or the mesh differ"
+
+        ballot = f"{self.plan.hash()} {digest(program)}"
+        self.agreement.vote(f"program {program.name}", ballot, lambda: node_digests(program), compare)
+
+    def _refuse_unset(self) -> None:
+        if not self.shards.pending:
+            return
+        missing = list(still_unset(self.shards))
+        if missing:
+            raise ModelError(
+                f"{len(missing)} tensors of the model have no values yet: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}",
+                why="the model was built on the meta device and its modules have no initialisation for them",
+                hint="load a checkpoint first, or give their modules a reset_parameters method",
+            )
+        self.shards.pending.clear()
+
+    def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, DTensor):
+                raise SignatureError("an input is a DTensor", why="a call takes this rank's own batch", hint="give its local tensor")
+            if isinstance(leaf, torch.Tensor) and leaf.device.type not in (self.device.type, "cpu"):
+                raise SignatureError(f"an input is on {leaf.device}, the model on {self.device}", hint=f"move it: x.to({str(self.device)!r})")
+
+    def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        step = entry.program()
+        if not (step.differentiated and torch.is_grad_enabled()):
+            outputs, _ = self.run_forward(entry, step, flat)
+            return tuple(outputs)
+        params = self.shards.params()
+        names = [p.name for p in entry.trace.inputs if p.role is InputRole.PARAMETER and params[p.name].requires_grad]
+        tensors = [params[n] for n in names]
+        loose = [i for i, port in enumerate(entry.trace.inputs) if port.role is not InputRole.PARAMETER and isinstance(flat[i], torch.Tensor) and flat[i].requires_grad]
+        return tuple(_Step.apply(self, entry, flat, names, loose, *tensors, *(flat[i] for i in loose)))
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+    def run_forward(self, entry: Entry, step: StepProgram, flat: Sequence[Any], *, mutate: bool = True) -> tuple[list[Any], list[Any]]:
+        """(the flat outputs, the saved values) of one forward; buffers are updated unless `mutate` is False."""
+        gathered_before = step.keeps and self._kept_valid(step)
+        executable = step.forward(gathered_before)
+        values = executable.run([self._input(p, flat) for p in executable.program.inputs])
+        outputs = list(entry.constants)
+        saved: list[Any] = []
+        given = {id(v) for v in flat}
+        with torch.no_grad():
+            for port, value in zip(executable.program.outputs, values, strict=True):
+                if port.role is OutputRole.SAVED:
+                    saved.append(value)
+                elif port.role is OutputRole.KEPT:
+                    self.kept[port.name] = value
+                    self._kept_versions[port.name] = self.shards.version(port.name)
+                elif port.role is OutputRole.OUTPUT and port.index is not None:
+                    outputs[port.index] = value.view_as(value) if id(value) in given else value
+                    given.add(id(value))
+            for port, value in zip(executable.program.outputs, values, strict=True):
+                if mutate and port.role is OutputRole.MUTATION and port.index is not None:
+                    flat[port.index].copy_(value)
+        return outputs, saved
+
+    def _input(self, port: Port, flat: Sequence[Any]) -> Any:
+        if port.role is InputRole.PARAMETER:
+            return self.shards.local(port.name)
+        if port.role is InputRole.KEPT:
+            return self.kept[port.name]
+        assert port.index is not None
+        return flat[port.index]
+
+    def _kept_valid(self, step: StepProgram) -> bool:
+        """Are all whole weights that this program takes there, and those of the shards as they are now?"""
+        stale = [n for n, version in self._kept_versions.items() if version != self.shards.version(n)]
+        if stale:
+            self.drop_kept()
+        needed = [p.name for p in step.forward().program.outputs if p.role is OutputRole.KEPT]
+        return all(n in self.kept for n in needed)
+
+    def drop_kept(self) -> None:
+        """Forget the whole weights that stages 1 and 2 keep; the next forward gathers them again."""
+        self.kept.clear()
+        self._kept_versions.clear()
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+    def run_backward(
+        self, step: StepProgram, saved: list[Any], flat: Sequence[Any], tangents: dict[int, torch.Tensor], *, clear: bool
+    ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
+        """The gradients of one backward, by role and name of what they are of."""
+        reduce, accumulated = self._reduction(step)
+        executable = step.backward(reduce, accumulated)
+        at = {p.name: i for i, p in enumerate(p for p in executable.program.inputs if p.role is InputRole.SAVED)}
+        values: list[Any] = []
+        for port in executable.program.inputs:
+            if port.role is InputRole.SAVED:
+                values.append(saved[at[port.name]])
+            elif port.role is InputRole.TANGENT:
+                assert port.index is not None
+                values.append(tangents[port.index])
+            elif port.role is InputRole.ACCUMULATOR:
+                values.append(self._take_partial(port.name))
+            else:
+                values.append(self._input(port, flat))
+        if clear:
+            saved.clear()
+        results = executable.run(values)
+        partial = [Partial("avg")] * len(self.sizes) if not reduce else None
+        gradients: dict[tuple[InputRole | None, str], torch.Tensor] = {}
+        for port, value in zip(executable.program.outputs, results, strict=True):
+            is_param = port.of is InputRole.PARAMETER
+            gradients[port.of, port.name] = self.shards.gradient(port.name, value, partial) if is_param else value
+        if reduce:
+            self._reduce_leftovers()
+        if not self.accumulating:
+            self.drop_kept()  # an update follows
+        return gradients
+
+    def _reduction(self, step: StepProgram) -> tuple[bool, bool]:
+        """(reduce now?, do unreduced gradients come in?). Stages 2 and 3 reduce each time: only shards are kept."""
+        if self.plan.zero > 1 or self.mesh is None or self.mesh.size() == 1:
+            return True, False
+        grads = [p.grad for p in self.shards.params().values() if p.grad is not None]
+        waiting = [g for g in grads if _is_partial(g)]
+        if self.accumulating and len(waiting) == len(grads):
+            return False, False
+        return True, bool(waiting)
+
+    def _take_partial(self, name: str) -> torch.Tensor:
+        param = self.shards.params()[name]
+        spec = self.shards.specs[name]
+        held, param.grad = param.grad, None
+        if held is None:
+            return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+        if not _is_partial(held):  # reduced already: put it back, and add nothing
+            param.grad = held
+            return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+        return held._local_tensor  # type: ignore[attr-defined,no-any-return]
+
+    def _reduce_leftovers(self) -> None:
+        """Gradients that wait, of parameters that this program did not reach, are reduced as well."""
+        for name, param in self.shards.params().items():
+            if param.grad is not None and _is_partial(param.grad):
+                param.grad = param.grad.redistribute(placements=self.shards.placements(self.shards.specs[name]))  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate (see `zgraph.handle.Handle.no_sync`)."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+
+def _is_partial(grad: torch.Tensor) -> bool:
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+
+
+class _Step(torch.autograd.Function):
+    """One forward and its backward, as autograd sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, runtime: Runtime, entry: Entry, flat: tuple[Any, ...], names: list[str], loose: list[int], *tensors: torch.Tensor) -> tuple[Any, ...]:
+        step = entry.program()
+        ctx.set_materialize_grads(False)
+        ctx.runtime, ctx.entry, ctx.step, ctx.flat, ctx.names, ctx.loose = runtime, entry, step, flat, names, loose
+        # What a second forward would need, should the user differentiate other outputs than were expected.
+        ctx.random = _random_states(runtime.device) if step.random else None
+        ctx.before = {i: flat[i].clone() for i in step.mutated}
+        outputs, ctx.saved = runtime.run_forward(entry, step, flat)
+        ctx.versions = {n: runtime.shards.version(n) for n in names}
+        plain = [v for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and i not in entry.trace.differentiable]
+        ctx.mark_non_differentiable(*plain)
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
+        tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
+        runtime.agreement.vote(
+            "a backward pass", f"{step.name}, outputs {sorted(tangents)}, {'only accumulating' if runtime.accumulating else 'reducing'}"
+        )
+        if ctx.saved is None:
+            raise RuntimeError("backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward")
+        changed = [n for n in ctx.names if runtime.shards.version(n) != ctx.versions[n]]
+        if changed and step.differentiated:
+            raise RuntimeError(f"parameter {changed[0]!r} was changed between the forward and its backward (an optimizer step, a load); run the backward first")
+        flat, saved = ctx.flat, ctx.saved
+        if frozenset(tangents) != entry.pattern or step is not entry.program():
+            step, saved, flat = _again(ctx, frozenset(tangents))
+        clear = not keeps_graph()
+        found = runtime.run_backward(step, saved, _detached(flat), _dense(tangents, step), clear=clear)
+        if clear:
+            ctx.saved = ctx.flat = None
+        of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]
+        of_inputs = [found.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
+        return (None, None, None, None, None, *of_params, *of_inputs)
+
+
+def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, list[Any], Sequence[Any]]:
+    """Run the forward again by the program that has tangents for just these outputs; later calls use it at once."""
+    runtime, entry = ctx.runtime, ctx.entry
+    logger.warning("%s: the backward starts from other outputs than expected; compiling a program for them", entry.name)
+    step = entry.program(pattern)
+    runtime.prepare(step)
+    entry.pattern = pattern
+    flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
+    with _restored(ctx.random, runtime.device):
+        _, saved = runtime.run_forward(entry, step, flat, mutate=False)
+    return step, saved, flat
+
+
+def _dense(tangents: dict[int, torch.Tensor], step: StepProgram) -> dict[int, torch.Tensor]:
+    """Tangents with the strides that the program was made for (autograd gives expanded ones, for a sum say)."""
+    made: dict[int, torch.Tensor] = {}
+    for port, node in step.captured.input_items():
+        if port.role is InputRole.TANGENT and port.index is not None:
+            expected, given = node.meta["val"], tangents[port.index]
+            if given.stride() != expected.stride():
+                given = torch.empty_strided(expected.shape, expected.stride(), dtype=expected.dtype, device=given.device).copy_(given)
+            made[port.index] = given
+    return made
+
+
+def _detached(flat: Sequence[Any]) -> list[Any]:
+    return [v.detach() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in flat]
+
+
+def _random_states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def _restored(states: tuple[torch.Tensor, torch.Tensor | None] | None, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if states is not None:
+            torch.set_rng_state(states[0])
+            if states[1] is not None:
+                torch.cuda.set_rng_state(states[1], device)
+        yield

@@ -1,0 +1,269 @@
+"""Parameters as shards on the user's own module: layouts, cutting, and materialising a model from the meta device.
+
+A sharded parameter is a plain `DTensor` under its own name, `Shard(0)` as torch cuts (uneven sizes included). Its local
+tensor is a view of a buffer padded to the rows that every rank has, so programs are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from zgraph.errors import ModelError, UnsupportedError
+from zgraph.program.program import ParamSpec
+
+logger = logging.getLogger(__name__)
+
+
+def layout(module: nn.Module, mesh: dict[str, int], zero: int, persistence_threshold: int) -> dict[str, ParamSpec]:
+    """How each parameter is laid out, by name (a tied one under its first name).
+
+    Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole.
+    """
+    ranks = mesh.get("dp", 1)
+    specs: dict[str, ParamSpec] = {}
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+            raise UnsupportedError(f"parameter {name!r} has no shape yet", why="the model has lazy modules", hint="run the model once before compiling it")
+        spec = ParamSpec(name, tuple(param.shape), _dense_stride(param, name), param.dtype, param.requires_grad)
+        sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)
+        specs[name] = spec.sharded("dp", ranks) if sharded else spec
+    return specs
+
+
+def _dense_stride(param: torch.Tensor, name: str) -> tuple[int, ...]:
+    """The strides that the whole parameter has in programs: its own where its rows lie in memory one after another."""
+    stride = param.stride()
+    order = sorted(range(param.dim()), key=lambda d: (-stride[d], d))
+    expected, ok = 1, True
+    for d in reversed(order):
+        ok = ok and (param.shape[d] == 1 or stride[d] == expected)
+        expected *= param.shape[d]
+    if ok and (not order or order[0] == 0 or param.shape[0] == 1 or param.numel() == 0):
+        return tuple(stride)
+    logger.info("parameter %s is stored row by row from now on (its memory format was %s)", name, list(stride))
+    return tuple(torch.empty(param.shape, device="meta").stride())
+
+
+@dataclass
+class Shards:
+    """The parameters of one compiled module: their layouts, and each sharded one's padded buffer.
+
+    `mesh` is None in one process without a process group: parameters are plain tensors then. `pending` names what a
+    model on the meta device could not initialise itself and must be loaded before the first run.
+    """
+
+    module: nn.Module
+    specs: dict[str, ParamSpec]
+    mesh: DeviceMesh | None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    pending: set[str] = field(default_factory=set)
+    _params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    def params(self) -> dict[str, nn.Parameter]:
+        """The module's parameters by name, as they are now."""
+        return self._params
+
+    def refresh(self) -> None:
+        """Look the module's parameters up again (they may have been replaced, by `load_state_dict(assign=True)` say)."""
+        self._params = dict(self.module.named_parameters())
+
+    def local(self, name: str) -> torch.Tensor:
+        """What a program takes for a parameter: its padded shard, or the whole where it is not sharded."""
+        param = self._params[name]
+        mine: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param.data
+        padded = self.buffers.get(name)
+        if padded is None or mine.numel() == padded.numel():
+            return mine.detach()
+        if mine.numel() and mine.data_ptr() != padded.data_ptr():  # replaced by the user: not padded
+            padded[: mine.shape[0]].copy_(mine)
+        return padded
+
+    def version(self, name: str) -> tuple[int, int, int]:
+        """Changes when the parameter's value may have (an operator on a DTensor counts on the DTensor, not inside)."""
+        param = self._params[name]
+        mine: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
+        return mine.data_ptr(), mine._version, param._version
+
+    def placements(self, spec: ParamSpec) -> list[Placement]:
+        names = self.mesh.mesh_dim_names if self.mesh is not None else ()
+        return [Shard(0) if dim == spec.shard_dim else Replicate() for dim in names or ()]
+
+    def rows(self, spec: ParamSpec) -> int:
+        """The rows of this rank's shard without padding."""
+        return max(0, min(spec.rows, spec.shape[0] - spec.rows * self.index(spec)))
+
+    def index(self, spec: ParamSpec) -> int:
+        assert self.mesh is not None and spec.shard_dim is not None
+        return int(self.mesh.get_local_rank(spec.shard_dim))
+
+    def gradient(self, name: str, value: torch.Tensor, placements: list[Placement] | None = None) -> torch.Tensor:
+        """A program's gradient in the form of its parameter: without padding, as a DTensor."""
+        spec = self.specs[name]
+        if self.mesh is None:
+            return value
+        if spec.shard_dim is not None and placements is None:
+            value = value[: self.rows(spec)]
+        return DTensor.from_local(
+            value, self.mesh, placements or self.placements(spec), run_check=False, shape=torch.Size(spec.shape), stride=spec.stride
+        )
+
+    def install(self, name: str, whole: torch.Tensor) -> nn.Parameter:
+        """Cut this rank's part out of a whole parameter; the module then holds the part under every name it had."""
+        spec = self.specs[name]
+        old = self._params[name]
+        if self.mesh is None:
+            part = whole.as_strided(spec.shape, spec.stride) if whole.stride() == spec.stride else _restrided(whole, spec.stride)
+            fresh = old if part is old.data or (part.data_ptr() == old.data_ptr() and old.stride() == spec.stride) else nn.Parameter(part, spec.requires_grad)
+        else:
+            if spec.shard_dim is None:
+                local = _restrided(whole.detach().clone(), spec.stride)
+            else:
+                local = self._cut(name, whole.detach())
+            with torch.no_grad():
+                sharded = DTensor.from_local(
+                    local, self.mesh, self.placements(spec), run_check=False, shape=torch.Size(spec.shape), stride=spec.stride
+                )
+            fresh = nn.Parameter(sharded, requires_grad=spec.requires_grad)
+        if fresh is not old:
+            fresh.__dict__.update(old.__dict__)
+            for table, key in owners(self.module, old):
+                table[key] = fresh
+            self._params[name] = fresh
+        return fresh
+
+    def adopt(self, twin: nn.Module) -> Shards:
+        """The same layouts for a deep copy of the module: its shards get padded buffers of their own."""
+        other = Shards(twin, dict(self.specs), self.mesh, {}, set(self.pending))
+        other.refresh()
+        for name, param in other.params().items():
+            if isinstance(param, DTensor) and name in self.buffers:
+                padded = self.buffers[name].clone()
+                rows = param._local_tensor.shape[0]
+                padded[:rows].copy_(param._local_tensor)
+                param._local_tensor = padded[:rows]
+                other.buffers[name] = padded
+        return other
+
+    def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        spec = self.specs[name]
+        rows, first = self.rows(spec), spec.rows * self.index(spec)
+        order = [0, *sorted(range(1, len(spec.shape)), key=lambda d: (-spec.stride[d], d))]
+        padded = whole.new_zeros([spec.shard_shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+        padded[:rows].copy_(whole[first : first + rows])
+        self.buffers[name] = padded
+        return padded[:rows]
+
+
+def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if tensor.stride() == stride:
+        return tensor
+    fresh = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return fresh.copy_(tensor)
+
+
+def owners(module: nn.Module, param: torch.Tensor) -> list[tuple[dict[str, Any], str]]:
+    """Every place in the module that holds this parameter."""
+    return [(child._parameters, key) for child in module.modules() for key, held in child._parameters.items() if held is param]
+
+
+def shard(module: nn.Module, specs: dict[str, ParamSpec], mesh: DeviceMesh | None, device: torch.device, seed: int) -> Shards:
+    """Put each parameter's shard in its place, one parameter (on the meta device: one module) at a time."""
+    shards = Shards(module, specs, mesh)
+    shards.refresh()
+    _materialise(shards, device, seed)
+    for name, param in list(shards.params().items()):
+        if not isinstance(param, DTensor):
+            shards.install(name, param.detach())
+    return shards
+
+
+# -- the meta device ------------------------------------------------------------------------------------------------
+def _materialise(shards: Shards, device: torch.device, seed: int) -> None:
+    """Initialise what is on the meta device through each module's own initialisation, and keep only shards.
+
+    Every module is made whole on every rank from a seed of its own, so the values depend neither on the world size
+    nor on the order of modules; the whole lives only until it is cut.
+    """
+    root = shards.module
+    names = {id(p): n for n, p in shards.params().items()}
+    own_init = getattr(root, "_init_weights", None)
+    for path, child in root.named_modules():
+        params = {k: p for k, p in child._parameters.items() if p is not None and (p.is_meta or isinstance(p, DTensor))}
+        buffers = {k: b for k, b in child._buffers.items() if b is not None and b.is_meta}
+        if not buffers and not any(p.is_meta for p in params.values()):
+            continue
+        for key, param in params.items():
+            child._parameters[key] = nn.Parameter(_unset(param, device), requires_grad=param.requires_grad)
+        for key, buffer in buffers.items():
+            child._buffers[key] = _unset(buffer, device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:7], "little"))
+            if callable(getattr(child, "reset_parameters", None)):
+                child.reset_parameters()
+            if callable(own_init):
+                own_init(child)
+        for key, old in params.items():
+            whole = child._parameters[key]
+            child._parameters[key] = old
+            assert whole is not None
+            if isinstance(old, DTensor):
+                continue  # tied to one that has its values
+            if _is_unset(whole.detach()):
+                shards.pending.add(names[id(old)])
+            shards.install(names[id(old)], whole.detach())
+        for key in buffers:
+            held = child._buffers[key]
+            if held is not None and _is_unset(held):
+                name = f"{path}.{key}" if path else key
+                if key in child._non_persistent_buffers_set:
+                    raise ModelError(
+                        f"buffer {name!r} of a model on the meta device can't be given its values",
+                        why=f"{type(child).__name__} has no reset_parameters that sets it, and checkpoints don't hold it",
+                        hint="let reset_parameters set it, or build the model on a real device",
+                    )
+                shards.pending.add(name)
+
+
+def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A real tensor of this type filled with a value that says "not initialised"."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return made.fill_(_sentinel(like.dtype))
+
+
+def _sentinel(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_unset(tensor: torch.Tensor) -> bool:
+    if tensor.dtype is torch.bool or not tensor.numel():
+        return False
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(torch.isnan(tensor.sum()))  # (one number: no mask of the tensor's size)
+    return bool((tensor.min() == _sentinel(tensor.dtype)).item())
+
+
+def still_unset(shards: Shards) -> Iterator[str]:
+    """The pending names whose values have not been loaded yet."""
+    tensors = {**dict(shards.module.named_buffers()), **shards.params()}
+    for name in sorted(shards.pending):
+        held = tensors[name]
+        local = held._local_tensor if isinstance(held, DTensor) else held
+        if _is_unset(local.detach()):
+            yield name
+
+
+def with_requires_grad(specs: dict[str, ParamSpec], params: dict[str, nn.Parameter]) -> dict[str, ParamSpec]:
+    """The layouts with what is frozen now."""
+    return {n: s if s.requires_grad == params[n].requires_grad else replace(s, requires_grad=params[n].requires_grad) for n, s in specs.items()}

@@ -1,0 +1,62 @@
+"""What a program is cached by: everything about a call that capture specialises on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """A readable key: structure, shapes, dtypes and values of the inputs, modes of the modules, grad and autocast modes."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    inputs = ", ".join(_leaf(leaf, set()) for leaf in leaves)
+    training = "".join("t" if child.training else "e" for child in module.modules())
+    frozen = "".join("g" if p.requires_grad else "f" for p in module.parameters())
+    grad = "grad" if torch.is_grad_enabled() else "no_grad"
+    casts = [f"{d}:{torch.get_autocast_dtype(d)}" for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    return f"inputs ({inputs}); structure {spec}; modules {_runs(training)}; parameters {_runs(frozen)}; {grad}; autocast {casts}"
+
+
+def brief(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The part of a signature that a person wants to see."""
+    named = [*((f"[{i}]", a) for i, a in enumerate(args)), *kwargs.items()]
+    shown = ", ".join(f"{name}={_leaf(leaf, set())}" for name, leaf in named)
+    return f"{shown}; {'train' if module.training else 'eval'}, {'grad' if torch.is_grad_enabled() else 'no_grad'}"
+
+
+def _runs(flags: str) -> str:
+    """"tttte" -> "4t1e"."""
+    out, i = [], 0
+    while i < len(flags):
+        j = i
+        while j < len(flags) and flags[j] == flags[i]:
+            j += 1
+        out.append(f"{j - i}{flags[i]}")
+        i = j
+    return "".join(out)
+
+
+def _leaf(leaf: Any, seen: set[int]) -> str:
+    if isinstance(leaf, torch.Tensor):
+        grad = ", grad" if leaf.requires_grad else ""
+        strides = "" if leaf.is_contiguous() else f", strides {list(leaf.stride())}"
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}@{leaf.device}{strides}{grad}"
+    if leaf is None or isinstance(leaf, (bool, int, float, str, bytes, complex, torch.dtype, torch.device)):
+        return repr(leaf)
+    if id(leaf) in seen:
+        return "…"
+    seen = seen | {id(leaf)}
+    if isinstance(leaf, dict):
+        return "{" + ", ".join(f"{k!r}: {_leaf(v, seen)}" for k, v in leaf.items()) + "}"
+    if isinstance(leaf, (list, tuple, set, frozenset)):
+        return f"{type(leaf).__name__}(" + ", ".join(_leaf(v, seen) for v in leaf) + ")"
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        fields = {f.name: getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)}
+        return type(leaf).__qualname__ + _leaf(fields, seen)
+    if isinstance(leaf, (nn.Module, type)) or callable(leaf):
+        return f"{type(leaf).__qualname__}#{id(leaf)}"
+    return type(leaf).__qualname__ + _leaf(dict(getattr(leaf, "__dict__", {})), seen)
