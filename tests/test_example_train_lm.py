@@ -321,6 +321,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_two_ranks_agree_with_each_other_and_with_one_process_at_every_stage(tmp_path):
     for stage in range(4):
         (tmp_path / f"plan{stage}.toml").write_text(f'zero = {stage}\nbackend = "eager"\n')
@@ -343,6 +344,7 @@ def test_two_ranks_agree_with_each_other_and_with_one_process_at_every_stage(tmp
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_ctrl_c_ends_every_rank():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
