@@ -93,11 +93,7 @@ def trace(
 
     with _fake_state(module, params, fake_mode, fake, device) as names:
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
-        bound = types.MethodType(forward, module)
-        try:
-            flat = torch_private.capture_flat(bound, fake_args, fake_kwargs)
-        except (torch_private.DynamoError, ValueError, RuntimeError, TypeError, AssertionError) as error:
-            raise _capture_error(error) from error
+        flat = _capture(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
         given = flat.flatten(module, fake_args, fake_kwargs)
         inputs = [
             names.get(id(x)) or FlatInput(InputRole.INPUT, f"input_{i}") for i, x in enumerate(given)
@@ -113,6 +109,25 @@ def trace(
         differentiable = frozenset(i for i, v in enumerate(values) if grad and isinstance(v, torch.Tensor) and v.requires_grad)
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
     return Trace(flat, inputs, differentiable, loss if loss in differentiable else None, params, mesh)
+
+
+_REFUSALS = (torch_private.DynamoError, ValueError, RuntimeError, TypeError, AssertionError)
+
+
+def _capture(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode) -> torch_private.FlatCapture:
+    """Capture; where that fails, run the forward once on fake tensors and try again.
+
+    Some models finish their construction in their first forward (under locks, with hooks), which can't be traced.
+    """
+    try:
+        return torch_private.capture_flat(bound, args, kwargs)
+    except _REFUSALS:
+        with contextlib.suppress(Exception), fake_mode, torch.no_grad():
+            bound(*args, **kwargs)
+        try:
+            return torch_private.capture_flat(bound, args, kwargs)
+        except _REFUSALS as error:
+            raise _capture_error(error) from error
 
 
 def _inside(x: Any, args: Any, kwargs: Any) -> bool:

@@ -33,9 +33,25 @@ from torch._guards import TracingContext, tracing
 
 DynamoError = TorchDynamoException
 
+class _LogMethod:
+    """A method of `logging.Logger`, equal to it and with an order (torch 2.11 sorts the set to log it)."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __eq__(self, other: object) -> bool:
+        return self.function is getattr(other, "function", other)
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.function.__qualname__ < other.function.__qualname__)
+
+
 # Dynamo refuses to trace a call of a logger outside torch.export; a log line is no part of a training step.
 _LOG_METHODS = frozenset(
-    method
+    _LogMethod(method)
     for name in ("debug", "info", "warning", "warn", "error", "log", "exception", "warning_once", "warning_advice", "info_once")
     if (method := getattr(logging.Logger, name, None)) is not None
 )
