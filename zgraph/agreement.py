@@ -56,6 +56,14 @@ class Agreement:
             hint="give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
         )
 
+    def any(self, mine: bool) -> bool:
+        """Is it true on at least one rank?"""
+        if self.group is None:
+            return mine
+        flag = torch.tensor([int(mine)], dtype=torch.int64)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.group is None:

@@ -149,15 +149,27 @@ def _mesh(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> tuple[De
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), sizes
 
 
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """One integer of a tensor's bits: exact, in whatever order they are added, and moved values change it."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype is not torch.bool:
+        tensor = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    total = torch.sum(tensor, dtype=torch.int64)
+    for dim in range(tensor.dim() if tensor.numel() else 0):
+        along = tensor.sum([d for d in range(tensor.dim()) if d != dim], dtype=torch.int64) if tensor.dim() > 1 else tensor.long()
+        total = total * 31 + (along * torch.arange(1, along.numel() + 1, device=tensor.device)).sum()
+    return total.cpu()
+
+
 def _same_values(model: nn.Module, agreement: Agreement) -> None:
-    """Give every rank rank 0's parameters where they differ, as DDP does; equal ones cost one small reduction each."""
+    """Give every rank rank 0's parameters where they differ, as DDP does; equal ones cost one integer each."""
     if agreement.group is None:
         return
     params = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
     if not params:
         return
-    sums = torch.stack([p.detach().double().sum().cpu() if not p.is_complex() else p.detach().abs().double().sum().cpu() for _, p in params])
-    bits = sums.view(torch.int64)
+    bits = torch.stack([_fingerprint(p.detach()) for _, p in params])
     both = torch.stack([bits, -bits])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=agreement.group)
     different = (both[0] != -both[1]).tolist()

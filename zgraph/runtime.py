@@ -2,7 +2,8 @@
 
 [Note: who holds what] Parameters are the user's (`Shards` finds them). A step of autograd holds what the forward saved
 in a list that the backward empties as it goes, so that activations die one by one. Whole weights that stages 1 and 2
-keep live here, from the first forward of an optimizer step to its reducing backward, and less if a shard changes. Gradients that wait to be reduced (stages 0 and 1 inside `no_sync`)
+keep live here, from the first forward of an optimizer step to its reducing backward, and less if a shard changes;
+each forward's own backward holds those that it ran with. Gradients that wait to be reduced (stages 0 and 1 inside `no_sync`)
 are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
 """
 
@@ -50,7 +51,6 @@ class Runtime:
         self.entries: dict[str, Entry] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
         self.kept: dict[str, torch.Tensor] = {}
-        self._kept_versions: dict[str, tuple[int, int, int]] = {}
         self.accumulating = False
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -153,7 +153,6 @@ class Runtime:
                     saved.append(value)
                 elif port.role is OutputRole.KEPT:
                     self.kept[port.name] = value
-                    self._kept_versions[port.name] = self.shards.version(port.name)
                 elif port.role is OutputRole.OUTPUT and port.index is not None:
                     outputs[port.index] = value.view_as(value) if id(value) in given else value
                     given.add(id(value))
@@ -171,23 +170,28 @@ class Runtime:
         return flat[port.index]
 
     def _kept_valid(self, step: StepProgram) -> bool:
-        """Are all whole weights that this program takes there, and those of the shards as they are now?"""
-        stale = [n for n, version in self._kept_versions.items() if version != self.shards.version(n)]
-        if stale:
-            self.drop_kept()
+        """Are all whole weights that this program takes there, and those of the shards as they are now, on every rank?
+
+        A kept weight is compared with this rank's shard bit by bit: torch counts neither a write through `.data` nor a
+        foreach operator on a DTensor. Ranks must decide alike, and a change may be in one rank's rows only.
+        """
+        if not self.kept:
+            return False
         needed = [p.name for p in step.forward().program.outputs if p.role is OutputRole.KEPT]
+        if self.agreement.any(not self.shards.same(self.kept)):
+            self.drop_kept()
         return all(n in self.kept for n in needed)
 
     def drop_kept(self) -> None:
         """Forget the whole weights that stages 1 and 2 keep; the next forward gathers them again."""
         self.kept.clear()
-        self._kept_versions.clear()
 
     # -- backward ---------------------------------------------------------------------------------------------------
     def run_backward(
-        self, step: StepProgram, saved: list[Any], flat: Sequence[Any], tangents: dict[int, torch.Tensor], *, clear: bool
+        self, step: StepProgram, saved: list[Any], flat: Sequence[Any], tangents: dict[int, torch.Tensor],
+        kept: dict[str, torch.Tensor], *, clear: bool,
     ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
-        """The gradients of one backward, by role and name of what they are of."""
+        """The gradients of one backward, by role and name of what they are of; `kept` are its forward's whole weights."""
         reduce, accumulated = self._reduction(step)
         executable = step.backward(reduce, accumulated)
         at = {p.name: i for i, p in enumerate(p for p in executable.program.inputs if p.role is InputRole.SAVED)}
@@ -200,6 +204,8 @@ class Runtime:
                 values.append(tangents[port.index])
             elif port.role is InputRole.ACCUMULATOR:
                 values.append(self._take_partial(port.name))
+            elif port.role is InputRole.KEPT:
+                values.append(kept[port.name])
             else:
                 values.append(self._input(port, flat))
         if clear:
@@ -269,6 +275,7 @@ class _Step(torch.autograd.Function):
         ctx.random = _random_states(runtime.device) if step.random else None
         ctx.before = {i: flat[i].clone() for i in step.mutated}
         outputs, ctx.saved = runtime.run_forward(entry, step, flat)
+        ctx.kept = dict(runtime.kept) if step.keeps else {}
         ctx.versions = {n: runtime.shards.version(n) for n in names}
         plain = [v for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and i not in entry.trace.differentiable]
         ctx.mark_non_differentiable(*plain)
@@ -287,13 +294,14 @@ class _Step(torch.autograd.Function):
         changed = [n for n in ctx.names if runtime.shards.version(n) != ctx.versions[n]]
         if changed and step.differentiated:
             raise RuntimeError(f"parameter {changed[0]!r} was changed between the forward and its backward (an optimizer step, a load); run the backward first")
-        flat, saved = ctx.flat, ctx.saved
+        flat, saved, kept = ctx.flat, ctx.saved, ctx.kept
         if frozenset(tangents) != entry.pattern or step is not entry.program():
             step, saved, flat = _again(ctx, frozenset(tangents))
+            kept = dict(runtime.kept)
         clear = not keeps_graph()
-        found = runtime.run_backward(step, saved, _detached(flat), _dense(tangents, step), clear=clear)
+        found = runtime.run_backward(step, saved, _detached(flat), _dense(tangents, step), kept, clear=clear)
         if clear:
-            ctx.saved = ctx.flat = None
+            ctx.saved = ctx.flat = ctx.kept = None
         of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]
         of_inputs = [found.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
         return (None, None, None, None, None, *of_params, *of_inputs)

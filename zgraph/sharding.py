@@ -17,11 +17,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zgraph.errors import ModelError, UnsupportedError
 from zgraph.program.program import ParamSpec
 
 logger = logging.getLogger(__name__)
+
+
+_optimizer_steps: Any = WeakTensorKeyDictionary()
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, DTensor):
+                _optimizer_steps[param] = _optimizer_steps.get(param, 0) + 1
+
+
+torch.optim.optimizer.register_optimizer_step_post_hook(_count_step)
 
 
 def layout(module: nn.Module, mesh: dict[str, int], zero: int, persistence_threshold: int) -> dict[str, ParamSpec]:
@@ -88,11 +102,28 @@ class Shards:
             padded[: mine.shape[0]].copy_(mine)
         return padded
 
-    def version(self, name: str) -> tuple[int, int, int]:
-        """Changes when the parameter's value may have (an operator on a DTensor counts on the DTensor, not inside)."""
+    def version(self, name: str) -> tuple[int, ...]:
+        """Changes when the parameter's value may have: by an in-place operator, or by an optimizer.
+
+        (An operator on a DTensor counts on the DTensor, not inside; a foreach operator on DTensors counts nowhere, so
+        optimizers' steps are counted here.)
+        """
         param = self._params[name]
         mine: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
-        return mine.data_ptr(), mine._version, param._version
+        return mine.data_ptr(), mine._version, param._version, _optimizer_steps.get(param, 0)
+
+    def same(self, whole: dict[str, torch.Tensor]) -> bool:
+        """Are this rank's rows of these whole parameters the bits of its shards as they are now?"""
+        differ: list[torch.Tensor] = []
+        for name, value in whole.items():
+            spec = self.specs[name]
+            mine = self.local(name)
+            if spec.shard_dim is not None:
+                first, rows = spec.rows * self.index(spec), self.rows(spec)
+                value, mine = value[first : first + rows], mine[:rows]
+            if value.numel():
+                differ.append((value.detach() != mine).any())
+        return not differ or not bool(torch.stack(differ).any())  # (one wait for the device)
 
     def placements(self, spec: ParamSpec) -> list[Placement]:
         names = self.mesh.mesh_dim_names if self.mesh is not None else ()
