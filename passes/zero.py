@@ -120,7 +120,6 @@ def keep_gathered(program: Program, options: KeepOptions) -> dict[str, int]:
             node = source
         if not shards[name].users:
             program.remove_input(shards[name])
-        held.name = whole.name
     program.set_outputs(items)
     return {"taken" if options.gathered_before else "kept": len(kept)}
 

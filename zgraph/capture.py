@@ -253,8 +253,11 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     )
     _annotate(graph)
     program.set_outputs(outputs)
+    for port, node in program.input_items():
+        node._rename(re.sub(r"\W+", "_", f"tangent_{port.name}" if port.role is InputRole.TANGENT else port.name))
     for node in graph.nodes:
         node.meta.pop("desc", None)
+    program.recompile()
     return program
 
 

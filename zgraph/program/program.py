@@ -155,8 +155,7 @@ class Program:
     # -- changing --------------------------------------------------------------------------------------------------
     def call(self, target: Any, args: tuple[Any, ...], record: NodeInfo, *, name: str, kwargs: dict[str, Any] | None = None) -> fx.Node:
         """Insert an operator at the graph's insertion point; its fake value is computed from its arguments'."""
-        node = self.graph.call_function(target, args, kwargs or {})
-        node.name = self.graph._graph_namespace.create_name(name, node)
+        node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         set_info(node, record)
         node.meta["val"] = self.evaluate(node)
         return node

@@ -1,0 +1,171 @@
+"""A program as text: valid-looking Python, one operator a line, types inline, module path and source line behind it.
+
+    gather_l1_weight: f32[64, 16] = dist.all_gather(l1_weight, 2, "dp")    # gather l1.weight @dp · l1
+
+Names are the graph's own and stay from pass to pass, so two texts can be compared line by line (`diff`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import operator
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.errors import ZgraphError
+from zgraph.program import collectives, ops
+from zgraph.program.node import Phase, Role, info, value
+from zgraph.program.program import InputRole, Level, Port, Program
+
+_DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+}
+_CALLS: dict[Any, str] = {
+    collectives.ALL_GATHER: "dist.all_gather", collectives.REDUCE_SCATTER: "dist.reduce_scatter", collectives.ALL_REDUCE: "dist.all_reduce",
+    collectives.ALL_TO_ALL: "dist.all_to_all", collectives.WAIT: "dist.wait", ops.RELEASE: "zgraph.release", ops.OUTPUT: "zgraph.output",
+}
+_DIM, _BLUE, _PLAIN = "\x1b[2m", "\x1b[34m", "\x1b[0m"
+
+
+def render(program: Program, *, color: bool = False, filter: str | None = None) -> str:
+    """The text of a program. `filter` is a glob over node names, module paths and parameters; `color` is for terminals.
+
+    Raises `ZgraphError` if the filter matches no node.
+    """
+    wanted = [n for n in program.graph.nodes if n.op != "output" and (filter is None or _matches(n, filter))]
+    if filter is not None and not wanted:
+        known = sorted({info(n).module for n in program.graph.nodes if n.op != "output" and info(n).module})
+        near = difflib.get_close_matches(filter, known, n=3, cutoff=0.3)
+        raise ZgraphError(f"no node matches {filter!r}", where=f"program {program.name}", hint=f"modules are named like {', '.join(near or known[:3])}")
+    lines = _header(program)
+    if filter is None:
+        lines += _signature(program)
+    phase: Phase | None = None
+    for node in wanted:
+        if node.op == "placeholder" and filter is None:
+            continue
+        if info(node).phase is not phase:
+            phase = info(node).phase
+            lines.append(f"    # ---- {phase} ----")
+        lines.append(_line(node))
+    if filter is None:
+        lines += _results(program)
+    text = "\n".join(lines) + "\n"
+    return _colored(text) if color else text
+
+
+def diff(before: Program, after: Program) -> str:
+    """What changed from one program to another, as a unified diff of their texts; "" if nothing did."""
+    a, b = render(before).splitlines(), render(after).splitlines()
+    return "\n".join(difflib.unified_diff(a, b, before.name, after.name, lineterm="", n=2))
+
+
+def type_text(val: Any) -> str:
+    """"f32[4, 16]" of a fake tensor; a tuple of those of a tuple."""
+    if isinstance(val, torch.Tensor):
+        return f"{_DTYPES.get(val.dtype, str(val.dtype).removeprefix('torch.'))}{list(val.shape)}"
+    if isinstance(val, (tuple, list)):
+        return f"({', '.join(type_text(v) for v in val)})"
+    return "None" if val is None else type(val).__name__
+
+
+def _matches(node: fx.Node, pattern: str) -> bool:
+    record = info(node)
+    return any(fnmatch.fnmatchcase(text, pattern) for text in (node.name, record.module, record.param or "") if text)
+
+
+def _header(program: Program) -> list[str]:
+    mesh = " x ".join(f"{name} {size}" for name, size in program.mesh.items())
+    return [f"# program {program.name}: {Level(program.level).name.lower()}, mesh {mesh or 'none'}, {len(program.graph.nodes)} nodes"]
+
+
+def _signature(program: Program) -> list[str]:
+    lines = ["def forward("]
+    for port, node in program.input_items():
+        lines.append(_commented(f"    {node.name}: {type_text(value(node))},", _port(port, program)))
+    return [*lines, "):"]
+
+
+def _port(port: Port, program: Program) -> str:
+    text = f"{port.role} {port.name}"
+    spec = program.params.get(port.name) if port.role is InputRole.PARAMETER else None
+    if spec is not None and spec.shard_dim is not None and program.level >= Level.DISTRIBUTED:
+        text += f", Shard(0)@{spec.shard_dim} of {_DTYPES.get(spec.dtype, spec.dtype)}{list(spec.shape)}"
+    return text
+
+
+def _results(program: Program) -> list[str]:
+    lines = ["    return ("]
+    for port, node in program.output_items():
+        lines.append(_commented(f"        {node.name},", f"{port.role} {port.name}"))
+    return [*lines, "    )"]
+
+
+def _line(node: fx.Node) -> str:
+    val = value(node)
+    left = node.name if val is None else f"{node.name}: {type_text(val)}"
+    return _commented(f"    {left} = {_call(node)}" if val is not None else f"    {_call(node)}", _comment(node))
+
+
+def _call(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return f"self.{node.target}"
+    if node.target is operator.getitem:
+        return f"{_arg(node.args[0])}[{_arg(node.args[1])}]"
+    parts = [*(_arg(a) for a in node.args), *(f"{k}={_arg(v)}" for k, v in node.kwargs.items())]
+    return f"{_target(node.target)}({', '.join(parts)})"
+
+
+def _target(target: Any) -> str:
+    if target in _CALLS:
+        return _CALLS[target]
+    text = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    return text.removesuffix(".default")
+
+
+def _arg(arg: Any) -> str:
+    if isinstance(arg, fx.Node):
+        return arg.name
+    if isinstance(arg, (list, tuple)):
+        inner = ", ".join(_arg(a) for a in arg)
+        return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' if len(arg) == 1 else ''})"
+    if isinstance(arg, str):
+        return f'"{arg}"'
+    if isinstance(arg, torch.device):
+        return f'"{arg}"'
+    return str(arg)
+
+
+def _comment(node: fx.Node) -> str:
+    record = info(node)
+    parts = []
+    if record.role is not Role.COMPUTE:
+        parts.append(f"{record.role}{' ' + record.param if record.param else ''}{' @' + record.mesh_dim if record.mesh_dim else ''}")
+    if record.copy_of:
+        parts.append(f"again {record.copy_of}")
+    if record.module:
+        parts.append(record.module)
+    if record.source:
+        path, _, line = record.source.rpartition(":")
+        parts.append(f"{PurePath(path).name}:{line}")
+    return " · ".join(parts)
+
+
+def _commented(code: str, comment: str) -> str:
+    return f"{code:<88}  # {comment}" if comment else code
+
+
+def _colored(text: str) -> str:
+    lines = []
+    for line in text.splitlines():
+        code, mark, comment = line.partition("  # ")
+        code = f"{_BLUE}{code}{_PLAIN}" if any(f" = {c}(" in code for c in _CALLS.values()) else code
+        lines.append(f"{code}{_DIM}{mark}{comment}{_PLAIN}" if mark else (f"{_DIM}{line}{_PLAIN}" if line.lstrip().startswith("#") else code))
+    return "\n".join(lines) + "\n"
