@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zgraph.errors import ModelError, UnsupportedError
@@ -35,7 +36,7 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 _optimizer_steps[param] = _optimizer_steps.get(param, 0) + 1
 
 
-torch.optim.optimizer.register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_post_hook(_count_step)
 
 
 def layout(module: nn.Module, mesh: dict[str, int], zero: int, persistence_threshold: int) -> dict[str, ParamSpec]:
