@@ -22,4 +22,5 @@ def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
         node.target = aten.reshape.default
     torch_private.boxed(ready.graph)
     ready.module.recompile()
-    return Executable(program, ready.module.forward, ready.module.code)
+    source = ready.module.code  # (written here: `forward` is that of this code from now on)
+    return Executable(program, ready.module.forward, source)

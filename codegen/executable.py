@@ -17,23 +17,26 @@ from zgraph.program.program import Program
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused kernel: its name in the generated code, and the operators of the program that it computes."""
+    """A kernel: its name in the generated code, the operators that it computes, and how often it is launched."""
 
     name: str
     operators: tuple[str, ...]
+    calls: int = 1
 
 
 @dataclass
 class Executable:
     """`run(values)` takes the inputs as one list, which it empties, and returns the outputs, in the program's order.
 
-    `source` is the code that runs; `kernels` are what Inductor fused (empty for eager).
+    `source` is the code that runs; `kernels` are what Inductor made, `library` what it calls instead (a BLAS product,
+    torch's own kernel): both empty for eager. `strides` are those of the outputs, where Inductor chose them.
     """
 
     program: Program
     function: Callable[[list[Any]], Sequence[Any]]
     source: str
     kernels: tuple[Kernel, ...] = ()
+    library: tuple[Kernel, ...] = ()
     strides: list[Any] = field(default_factory=list)
 
     def run(self, values: list[Any]) -> Sequence[Any]:

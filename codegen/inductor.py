@@ -1,40 +1,43 @@
 """`backend="inductor"`: Inductor makes fused kernels of a program, in the order that passes decided.
 
-Both of Inductor's reorder passes are off: they move the start of a collective next to its wait. The strides that
-Inductor chose for the forward's saved values are those that the backward is compiled for.
+The order of collectives and library calls is pinned (see `torch_private.order_keeper`) and read back from the
+generated code. The strides that Inductor chose for the forward's saved values are those that the backward is compiled
+for.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
-import torch._inductor.config as inductor_config
+from torch import fx
 
 from zgraph.codegen.executable import Executable, Kernel, lowered
 from zgraph.errors import LoweringError
-from zgraph.program import torch_private
+from zgraph.program import collectives, torch_private
 from zgraph.program.node import info
 from zgraph.program.program import InputRole, OutputRole, Program
 
-KEEP_ORDER: dict[str, Any] = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 
-
-def compile_inductor(program: Program, groups: dict[str, str], *, is_backward: bool = False, fix_saved: bool = False) -> Executable:
+def compile_inductor(
+    program: Program, groups: dict[str, str], *, is_backward: bool = False, fix_saved: bool = False
+) -> Executable:
     """Compile `program`; `groups` gives each mesh dimension's process group by name.
 
-    With `fix_saved` saved values keep the strides that they have in the program; else Inductor chooses. Raises `LoweringError` with the operator and the user's line if Inductor can't lower it: nothing falls back.
+    With `fix_saved` saved values keep the strides that they have in the program; else Inductor chooses. Raises
+    `LoweringError` with the operator and the user's line if Inductor can't lower it, or if the generated code
+    communicates in another order than the program: nothing falls back.
     """
     ready = lowered(program, groups)
+    torch_private.name_origins(ready.graph)
     inputs = [node.meta["val"] for node in ready.placeholders()]
     fixed = [i for i, port in enumerate(program.outputs) if fix_saved or port.role is not OutputRole.SAVED]
     ready.output_node().meta["user_visible_output_idxs"] = fixed
     try:
-        with inductor_config.patch(KEEP_ORDER):
-            function, source, strides = torch_private.compile_with_inductor(ready.module, inputs, ready.fake_mode, is_backward)
+        function, source, strides = torch_private.compile_with_inductor(ready.module, inputs, ready.fake_mode, is_backward)
     except Exception as error:
         raise _lowering_error(error, program) from error
-    return Executable(program, function, source, kernels(source, program), strides)
+    _check_order(source, program)
+    return Executable(program, function, source, kernels(source, program), library_calls(source), strides)
 
 
 def adopt_strides(backward: Program, forward: Executable) -> None:
@@ -55,16 +58,82 @@ def adopt_strides(backward: Program, forward: Executable) -> None:
                     node.meta["val"] = val.as_strided(val.size(), strides)
 
 
+# -- what the generated code says ------------------------------------------------------------------------------------
 _DEFINITION = re.compile(r"^(?P<name>(?:cpp|triton)\w*?_fused_(?P<operators>\w*?)_?\d+) = async_compile\.", re.M)
+_EXTERN = re.compile(r"\bextern_kernels\.(\w+)\(")
+_FALLBACK = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.\w+\(")
+_COMMENT = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[([^\]]*)\]")
+_COLLECTIVES = "_c10d_functional"
+
+
+def _body(source: str) -> list[str]:
+    """The lines of the generated function that runs, without the kernels' own code."""
+    lines = source.splitlines()
+    start = next((i for i, line in enumerate(lines) if re.match(r"\s*def call\(", line)), 0)
+    return lines[start:]
 
 
 def kernels(source: str, program: Program) -> tuple[Kernel, ...]:
     """The fused kernels of Inductor's generated code, each with the operators that it computes.
 
-    A kernel's name is the sorted operators joined by underscores; they are told apart by the program's own operators.
+    A kernel's name is its operators, sorted and joined by underscores; the program's own operators tell them apart.
+    These are the model's operators, before their decomposition.
     """
-    known = {_base(str(n.target)) for n in program.graph.nodes} | {_base(str(n.meta.get("original_aten", ""))) for n in program.graph.nodes}
-    return tuple(Kernel(m["name"], _operators(m["operators"], known)) for m in _DEFINITION.finditer(source))
+    known = {_base(str(n.target)) for n in program.graph.nodes}
+    known |= {_base(str(n.meta["original_aten"])) for n in program.graph.nodes if n.meta.get("original_aten") is not None}
+    body = "\n".join(_body(source))
+    found = []
+    for match in _DEFINITION.finditer(source):
+        calls = len(re.findall(rf"\b{match['name']}(?:\.run)?\(", body))
+        found.append(Kernel(match["name"], _operators(match["operators"], known) or (match["operators"],), calls))
+    return tuple(found)
+
+
+def library_calls(source: str) -> tuple[Kernel, ...]:
+    """What the generated code calls that Inductor did not make: BLAS products and torch's own kernels."""
+    counts: dict[tuple[str, str], int] = {}
+    for line in _body(source):
+        if line.lstrip().startswith("#"):
+            continue
+        for name in _EXTERN.findall(line):
+            counts[f"extern_kernels.{name}", name] = counts.get((f"extern_kernels.{name}", name), 0) + 1
+        call = line.split("assert_size_stride")[0].split("assert_alignment")[0]
+        for namespace, name in _FALLBACK.findall(call):
+            if namespace != _COLLECTIVES:
+                key = (f"torch.ops.{namespace}.{name}", name)
+                counts[key] = counts.get(key, 0) + 1
+    return tuple(Kernel(name, (operator,), calls) for (name, operator), calls in counts.items())
+
+
+def launches(source: str, program: Program) -> list[fx.Node]:
+    """The program's nodes that the generated code runs by calls of their own (collectives, products, other library
+    calls), in the order in which it does."""
+    by_name = {n.name: n for n in program.graph.nodes if n.op == "call_function"}
+    found: list[fx.Node] = []
+    origins: list[str] = []
+    for line in _body(source):
+        if comment := _COMMENT.search(line):
+            origins = comment.group(1).split(", ")
+        elif origins and (_EXTERN.search(line) or re.search(r"= torch\.ops\.|^\s*torch\.ops\.", line)):
+            found += [by_name[name] for name in origins if name in by_name][-1:]  # (a product's views stand before it)
+            origins = []
+    return found
+
+
+def _check_order(source: str, program: Program) -> None:
+    """Every rank must start and await its collectives in the program's order, or ranks wait for each other for ever."""
+    expected = [n for n in program.graph.nodes if collectives.is_start(n) or collectives.is_wait(n)]
+    made = [n for n in launches(source, program) if collectives.is_start(n) or collectives.is_wait(n)]
+    if made == expected:
+        return
+    at = next((i for i, (a, b) in enumerate(zip(made, expected, strict=False)) if a is not b), min(len(made), len(expected)))
+    node = expected[at] if at < len(expected) else made[at]
+    raise LoweringError(
+        f"Inductor's code for {program.name} communicates in another order than the program: the first that differs is {node.name!r}",
+        where=f"{info(node).source or 'unknown line'} (module {info(node).module or 'root'})",
+        why=f"the program has {[n.name for n in expected[at : at + 3]]} there, the code {[n.name for n in made[at : at + 3]]}",
+        hint='use backend="eager", and report this: it is a fault of zgraph or of this torch',
+    )
 
 
 def _base(target: str) -> str:

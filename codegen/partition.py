@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zgraph.errors import PassError
-from zgraph.program import ops
+from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
 
@@ -97,7 +97,7 @@ def _extract(joint: Program, phase: str, inputs: list[tuple[Port, fx.Node]], out
     result = graph.output(tuple(memo[n] for _, n in outputs))
     set_info(result, NodeInfo(Phase(phase)))
     part = Program(
-        name=f"{joint.name}.{phase}", module=fx.GraphModule(joint.module, graph), inputs=[p for p, _ in inputs], outputs=[p for p, _ in outputs],
+        name=f"{joint.name}.{phase}", module=torch_private.lazy_module(joint.module, graph), inputs=[p for p, _ in inputs], outputs=[p for p, _ in outputs],
         mesh=dict(joint.mesh), params=dict(joint.params), fake_mode=joint.fake_mode, level=Level.EXECUTABLE, facts=set(joint.facts),
     )
     part.recompile()

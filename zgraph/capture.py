@@ -249,7 +249,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
         seen.add((kind, at))
         outputs.append((_output_port(kind, at, trace), node))
     program = Program(
-        name=name, module=joint, inputs=inputs, outputs=[], mesh=dict(trace.mesh), params=dict(trace.params), fake_mode=trace.flat.fake_mode,
+        name=name, module=torch_private.lazy_module(joint, graph), inputs=inputs, outputs=[], mesh=dict(trace.mesh), params=dict(trace.params), fake_mode=trace.flat.fake_mode,
     )
     _annotate(graph)
     program.set_outputs(outputs)

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PartReport:
-    """One program that runs: its collectives by kind, and its fused kernels."""
+    """One program that runs: its collectives by kind, its fused kernels, and the library kernels it calls."""
 
     name: str
     nodes: int
     gathers: int
     reductions: int
     kernels: tuple[Kernel, ...]
-    extern: tuple[str, ...]
+    library: tuple[Kernel, ...]
 
 
 class Report:
@@ -34,8 +34,12 @@ class Report:
         self.parts = [_part(e) for entry in runtime.entries.values() for step in entry.programs() for e in step.executables()]
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """All fused kernels."""
+        """All fused kernels, each with the model's operators (before their decomposition) that it computes."""
         return tuple(k for part in self.parts for k in part.kernels)
+
+    def library_calls(self) -> tuple[Kernel, ...]:
+        """What runs outside fused kernels: BLAS products and torch's own kernels. Collectives are not among them."""
+        return tuple(k for part in self.parts for k in part.library)
 
     def __str__(self) -> str:
         runtime = self._runtime
@@ -56,20 +60,23 @@ class Report:
                     lines.append(f"  pass {record.name:18} {record.seconds * 1e3:7.1f} ms  {record.nodes:6} nodes  {counts}")
         for part in self.parts:
             lines += ["", f"{part.name}: {part.nodes} nodes, {part.gathers} gathers, {part.reductions} reductions, {len(part.kernels)} fused kernels"]
-            lines += [f"  {k.name}: {', '.join(k.operators)}" for k in part.kernels]
-            if part.extern:
-                lines.append(f"  library calls: {', '.join(part.extern)}")
+            lines += [f"  {k.name}: {', '.join(k.operators)}{_times(k.calls)}" for k in part.kernels]
+            if part.library:
+                lines.append(f"  library calls: {', '.join(k.name + _times(k.calls) for k in part.library)}")
         return "\n".join(lines)
 
 
 def _part(executable: Executable) -> PartReport:
     program: Program = executable.program
     starts = [n for n in program.graph.nodes if collectives.is_start(n)]
-    extern = sorted({line.split("extern_kernels.")[1].split("(")[0] for line in executable.source.splitlines() if "extern_kernels." in line and "(" in line.split("extern_kernels.")[1]})
     return PartReport(
         program.name, len(program.graph.nodes), sum(info(n).role is Role.GATHER for n in starts), sum(info(n).role is Role.REDUCE for n in starts),
-        executable.kernels, tuple(extern),
+        executable.kernels, executable.library,
     )
+
+
+def _times(calls: int) -> str:
+    return f" ({calls} times)" if calls != 1 else ""
 
 
 def _bytes(n: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zgraph.program import torch_private
 from zgraph.program.node import NodeInfo, set_info, value
 
 
@@ -206,7 +207,7 @@ class Program:
         for old, new in memo.items():
             new.meta = dict(old.meta)
         graph.output_node().meta = dict(self.output_node().meta)
-        module = fx.GraphModule(self.module, graph)
+        module = torch_private.lazy_module(self.module, graph)
         return Program(
             name=self.name, module=module, inputs=list(self.inputs), outputs=list(self.outputs), mesh=dict(self.mesh),
             params=dict(self.params), fake_mode=self.fake_mode, level=self.level, facts=set(self.facts),

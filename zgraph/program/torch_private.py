@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import _compiling_state_context
+from torch._dynamo.hooks import Hooks
+from torch._dynamo.source import GlobalSource, LocalSource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -49,12 +52,13 @@ class _LogMethod:
         return bool(self.function.__qualname__ < other.function.__qualname__)
 
 
-# Dynamo refuses to trace a call of a logger outside torch.export; a log line is no part of a training step.
-_LOG_METHODS = frozenset(
-    _LogMethod(method)
-    for name in ("debug", "info", "warning", "warn", "error", "log", "exception", "warning_once", "warning_advice", "info_once")
-    if (method := getattr(logging.Logger, name, None)) is not None
-)
+def _log_methods() -> set[Any]:
+    """What dynamo may leave out: it refuses to trace a call of a logger, but a log line is no part of a training step.
+
+    Looked up at each capture: libraries add methods of their own (`warning_once`) when they are imported.
+    """
+    names = ("debug", "info", "warning", "warn", "error", "log", "exception", "warning_once", "warning_advice", "info_once")
+    return {_LogMethod(method) for name in names if (method := getattr(logging.Logger, name, None)) is not None}
 
 
 class _Stop(Exception):
@@ -73,6 +77,15 @@ class FlatCapture:
     fake_mode: Any
     _output: Any
     _globals: dict[str, Any]
+    _guards: _Guards | None = None
+
+    def stale(self, owner: Any) -> tuple[str, str | None] | None:
+        """(what, the user's line that read it) if Python state that this capture depends on has changed since.
+
+        That is everything the forward read on its way: attributes of the module and of what hangs on it (flags, a
+        config, the lengths of lists, hooks), globals. Not tensors, nor the call's inputs. Costs some 10 µs a layer.
+        """
+        return None if self._guards is None else self._guards.failing(owner)
 
     def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """A function of the user's signature (with the module first) that runs `compiled` on the flat inputs."""
@@ -91,13 +104,51 @@ class FlatCapture:
         return found[0] if found else ()
 
 
+class _Guards:
+    """Dynamo's guards on all that a forward read except tensors and the call's own inputs."""
+
+    def __init__(self, output: Any, function: MethodType) -> None:
+        code = function.__func__.__code__
+        self._varargs = code.co_argcount == 0  # a forward behind a decorator of *args
+        self._name = code.co_varnames[0]
+        self._manager = output.graph_capture_output.build_guards(code, hooks=Hooks(guard_filter_fn=self._wanted))
+
+    def failing(self, owner: Any) -> tuple[str, str | None] | None:
+        scope = {self._name: (owner,) if self._varargs else owner}
+        guards = self._manager.guard_manager
+        if guards.check(scope):
+            return None
+        found = guards.check_verbose(scope)
+        parts = [str(p).split("#")[0].strip() for p in found.verbose_code_parts] or ["a global mode of torch"]
+        stack = getattr(found, "user_stack", None)
+        return parts[0].replace(f"L['{self._name}']", "self"), f"{stack[-1].filename}:{stack[-1].lineno}" if stack else None
+
+    def _wanted(self, entries: Sequence[Any]) -> Sequence[bool]:
+        return [
+            not isinstance(e.value, torch.Tensor) and e.guard_type != "DUPLICATE_INPUT" and self._lasting(e.orig_guard.originating_source)
+            for e in entries
+        ]
+
+    def _lasting(self, source: Any) -> bool:
+        """Does this lead to something that outlives the call: the module, a global?"""
+        chain = [source]
+        while (base := getattr(chain[-1], "base", None)) is not None:
+            chain.append(base)
+        root = chain[-1]
+        if isinstance(root, GlobalSource):
+            return True
+        if not isinstance(root, LocalSource) or root.local_name != self._name:
+            return False
+        return not self._varargs or (len(chain) > 1 and getattr(chain[-2], "index", None) == 0)
+
+
 def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCapture:
     """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`)."""
     torch._dynamo.reset()
     with (
         _compiling_state_context(),
         dynamo_config.patch(
-            ignore_logging_functions=set(_LOG_METHODS),
+            ignore_logging_functions=_log_methods(),
             automatic_dynamic_shapes=False,
             assume_static_by_default=True,
             specialize_int=True,
@@ -108,8 +159,9 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
         dynamo_timed("fullgraph_capture"),
     ):
         output = fullgraph_capture(function, args, kwargs)
-    if output.backend_input is None:
-        raise ValueError("the model's forward computes nothing with tensors")
+        if output.backend_input is None:
+            raise ValueError("the model's forward computes nothing with tensors")
+        guards = _Guards(output, function)
     graph_module = output.backend_input.graph_module
     return FlatCapture(
         graph_module=graph_module,
@@ -117,6 +169,7 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
         _output=output,
         # torch 2.11 leaves builtins out of what its replay may refer to.
         _globals={**vars(builtins), **output.graph_capture_output.f_globals},
+        _guards=guards,
     )
 
 
@@ -192,7 +245,7 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
     for node in graph.find_nodes(op="placeholder"):
         node.meta.setdefault("desc", None)
     forward, _ = min_cut_rematerialization_partition(
-        fx.GraphModule(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
+        lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
     )
     saved = forward.graph.output_node().args[0][forward_outputs:]  # type: ignore[index]
     return {names.get(n.name, n.name) for n in saved if isinstance(n, fx.Node)}
@@ -205,14 +258,79 @@ def boxed(graph: fx.Graph) -> None:
     graph.set_codegen(_BoxedCodeGen())
 
 
-def compile_with_inductor(module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, is_backward: bool) -> tuple[Callable[[list[Any]], Sequence[Any]], str, list[Any]]:
-    """(the boxed callable, its source, the strides of its outputs) of Inductor's compilation of one graph."""
+def lazy_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module whose Python code is written when someone reads or calls it, not at each change."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
+
+
+def name_origins(graph: fx.Graph) -> None:
+    """Let Inductor's comments name this graph's own nodes, and its kernels the operators that passes inserted."""
+    from torch.fx.traceback import NodeSource
+
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        node.meta.pop("from_node", None)
+        node.meta["from_node"] = [NodeSource(node, "zgraph")]
+        if node.meta.get("original_aten") is None and isinstance(node.target, torch._ops.OpOverload):
+            node.meta["original_aten"] = node.target
+
+
+@functools.cache
+def order_keeper() -> Any:
+    """A pass over Inductor's scheduler that lets no fusion move collectives and library calls past each other.
+
+    Fusion puts a group of operators where the first of them stood, and what the others need (a wait, a product) before
+    that. A chain of control dependencies through all kernels that are not Inductor's own forbids this; it extends no
+    buffer's life.
+    """
+    from torch._inductor import custom_graph_pass, ir
+    from torch._inductor.dependencies import WeakDep
+
+    base = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)  # torch 2.11: the latter
+
+    class KeepOrder(base):  # type: ignore[misc, valid-type]
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            last: str | None = None
+            for node in nodes:
+                if not isinstance(node.node, (ir.ExternKernel, ir.TemplateBuffer)) or isinstance(node.node, ir.MultiOutput):
+                    continue
+                own = next((b.get_name() for b in node.get_outputs()), None)
+                if own is None:
+                    continue
+                if last is not None:
+                    node.add_fake_dep(WeakDep(last, own, is_fake=True))
+                last = own
+            if last is not None:
+                nodes[0].scheduler.compute_ancestors()
+            return nodes
+
+        def uuid(self) -> Any:
+            return custom_graph_pass.get_hash_for_files((__file__,))
+
+    return KeepOrder()
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, is_backward: bool
+) -> tuple[Callable[[list[Any]], Sequence[Any]], str, list[Any]]:
+    """(the boxed callable, its source, the strides of its outputs) of Inductor's compilation of one graph.
+
+    The order of collectives and library calls is that of the graph: what fuses around them does not move them, and
+    Inductor's own reorder passes are off (they move the start of a collective next to its wait).
+    """
+    import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    with V.set_fake_mode(fake_mode), reported_strides(fake_mode) as strides:
+    keep = {"reorder_for_locality": False, "reorder_for_peak_memory": False, "_pre_fusion_custom_pass": order_keeper()}
+    with V.set_fake_mode(fake_mode), reported_strides(fake_mode) as strides, inductor_config.patch(keep):
         compiled = compile_fx_inner(module, list(inputs), is_backward=is_backward)
     source = getattr(compiled, "source_code", "") or ""
     chosen = list(strides or [])
     outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
-    return compiled, source, chosen if len(chosen) == outputs else []
+    if len(chosen) != outputs:
+        raise AssertionError(f"Inductor reported the strides of {len(chosen)} outputs of {outputs}")
+    return compiled, source, chosen
