@@ -184,10 +184,39 @@ def _fake_parameter(spec: ParamSpec, fake_mode: FakeTensorMode, device: torch.de
 
 def _find_loss(flat: torch_private.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]) -> int | None:
     """The flat output that is the loss: the output itself if it is a scalar, `.loss`, `["loss"]`, or the first element."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), _unchanged(module, (args, kwargs)):
         loss = find_loss(flat.bind(lambda *_: tuple(values))(module, *args, **kwargs))
         return next((i for i, v in enumerate(values) if v is loss), None) if loss is not None else None
     return None
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module, inputs: Any) -> Iterator[None]:
+    """What a replay of the forward's side effects does to Python objects is undone: attributes and containers of the
+    module, of what hangs on it, and of the objects among its inputs."""
+    objects: list[Any] = [*module.modules(), *(x for x in pytree.tree_leaves(inputs) if hasattr(x, "__dict__"))]
+    seen = {id(x) for x in objects}
+    held: list[tuple[Any, Any]] = []
+    for item in objects:  # (grows)
+        if isinstance(item, (torch.Tensor, type, types.FunctionType, types.ModuleType)):
+            continue
+        values = [item.__dict__] if hasattr(item, "__dict__") else [item]
+        for value in values:
+            held.append((value, list(value.items()) if isinstance(value, dict) else list(value)))
+            for inner in value.values() if isinstance(value, dict) else list(value):
+                plain = isinstance(inner, (dict, list, set)) or (hasattr(inner, "__dict__") and not callable(inner))
+                if plain and id(inner) not in seen and not isinstance(inner, types.MappingProxyType):
+                    seen.add(id(inner))
+                    objects.append(inner)
+    try:
+        yield
+    finally:
+        for value, content in held:
+            now = list(value.items()) if isinstance(value, dict) else list(value)
+            if len(now) == len(content) and all(a is b or (isinstance(a, tuple) and a[1] is b[1] and a[0] == b[0]) for a, b in zip(now, content, strict=True)):
+                continue
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def find_loss(output: Any) -> torch.Tensor | None:

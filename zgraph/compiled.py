@@ -19,7 +19,7 @@ from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import Parts, split
-from zgraph.passes import History, PassManager
+from zgraph.passes import History, PassManager, verify_program
 from zgraph.passes.aliases import is_random
 from zgraph.pipeline import Variant, build
 from zgraph.plan import Plan
@@ -62,7 +62,11 @@ class StepProgram:
 
     def parts(self, variant: Variant = Variant()) -> Parts:
         if variant not in self._parts:
-            self._parts[variant] = split(self.history(variant).program)
+            parts = split(self.history(variant).program)
+            for part in (parts.forward, parts.backward):
+                if part is not None:
+                    verify_program(part)
+            self._parts[variant] = parts
         return self._parts[variant]
 
     def forward(self, gathered_before: bool = False) -> Executable:
@@ -117,6 +121,8 @@ class Entry:
         self.pattern = frozenset({loss}) if loss is not None else self.trace.differentiable
         self._programs: dict[frozenset[int], StepProgram] = {}
         self.capture_seconds = time.perf_counter() - start
+        # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
+        self.settled = self.unsettled = self.unsettled_before = False
 
     def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
         """The program in which these flat outputs are differentiated (by default those that were the last time)."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from zgraph.agreement import Agreement
 from zgraph.compiled import Entry, StepProgram
-from zgraph.errors import ModelError, SignatureError
+from zgraph.errors import CaptureError, ModelError, SignatureError
 from zgraph.plan import Plan
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.program import InputRole, OutputRole, Port, Program
@@ -57,21 +57,48 @@ class Runtime:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         key, entry = self.entry(args, kwargs)
-        return self._calls[key](self.module, *args, **kwargs)
+        result = self._calls[key](self.module, *args, **kwargs)
+        if not entry.settled:
+            self._settle(entry)
+        return result
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
         """The compiled entry for inputs of this signature; a new signature is captured and compiled, on all ranks alike."""
         self.shards.refresh()
-        key = signature(self.module, args, kwargs)
+        signed = signature(self.module, args, kwargs)
+        key, known = signed, 0  # the same inputs may have programs for several states of the module's Python attributes
+        while key in self.entries and (stale := self.entries[key].trace.flat.stale(self.module)) is not None:
+            logger.info("%s is not for the module as it is now: no longer %s", self.entries[key].name, stale[0])
+            known += 1
+            key = f"{signed}; python state {known}"
         new = key not in self.entries
         self.agreement.vote("the inputs of a call", f"{key}; {'new' if new else 'known'}")
         if new:
             self._refuse_unset()
             self._check_devices(args, kwargs)
             made = self._compile(key, args, kwargs)
+            if (stale := made.trace.flat.stale(self.module)) is not None:
+                logger.warning("%s: changes of Python attributes that forward reads will not be noticed (%s can't be watched)", made.name, stale[0])
+                made.trace.flat.unwatch()
+            before = f"{signed}; python state {known - 1}" if known > 1 else signed
+            made.unsettled_before = known > 0 and self.entries[before].unsettled
             self.entries[key] = made
             self._calls[key] = made.trace.flat.bind(lambda *flat: self._execute(made, flat))
         return key, self.entries[key]
+
+    def _settle(self, entry: Entry) -> None:
+        """After a program's first run: has the forward itself changed the Python state that it depends on?
+
+        Once is how a model finishes its construction. Twice in a row it would be compiled again at every call.
+        """
+        entry.settled = True
+        stale = entry.trace.flat.stale(self.module)
+        entry.unsettled = stale is not None
+        if stale is not None and entry.unsettled_before:
+            raise CaptureError(
+                "the model's forward changes Python state that it depends on, at every call", where=stale[1], why=f"no longer true after the call: {stale[0]}",
+                hint="keep such state in a buffer (register_buffer), or change it outside of forward",
+            )
 
     def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         shown = brief(self.module, args, kwargs)

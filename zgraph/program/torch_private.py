@@ -87,6 +87,10 @@ class FlatCapture:
         """
         return None if self._guards is None else self._guards.failing(owner)
 
+    def unwatch(self) -> None:
+        """From now on this capture is never stale."""
+        self._guards = None
+
     def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """A function of the user's signature (with the module first) that runs `compiled` on the flat inputs."""
         return self._output.forward_callable(compiled_fn=compiled, extra_globals=self._globals)  # type: ignore[no-any-return]
@@ -124,6 +128,8 @@ class _Guards:
         return parts[0].replace(f"L['{self._name}']", "self"), f"{stack[-1].filename}:{stack[-1].lineno}" if stack else None
 
     def _wanted(self, entries: Sequence[Any]) -> Sequence[bool]:
+        for e in entries:  # guards are built twice; a property that makes its value anew gave another the first time
+            e.orig_guard.obj_weakref = e.orig_guard.guarded_class_weakref = None
         return [
             not isinstance(e.value, torch.Tensor) and e.guard_type != "DUPLICATE_INPUT" and self._lasting(e.orig_guard.originating_source)
             for e in entries
