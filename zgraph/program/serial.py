@@ -1,9 +1,9 @@
 """A program as JSON and back: for reproducers, for other tools, for looking at it on another machine.
 
 What passes read of a program is kept: nodes in order with operators, arguments, fake values and records, the
-constants that it holds, ports, parameter layouts, mesh, level and facts. Python objects that only tracing leaves
-behind (stacks of modules, stack traces) are not. Nothing is pickled and nothing can be named but registered
-operators, so a file from anywhere can be loaded.
+constants that it holds, ports, parameter layouts, mesh, level and facts. Python objects that only tracing
+leaves behind (stacks of modules, stack traces) are not. Nothing is pickled and nothing can be named but
+registered operators, so a file from anywhere can be loaded.
 
 A value that JSON has no form for is an object with one key, its tag: `{"node": "mm_3"}`,
 `{"dtype": "bfloat16"}`, `{"tuple": […]}`, `{"float": "-inf"}`. A JSON array is a list.

@@ -1,0 +1,12 @@
+"""The command line: `zgraph`, or `python -m zgraph`.
+
+`app.py` puts the commands together, one file holds each of them, `targets.py` finds what they look at.
+Importing this package loads neither torch nor pydantic: commands import what they need when they run, so
+`--help` is answered at once.
+"""
+
+from __future__ import annotations
+
+from zgraph.cli.app import main
+
+__all__ = ["main"]

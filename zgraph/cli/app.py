@@ -1,0 +1,69 @@
+"""The commands under one name, and what all of them do with an error.
+
+Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or an error. A `ZgraphError` is the user's to read:
+it goes to stderr whole, without a traceback. Any other exception is a bug of zgraph's and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from zgraph._version import __version__
+from zgraph.cli.dump import dump
+from zgraph.cli.passes import passes
+from zgraph.cli.verify import verify
+from zgraph.errors import ZgraphError
+
+USAGE_ERROR = 2
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ZgraphError as error:
+            typer.echo(f"zgraph: {error}", err=True)
+            raise typer.Exit(USAGE_ERROR) from error
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)  # in the order of their registration
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="zgraph",
+    help="A compiler for training steps. These commands look at what it makes of a model, on CPU, for any"
+    " number of ranks, without starting any.",
+    epilog="TARGET is 'package.module:factory', a callable that returns (model, inputs), or the name of an"
+    " example, such as train_lm. Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(dump)
+app.command()(passes)
+app.command()(verify)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"zgraph {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line on `sys.argv` and exit."""
+    app(prog_name="zgraph")

@@ -1,0 +1,75 @@
+"""`zgraph passes`: the pipeline of a plan; with a target also what each pass did to it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zgraph.cli.targets import JsonOption, PlanOption, WorldOption, load_plan, load_target, resolve_world
+
+if TYPE_CHECKING:
+    from zgraph.passes import Contract
+
+
+def passes(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TARGET]", help="Run the pipeline on this model and count.", show_default=False
+        ),
+    ] = None,
+    plan: PlanOption = None,
+    world: WorldOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the passes that a plan runs, in order."""
+    the_plan = load_plan(plan)
+    ranks = resolve_world(the_plan, world)
+
+    from zgraph.pipeline import build
+
+    contracts = {p.name: p.contract for training in (False, True) for p in build(the_plan, training=training)}
+    if target is None:
+        rows = [_row(p.name, p.contract.summary, p.contract) for p in build(the_plan)]
+    else:
+        found = load_target(target)
+
+        from zgraph.compiler import programs
+
+        rows = []
+        for record in programs(found.model, the_plan, found.inputs, ranks).records:
+            row = _row(record.name, record.summary, contracts.get(record.name))
+            row |= {"seconds": record.seconds, "verify_seconds": record.verify_seconds}
+            rows.append(row | {"nodes": record.nodes, "stats": dict(record.stats)})
+    if as_json:
+        typer.echo(json.dumps({"world": ranks, "passes": rows}, indent=1))
+        return
+    typer.echo("\n".join(_text(row, max(len(r["name"]) for r in rows)) for row in rows))
+
+
+def _row(name: str, summary: str, contract: Contract | None) -> dict[str, Any]:
+    """One pass as JSON has it; the capture, which is no pass, has no contract."""
+    return {
+        "name": name,
+        "summary": summary,
+        "requires": sorted(contract.requires) if contract else [],
+        "provides": sorted(contract.provides) if contract else [],
+        "conflicts": sorted(contract.conflicts) if contract else [],
+        "bitwise": contract.bitwise if contract else True,
+        "level": contract.level.name.lower() if contract and contract.level is not None else None,
+    }
+
+
+def _text(row: dict[str, Any], width: int) -> str:
+    indent = " " * (width + 2)
+    lines = [f"{row['name']:{width}}  {row['summary']}"]
+    facts = [f"{key} {', '.join(row[key])}" for key in ("requires", "provides", "conflicts") if row[key]]
+    if facts:
+        lines.append(indent + "; ".join(facts))
+    if "seconds" in row:
+        stats = [f"{count} {name}" for name, count in row["stats"].items()]
+        verified = f"(verified in {row['verify_seconds']:.3f} s)"
+        lines.append(indent + ", ".join([f"{row['nodes']} nodes, {row['seconds']:.3f} s {verified}", *stats]))
+    return "\n".join(lines)

@@ -1,0 +1,84 @@
+"""`zgraph verify`: the compiled program on virtual ranks against the plain model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+import typer
+
+from zgraph.cli.targets import (
+    JsonOption,
+    PlanOption,
+    TargetArgument,
+    WorldOption,
+    load_plan,
+    load_target,
+    resolve_world,
+)
+
+if TYPE_CHECKING:
+    from zgraph.compiler import Inputs
+
+CHECK_FAILED = 1
+
+
+def verify(
+    target: TargetArgument, plan: PlanOption = None, world: WorldOption = None, as_json: JsonOption = False
+) -> None:
+    """Run the program on N virtual ranks and compare outputs, gradients and buffers with the plain model.
+
+    Exits with 1 if they differ by more than rounding.
+    """
+    the_plan = load_plan(plan)
+    ranks = resolve_world(the_plan, world)
+    found = load_target(target)
+
+    from zgraph.verification import verify as run
+
+    inputs, different = global_batch(found.inputs, ranks)
+    if not different and ranks > 1:
+        typer.echo(
+            "note: the batch has one row, so all ranks see the same data: a missing reduction is not found",
+            err=True,
+        )
+    report = run(found.model, the_plan, ranks, inputs)
+    if as_json:
+        worst = [dataclasses.asdict(d) | {"ok": d.ok} for d in report.worst()]
+        values = {
+            "ok": report.ok,
+            "exact": report.exact,
+            "world": ranks,
+            "compared": len(report.differences),
+            "worst": worst,
+        }
+        typer.echo(json.dumps(values, indent=1, default=str))
+    else:
+        typer.echo(str(report))
+    if not report.ok:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def global_batch(inputs: Inputs, world: int) -> tuple[Inputs, bool]:
+    """(the batch of all ranks, do they see different data?) made of one rank's batch.
+
+    Rank 0 gets the rows as they are, each other rank as many, drawn with replacement: with equal rows
+    everywhere the mean over ranks would be what each rank has already, and a missing reduction would not be
+    seen. A row is drawn from all inputs alike, so inputs and targets stay together.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    batched = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
+    rows = max((x.shape[0] for x in batched), default=0)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(max(rows, 1), (rows * (world - 1),), generator=generator)
+    index = torch.cat([torch.arange(rows), drawn])
+
+    def repeat(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows:
+            return leaf
+        return leaf[index.to(leaf.device)]
+
+    return pytree.tree_map(repeat, inputs), rows > 1  # type: ignore[return-value]
