@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
+from torch.autograd.profiler import record_function
+
 from zgraph.errors import ContractError, PassError, VerifyError
 from zgraph.passes.contract import Pass
 from zgraph.passes.verifier import ValueCache, verify_program
@@ -99,7 +101,8 @@ class PassManager:
             before = history.records[-1].program if self.snapshots else None
             start = time.perf_counter()
             try:
-                stats = dict(step(program))
+                with record_function(f"zgraph:pass {step.name}"):
+                    stats = dict(step(program))
                 program.recompile()
                 program.facts |= step.contract.provides
                 if step.contract.level is not None:

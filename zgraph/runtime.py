@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
 
 from zgraph.agreement import Agreement
 from zgraph.compiled import Entry, StepProgram
@@ -47,7 +48,7 @@ class Runtime:
         self.shards = shards
         self.device = device
         self.agreement = agreement
-        self.groups = {d: mesh.get_group(d).group_name for d in mesh.mesh_dim_names or ()} if mesh is not None else {}
+        self.groups = {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()} if mesh is not None else {}
         self.entries: dict[str, Entry] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
         self.kept: dict[str, torch.Tensor] = {}
@@ -238,7 +239,7 @@ class Runtime:
         if clear:
             saved.clear()
         results = executable.run(values)
-        partial = [Partial("avg")] * len(self.sizes) if not reduce else None
+        partial: list[Placement] | None = [Partial("avg") for _ in self.sizes] if not reduce else None
         gradients: dict[tuple[InputRole | None, str], torch.Tensor] = {}
         for port, value in zip(executable.program.outputs, results, strict=True):
             is_param = port.of is InputRole.PARAMETER

@@ -47,7 +47,7 @@ def layout(module: nn.Module, mesh: dict[str, int], zero: int, persistence_thres
     ranks = mesh.get("dp", 1)
     specs: dict[str, ParamSpec] = {}
     for name, param in module.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise UnsupportedError(f"parameter {name!r} has no shape yet", why="the model has lazy modules", hint="run the model once before compiling it")
         spec = ParamSpec(name, tuple(param.shape), _dense_stride(param, name), param.dtype, param.requires_grad)
         sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)

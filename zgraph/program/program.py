@@ -166,8 +166,8 @@ class Program:
         def read(arg: fx.Node) -> Any:
             return value(arg)
 
-        args = fx.node.map_arg(node.args, read)
-        kwargs = fx.node.map_arg(node.kwargs, read)
+        args: Any = fx.node.map_arg(node.args, read)
+        kwargs: Any = fx.node.map_arg(node.kwargs, read)
         if node.target is operator.getitem:
             return args[0][args[1]]
         with self.fake_mode, torch.no_grad():

@@ -20,7 +20,7 @@ from torch import fx
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.functional_export import _compiling_state_context
+from torch._dynamo.functional_export import _compiling_state_context  # type: ignore[attr-defined]
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.source import GlobalSource, LocalSource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
@@ -213,7 +213,8 @@ def reported_strides(fake_mode: Any) -> Iterator[list[Any]]:
     """A tracing context in which Inductor reports the strides it chose for a program's outputs."""
     context = TracingContext(fake_mode)
     with tracing(context), context.report_output_strides() as strides:
-        yield strides
+        assert strides is not None
+        yield strides  # type: ignore[misc]  # (filled while the caller compiles)
 
 
 def keeps_graph() -> bool:
@@ -253,7 +254,8 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
     forward, _ = min_cut_rematerialization_partition(
         lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
     )
-    saved = forward.graph.output_node().args[0][forward_outputs:]  # type: ignore[index]
+    saved: Any = forward.graph.output_node().args[0]
+    saved = saved[forward_outputs:]
     return {names.get(n.name, n.name) for n in saved if isinstance(n, fx.Node)}
 
 
