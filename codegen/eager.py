@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from zgraph.codegen.executable import Executable, lowered
+from zgraph.codegen.profiled import run_profiled
 from zgraph.program import torch_private
 from zgraph.program.program import Program
 
@@ -23,4 +27,11 @@ def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
     torch_private.boxed(ready.graph)
     ready.module.recompile()
     source = ready.module.code  # (written here: `forward` is that of this code from now on)
-    return Executable(program, ready.module.forward, source)
+    forward = ready.module.forward
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        if torch.autograd._profiler_enabled():
+            return run_profiled(ready.module, values)
+        return forward(values)  # type: ignore[no-any-return]
+
+    return Executable(program, run, source)
