@@ -7,15 +7,35 @@ any of them starts a collective that the others will not join.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.errors import RankMismatchError
+from zgraph.errors import CollectiveError, RankMismatchError
+
+
+def _around(text: str, at: int) -> str:
+    """At most some 400 characters of `text`, with what is at position `at`."""
+    first = max(0, at - 150) if len(text) > 400 else 0
+    return ("… " if first else "") + text[first : first + 400] + (" …" if len(text) > first + 400 else "")
+
+
+@contextlib.contextmanager
+def _named(collective: str, ballot: str) -> Iterator[None]:
+    """A failure in here is that of this collective: no module runs it, so what was voted for says where."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"{collective} failed", where=f"module (root), before it ran {_around(ballot, 0)}".rstrip(), why=f"{type(error).__name__}: {error}",
+            hint="a rank has died or stopped: look at the other ranks' output first",
+        ) from error
 
 
 class Agreement:
@@ -41,16 +61,18 @@ class Agreement:
             return
         number = int.from_bytes(hashlib.sha256(ballot.encode()).digest()[:7], "little")
         both = torch.tensor([number, -number], dtype=torch.int64)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
-        if int(both[0]) == -int(both[1]):
-            return
         views: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(views, (ballot, explain() if explain else None), group=self.group)
+        with _named(f"the ranks' vote about {subject} (all_reduce)", ballot):
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
+            if int(both[0]) == -int(both[1]):
+                return
+            dist.all_gather_object(views, (ballot, explain() if explain else None), group=self.group)
         different = [r for r, view in zip(self.ranks, views, strict=True) if view[0] != views[0][0]]
         why = compare([view[1] for view in views]) if compare and all(view[1] is not None for view in views) else None
         if why is None:
-            shown = {r: view[0] if len(view[0]) < 400 else view[0][:400] + " …" for r, view in zip(self.ranks, views, strict=True)}
-            why = "\n".join(f"rank {r}: {text}" for r, text in shown.items() if r == self.ranks[0] or r == different[0])
+            ballots = {r: view[0] for r, view in zip(self.ranks, views, strict=True) if r in (self.ranks[0], different[0])}
+            common = len(os.path.commonprefix(list(ballots.values())))
+            why = "\n".join(f"rank {r}: {_around(text, common)}" for r, text in ballots.items())
         raise RankMismatchError(
             f"ranks disagree about {subject}", where=f"rank(s) {different} differ from rank {self.ranks[0]}", why=why,
             hint="give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
@@ -61,7 +83,8 @@ class Agreement:
         if self.group is None:
             return mine
         flag = torch.tensor([int(mine)], dtype=torch.int64)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+        with _named("the ranks' vote about changed weights (all_reduce)", ""):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
         return bool(flag.item())
 
     def broadcast(self, value: Any) -> Any:

@@ -1,0 +1,169 @@
+"""Real ranks for tests: processes on this machine that talk over gloo.
+
+    with Ranks(2) as ranks:
+        losses = ranks.run(train, 3)            # train(3) on both ranks: [rank 0's result, rank 1's]
+        outcomes = ranks.attempt(disagree)      # the same, with each rank's exception in place of raising it
+
+The processes stay between calls, so that a test costs no launch. They are forked from a server that has imported torch
+already and has run nothing. Functions are named, not sent: they must stand at the top of a test module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "zgraph.compiler"]
+
+
+@dataclass
+class Outcome:
+    """What became of one rank's call. `error` is None where it returned; a rank that died has neither."""
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    seconds: float = 0.0
+    died: bool = False
+
+
+class Ranks:
+    """`world` processes, each with torch's default process group over gloo.
+
+    `timeout` (seconds) is the process group's; `env` is added to the processes' environment.
+    """
+
+    def __init__(self, world: int, *, timeout: float = 60.0, env: dict[str, str] | None = None) -> None:
+        self.world = world
+        self.timeout = timeout
+        self.env = env or {}
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self, function: Callable[..., Any], *args: Any, limit: float = 240.0) -> list[Any]:
+        """`function(*args)` on every rank; their results, in order. A rank's exception fails the test."""
+        outcomes = self.attempt(function, *args, limit=limit)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                raise AssertionError(f"rank {rank} of {self.world}:\n{outcome.traceback}") from outcome.error
+            if outcome.died:
+                raise AssertionError(f"rank {rank} of {self.world} died")
+        return [outcome.value for outcome in outcomes]
+
+    def attempt(self, function: Callable[..., Any], *args: Any, limit: float = 240.0) -> list[Outcome]:
+        """`function(*args)` on every rank, whatever becomes of it. After `limit` seconds the ranks are killed."""
+        if not self._processes:
+            self._start()
+        begin = time.monotonic()
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send((function.__module__, function.__qualname__, args))
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < self.world:
+            waiting = {pipe: r for r, pipe in enumerate(self._pipes) if r not in outcomes}
+            ready = wait(list(waiting), timeout=max(0.0, begin + limit - time.monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                self.stop()
+                raise AssertionError(f"ranks {late} had not returned from {function.__qualname__} after {limit:.0f} s")
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    outcomes[rank] = Outcome(died=True)
+                outcomes[rank].seconds = time.monotonic() - begin
+        if any(o.error is not None or o.died for o in outcomes.values()):
+            self.stop()  # what is left of the process group may be out of step
+        return [outcomes[rank] for rank in range(self.world)]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+    def _start(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._directory = tempfile.TemporaryDirectory()
+        store = os.path.join(self._directory.name, "store")
+        for rank in range(self.world):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.world, store, self.timeout, self.env), daemon=False
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+
+
+def _serve(pipe: Connection, rank: int, world: int, store: str, timeout: float, env: dict[str, str]) -> None:
+    os.environ.update({"OMP_NUM_THREADS": "1"} | env)
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_call(module, name, args))
+
+
+def _call(module: str, name: str, args: tuple[Any, ...]) -> Outcome:
+    import importlib
+
+    try:
+        function = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        outcome = Outcome(value=function(*args))  # type: ignore[operator]
+    except BaseException as error:
+        outcome = Outcome(error=error, traceback=traceback.format_exc())
+    try:
+        pickle.loads(pickle.dumps(outcome))
+    except Exception as error:
+        text = outcome.traceback or f"the result can't be sent: {error}"
+        outcome = Outcome(error=RuntimeError(str(outcome.error or error)), traceback=text)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return outcome
+
+
+def die() -> None:
+    """End this rank as the kernel's out-of-memory killer would."""
+    os.kill(os.getpid(), signal.SIGKILL)
