@@ -90,7 +90,7 @@ def _check_pass(name: str, known: list[str]) -> None:
 
 
 def rank_place(program: Program, rank: int, params: str = "*") -> dict[str, Any]:
-    """A rank's coordinates in the mesh, the ranks of its groups, its rows of the parameters that match a glob."""
+    """A rank's place in the mesh, the ranks of its groups, its rows of the parameters that match a glob."""
     from zgraph.passes.virtual import coordinates, group_ranks
 
     at = coordinates(program.mesh, rank)

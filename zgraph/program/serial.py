@@ -89,9 +89,9 @@ def from_json(data: dict[str, Any]) -> Program:
         )
     try:
         return _Loader(data).program()
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        if isinstance(error, ZgraphError):
-            raise
+    except ZgraphError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
         raise ZgraphError(
             "this program in JSON form is damaged",
             why=f"{type(error).__name__}: {error}",
@@ -200,26 +200,33 @@ def _encode_constants(program: Program) -> dict[str, Any]:
     """What the get_attr nodes read: the bytes of a real tensor, the type alone of a fake one."""
     found: dict[str, Any] = {}
     for node in program.graph.find_nodes(op="get_attr"):
-        name = str(node.target)
+        name, where = str(node.target), f"node {node.name!r}"
         held = operator.attrgetter(name)(program.module)
         if not isinstance(held, torch.Tensor):
-            raise UnsupportedError(
-                f"constant {name!r} of type {type(held).__name__} has no JSON form",
-                where=f"node {node.name!r}",
-            )
+            what = f"constant {name!r} of type {type(held).__name__} has no JSON form"
+            raise UnsupportedError(what, where=where)
         found[name] = _encode_type(held)
         if isinstance(held, FakeTensor) or held.is_meta:
             continue
-        if held.nbytes > MAX_CONSTANT_BYTES:
+        held = held.detach().resolve_conj().resolve_neg()
+        span = held.as_strided((_span(held),), (1,))
+        if span.nbytes > MAX_CONSTANT_BYTES:
             raise UnsupportedError(
                 f"constant {name!r} is too large for JSON",
-                where=f"node {node.name!r}",
-                why=f"{held.nbytes} bytes, and the limit is {MAX_CONSTANT_BYTES}",
+                where=where,
+                why=f"{span.nbytes} bytes, and the limit is {MAX_CONSTANT_BYTES}",
                 hint="register it as a buffer of the model: it is then an input of the program",
             )
-        packed = held.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        found[name]["data"] = base64.b64encode(packed.numpy().tobytes()).decode("ascii")
+        raw = span.cpu().view(torch.uint8).numpy().tobytes()
+        found[name]["data"] = base64.b64encode(raw).decode("ascii")
     return found
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """The elements of storage from a tensor's first to its last, gaps included and overlaps counted once."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 # -- reading ----------------------------------------------------------------------------------
@@ -326,14 +333,13 @@ class _Loader:
 
     def constant(self, root: nn.Module, name: str, held: dict[str, Any]) -> None:
         if "data" in held:
-            made = _empty({**held, "device": "cpu"})
+            shape = _empty({**held, "device": "meta"})
             raw = bytearray(base64.b64decode(held["data"]))
-            if len(raw) != made.nbytes:
-                raise ZgraphError(
-                    f"constant {name!r} has {len(raw)} bytes", why=f"its type needs {made.nbytes}"
-                )
-            if raw:
-                made.copy_(torch.frombuffer(raw, dtype=made.dtype).view(made.shape))
+            if len(raw) != _span(shape) * shape.element_size():
+                needed = f"its type needs {_span(shape) * shape.element_size()}"
+                raise ZgraphError(f"constant {name!r} has {len(raw)} bytes", why=needed)
+            flat = torch.frombuffer(raw, dtype=shape.dtype) if raw else torch.empty(0, dtype=shape.dtype)
+            made = flat.as_strided(shape.shape, shape.stride())
             try:
                 made = made.to(held["device"])
             except (RuntimeError, AssertionError) as error:
