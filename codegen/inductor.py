@@ -156,12 +156,11 @@ def _lowering_error(error: Exception, program: Program) -> LoweringError:
     text = str(error)
     target = re.search(r"target: (\S+)", text)
     name = target.group(1) if target else None
-    node = next((n for n in program.graph.nodes if name and str(n.target) == name), None)
+    places = list(dict.fromkeys(f"{info(n).source or 'unknown line'} (module {info(n).module or 'root'})" for n in program.graph.nodes if name and str(n.target) == name))
+    shown = "\n".join(places[:5]) + (f"\n… and {len(places) - 5} more" if len(places) > 5 else "")
     return LoweringError(
         f"Inductor can't compile {program.name}" + (f": operator {name}" if name else ""),
-        where=(f"{info(node).source or 'unknown line'} (module {info(node).module or 'root'})" if node is not None else None),
+        where=shown or None,
         why=f"{type(error).__name__}: {text.splitlines()[0] if text else ''}",
         hint='use backend="eager" for this model, or write this part with other operators',
     )
-
-

@@ -9,7 +9,7 @@ import builtins
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._inductor.lowering  # (registers lowerings before a joint trace: some models are captured only with it)
 from torch import fx
+from torch._decomp import decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.exc import TorchDynamoException
@@ -181,9 +182,24 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
 
 def export_joint(graph_module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, decompositions: dict[Any, Any]) -> fx.GraphModule:
     """AOTAutograd's joint forward+backward graph (the forward alone where nothing requires a gradient)."""
-    with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)):
+    with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), _lstm_of_plain_operators():
         joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(inputs), decompositions=decompositions)
         return joint.graph_module
+
+
+@contextlib.contextmanager
+def _lstm_of_plain_operators() -> Iterator[None]:
+    """Trace a trained LSTM on CPU without oneDNN's operator for a layer.
+
+    That operator gives what its backward needs only in grad mode, and no program runs in it.
+    """
+    chosen = decompositions.select_one_layer_lstm_function
+    if torch.is_grad_enabled():
+        decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
+    try:
+        yield
+    finally:
+        decompositions.select_one_layer_lstm_function = chosen
 
 
 def describe_input(desc: Any) -> tuple[str, int]:
@@ -206,15 +222,6 @@ def describe_output(desc: Any) -> tuple[str, int]:
     if isinstance(desc, GradAOTOutput):
         return "gradient", describe_input(desc.grad_of)[1]
     return f"unknown: {desc!r}", -1
-
-
-@contextlib.contextmanager
-def reported_strides(fake_mode: Any) -> Iterator[list[Any]]:
-    """A tracing context in which Inductor reports the strides it chose for a program's outputs."""
-    context = TracingContext(fake_mode)
-    with tracing(context), context.report_output_strides() as strides:
-        assert strides is not None
-        yield strides  # type: ignore[misc]  # (filled while the caller compiles)
 
 
 def keeps_graph() -> bool:
@@ -334,11 +341,10 @@ def compile_with_inductor(
     from torch._inductor.virtualized import V
 
     keep = {"reorder_for_locality": False, "reorder_for_peak_memory": False, "_pre_fusion_custom_pass": order_keeper()}
-    with V.set_fake_mode(fake_mode), reported_strides(fake_mode) as strides, inductor_config.patch(keep):
+    with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), inductor_config.patch(keep):
         compiled = compile_fx_inner(module, list(inputs), is_backward=is_backward)
-    source = getattr(compiled, "source_code", "") or ""
-    chosen = list(strides or [])
-    outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
-    if len(chosen) != outputs:
-        raise AssertionError(f"Inductor reported the strides of {len(chosen)} outputs of {outputs}")
-    return compiled, source, chosen
+    if not hasattr(compiled, "output_strides"):  # (a graph without an operator is not compiled at all)
+        values = [getattr(n, "meta", {}).get("val") for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+        return compiled, "", [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
+    strides = [None if s is None else tuple(int(i) for i in s) for s in compiled.output_strides]
+    return compiled, compiled.source_code, strides

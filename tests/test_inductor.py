@@ -1,0 +1,387 @@
+"""Inductor keeps what passes decided: order, numbers, what is saved; it says what it fused, and what it can't do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zgraph
+from zgraph.codegen.executable import Executable
+from zgraph.codegen.inductor import adopt_strides, compile_inductor, launches
+from zgraph.codegen.partition import split
+from zgraph.compiler import programs
+from zgraph.errors import LoweringError
+from zgraph.passes import graph_pass
+from zgraph.program import collectives
+from zgraph.program.node import Phase, Role, info
+from zgraph.program.program import Program
+
+pytestmark = pytest.mark.inductor
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.addmm.default}
+WIDTH, LAYERS, WORLD = 64, 4, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+@graph_pass("start_early", "each gather starts three products earlier; its wait stays", requires=("sharded",))
+def start_early(program: Program) -> dict[str, int]:
+    moved = 0
+    at = {node: i for i, node in enumerate(program.nodes)}
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        products = [n for n in at if n.target in PRODUCTS and info(n).phase is phase]
+        for node in at:
+            if collectives.is_start(node) and info(node).role is Role.GATHER and info(node).phase is phase:
+                before = [p for p in products if at[p] < at[node]]
+                if len(before) >= 3:
+                    before[-3].prepend(node)
+                    moved += 1
+    return {"moved": moved}
+
+
+@graph_pass("wait_late", "each reduction is waited for three products later than the next one starts", requires=("reduced",))
+def wait_late(program: Program) -> dict[str, int]:
+    moved = 0
+    at = {node: i for i, node in enumerate(program.nodes)}
+    products = [n for n in at if n.target in PRODUCTS]
+    for node in at:
+        if collectives.is_wait(node) and info(node.all_input_nodes[0]).role is Role.REDUCE:
+            after = [p for p in products if at[p] > at[node]]
+            if len(after) >= 3:
+                after[2].append(node)
+                moved += 1
+    return {"moved": moved}
+
+
+@pytest.fixture
+def group() -> Iterator[dict[str, str]]:
+    """A process group that does nothing: programs for eight ranks are compiled here, not run."""
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    yield {"dp": str(dist.group.WORLD.group_name)}
+    dist.destroy_process_group()
+
+
+def ordered(program: Program) -> list[str]:
+    """Starts, waits and products, in the program's order."""
+    return [n.name for n in program.graph.nodes if collectives.is_start(n) or collectives.is_wait(n) or n.target in PRODUCTS]
+
+
+def compiled_parts(model: nn.Module, inputs: tuple[torch.Tensor, ...], group: dict[str, str], *passes: str, zero: int = 3) -> list[Executable]:
+    plan = zgraph.Plan(mesh={"dp": WORLD}, zero=zero, passes=passes)
+    parts = split(programs(model, plan, inputs, WORLD).program)
+    assert parts.backward is not None
+    forward = compile_inductor(parts.forward, group)
+    adopt_strides(parts.backward, forward)
+    return [forward, compile_inductor(parts.backward, group, is_backward=True)]
+
+
+# -- order --------------------------------------------------------------------------------------------------------
+def test_order_that_passes_decided_is_that_of_the_generated_code(group: dict[str, str]) -> None:
+    executables = compiled_parts(
+        Blocks(), (torch.randn(16, WIDTH),), group, f"{__name__}:start_early before release", f"{__name__}:wait_late"
+    )
+    for executable in executables:
+        assert [n.name for n in launches(executable.source, executable.program)] == ordered(executable.program)
+    forward = ordered(executables[0].program)
+    start, end = forward.index("gather_layers_3_up_weight"), forward.index("whole_layers_3_up_weight")
+    assert sum("mm" in name for name in forward[start:end]) >= 3, "the pass hid nothing behind products"
+    backward = ordered(executables[1].program)
+    start, end = backward.index("scatter_grad_layers_2_up_weight"), backward.index("grad_layers_2_up_weight")
+    assert sum("mm" in name for name in backward[start:end]) >= 3
+
+
+class FusesAcross(nn.Module):
+    """The last line can be fused with the first, and then all that it needs would run before the products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(self.first(x.sin()))
+        return (y.sum() + (x.cos() * self.scale).sum()) / 2
+
+
+def test_fusion_does_not_pull_a_wait_before_products(group: dict[str, str]) -> None:
+    forward, _ = compiled_parts(FusesAcross(), (torch.randn(256, WIDTH),), group)
+    names = [n.name for n in launches(forward.source, forward.program)]
+    assert names == ordered(forward.program)
+    assert names.index("whole_scale") > names.index("mm_1")
+
+
+# -- what is fused ------------------------------------------------------------------------------------------------
+def fused_with(executable: Executable, *operators: str) -> bool:
+    return any(set(operators) <= set(kernel.operators) for kernel in executable.kernels)
+
+
+def alone(executable: Executable) -> set[str]:
+    """What runs by a library call instead of a fused kernel."""
+    return {operator for kernel in executable.library for operator in kernel.operators}
+
+
+def test_norms_activations_and_residuals_are_fused(group: dict[str, str]) -> None:
+    forward, backward = compiled_parts(Blocks(), (torch.randn(16, WIDTH),), group)
+    assert fused_with(forward, "add", "native_layer_norm"), "a residual is fused with the norm that follows"
+    assert fused_with(forward, "gelu")
+    assert fused_with(backward, "gelu_backward", "gelu"), "the activation is computed again in its backward's kernel"
+    assert fused_with(backward, "add", "native_layer_norm_backward")
+    assert alone(forward) == {"addmm"} and alone(backward) <= {"mm", "addmm"}
+
+
+def test_backward_computes_no_product_again(group: dict[str, str]) -> None:
+    _, backward = compiled_parts(Blocks(), (torch.randn(16, WIDTH),), group)
+    again = [n for n in backward.program.graph.nodes if n.op != "output" and info(n).copy_of is not None]
+    assert again and not [n.name for n in again if n.target in PRODUCTS]
+    products = sum(kernel.calls for kernel in backward.library)
+    assert products == 4 * LAYERS, "two for each linear layer: the input's gradient and the weight's"
+
+
+class CastsWeights(nn.Module):
+    """Norm in float32 over products in bfloat16, as mixed precision writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.silu(self.norm(x).bfloat16() @ self.weight.bfloat16())
+        return (x + y.float()).pow(2).mean()
+
+
+def test_casts_are_fused_and_an_average_needs_no_kernel(group: dict[str, str]) -> None:
+    forward, backward = compiled_parts(CastsWeights(), (torch.randn(16, WIDTH),), group)
+    assert "_to_copy" not in alone(forward) | alone(backward)
+    casts = [k for k in forward.kernels if "_to_copy" in k.operators]
+    assert casts and any(len(k.operators) > 1 for k in casts), "the activation's cast is part of the norm's kernel"
+    # The gathered weight is cast by one kernel, once: a product's operand has to be in memory.
+    assert sum(k.calls for k in casts if set(k.operators) == {"_to_copy"}) <= 1
+    starts = [n for n in backward.program.graph.nodes if collectives.is_start(n) and info(n).role is Role.REDUCE]
+    assert {collectives.reduce_op_of(n) for n in starts} == {"avg"}
+    for start in starts:
+        operand = start.all_input_nodes[0]
+        assert operand.target not in (aten.div.Tensor, aten.mul.Tensor), "the reduction averages, no kernel scales"
+
+
+def test_report_lists_kernels_with_their_operators_and_library_calls() -> None:
+    model = zgraph.compile(Blocks(), zgraph.Plan(), inputs=(torch.randn(16, WIDTH),))
+    report = model.zgraph.report()
+    operators = {operator for kernel in report.kernels() for operator in kernel.operators}
+    assert {"native_layer_norm", "gelu", "add", "gelu_backward", "native_layer_norm_backward"} <= operators
+    assert {k.name: k.calls for k in report.library_calls()}["extern_kernels.addmm"] == 2 * LAYERS
+    text = str(report)
+    for kernel in report.kernels():
+        assert kernel.calls > 0 and kernel.name in text
+    assert "library calls: extern_kernels.addmm (8 times)" in text
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.out(x + y).flatten(0, 1), tokens.flatten())
+
+
+class Convolutions(nn.Module):
+    """Whose first part wants channels last, so that Inductor chooses strides of its own for what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 16, 3, stride=2)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.b(F.relu(self.norm(self.a(x))))
+        return F.cross_entropy(self.head(F.silu(y).mean((2, 3))), torch.arange(len(x), device=x.device) % 5)
+
+
+def example(kind: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    if kind == "attention":
+        return Attention(), torch.randint(0, 50, (3, 17))
+    if kind == "convolutions":
+        return Convolutions(), torch.randn(4, 3, 12, 12)
+    if kind == "convolutions, channels last":
+        model = Convolutions().to(memory_format=torch.channels_last)
+        return model, torch.randn(4, 3, 12, 12).to(memory_format=torch.channels_last)
+    return Blocks(), torch.randn(16, WIDTH)
+
+
+KINDS = ["blocks", "attention", "convolutions", "convolutions, channels last"]
+
+
+def relative(mine: torch.Tensor, plain: torch.Tensor) -> float:
+    return float((mine - plain).norm() / plain.norm().clamp_min(1e-30))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_plain_pytorch(kind: str) -> None:
+    model, x = example(kind)
+    expected = model(x)
+    expected.backward()
+    plain, total = gradients(model), torch.stack([g.norm() for g in gradients(model).values()]).norm()
+    twin, _ = example(kind)
+    zgraph.compile(twin, zgraph.Plan(), inputs=(x,))
+    loss = twin(x)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    mine = gradients(twin)
+    assert mine.keys() == plain.keys()
+    for name, grad in plain.items():
+        # (a bias before BatchNorm has a gradient of zero, which is nothing but rounding)
+        assert (mine[name] - grad).norm() <= 1e-5 * grad.norm() + 3e-7 * total, name
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["convolutions", "convolutions, channels last"])
+def test_strides_that_inductor_chose_are_those_the_backward_reads(kind: str, zero: int) -> None:
+    """One process, no group, so no collective: but stages 1 and 2 have a second forward that takes whole weights."""
+    x = example(kind)[1]
+    steps = []
+    for compiled in (False, True):
+        model, _ = example(kind)
+        if compiled:
+            zgraph.compile(model, zgraph.Plan(zero=zero), inputs=(x,))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(4):  # two micro-batches for each update
+            loss = model(x)
+            losses.append(loss.item())
+            loss.backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        steps.append((losses, [p.detach().clone() for p in model.parameters()], [b.clone() for b in model.buffers()]))
+    assert steps[0][0] == pytest.approx(steps[1][0], rel=1e-5)
+    for plain, mine in zip(steps[0][1] + steps[0][2], steps[1][1] + steps[1][2], strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x * self.weight, 0.5, training=self.training)
+
+
+def test_the_backward_of_dropout_uses_the_forwards_mask() -> None:
+    model = zgraph.compile(Drops(), zgraph.Plan())
+    x = torch.rand(64, 64) + 0.5
+    masks = []
+    for _ in range(2):
+        y = model(x)
+        model.weight.grad = None
+        y.sum().backward()
+        # y = x * w * m with w = 1, so dy/dw = x * m = y: exactly the elements that the forward kept.
+        torch.testing.assert_close(model.weight.grad, y.detach())
+        masks.append(y.detach() != 0)
+        assert 0.4 < masks[-1].float().mean() < 0.6
+    assert not torch.equal(*masks), "each call draws a mask of its own"
+    assert torch.equal(model.eval()(x), x)
+
+
+# -- what it can't do ---------------------------------------------------------------------------------------------
+def broken_lowering(x: object) -> object:
+    raise NotImplementedError("this operator has no kernel here")
+
+
+@torch.library.custom_op("zgraph_tests::unlowered", mutates_args=())
+def unlowered(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@unlowered.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class UsesUnlowered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = unlowered(x)  # the line at fault
+        return (y * self.scale).sum()
+
+
+def line_of(text: str) -> str:
+    with open(__file__) as file:
+        return f"{__file__}:{next(i for i, line in enumerate(file, 1) if text in line)}"
+
+
+@pytest.fixture
+def refused() -> Iterator[None]:
+    from torch._inductor.lowering import lowerings
+
+    operator = torch.ops.zgraph_tests.unlowered.default
+    lowerings[operator] = broken_lowering
+    yield
+    del lowerings[operator]
+
+
+def test_an_operator_that_inductor_cant_lower_is_named_with_the_users_line(refused: None) -> None:
+    model = UsesUnlowered()
+    with pytest.raises(LoweringError) as caught:
+        zgraph.compile(model, zgraph.Plan(), inputs=(torch.randn(8),))
+    text = str(caught.value)
+    assert "zgraph_tests.unlowered" in text
+    assert line_of("# the line at fault") in text
+    assert "this operator has no kernel here" in text
+    assert "eager" in text
+
+
+def test_eager_runs_what_inductor_cant(refused: None) -> None:
+    model = zgraph.compile(UsesUnlowered(), zgraph.Plan(backend="eager"))
+    x = torch.randn(8)
+    model(x).backward()
+    assert torch.equal(model.scale.grad, x)
+
+
+def test_torchs_own_kernel_for_a_custom_operator_is_listed_not_hidden() -> None:
+    model = zgraph.compile(UsesUnlowered(), zgraph.Plan(), inputs=(torch.randn(8),))
+    assert "torch.ops.zgraph_tests.unlowered" in {k.name for k in model.zgraph.report().library_calls()}
+    assert "torch.ops.zgraph_tests.unlowered" in str(model.zgraph.report())
