@@ -25,7 +25,7 @@ pytestmark = pytest.mark.core
 
 
 class Model(nn.Module):
-    """A buffer that is updated, a constant, dropout, an operator with several results, and a frozen parameter."""
+    """An updated buffer, a constant, dropout, an operator with several results, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
