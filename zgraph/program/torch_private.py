@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch._inductor.lowering  # (registers lowerings before a joint trace: some models are captured only with it)
 from torch import fx
-from torch._decomp import decompositions
+from torch._decomp import decompositions as torch_decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.exc import TorchDynamoException
@@ -37,20 +37,21 @@ from torch._guards import TracingContext, tracing
 
 DynamoError = TorchDynamoException
 
-class _LogMethod:
-    """A method of `logging.Logger`, equal to it and with an order (torch 2.11 sorts the set to log it)."""
+class _LogMethod(str):
+    """A method of `logging.Logger`: equal to it, but text to who wants to write it down (torch 2.11 logs its config)."""
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    function: Any
+
+    def __new__(cls, function: Any) -> _LogMethod:
+        made = super().__new__(cls, function.__qualname__)
+        made.function = function
+        return made
 
     def __eq__(self, other: object) -> bool:
         return self.function is getattr(other, "function", other)
 
     def __hash__(self) -> int:
         return hash(self.function)
-
-    def __lt__(self, other: Any) -> bool:
-        return bool(self.function.__qualname__ < other.function.__qualname__)
 
 
 def _log_methods() -> set[Any]:
@@ -161,6 +162,7 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
             specialize_int=True,
             specialize_float=True,
             allow_rnn=True,
+            skip_nnmodule_hook_guards=False,
         ),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
@@ -193,13 +195,13 @@ def _lstm_of_plain_operators() -> Iterator[None]:
 
     That operator gives what its backward needs only in grad mode, and no program runs in it.
     """
-    chosen = decompositions.select_one_layer_lstm_function
+    chosen = torch_decompositions.select_one_layer_lstm_function
     if torch.is_grad_enabled():
-        decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
+        torch_decompositions.select_one_layer_lstm_function = lambda *_: torch_decompositions.one_layer_lstm
     try:
         yield
     finally:
-        decompositions.select_one_layer_lstm_function = chosen
+        torch_decompositions.select_one_layer_lstm_function = chosen
 
 
 def describe_input(desc: Any) -> tuple[str, int]:
@@ -236,6 +238,15 @@ def inductor_joint_passes(module: fx.GraphModule, fake_mode: Any) -> None:
 
     with V.set_fake_mode(fake_mode):
         joint_graph_passes(module)
+
+
+@contextlib.contextmanager
+def eager_random_numbers() -> Iterator[None]:
+    """Inductor's programs made inside draw what plain PyTorch draws (by itself Inductor has a generator of its own)."""
+    from torch._inductor import config
+
+    with config.patch(fallback_random=True):
+        yield
 
 
 def inductor_decompositions() -> dict[Any, Any]:
