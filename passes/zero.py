@@ -134,10 +134,11 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
     scattered = reduced = 0
     grads = {p.name: n for p, n in program.output_items() if p.role is OutputRole.GRADIENT and p.of is InputRole.PARAMETER}
     final: dict[str, fx.Node] = {}
+    built: dict[fx.Node | None, fx.Node] = {}  # what stands behind a gradient already: parameters may share one
     for name, grad in sorted(grads.items(), key=lambda item: item[1]):
         spec = program.params[name]
-        at = grad if info(grad).phase is Phase.BACKWARD and grad.op != "placeholder" else program.placeholders()[-1]
-        with program.graph.inserting_after(at):
+        at = None if grad.op == "placeholder" else grad
+        with program.graph.inserting_after(built.get(at, at or program.placeholders()[-1])):
             anchor = program.graph.call_function(torch.ops.aten.sym_size.int, ())  # where to build, removed below
         with program.graph.inserting_before(anchor):
             record = NodeInfo(
@@ -154,6 +155,8 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
                 pending = _movable(node) if len(starts) == 1 else []
                 scattered += scatter
                 reduced += len(starts) - scatter
+            if node is not grad:
+                built[at] = starts[0] if options.reduce and pending else node
         program.graph.erase_node(anchor)
         final[name] = node
     output = program.output_node()

@@ -21,6 +21,7 @@ from zgraph.compiler import Inputs, split_inputs
 from zgraph.errors import ModelError, SignatureError
 from zgraph.passes.virtual import coordinates, run_virtual
 from zgraph.plan import Plan
+from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.sharding import layout
 
@@ -84,7 +85,8 @@ def verify(model: nn.Module, plan: Plan | None, world: int, inputs: Inputs, loss
     """Run the plan's program for `model` on `world` virtual ranks and compare it with the plain model.
 
     `inputs` is the *global* batch (a tuple of args or a dict of kwargs); tensors with a batch dimension are split on
-    dimension 0. `loss_fn(output)` gives the loss where the model's output holds none. The model is not changed.
+    dimension 0. `loss_fn(output)` gives the loss where the model's output holds none. The model is not changed. For
+    Inductor the program is its graph before it is made kernels, with random numbers drawn as plain PyTorch draws them.
     Raises `SignatureError` if the batch can't be split, `ModelError` if there is no loss or the model is compiled.
     """
     from zgraph.handle import is_compiled
@@ -102,7 +104,9 @@ def verify(model: nn.Module, plan: Plan | None, world: int, inputs: Inputs, loss
     state = torch.get_rng_state()
     try:
         runs = [_Rank(model, entry, b, loss_fn) for b in batches]
-        return Verification(world, plan, tuple(_compare(entry, specs, sizes, runs, model)))
+        with torch_private.eager_random_numbers():
+            differences = _compare(entry, specs, sizes, runs, model)
+        return Verification(world, plan, tuple(differences))
     finally:
         torch.set_rng_state(state)
 

@@ -47,11 +47,17 @@ class _LogMethod(str):
         made.function = function
         return made
 
+    def __deepcopy__(self, memo: Any) -> _LogMethod:
+        return self
+
     def __eq__(self, other: object) -> bool:
         return self.function is getattr(other, "function", other)
 
     def __hash__(self) -> int:
         return hash(self.function)
+
+    def __reduce__(self) -> Any:  # (dynamo copies its configuration to log it)
+        return _LogMethod, (self.function,)
 
 
 def _log_methods() -> set[Any]:
