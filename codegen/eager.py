@@ -30,7 +30,7 @@ def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
     forward = ready.module.forward
 
     def run(values: list[Any]) -> Sequence[Any]:
-        if torch.autograd._profiler_enabled():
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return run_profiled(ready.module, values)
         return forward(values)  # type: ignore[no-any-return]
 

@@ -9,7 +9,7 @@ import builtins
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -364,4 +364,4 @@ def compile_with_inductor(
         values = [getattr(n, "meta", {}).get("val") for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
         return compiled, "", [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
     strides = [None if s is None else tuple(int(i) for i in s) for s in compiled.output_strides]
-    return compiled, compiled.source_code, strides
+    return compiled, compiled.source_code, strides  # type: ignore[attr-defined]
