@@ -1,0 +1,258 @@
+"""What the documentation says is true: its blocks run, its commands exist, its tables and its map are complete.
+
+A Python block that begins with a comment `# name.py` is a file: it can be imported by the blocks that follow. All
+other Python blocks of a document run in order in one namespace, as a reader would type them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", ROOT / "examples/README.md"]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+WITH_CODE = [path for path in DOCUMENTS if "```python" in path.read_text()]
+
+# A layer, by its folder, and what of zgraph it may import.
+LAYERS = {
+    "zgraph/program": ("zgraph.program", "zgraph.errors", "zgraph._version"),
+    "passes": ("zgraph.passes", "zgraph.program", "zgraph.errors"),
+    "codegen": ("zgraph.codegen", "zgraph.passes", "zgraph.program", "zgraph.errors"),
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(path: Path, language: str) -> list[tuple[int, str]]:
+    """(line number, text) of each fenced block in that language."""
+    text = path.read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+    return [(text[: m.start(1)].count("\n") + 1, m[1]) for m in found]
+
+
+def file_name(block: str) -> str | None:
+    first = re.match(r"# (\w+\.py)\n", block)
+    return first[1] if first else None
+
+
+def write_files(path: Path, folder: Path) -> None:
+    for _, block in blocks(path, "python"):
+        if name := file_name(block):
+            (folder / name).write_text(block)
+
+
+def sources() -> list[Path]:
+    return sorted(p for folder in ("zgraph", "passes", "codegen") for p in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty current directory from which modules can be imported; what was imported from it is forgotten."""
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+# -- code -----------------------------------------------------------------------------------------------------------
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
+def test_python_blocks_run(path, folder, capsys):
+    write_files(path, folder)
+    namespace: dict[str, object] = {"__name__": "docs"}
+    for line, block in blocks(path, "python"):
+        name = file_name(block)
+        if name is None or name == "train.py":  # (a script, and the first that a reader runs)
+            code = compile("\n" * (line - 1) + block, str(path), "exec")
+            exec(code, namespace)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_the_new_side_of_a_diff_is_python(path):
+    for _, block in blocks(path, "diff"):
+        new = [line[1:] for line in block.splitlines() if not line.startswith("-")]
+        ast.parse("\n".join(new))
+
+
+@pytest.mark.core
+def test_the_graphs_shown_in_the_readme_are_those_that_zgraph_dump_prints(folder):
+    from zgraph.cli.targets import load_target
+    from zgraph.compiler import programs
+    from zgraph.plan import Plan
+    from zgraph.program.text import render
+
+    write_files(README, folder)
+    target = load_target("tiny:factory")
+    plan = Plan.load(ROOT / "examples/plans/eager.toml")
+    history = programs(target.model, plan, target.inputs, 2)
+    (block,) = (text for _, text in blocks(README, "text") if "$ zgraph dump" in text)
+    shown = [part.splitlines() for part in block.split("$ ")[1:]]
+    assert len(shown) == 2
+    for command, *lines in shown:
+        program = history.after("cleanup") if "--after cleanup" in command else history.program
+        printed = [" ".join(line.split()) for line in render(program, filter="down").splitlines()]
+        at = 0
+        for line in (" ".join(line.split()) for line in lines):
+            if line not in ("", "…"):
+                assert line in printed[at:], line
+                at = printed.index(line, at) + 1
+        assert ("…" in "".join(lines)) == (sum(bool(line.strip()) for line in lines) < len(printed) - 1)
+
+
+# -- commands -------------------------------------------------------------------------------------------------------
+def commands(path: Path) -> list[list[str]]:
+    """Every `zgraph …` command in a document, in words: in blocks, after a prompt, and in running text."""
+    text = path.read_text()
+    lines = [line for language in ("sh", "text") for _, b in blocks(path, language) for line in b.splitlines()]
+    lines += [m[1].replace("\n", " ") for m in re.finditer(r"`(zgraph [a-z][^`]*)`", text)]
+    lines = [line.strip().removeprefix("$ ") for line in lines]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("zgraph ")]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_commands_exist_with_their_options(path):
+    import typer
+
+    from zgraph.cli.app import app
+
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for words in commands(path):
+        assert words[1] in known, words
+        options = {option for parameter in known[words[1]].params for option in parameter.opts}
+        given = [word for word in words[2:] if word.startswith("-")]
+        assert set(given) <= options, words
+
+
+def test_the_readme_shows_every_command():
+    import typer
+
+    from zgraph.cli.app import app
+
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert {words[1] for words in commands(README)} == set(known)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_make_targets_exist(path):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"`make ([\w-]+)", path.read_text())) <= targets
+
+
+# -- tables, names and links ----------------------------------------------------------------------------------------
+def rows(path: Path, header: str) -> list[str]:
+    """The first cell, without backquotes, of each row of the table whose first column is headed so."""
+    text = path.read_text()
+    found: list[str] = []
+    for m in re.finditer(rf"^\| {re.escape(header)} \|.*\n\|[-| ]+\n((?:\|.*\n)+)", text, re.M):
+        found += [row.split("|")[1].strip().strip("`") for row in m[1].splitlines()]
+    return found
+
+
+@pytest.mark.core
+def test_the_plans_table_has_every_field_and_its_default():
+    from zgraph.plan import Plan
+
+    assert rows(README, "field") == list(Plan.model_fields)
+    text = README.read_text()
+    for name, shown in {"mesh": '`{"dp": -1}`', "zero": "3", "backend": '`"inductor"`'}.items():
+        assert re.search(rf"^\| `{name}` \|.*\| {re.escape(shown)} \|$", text, re.M)
+    assert (Plan().mesh, Plan().zero, Plan().backend) == ({"dp": -1}, 3, "inductor")
+    assert (Plan().param_persistence_threshold, Plan().passes) == (0, ())
+
+
+def test_the_architecture_lists_every_rule_of_the_verifier():
+    from zgraph.passes import verifier
+
+    rules = [rule.__name__ for rule in verifier.RULES] + ["check_values"]
+    assert [name for name in rows(ROOT / "ARCHITECTURE.md", "rule")] == rules
+
+
+def test_the_architecture_lists_every_fact_that_passes_provide():
+    from zgraph.pipeline import build
+    from zgraph.plan import Plan
+
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for plan in (Plan(zero=1), Plan(zero=3)):
+        for step in build(plan):
+            for fact in step.contract.provides:
+                assert f"`{fact}`" in text, fact
+
+
+def test_the_architecture_maps_every_file_and_none_that_is_not_there():
+    listed = rows(ROOT / "ARCHITECTURE.md", "file")
+    assert sorted(listed) == [name_of(path) for path in sources()]
+    mentioned = re.findall(r"`((?:zgraph|passes|codegen|tests|examples)/[\w/]+\.\w+)`", (ROOT / "ARCHITECTURE.md").read_text())
+    assert [name for name in mentioned if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_lead_somewhere(path):
+    for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        if "://" in link:
+            continue
+        target, _, heading = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), link
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
+            assert heading in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], link
+
+
+def test_every_public_function_says_what_it_is():
+    import zgraph
+    from zgraph import passes
+    from zgraph.handle import Handle
+
+    public = [(name, getattr(zgraph, name)) for name in zgraph.__all__ if name not in ("__version__", "errors")]
+    public += [(name, getattr(passes, name)) for name in passes.__all__]
+    public += [(f"Handle.{name}", value) for name, value in vars(Handle).items() if not name.startswith("_")]
+    own = {name: vars(value).get("__doc__") if isinstance(value, type) else value.__doc__ for name, value in public}
+    # (a dataclass without a docstring is given its signature as one)
+    assert [name for name, doc in own.items() if not doc or doc.startswith(f"{name}(")] == []
+
+
+# -- who imports whom -----------------------------------------------------------------------------------------------
+def imports(path: Path) -> set[str]:
+    """The modules of zgraph that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "zgraph" else {str(node.module)}
+    return {name for name in found if name.partition(".")[0] == "zgraph"}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_go_one_way(layer):
+    allowed = LAYERS[layer]
+    files = sorted((ROOT / layer).rglob("*.py"))
+    assert files
+    for path in files:
+        wrong = [name for name in imports(path) if not any(f"{name}.".startswith(f"{a}.") for a in allowed)]
+        assert not wrong, f"{name_of(path)} imports {wrong}"
+
+
+def test_errors_stand_below_everything():
+    assert imports(ROOT / "zgraph/errors.py") == set()
+
+
+def test_an_import_inside_a_function_is_seen_too(tmp_path):
+    path = tmp_path / "late.py"
+    path.write_text("def f():\n    from zgraph import runtime\n    import zgraph.compiled\n")
+    assert imports(path) == {"zgraph.runtime", "zgraph.compiled"}
