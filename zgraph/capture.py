@@ -283,11 +283,16 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     _annotate(graph)
     program.set_outputs(outputs)
     for port, node in program.input_items():
-        node._rename(re.sub(r"\W+", "_", f"tangent_{port.name}" if port.role is InputRole.TANGENT else port.name))
+        node._rename(_identifier(f"tangent_{port.name}" if port.role is InputRole.TANGENT else port.name))
     for node in graph.nodes:
         node.meta.pop("desc", None)
     program.recompile()
     return program
+
+
+def _identifier(path: str) -> str:
+    """"layer.SelfAttention.q" -> "layer_self_attention_q": FX would change any other name of an input when it copies it."""
+    return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path)).lower()
 
 
 def _output_port(kind: str, at: int, trace: Trace) -> Port:
