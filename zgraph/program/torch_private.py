@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -273,8 +274,12 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
         new.meta = dict(old.meta)
     names = {new.name: old.name for old, new in memo.items()}
     graph.output_node().meta["desc"] = [None] * len(graph.output_node().args[0])  # type: ignore[arg-type]
-    for node in graph.find_nodes(op="placeholder"):
-        node.meta.setdefault("desc", None)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta.setdefault("desc", None)
+        drawn = node.args[0] if node.target is operator.getitem else node
+        if isinstance(drawn, fx.Node) and torch.Tag.nondeterministic_seeded in getattr(drawn.target, "tags", ()):
+            node.meta.pop("recompute", None)  # (a checkpoint region asks for it; what was drawn is saved all the same)
     forward, _ = min_cut_rematerialization_partition(
         lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
     )
