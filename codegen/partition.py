@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zgraph.errors import PassError
+from zgraph.errors import CaptureError, PassError
 from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
@@ -60,7 +60,10 @@ def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node])
             found[node] = None
     for node in found:
         if not isinstance(node.meta.get("val"), torch.Tensor):
-            raise PassError(f"value {node.name!r} crosses from the forward to the backward but is no tensor", where=info(node).source or None)
+            raise CaptureError(
+                "the model turns a tensor into a Python number that its backward needs", where=info(node).source or None,
+                why=f"value {node.name!r} is known only when the forward runs", hint="keep it a tensor (leave out .item(), float(), int())",
+            )
     return sorted(found)
 
 

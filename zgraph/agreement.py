@@ -87,10 +87,12 @@ class Agreement:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
         return bool(flag.item())
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+    def broadcast(self, value: int) -> int:
+        """Rank 0's value (63 bits of it), on every rank."""
+        value &= 2**63 - 1
         if self.group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
-        return box[0]
+        box = torch.tensor([value], dtype=torch.int64)
+        with _named("the broadcast of rank 0's seed", ""):
+            dist.broadcast(box, src=self.ranks[0], group=self.group)
+        return int(box.item())

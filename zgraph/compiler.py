@@ -38,11 +38,16 @@ def compile(
     tensors in one process without a process group). With `inputs` (a tuple of args or a dict of kwargs of this rank's
     own batch) it captures and compiles now, else at the first call; each new input signature is compiled once.
     `mesh` is a DeviceMesh whose dimension names and sizes are those of the plan; by default one is made over all
-    ranks. Under torchrun without a process group, one is initialised.
+    ranks. Under torchrun without a process group, one is initialised. Parameters that differ between ranks become
+    rank 0's, and a warning says so; those on the meta device are initialised shard by shard. `loss_fn` is for a
+    whole-step call that does not exist yet: giving one is refused.
 
     All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices), `MeshError` (a mesh
-    that is not the world), `RankMismatchError` (ranks with different plans or models), `CaptureError` with the user's
-    file and line (a model that can't be captured whole), `LoweringError` (Inductor can't compile an operator).
+    that is not the world), `RankMismatchError` (ranks with different plans or models), `UnsupportedError` (lazy
+    modules). With `inputs`, else at the first call: `CaptureError` with the user's file and line (a model that can't
+    be captured whole), `UnsupportedError` (a forward that changes a parameter in place), `PlanError` (a pass of the
+    user's that can't be loaded), `PassError` (a pass that failed, or left a program that the verifier refuses),
+    `LoweringError` (Inductor can't compile an operator). Make optimizers after it: they must hold the shards.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"zgraph.compile takes an nn.Module, not {type(model).__name__}")
@@ -64,7 +69,7 @@ def compile(
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
     agreement.vote("the model", "; ".join(f"{s.name}: {s.dtype}{list(s.shape)}{'' if s.requires_grad else ' frozen'}" for s in specs.values()))
     _same_values(model, agreement)
-    seed = int(agreement.broadcast(torch.initial_seed())) if any(p.is_meta for p in [*model.parameters(), *model.buffers()]) else 0
+    seed = agreement.broadcast(torch.initial_seed()) if any(p.is_meta for p in [*model.parameters(), *model.buffers()]) else 0
     forward = getattr(model.forward, "__func__", None)
     if forward is None:
         raise ModelError("the model's forward is not a method", why="it was replaced on the instance", hint="define forward in the model's class")
@@ -89,7 +94,9 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> History:
     """Capture `model` (not compiled, on any device) and run the plan's pipeline for `world` ranks, without any.
 
-    The history's first record is the captured program, the last one the finished program.
+    `inputs` are one rank's own batch. The history's first record is the captured program, the last one the finished
+    program, not yet split into forward and backward; it is the same on every rank. Raises what `compile` does, but
+    for `LoweringError`: nothing is compiled, and the model is not changed.
     """
     sizes = plan.resolve_mesh(world)
     specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold)

@@ -91,6 +91,13 @@ class Shards:
     def refresh(self) -> None:
         """Look the module's parameters up again (they may have been replaced, by `load_state_dict(assign=True)` say)."""
         self._params = dict(self.module.named_parameters())
+        if self._params.keys() != self.specs.keys():
+            gone, new = sorted(self.specs.keys() - self._params.keys()), sorted(self._params.keys() - self.specs.keys())
+            raise ModelError(
+                "the model's parameters are no longer those that were compiled",
+                why="; ".join(f"{what}: {', '.join(names[:5])}" for what, names in (("gone", gone), ("new", new)) if names),
+                hint="change the model first, then compile it",
+            )
 
     def local(self, name: str) -> torch.Tensor:
         """What a program takes for a parameter: its padded shard, or the whole where it is not sharded."""
