@@ -24,7 +24,7 @@ Statistics = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a pass needs, gives and keeps.
+    """What a pass needs, gives and keeps. The manager checks it for a whole pipeline before anything runs.
 
     `requires` and `provides` are facts about a program, `conflicts` are facts that must not hold before it. `bitwise`
     says that every output keeps its value bit for bit. `level` is the level that the program has after it (None: as
@@ -87,7 +87,10 @@ def graph_pass(
 ) -> Callable[[Callable[..., Statistics | None]], PassType]:
     """Make a function over a `Program` a pass. It changes the program in place and returns counts by name (or None).
 
-    `options` is a frozen dataclass with defaults, given to the function as its second argument.
+    `name` is what plans, `zgraph dump --after` and errors call it, `summary` one line for people. `options` is a frozen
+    dataclass with defaults; the function gets one as its second argument. The rest is the pass's `Contract`, where a
+    fact is any string that passes agree on. The decorated function becomes a `PassType`: call it, with options if it
+    has some, to get a `Pass`.
     """
     contract = Contract(name, summary, frozenset(requires), frozenset(provides), frozenset(conflicts), bitwise, level)
 

@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: seconds of its own and of the verifier, counts, and the program after it."""
+    """What one pass did: seconds of its own and of the verifier, its counts, and the program after it.
+
+    Without snapshots `program` is the one that later passes went on to change.
+    """
 
     name: str
     summary: str
@@ -62,7 +65,11 @@ class History:
 
 
 class PassManager:
-    """Runs `passes` in order over a program. Raises `ContractError` before running anything if they don't fit."""
+    """Runs `passes` in order over a program. Raises `ContractError` before running anything if they don't fit.
+
+    `verify` checks the program before the first pass and after each. `snapshots` keeps a copy of the graph after each
+    pass (fake values are shared): the history and reproducers need them.
+    """
 
     def __init__(self, passes: Sequence[Pass], *, verify: bool = True, snapshots: bool = True) -> None:
         self.passes = list(passes)
@@ -92,7 +99,11 @@ class PassManager:
             known |= contract.provides
 
     def run(self, program: Program) -> History:
-        """Run all passes; the program is changed in place and returned in the history."""
+        """Run all passes; the program is changed in place and returned in the history.
+
+        Raises `ContractError` before any pass runs, `VerifyError` for a program that breaks an invariant, `PassError`
+        for a pass that raises; the last two say where the reproducer is.
+        """
         self.check(frozenset(program.facts))
         history = History()
         seconds = self._verify(program)

@@ -245,7 +245,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def verify_program(program: Program, values: ValueCache | None = None) -> None:
-    """Raise `VerifyError`, naming the node, unless the program keeps every invariant of its level."""
+    """Raise `VerifyError`, naming the node, unless the program keeps every invariant of its level.
+
+    `values` remembers operators that were evaluated before: give the same one to successive calls over one program.
+    """
     for rule in RULES:
         rule(program)
     check_values(program, values or ValueCache())

@@ -25,13 +25,14 @@ _METHODS = ("no_sync",)
 
 
 class Handle:
-    """The handle of a compiled module."""
+    """What is known of a compiled module, and what can be asked of it: `model.zgraph`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
     @property
     def plan(self) -> Plan:
+        """The plan that the model runs by now (see `recompile`)."""
         return self.runtime.plan
 
     @property
@@ -41,7 +42,10 @@ class Handle:
 
     @property
     def programs(self) -> dict[str, StepProgram]:
-        """The compiled programs by name; `.history()` of one gives the program after every pass."""
+        """The programs made so far, by name: "train0", "eval1", … in the order of their first call.
+
+        `.history()` of one gives the program after every pass, `.executables()` what of it is compiled, with its source.
+        """
         return {step.name: step for entry in self.runtime.entries.values() for step in entry.programs()}
 
     def report(self) -> Report:
@@ -59,9 +63,11 @@ class Handle:
             yield
 
     def recompile(self, plan: Plan) -> None:
-        """Run the same weights by another plan (another stage or backend) on the same mesh.
+        """Run the same weights by another plan (another stage, backend or passes) on the same mesh.
 
-        Raises `ModelError` if parameters would be laid out in another way.
+        All ranks must call it. Programs are compiled again at the next calls; parameters stay the same objects, so
+        optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would be another (stages 1
+        to 3 share one), `RankMismatchError` if ranks give different plans.
         """
         from zgraph.sharding import layout
 

@@ -155,7 +155,7 @@ _PASS = re.compile(
 
 @dataclass(frozen=True)
 class UserPass:
-    """A pass of the user's own and its place in the pipeline: without a position, where its contract says."""
+    """A pass of the user's own and its place in the pipeline: without a position, at the end."""
 
     ref: str
     """`"package.module:function"`."""
@@ -202,6 +202,9 @@ def _integer(value: Any) -> Any:
 
 class Plan(Record, frozen=True):
     """What the compiled training step is to be. Every fault in it is a `PlanError`, raised when it is made.
+
+    The fields' meanings, allowed values and defaults are in `Plan.json_schema()`. A mesh that does not fit the number
+    of ranks is found when that is known, in `resolve_mesh`. The stages are those of Rajbhandari et al., 2020, "ZeRO".
 
     Equality and hash are those of the values; where a value came from (`origins`) does not count.
     """
@@ -275,7 +278,11 @@ class Plan(Record, frozen=True):
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes every value, defaults too: the file then means the same to a zgraph with other defaults."""
+        """Write every value, defaults too: the file then means the same to a zgraph with other defaults.
+
+        The suffix of `path` gives the format. Raises `PlanError` if it is none of .toml, .yaml, .yml and .json, if the
+        file can't be written, or if the format can't hold the plan unchanged.
+        """
         file = Path(path)
         text = planfile.render(self.model_dump(mode="json"), file)
         if type(self).model_validate(planfile.parse(text, file)) != self:
@@ -321,7 +328,7 @@ class Plan(Record, frozen=True):
         return tuple(UserPass.parse(text) for text in self.passes)
 
     def resolve_mesh(self, world: int) -> dict[str, int]:
-        """The mesh's sizes with -1 filled in; `MeshError` if their product can't be `world` (ranks)."""
+        """The mesh's sizes by name, in ranks, with -1 filled in; `MeshError` if their product can't be `world` ranks."""
         known = math.prod(size for size in self.mesh.values() if size != -1)
         rest = next((name for name, size in self.mesh.items() if size == -1), None)
         mesh = _shown(self.mesh)

@@ -1,4 +1,7 @@
-"""`zgraph.verify`: the compiled program on N virtual ranks against the plain model, in one process.
+"""`zgraph.verify`: a plan's program on N virtual ranks against the plain model, in one process.
+
+The program is run operator by operator, as it is after the split into forward and backward. What Inductor makes of it
+is not part of the comparison.
 
 Each virtual rank gets its part of the global batch. The plain model runs on each part as well; the program's outputs
 and updated buffers must equal those of the same rank, its gradients the mean over ranks.
@@ -34,7 +37,11 @@ DEFAULT_FLOOR = 3e-7
 
 @dataclass(frozen=True)
 class Difference:
-    """One compared tensor: `what` ("output", "gradient", "buffer"), its name, the rank, the norm-wise relative error."""
+    """One compared tensor on one rank: `what` is "output", "gradient" or "buffer".
+
+    `error` is the norm-wise relative error, ‖mine - plain‖ / ‖plain‖ (inf for another type or shape, or a tensor that is
+    missing), `allowed` the largest that is taken for rounding, `exact` whether all bits are equal.
+    """
 
     what: str
     name: str
@@ -84,10 +91,15 @@ class Verification:
 def verify(model: nn.Module, plan: Plan | None, world: int, inputs: Inputs, loss_fn: Callable[..., torch.Tensor] | None = None) -> Verification:
     """Run the plan's program for `model` on `world` virtual ranks and compare it with the plain model.
 
-    `inputs` is the *global* batch (a tuple of args or a dict of kwargs); tensors with a batch dimension are split on
-    dimension 0. `loss_fn(output)` gives the loss where the model's output holds none. The model is not changed. For
+    `inputs` is the *global* batch (a tuple of args or a dict of kwargs): tensors whose dimension 0 is the largest there
+    is are split on it, all others go whole to every rank. `loss_fn(output)` gives the loss, a scalar, where the model's
+    output holds none. The model is not changed, nor is the random state. All ranks' values are held at once. For
     Inductor the program is its graph before it is made kernels, with random numbers drawn as plain PyTorch draws them.
-    Raises `SignatureError` if the batch can't be split, `ModelError` if there is no loss or the model is compiled.
+
+    Outputs and buffers are compared with those of the plain model on the same rank's part of the batch, gradients with
+    the mean over ranks. Differences do not raise: read `.ok`, `.exact`, or print what is returned. Raises
+    `SignatureError` if the world does not divide the batch, `ModelError` if there is no loss or the model is compiled,
+    `MeshError` if the plan's mesh does not fit the world, and what capture and passes raise (see `zgraph.compile`).
     """
     from zgraph.handle import is_compiled
 

@@ -103,8 +103,11 @@ class Program:
     """What passes take and change.
 
     `inputs` are in the order of the graph's placeholders, `outputs` in that of its output node, whose argument is a
-    flat tuple of nodes. `mesh` gives the sizes of the mesh dimensions by name, outermost first. `facts` are what
-    passes have provided so far (their contracts speak of these).
+    flat tuple of nodes. `mesh` gives the sizes of the mesh dimensions by name, outermost first, in ranks. `params` has
+    the layout of every parameter of the model by name, used here or not. `fake_mode` made the nodes' fake values, and
+    makes those of inserted nodes. `facts` are what passes have provided so far (their contracts speak of these).
+
+    Shapes are those of one rank: from the level distributed on, a sharded parameter enters with its `shard_shape`.
     """
 
     name: str
@@ -155,7 +158,11 @@ class Program:
 
     # -- changing --------------------------------------------------------------------------------------------------
     def call(self, target: Any, args: tuple[Any, ...], record: NodeInfo, *, name: str, kwargs: dict[str, Any] | None = None) -> fx.Node:
-        """Insert an operator at the graph's insertion point; its fake value is computed from its arguments'."""
+        """Insert an operator at the graph's insertion point; its fake value is computed from its arguments'.
+
+        `name` is made unique by a suffix if another node has it. Raises what the operator's fake implementation raises
+        for arguments that do not fit.
+        """
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         set_info(node, record)
         node.meta["val"] = self.evaluate(node)
@@ -174,7 +181,7 @@ class Program:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def add_input(self, port: Port, fake: torch.Tensor, record: NodeInfo, *, name: str) -> fx.Node:
-        """Append a placeholder after the last one."""
+        """Append a placeholder after the last one, and its port; `fake` is its fake value."""
         last = self.placeholders()[-1]
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(name)
@@ -190,11 +197,12 @@ class Program:
         del self.inputs[at]
 
     def set_outputs(self, items: list[tuple[Port, fx.Node]]) -> None:
-        """Replace all outputs."""
+        """Replace all outputs: ports and the nodes that give them, in order."""
         self.output_node().args = (tuple(node for _, node in items),)
         self.outputs = [port for port, _ in items]
 
     def recompile(self) -> None:
+        """Check the graph's structure and let its module follow the graph; the manager does this after each pass."""
         self.graph.lint()
         self.module.recompile()
 
