@@ -56,8 +56,10 @@ def explain(error: Exception, executable: Executable) -> Exception:
     record = info(start)
     what = f"collective {start.name!r} over {record.mesh_dim!r} failed in {executable.program.name}"
     return CollectiveError(
-        what, where=f"module {record.module or '(root)'}{', parameter ' + record.param if record.param else ''} {record.source}".strip(),
-        why=f"{type(error).__name__}: {error}", hint="a rank has died or stopped: look at the other ranks' output first",
+        what,
+        where=f"module {record.module or '(root)'}{', parameter ' + record.param if record.param else ''} {record.source}".strip(),
+        why=f"{type(error).__name__}: {error}",
+        hint="a rank has died or stopped: look at the other ranks' output first",
     )
 
 

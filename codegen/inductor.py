@@ -33,7 +33,9 @@ def compile_inductor(
     fixed = [i for i, port in enumerate(program.outputs) if fix_saved or port.role is not OutputRole.SAVED]
     ready.output_node().meta["user_visible_output_idxs"] = fixed
     try:
-        function, source, strides = torch_private.compile_with_inductor(ready.module, inputs, ready.fake_mode, is_backward)
+        function, source, strides = torch_private.compile_with_inductor(
+            ready.module, inputs, ready.fake_mode, is_backward
+        )
     except Exception as error:
         raise _lowering_error(error, program) from error
     _check_order(source, program)
@@ -59,7 +61,9 @@ def adopt_strides(backward: Program, forward: Executable) -> None:
 
 
 # -- what the generated code says ------------------------------------------------------------------------------------
-_DEFINITION = re.compile(r"^(?P<name>(?:cpp|triton)\w*?_fused_(?P<operators>\w*?)_?\d+) = async_compile\.", re.M)
+_DEFINITION = re.compile(
+    r"^(?P<name>(?:cpp|triton)\w*?_fused_(?P<operators>\w*?)_?\d+) = async_compile\.", re.M
+)
 _EXTERN = re.compile(r"\bextern_kernels\.(\w+)\(")
 _FALLBACK = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.\w+\(")
 _COMMENT = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[([^\]]*)\]")
@@ -80,12 +84,18 @@ def kernels(source: str, program: Program) -> tuple[Kernel, ...]:
     These are the model's operators, before their decomposition.
     """
     known = {_base(str(n.target)) for n in program.graph.nodes}
-    known |= {_base(str(n.meta["original_aten"])) for n in program.graph.nodes if n.meta.get("original_aten") is not None}
+    known |= {
+        _base(str(n.meta["original_aten"]))
+        for n in program.graph.nodes
+        if n.meta.get("original_aten") is not None
+    }
     body = "\n".join(_body(source))
     found = []
     for match in _DEFINITION.finditer(source):
         calls = len(re.findall(rf"\b{match['name']}(?:\.run)?\(", body))
-        found.append(Kernel(match["name"], _operators(match["operators"], known) or (match["operators"],), calls))
+        found.append(
+            Kernel(match["name"], _operators(match["operators"], known) or (match["operators"],), calls)
+        )
     return tuple(found)
 
 
@@ -115,7 +125,9 @@ def launches(source: str, program: Program) -> list[fx.Node]:
         if comment := _COMMENT.search(line):
             origins = comment.group(1).split(", ")
         elif origins and (_EXTERN.search(line) or re.search(r"= torch\.ops\.|^\s*torch\.ops\.", line)):
-            found += [by_name[name] for name in origins if name in by_name][-1:]  # (a product's views stand before it)
+            found += [by_name[name] for name in origins if name in by_name][
+                -1:
+            ]  # (a product's views stand before it)
             origins = []
     return found
 
@@ -126,7 +138,10 @@ def _check_order(source: str, program: Program) -> None:
     made = [n for n in launches(source, program) if collectives.is_start(n) or collectives.is_wait(n)]
     if made == expected:
         return
-    at = next((i for i, (a, b) in enumerate(zip(made, expected, strict=False)) if a is not b), min(len(made), len(expected)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(made, expected, strict=False)) if a is not b),
+        min(len(made), len(expected)),
+    )
     node = expected[at] if at < len(expected) else made[at]
     raise LoweringError(
         f"Inductor's code for {program.name} communicates in another order than the program: the first that differs is {node.name!r}",
@@ -142,10 +157,13 @@ def _base(target: str) -> str:
 
 
 def _operators(text: str, known: set[str]) -> tuple[str, ...]:
-    """"add__to_copy" -> ("add", "_to_copy"): the first split, longest names first, that uses up the text."""
+    """ "add__to_copy" -> ("add", "_to_copy"): the first split, longest names first, that uses up the text."""
     if not text:
         return ()
-    for end in sorted((i for i in range(1, len(text) + 1) if text[:i] in known and (i == len(text) or text[i] == "_")), reverse=True):
+    for end in sorted(
+        (i for i in range(1, len(text) + 1) if text[:i] in known and (i == len(text) or text[i] == "_")),
+        reverse=True,
+    ):
         rest = _operators(text[end + 1 :], known)
         if rest or end == len(text):
             return (text[:end], *rest)
@@ -156,7 +174,13 @@ def _lowering_error(error: Exception, program: Program) -> LoweringError:
     text = str(error)
     target = re.search(r"target: (\S+)", text)
     name = target.group(1) if target else None
-    places = list(dict.fromkeys(f"{info(n).source or 'unknown line'} (module {info(n).module or 'root'})" for n in program.graph.nodes if name and str(n.target) == name))
+    places = list(
+        dict.fromkeys(
+            f"{info(n).source or 'unknown line'} (module {info(n).module or 'root'})"
+            for n in program.graph.nodes
+            if name and str(n.target) == name
+        )
+    )
     shown = "\n".join(places[:5]) + (f"\n… and {len(places) - 5} more" if len(places) > 5 else "")
     return LoweringError(
         f"Inductor can't compile {program.name}" + (f": operator {name}" if name else ""),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zgraph.errors import CaptureError, PassError
+from zgraph.errors import CaptureError
 from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
@@ -34,13 +34,23 @@ def split(program: Program) -> Parts:
     gradients = [item for item in joint.output_items() if item[0].role is OutputRole.GRADIENT]
     results = [item for item in joint.output_items() if item[0].role is not OutputRole.GRADIENT]
     kept = {node: port for port, node in results if port.role is OutputRole.KEPT}
-    backward_nodes = [n for n in joint.graph.nodes if n.op not in ("placeholder", "output") and info(n).phase is Phase.BACKWARD]
+    backward_nodes = [
+        n
+        for n in joint.graph.nodes
+        if n.op not in ("placeholder", "output") and info(n).phase is Phase.BACKWARD
+    ]
     crossing = _crossing(joint, backward_nodes, [node for _, node in gradients])
     ports = dict(zip(joint.placeholders(), joint.inputs, strict=True))
     crossing = _protect_mutated(joint, crossing, ports, backward_nodes, gradients)
     saved = [n for n in crossing if n.op != "placeholder" and n not in kept]
     forward = _extract(
-        joint, "forward", inputs=[(ports[n], n) for n in joint.placeholders() if ports[n].role not in (InputRole.TANGENT, InputRole.ACCUMULATOR)],
+        joint,
+        "forward",
+        inputs=[
+            (ports[n], n)
+            for n in joint.placeholders()
+            if ports[n].role not in (InputRole.TANGENT, InputRole.ACCUMULATOR)
+        ],
         outputs=[*results, *((Port(OutputRole.SAVED, n.name), n) for n in saved)],
     )
     if not gradients:
@@ -61,14 +71,20 @@ def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node])
     for node in found:
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise CaptureError(
-                "the model turns a tensor into a Python number that its backward needs", where=info(node).source or None,
-                why=f"value {node.name!r} is known only when the forward runs", hint="keep it a tensor (leave out .item(), float(), int())",
+                "the model turns a tensor into a Python number that its backward needs",
+                where=info(node).source or None,
+                why=f"value {node.name!r} is known only when the forward runs",
+                hint="keep it a tensor (leave out .item(), float(), int())",
             )
     return sorted(found)
 
 
 def _protect_mutated(
-    joint: Program, crossing: list[fx.Node], ports: dict[fx.Node, Port], backward: list[fx.Node], gradients: list[tuple[Port, fx.Node]]
+    joint: Program,
+    crossing: list[fx.Node],
+    ports: dict[fx.Node, Port],
+    backward: list[fx.Node],
+    gradients: list[tuple[Port, fx.Node]],
 ) -> list[fx.Node]:
     """A buffer that the forward updates and the backward reads is saved as it was before the update."""
     mutated = {p.name for p in joint.outputs if p.role is OutputRole.MUTATION}
@@ -77,7 +93,12 @@ def _protect_mutated(
     for node in crossing:
         if node.op == "placeholder" and ports[node].name in mutated:
             with joint.graph.inserting_after(last):
-                copied = joint.call(torch.ops.aten.clone.default, (node,), NodeInfo(Phase.FORWARD, made_by="partition"), name=f"before_{node.name}")
+                copied = joint.call(
+                    torch.ops.aten.clone.default,
+                    (node,),
+                    NodeInfo(Phase.FORWARD, made_by="partition"),
+                    name=f"before_{node.name}",
+                )
             for user in backward:
                 user.replace_input_with(node, copied)
             gradients[:] = [(p, copied if n is node else n) for p, n in gradients]
@@ -86,7 +107,9 @@ def _protect_mutated(
     return result
 
 
-def _extract(joint: Program, phase: str, inputs: list[tuple[Port, fx.Node]], outputs: list[tuple[Port, fx.Node]]) -> Program:
+def _extract(
+    joint: Program, phase: str, inputs: list[tuple[Port, fx.Node]], outputs: list[tuple[Port, fx.Node]]
+) -> Program:
     graph = fx.Graph()
     memo: dict[fx.Node, fx.Node] = {}
     for _, node in inputs:
@@ -100,8 +123,15 @@ def _extract(joint: Program, phase: str, inputs: list[tuple[Port, fx.Node]], out
     result = graph.output(tuple(memo[n] for _, n in outputs))
     set_info(result, NodeInfo(Phase(phase)))
     part = Program(
-        name=f"{joint.name}.{phase}", module=torch_private.lazy_module(joint.module, graph), inputs=[p for p, _ in inputs], outputs=[p for p, _ in outputs],
-        mesh=dict(joint.mesh), params=dict(joint.params), fake_mode=joint.fake_mode, level=Level.EXECUTABLE, facts=set(joint.facts),
+        name=f"{joint.name}.{phase}",
+        module=torch_private.lazy_module(joint.module, graph),
+        inputs=[p for p, _ in inputs],
+        outputs=[p for p, _ in outputs],
+        mesh=dict(joint.mesh),
+        params=dict(joint.params),
+        fake_mode=joint.fake_mode,
+        level=Level.EXECUTABLE,
+        facts=set(joint.facts),
     )
     part.recompile()
     return part

@@ -12,7 +12,14 @@ from zgraph.program.node import NodeInfo, Phase, has_info, info, module_of, set_
 from zgraph.program.program import Program
 
 
-@graph_pass("inductor_prepare", "Inductor's joint-graph passes: seeds, constants, patterns", requires=("clean",), provides=("inductor_ready",), bitwise=False, conflicts=("sharded",))
+@graph_pass(
+    "inductor_prepare",
+    "Inductor's joint-graph passes: seeds, constants, patterns",
+    requires=("clean",),
+    provides=("inductor_ready",),
+    bitwise=False,
+    conflicts=("sharded",),
+)
 def inductor_prepare(program: Program) -> dict[str, int]:
     before = set(program.graph.nodes)
     torch_private.inductor_joint_passes(program.module, program.fake_mode)
@@ -23,6 +30,11 @@ def inductor_prepare(program: Program) -> dict[str, int]:
         backward = any(has_info(a) and info(a).phase is Phase.BACKWARD for a in node.all_input_nodes)
         backward = backward or node.meta.get("partitioner_tag") == "is_backward"
         phase = Phase.BACKWARD if backward else Phase.FORWARD
-        set_info(node, NodeInfo(phase, module=module_of(node.meta), source=source_of(node.meta), made_by="inductor_prepare"))
+        set_info(
+            node,
+            NodeInfo(
+                phase, module=module_of(node.meta), source=source_of(node.meta), made_by="inductor_prepare"
+            ),
+        )
         made += 1
     return {"made": made, "removed": len(before - set(program.graph.nodes))}

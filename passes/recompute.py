@@ -27,8 +27,11 @@ from zgraph.program.program import OutputRole, Program
 
 
 @graph_pass(
-    "recompute", "cheap values are computed again in the backward, as torch's min-cut chooses",
-    requires=("clean", "inductor_ready"), provides=("recomputed",), conflicts=("sharded",),
+    "recompute",
+    "cheap values are computed again in the backward, as torch's min-cut chooses",
+    requires=("clean", "inductor_ready"),
+    provides=("recomputed",),
+    conflicts=("sharded",),
 )
 def recompute(program: Program) -> dict[str, int]:
     forward_outputs = sum(p.role in (OutputRole.OUTPUT, OutputRole.MUTATION) for p in program.outputs)
@@ -49,7 +52,11 @@ def merge_equal(program: Program) -> int:
     first: dict[Any, fx.Node] = {}
     merged = 0
     for node in program.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
+        if (
+            node.op != "call_function"
+            or (not isinstance(node.target, torch._ops.OpOverload)
+            and node.target is not operator.getitem)
+        ):
             continue
         if is_random(node) or mutates(node) or is_start(node) or is_wait(node) or node.is_impure():
             continue
@@ -91,7 +98,12 @@ def hoist_saved(program: Program, saved: set[str]) -> int:
     last_input = program.placeholders()[-1]
     results = set(program.output_values())
     for node in program.nodes:
-        if node.name in saved and node not in results and info(node).phase is Phase.BACKWARD and not _view_of_input(node):
+        if (
+            node.name in saved
+            and node not in results
+            and info(node).phase is Phase.BACKWARD
+            and not _view_of_input(node)
+        ):
             hoist(node)
     return moved
 
@@ -107,7 +119,12 @@ def recompute_all_but(program: Program, saved: set[str]) -> int:
     copies: dict[fx.Node, fx.Node] = {}
 
     def again(node: fx.Node, before: fx.Node) -> fx.Node:
-        if node in copies or node.op != "call_function" or node.name in saved or info(node).phase is Phase.BACKWARD:
+        if (
+            node in copies
+            or node.op != "call_function"
+            or node.name in saved
+            or info(node).phase is Phase.BACKWARD
+        ):
             return copies.get(node, node)
         if is_random(node) or is_start(node) or is_wait(node):
             return node

@@ -66,7 +66,11 @@ def start_early(program: Program) -> dict[str, int]:
     return {"moved": moved}
 
 
-@graph_pass("wait_late", "each reduction is waited for three products later than the next one starts", requires=("reduced",))
+@graph_pass(
+    "wait_late",
+    "each reduction is waited for three products later than the next one starts",
+    requires=("reduced",),
+)
 def wait_late(program: Program) -> dict[str, int]:
     moved = 0
     at = {node: i for i, node in enumerate(program.nodes)}
@@ -90,10 +94,16 @@ def group() -> Iterator[dict[str, str]]:
 
 def ordered(program: Program) -> list[str]:
     """Starts, waits and products, in the program's order."""
-    return [n.name for n in program.graph.nodes if collectives.is_start(n) or collectives.is_wait(n) or n.target in PRODUCTS]
+    return [
+        n.name
+        for n in program.graph.nodes
+        if collectives.is_start(n) or collectives.is_wait(n) or n.target in PRODUCTS
+    ]
 
 
-def compiled_parts(model: nn.Module, inputs: tuple[torch.Tensor, ...], group: dict[str, str], *passes: str, zero: int = 3) -> list[Executable]:
+def compiled_parts(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], group: dict[str, str], *passes: str, zero: int = 3
+) -> list[Executable]:
     plan = zgraph.Plan(mesh={"dp": WORLD}, zero=zero, passes=passes)
     parts = split(programs(model, plan, inputs, WORLD).program)
     assert parts.backward is not None
@@ -105,10 +115,16 @@ def compiled_parts(model: nn.Module, inputs: tuple[torch.Tensor, ...], group: di
 # -- order --------------------------------------------------------------------------------------------------------
 def test_order_that_passes_decided_is_that_of_the_generated_code(group: dict[str, str]) -> None:
     executables = compiled_parts(
-        Blocks(), (torch.randn(16, WIDTH),), group, f"{__name__}:start_early before release", f"{__name__}:wait_late"
+        Blocks(),
+        (torch.randn(16, WIDTH),),
+        group,
+        f"{__name__}:start_early before release",
+        f"{__name__}:wait_late",
     )
     for executable in executables:
-        assert [n.name for n in launches(executable.source, executable.program)] == ordered(executable.program)
+        assert [n.name for n in launches(executable.source, executable.program)] == ordered(
+            executable.program
+        )
     forward = ordered(executables[0].program)
     start, end = forward.index("gather_layers_3_up_weight"), forward.index("whole_layers_3_up_weight")
     assert sum("mm" in name for name in forward[start:end]) >= 3, "the pass hid nothing behind products"
@@ -118,16 +134,16 @@ def test_order_that_passes_decided_is_that_of_the_generated_code(group: dict[str
 
 
 class FusesAcross(nn.Module):
-    """The last line can be fused with the first, and then all that it needs would run before the products."""
+    """The last product of elements can be fused with the sine, and all that it needs would then run before `first`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.second(self.first(x.sin()))
-        return (y.sum() + (x.cos() * self.scale).sum()) / 2
+        return y, x.cos() * self.scale
 
 
 def test_fusion_does_not_pull_a_wait_before_products(group: dict[str, str]) -> None:
@@ -151,7 +167,9 @@ def test_norms_activations_and_residuals_are_fused(group: dict[str, str]) -> Non
     forward, backward = compiled_parts(Blocks(), (torch.randn(16, WIDTH),), group)
     assert fused_with(forward, "add", "native_layer_norm"), "a residual is fused with the norm that follows"
     assert fused_with(forward, "gelu")
-    assert fused_with(backward, "gelu_backward", "gelu"), "the activation is computed again in its backward's kernel"
+    assert fused_with(backward, "gelu_backward", "gelu"), (
+        "the activation is computed again in its backward's kernel"
+    )
     assert fused_with(backward, "add", "native_layer_norm_backward")
     assert alone(forward) == {"addmm"} and alone(backward) <= {"mm", "addmm"}
 
@@ -181,14 +199,20 @@ def test_casts_are_fused_and_an_average_needs_no_kernel(group: dict[str, str]) -
     forward, backward = compiled_parts(CastsWeights(), (torch.randn(16, WIDTH),), group)
     assert "_to_copy" not in alone(forward) | alone(backward)
     casts = [k for k in forward.kernels if "_to_copy" in k.operators]
-    assert casts and any(len(k.operators) > 1 for k in casts), "the activation's cast is part of the norm's kernel"
+    assert casts and any(len(k.operators) > 1 for k in casts), (
+        "the activation's cast is part of the norm's kernel"
+    )
     # The gathered weight is cast by one kernel, once: a product's operand has to be in memory.
     assert sum(k.calls for k in casts if set(k.operators) == {"_to_copy"}) <= 1
-    starts = [n for n in backward.program.graph.nodes if collectives.is_start(n) and info(n).role is Role.REDUCE]
+    starts = [
+        n for n in backward.program.graph.nodes if collectives.is_start(n) and info(n).role is Role.REDUCE
+    ]
     assert {collectives.reduce_op_of(n) for n in starts} == {"avg"}
     for start in starts:
         operand = start.all_input_nodes[0]
-        assert operand.target not in (aten.div.Tensor, aten.mul.Tensor), "the reduction averages, no kernel scales"
+        assert operand.target not in (aten.div.Tensor, aten.mul.Tensor), (
+            "the reduction averages, no kernel scales"
+        )
 
 
 def test_report_lists_kernels_with_their_operators_and_library_calls() -> None:
@@ -223,7 +247,11 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 16, 3, stride=2)
+        self.a, self.norm, self.b = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.Conv2d(8, 16, 3, stride=2),
+        )
         self.head = nn.Linear(16, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -291,7 +319,9 @@ def test_strides_that_inductor_chose_are_those_the_backward_reads(kind: str, zer
             if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-        steps.append((losses, [p.detach().clone() for p in model.parameters()], [b.clone() for b in model.buffers()]))
+        steps.append(
+            (losses, [p.detach().clone() for p in model.parameters()], [b.clone() for b in model.buffers()])
+        )
     assert steps[0][0] == pytest.approx(steps[1][0], rel=1e-5)
     for plain, mine in zip(steps[0][1] + steps[0][2], steps[1][1] + steps[1][2], strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)

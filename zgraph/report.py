@@ -31,7 +31,12 @@ class Report:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.parts = [_part(e) for entry in runtime.entries.values() for step in entry.programs() for e in step.executables()]
+        self.parts = [
+            _part(e)
+            for entry in runtime.entries.values()
+            for step in entry.programs()
+            for e in step.executables()
+        ]
 
     def kernels(self) -> tuple[Kernel, ...]:
         """All fused kernels, each with the model's operators (before their decomposition) that it computes."""
@@ -47,19 +52,32 @@ class Report:
         sharded = [s for s in specs if s.shard_dim]
         whole = sum(s.nbytes for s in specs)
         ranks = runtime.sizes.get("dp", 1)
-        held = sum(s.nbytes // s.shape[0] * s.rows if s.shard_dim else s.nbytes for s in specs if s.shape or not s.shard_dim)
+        held = sum(
+            s.nbytes // s.shape[0] * s.rows if s.shard_dim else s.nbytes
+            for s in specs
+            if s.shape or not s.shard_dim
+        )
         lines = [
             f"plan: zero {runtime.plan.zero}, backend {runtime.plan.backend}, mesh {runtime.sizes}",
             f"parameters: {len(runtime.shards.specs)} ({len(sharded)} sharded over {ranks}), {_bytes(whole)} in all, {_bytes(held)} on this rank",
         ]
         for entry in runtime.entries.values():
-            lines += ["", f"program {entry.name}: {entry.shown}", f"  captured in {entry.capture_seconds:.2f} s"]
+            lines += [
+                "",
+                f"program {entry.name}: {entry.shown}",
+                f"  captured in {entry.capture_seconds:.2f} s",
+            ]
             for step in entry.programs():
                 for record in step.history().records[1:]:
                     counts = ", ".join(f"{k} {v}" for k, v in record.stats.items())
-                    lines.append(f"  pass {record.name:18} {record.seconds * 1e3:7.1f} ms  {record.nodes:6} nodes  {counts}")
+                    lines.append(
+                        f"  pass {record.name:18} {record.seconds * 1e3:7.1f} ms  {record.nodes:6} nodes  {counts}"
+                    )
         for part in self.parts:
-            lines += ["", f"{part.name}: {part.nodes} nodes, {part.gathers} gathers, {part.reductions} reductions, {len(part.kernels)} fused kernels"]
+            lines += [
+                "",
+                f"{part.name}: {part.nodes} nodes, {part.gathers} gathers, {part.reductions} reductions, {len(part.kernels)} fused kernels",
+            ]
             lines += [f"  {k.name}: {', '.join(k.operators)}{_times(k.calls)}" for k in part.kernels]
             if part.library:
                 lines.append(f"  library calls: {', '.join(k.name + _times(k.calls) for k in part.library)}")
@@ -70,8 +88,12 @@ def _part(executable: Executable) -> PartReport:
     program: Program = executable.program
     starts = [n for n in program.graph.nodes if collectives.is_start(n)]
     return PartReport(
-        program.name, len(program.graph.nodes), sum(info(n).role is Role.GATHER for n in starts), sum(info(n).role is Role.REDUCE for n in starts),
-        executable.kernels, executable.library,
+        program.name,
+        len(program.graph.nodes),
+        sum(info(n).role is Role.GATHER for n in starts),
+        sum(info(n).role is Role.REDUCE for n in starts),
+        executable.kernels,
+        executable.library,
     )
 
 

@@ -38,6 +38,7 @@ from torch._guards import TracingContext, tracing
 
 DynamoError = TorchDynamoException
 
+
 class _LogMethod(str):
     """A method of `logging.Logger`: equal to it, but text to who wants to write it down (torch 2.11 logs its config)."""
 
@@ -66,8 +67,21 @@ def _log_methods() -> set[Any]:
 
     Looked up at each capture: libraries add methods of their own (`warning_once`) when they are imported.
     """
-    names = ("debug", "info", "warning", "warn", "error", "log", "exception", "warning_once", "warning_advice", "info_once")
-    return {_LogMethod(method) for name in names if (method := getattr(logging.Logger, name, None)) is not None}
+    names = (
+        "debug",
+        "info",
+        "warning",
+        "warn",
+        "error",
+        "log",
+        "exception",
+        "warning_once",
+        "warning_advice",
+        "info_once",
+    )
+    return {
+        _LogMethod(method) for name in names if (method := getattr(logging.Logger, name, None)) is not None
+    }
 
 
 class _Stop(Exception):
@@ -124,7 +138,9 @@ class _Guards:
         code = function.__func__.__code__
         self._varargs = code.co_argcount == 0  # a forward behind a decorator of *args
         self._name = code.co_varnames[0]
-        self._manager = output.graph_capture_output.build_guards(code, hooks=Hooks(guard_filter_fn=self._wanted))
+        self._manager = output.graph_capture_output.build_guards(
+            code, hooks=Hooks(guard_filter_fn=self._wanted)
+        )
 
     def failing(self, owner: Any) -> tuple[str, str | None] | None:
         scope = {self._name: (owner,) if self._varargs else owner}
@@ -134,13 +150,19 @@ class _Guards:
         found = guards.check_verbose(scope)
         parts = [str(p).split("#")[0].strip() for p in found.verbose_code_parts] or ["a global mode of torch"]
         stack = getattr(found, "user_stack", None)
-        return parts[0].replace(f"L['{self._name}']", "self"), f"{stack[-1].filename}:{stack[-1].lineno}" if stack else None
+        return parts[0].replace(
+            f"L['{self._name}']", "self"
+        ), f"{stack[-1].filename}:{stack[-1].lineno}" if stack else None
 
     def _wanted(self, entries: Sequence[Any]) -> Sequence[bool]:
-        for e in entries:  # guards are built twice; a property that makes its value anew gave another the first time
+        for e in (
+            entries
+        ):  # guards are built twice; a property that makes its value anew gave another the first time
             e.orig_guard.obj_weakref = e.orig_guard.guarded_class_weakref = None
         return [
-            not isinstance(e.value, torch.Tensor) and e.guard_type != "DUPLICATE_INPUT" and self._lasting(e.orig_guard.originating_source)
+            not isinstance(e.value, torch.Tensor)
+            and e.guard_type != "DUPLICATE_INPUT"
+            and self._lasting(e.orig_guard.originating_source)
             for e in entries
         ]
 
@@ -189,10 +211,14 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
     )
 
 
-def export_joint(graph_module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, decompositions: dict[Any, Any]) -> fx.GraphModule:
+def export_joint(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, decompositions: dict[Any, Any]
+) -> fx.GraphModule:
     """AOTAutograd's joint forward+backward graph (the forward alone where nothing requires a gradient)."""
     with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), _lstm_of_plain_operators():
-        joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(inputs), decompositions=decompositions)
+        joint = aot_export_joint_with_descriptors(
+            stack, graph_module, tuple(inputs), decompositions=decompositions
+        )
         return joint.graph_module
 
 
@@ -278,8 +304,12 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
         if node.op == "placeholder":
             node.meta.setdefault("desc", None)
         drawn = node.args[0] if node.target is operator.getitem else node
-        if isinstance(drawn, fx.Node) and torch.Tag.nondeterministic_seeded in getattr(drawn.target, "tags", ()):
-            node.meta.pop("recompute", None)  # (a checkpoint region asks for it; what was drawn is saved all the same)
+        if isinstance(drawn, fx.Node) and torch.Tag.nondeterministic_seeded in getattr(
+            drawn.target, "tags", ()
+        ):
+            node.meta.pop(
+                "recompute", None
+            )  # (a checkpoint region asks for it; what was drawn is saved all the same)
     forward, _ = min_cut_rematerialization_partition(
         lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
     )
@@ -312,7 +342,10 @@ def name_origins(graph: fx.Graph) -> None:
         node.meta.pop("from_node", None)
         node.meta["from_node"] = [NodeSource(node, "zgraph")]
         if node.meta.get("original_aten") is None and isinstance(node.target, torch._ops.OpOverload):
-            node.meta["original_aten"] = node.target
+            if (
+                node.target.namespace != "_c10d_functional"
+            ):  # (else the kernel that makes its operand is named after it)
+                node.meta["original_aten"] = node.target
 
 
 @functools.cache
@@ -326,13 +359,17 @@ def order_keeper() -> Any:
     from torch._inductor import custom_graph_pass, ir
     from torch._inductor.dependencies import WeakDep
 
-    base = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)  # torch 2.11: the latter
+    base = getattr(
+        custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass
+    )  # torch 2.11: the latter
 
     class KeepOrder(base):  # type: ignore[misc, valid-type]
         def __call__(self, nodes: list[Any]) -> list[Any]:
             last: str | None = None
             for node in nodes:
-                if not isinstance(node.node, (ir.ExternKernel, ir.TemplateBuffer)) or isinstance(node.node, ir.MultiOutput):
+                if not isinstance(node.node, (ir.ExternKernel, ir.TemplateBuffer)) or isinstance(
+                    node.node, ir.MultiOutput
+                ):
                     continue
                 own = next((b.get_name() for b in node.get_outputs()), None)
                 if own is None:
@@ -362,7 +399,11 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    keep = {"reorder_for_locality": False, "reorder_for_peak_memory": False, "_pre_fusion_custom_pass": order_keeper()}
+    keep = {
+        "reorder_for_locality": False,
+        "reorder_for_peak_memory": False,
+        "_pre_fusion_custom_pass": order_keeper(),
+    }
     with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), inductor_config.patch(keep):
         compiled = compile_fx_inner(module, list(inputs), is_backward=is_backward)
     if not hasattr(compiled, "output_strides"):  # (a graph without an operator is not compiled at all)

@@ -1,0 +1,65 @@
+"""`lower.py FOLDER`: programs of `cases.py` to Triton code for an H200 in FOLDER, each kernel compiled for sm_90.
+
+Writes `lowered.json`: for each case its parts' code, inputs and outputs, what was launched and compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["ZGRAPH_FAKE_H200"] = "1"
+import fake_h200  # isort: skip  # (before torch)
+
+import json
+from pathlib import Path
+
+import cases
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zgraph
+from zgraph.codegen.inductor import adopt_strides, compile_inductor, launches
+from zgraph.codegen.partition import split
+from zgraph.compiler import programs
+from zgraph.program import collectives
+
+
+def lower(name: str, folder: Path) -> list[dict[str, object]]:
+    layers, dtype, zero, world = cases.CASES[name]
+    with torch.device("meta"):
+        model = cases.Model(layers, dtype)
+    plan = zgraph.Plan(mesh={"dp": world}, zero=zero)
+    parts = split(programs(model, plan, (cases.tokens().to("meta"),), world).program)
+    group = {"dp": str(dist.group.WORLD.group_name)}
+    made = []
+    with fake_h200.generating_only(folder):
+        forward = compile_inductor(parts.forward, group)
+        adopt_strides(parts.backward, forward)
+        backward = compile_inductor(parts.backward, group, is_backward=True)
+    for executable in (forward, backward):
+        program = executable.program
+        devices = {
+            str(v.device) for n in program.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)
+        }
+        made.append({
+            "name": program.name, "source": executable.source, "devices": sorted(devices),
+            "inputs": [(p.role.value, p.name) for p in program.inputs],
+            "outputs": [(p.role.value, p.name) for p in program.outputs],
+            "kernels": [(k.name, k.operators, k.calls) for k in executable.kernels],
+            "library": [(k.name, k.calls) for k in executable.library],
+            "communication": [n.name for n in launches(executable.source, program) if collectives.is_start(n) or collectives.is_wait(n)],
+            "expected": [n.name for n in program.graph.nodes if collectives.is_start(n) or collectives.is_wait(n)],
+            "compiled": fake_h200.compile_kernels(executable.source, program.name),
+        })  # fmt: skip
+    return made
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    found = {name: lower(name, target) for name in cases.CASES}
+    (target / "lowered.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # the stand-in for the device has nothing to tear down

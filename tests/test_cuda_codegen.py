@@ -1,0 +1,109 @@
+"""CUDA code without a GPU: the programs that run on CPU are lowered for an H200, their Triton kernels are compiled for
+sm_90, and small ones run in Triton's interpreter. Needs a CPU build of torch (see `cuda/fake_h200.py`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent / "cuda"
+sys.path.insert(0, str(HERE))
+import cases  # noqa: E402
+import fake_h200  # noqa: E402
+
+sys.path.remove(str(HERE))
+REASON = fake_h200.why_not()
+
+pytestmark = [
+    pytest.mark.inductor,
+    pytest.mark.slow,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+ONE_RANK = [name for name, (_, _, _, world) in cases.CASES.items() if world == 1]
+
+
+def script(name: str, *args: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(HERE / name), *args], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("h200")
+
+
+@pytest.fixture(scope="module")
+def lowered(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Each case's forward and backward: their code, and what became of its kernels."""
+    script("lower.py", str(folder))
+    return json.loads((folder / "lowered.json").read_text())
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+def test_programs_become_triton_kernels_that_compile_for_sm90(
+    case: str, lowered: dict[str, list[dict[str, Any]]]
+) -> None:
+    for part in lowered[case]:
+        assert part["devices"] == ["cuda:0"]
+        names = {name for name, _, _ in part["kernels"]}
+        assert names and all(name.startswith("triton_") for name in names)
+        assert names == {made["kernel"] for made in part["compiled"]}, "each kernel has a cubin"
+        for made in part["compiled"]:
+            assert made["target"].startswith(".target sm_90") and made["cubin"] > 0
+            print(
+                f"{part['name']} {made['kernel']}: {made.get('reg', '?')} registers, {made.get('local', '?')} B local memory"
+            )
+
+
+def test_collectives_of_cuda_code_are_in_the_programs_order(lowered: dict[str, list[dict[str, Any]]]) -> None:
+    for part in lowered["bfloat16, ZeRO-3 on 8 ranks"]:
+        assert part["communication"] == part["expected"]
+        assert any(name.startswith("gather_") for name in part["expected"])
+
+
+def test_cuda_code_fuses_norms_activations_residuals_and_casts(
+    lowered: dict[str, list[dict[str, Any]]],
+) -> None:
+    forward, backward = (
+        [set(operators) for _, operators, _ in part["kernels"]]
+        for part in lowered["bfloat16, ZeRO-3 on 8 ranks"]
+    )
+    assert any({"add", "native_layer_norm", "_to_copy"} <= k for k in forward), (
+        "residual, norm and the next product's cast"
+    )
+    assert any({"embedding", "rsqrt", "_to_copy"} <= k for k in forward), "RMS norm"
+    assert any({"silu", "mul", "_to_copy"} <= k for k in forward)
+    assert any({"silu", "mul", "_to_copy"} <= k for k in backward)
+    for part in lowered["bfloat16, ZeRO-3 on 8 ranks"]:
+        assert {name for name, _ in part["library"]} <= {
+            "extern_kernels.mm",
+            "extern_kernels.bmm",
+            "extern_kernels.addmm",
+        }
+
+
+@pytest.fixture(scope="module")
+def interpreted(folder: Path, lowered: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    script("interpret.py", str(folder), *ONE_RANK)
+    return json.loads((folder / "interpreted.json").read_text())
+
+
+@pytest.mark.parametrize("case", ONE_RANK)
+def test_cuda_code_computes_the_models_numbers(case: str, interpreted: dict[str, dict[str, Any]]) -> None:
+    """Errors are against float64. In float32: at most 1e-5. In bfloat16: no worse than plain PyTorch in bfloat16, whose
+    roundings differ but cost as much (a fused kernel keeps float32 inside)."""
+    found = interpreted[case]
+    mine = {"loss": found["loss"], **found["gradients"]}
+    plain = {"loss": found["loss of plain PyTorch"], **found["gradients of plain PyTorch"]}
+    bound = 1e-5 if "float32" in case else 0.0
+    for name, error in mine.items():
+        assert error <= max(bound, 1.5 * plain[name]), name
+    assert len(mine) == 10
