@@ -1,7 +1,7 @@
-"""What the documentation says is true: its blocks run, its commands exist, its tables and its map are complete.
+"""What the documentation says is true: blocks run, commands exist, tables and the map of files are complete.
 
-A Python block that begins with a comment `# name.py` is a file: it can be imported by the blocks that follow. All
-other Python blocks of a document run in order in one namespace, as a reader would type them.
+A Python block that begins with a comment `# name.py` is a file, which the other blocks can import.
+These run in order in one namespace, as a reader would type them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def folder(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-# -- code -----------------------------------------------------------------------------------------------------------
+# -- code -------------------------------------------------------------------------------------------
 @pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
@@ -112,11 +112,12 @@ def test_the_graphs_shown_in_the_readme_are_those_that_zgraph_dump_prints(folder
         assert ("…" in "".join(lines)) == (sum(bool(line.strip()) for line in lines) < len(printed) - 1)
 
 
-# -- commands -------------------------------------------------------------------------------------------------------
+# -- commands ---------------------------------------------------------------------------------------
 def commands(path: Path) -> list[list[str]]:
     """Every `zgraph …` command in a document, in words: in blocks, after a prompt, and in running text."""
     text = path.read_text()
-    lines = [line for language in ("sh", "text") for _, b in blocks(path, language) for line in b.splitlines()]
+    found = [*blocks(path, "sh"), *blocks(path, "text")]
+    lines = [line for _, block in found for line in block.splitlines()]
     lines += [m[1].replace("\n", " ") for m in re.finditer(r"`(zgraph [a-z][^`]*)`", text)]
     lines = [line.strip().removeprefix("$ ") for line in lines]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("zgraph ")]
@@ -152,7 +153,7 @@ def test_make_targets_exist(path):
     assert set(re.findall(r"`make ([\w-]+)", path.read_text())) <= targets
 
 
-# -- tables, names and links ----------------------------------------------------------------------------------------
+# -- tables, names and links ------------------------------------------------------------------------
 def rows(path: Path, header: str) -> list[str]:
     """The first cell, without backquotes, of each row of the table whose first column is headed so."""
     text = path.read_text()
@@ -195,7 +196,8 @@ def test_the_architecture_lists_every_fact_that_passes_provide():
 def test_the_architecture_maps_every_file_and_none_that_is_not_there():
     listed = rows(ROOT / "ARCHITECTURE.md", "file")
     assert sorted(listed) == [name_of(path) for path in sources()]
-    mentioned = re.findall(r"`((?:zgraph|passes|codegen|tests|examples)/[\w/]+\.\w+)`", (ROOT / "ARCHITECTURE.md").read_text())
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    mentioned = re.findall(r"`((?:zgraph|passes|codegen|tests|examples)/[\w/]+\.\w+)`", text)
     assert [name for name in mentioned if not (ROOT / name).exists()] == []
 
 
@@ -217,15 +219,15 @@ def test_every_public_function_says_what_it_is():
     from zgraph import passes
     from zgraph.handle import Handle
 
-    public = [(name, getattr(zgraph, name)) for name in zgraph.__all__ if name not in ("__version__", "errors")]
-    public += [(name, getattr(passes, name)) for name in passes.__all__]
-    public += [(f"Handle.{name}", value) for name, value in vars(Handle).items() if not name.startswith("_")]
-    own = {name: vars(value).get("__doc__") if isinstance(value, type) else value.__doc__ for name, value in public}
+    public = {name: getattr(zgraph, name) for name in zgraph.__all__ if name not in ("__version__", "errors")}
+    public |= {name: getattr(passes, name) for name in passes.__all__}
+    public |= {name: value for name, value in vars(Handle).items() if not name.startswith("_")}
+    own = {n: vars(v).get("__doc__") if isinstance(v, type) else v.__doc__ for n, v in public.items()}
     # (a dataclass without a docstring is given its signature as one)
     assert [name for name, doc in own.items() if not doc or doc.startswith(f"{name}(")] == []
 
 
-# -- who imports whom -----------------------------------------------------------------------------------------------
+# -- who imports whom -------------------------------------------------------------------------------
 def imports(path: Path) -> set[str]:
     """The modules of zgraph that a file imports, at its top or inside a function."""
     found = set()
@@ -234,7 +236,8 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "zgraph" else {str(node.module)}
+            module = str(node.module)
+            found |= {f"zgraph.{alias.name}" for alias in node.names} if module == "zgraph" else {module}
     return {name for name in found if name.partition(".")[0] == "zgraph"}
 
 
