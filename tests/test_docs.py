@@ -56,7 +56,7 @@ def sources() -> list[Path]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty current directory from which modules can be imported; what was imported from it is forgotten."""
+    """An empty current directory; modules can be imported from it, and are forgotten afterwards."""
     before = set(sys.modules)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
