@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from zgraph.agreement import Agreement
 from zgraph.compiled import Entry, StepProgram
-from zgraph.errors import CaptureError, ModelError, SignatureError
+from zgraph.errors import CaptureError, ModelError, SignatureError, UnsupportedError
 from zgraph.plan import Plan
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.program import InputRole, OutputRole, Port, Program
@@ -310,8 +310,12 @@ class _Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "gradients of gradients are not supported", why="the backward was started with create_graph=True, and programs have one backward",
+                hint="compute a penalty on gradients with the plain model, or leave out create_graph",
+            )
         runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
         tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
         runtime.agreement.vote(
