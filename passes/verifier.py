@@ -17,7 +17,7 @@ from zgraph.errors import VerifyError
 from zgraph.passes.aliases import aliased_input, is_random, mutates
 from zgraph.program import collectives, ops
 from zgraph.program.node import Phase, Role, has_info, info, value
-from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Program
+from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Port, Program
 
 AROUND = 5  # nodes shown on each side of a fault
 
@@ -69,22 +69,31 @@ def check_ports(program: Program) -> None:
             _same_tensor(program, node, value(node), program.params[port.name].shard_shape, program.params[port.name].dtype)
         if port.role is InputRole.KEPT:
             _same_tensor(program, node, value(node), program.params[port.name].shape, program.params[port.name].dtype)
+        if port.role in (InputRole.PARAMETER, InputRole.KEPT, InputRole.ACCUMULATOR):
+            _serves(program, node, port, "inputs")
         if port.role is InputRole.TANGENT and info(node).phase is not Phase.BACKWARD:
             raise _fault(program, node, f"tangent {node.name!r} is not of the backward", "its record was changed")
     for port, node in program.output_items():
         phase = info(node).phase
         if port.role in (OutputRole.OUTPUT, OutputRole.MUTATION, OutputRole.KEPT) and phase is not Phase.FORWARD:
             raise _fault(program, node, f"{port.role} {port.name!r} comes from the backward node {node.name!r}", "outputs were exchanged")
+        if port.role is OutputRole.KEPT:
+            _serves(program, node, port, "outputs")
+            _same_tensor(program, node, value(node), program.params[port.name].shape, program.params[port.name].dtype)
         if port.role is OutputRole.GRADIENT:
             if phase is not Phase.BACKWARD and program.level < Level.EXECUTABLE and node.op != "placeholder" and node.all_input_nodes:
                 raise _fault(program, node, f"gradient {port.name!r} comes from the forward node {node.name!r}", "outputs were exchanged")
-            served = info(node).param
-            if served is not None and served != port.name:
-                raise _fault(program, node, f"gradient {port.name!r} is given by {node.name!r}, which serves {served!r}", "outputs were exchanged")
+            _serves(program, node, port, "outputs")
             if port.of is InputRole.PARAMETER:
                 spec = program.params[port.name]
                 shape = spec.shard_shape if "reduced" in program.facts and "partial" not in program.facts else spec.shape
                 _same_tensor(program, node, value(node), shape, None)
+
+
+def _serves(program: Program, node: fx.Node, port: Port, ports: str) -> None:
+    served = info(node).param
+    if served is not None and served != port.name:
+        raise _fault(program, node, f"{port.role} {port.name!r} is {node.name!r}, which serves {served!r}", f"{ports} were exchanged")
 
 
 def _same_tensor(program: Program, node: fx.Node, val: Any, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
@@ -184,6 +193,12 @@ def check_groups(program: Program) -> None:
         spec = program.params[record.param]
         if (record.role is Role.GATHER or node.target is collectives.REDUCE_SCATTER) and group != spec.shard_dim:
             raise _fault(program, node, f"collective {node.name!r} runs over the wrong group {group!r}", f"parameter {spec.name!r} is sharded over {spec.shard_dim!r}")
+        if record.role is Role.GATHER:
+            shard = node.all_input_nodes[0]
+            while shard.op != "placeholder" and info(shard).role is Role.LAYOUT and shard.all_input_nodes:
+                shard = shard.all_input_nodes[0]
+            if shard.op == "placeholder" and info(shard).param != spec.name:
+                raise _fault(program, node, f"collective {node.name!r} gathers {shard.name!r}", f"it is to gather parameter {spec.name!r}")
         if record.role is Role.REDUCE and collectives.reduce_op_of(node) != "avg":
             raise _fault(program, node, f"gradient reduction {node.name!r} does not average", f"it does {collectives.reduce_op_of(node)!r}: gradients would grow with the number of ranks")
 
@@ -219,7 +234,7 @@ def check_releases(program: Program) -> None:
                 root = aliased_input(root)
         if node.op == "call_function" and node.target is ops.RELEASE:
             buffer = node.args[0]
-            if not (isinstance(buffer, fx.Node) and collectives.is_wait(buffer)):
+            if not (isinstance(buffer, fx.Node) and collectives.is_wait(buffer) and info(buffer.all_input_nodes[0]).role is Role.GATHER):
                 raise _fault(program, node, f"node {node.name!r} releases {buffer}, which was not gathered", "only gathered buffers are released")
             released[buffer] = node
 
