@@ -18,8 +18,8 @@ aten = torch.ops.aten
 def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
     """Make a callable of `program`; `groups` gives each mesh dimension's process group by name.
 
-    A view of a value becomes a reshape: some operators' fake implementations promise strides that the real ones
-    don't give (batch_norm of a transposed input), so that what was captured as a view may need a copy.
+    A view of a value becomes a reshape: some operators' fake implementations promise strides that the real
+    ones don't give (batch_norm of a transposed input), so that what was captured as a view may need a copy.
     """
     ready = lowered(program, groups)
     for node in ready.graph.find_nodes(op="call_function", target=aten.view.default):

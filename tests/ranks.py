@@ -4,8 +4,8 @@
         losses = ranks.run(train, 3)            # train(3) on both ranks: [rank 0's result, rank 1's]
         outcomes = ranks.attempt(disagree)      # the same, with each rank's exception in place of raising it
 
-The processes stay between calls, so that a test costs no launch. They are forked from a server that has imported torch
-already and has run nothing. Functions are named, not sent: they must stand at the top of a test module.
+The processes stay between calls, so that a test costs no launch. They are forked from a server that has
+imported torch already and has run nothing. Functions are named, not sent: they must stand at the top of a test module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "zgraph.compiler"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "zgraph.compiler",
+]
 
 
 @dataclass
@@ -70,7 +76,7 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def attempt(self, function: Callable[..., Any], *args: Any, limit: float = 240.0) -> list[Outcome]:
-        """`function(*args)` on every rank, whatever becomes of it. After `limit` seconds the ranks are killed."""
+        """`function(*args)` on each rank, whatever becomes of it; after `limit` seconds the all are killed."""
         if not self._processes:
             self._start()
         begin = time.monotonic()
@@ -84,7 +90,9 @@ class Ranks:
             if not ready:
                 late = sorted(waiting.values())
                 self.stop()
-                raise AssertionError(f"ranks {late} had not returned from {function.__qualname__} after {limit:.0f} s")
+                raise AssertionError(
+                    f"ranks {late} had not returned from {function.__qualname__} after {limit:.0f} s"
+                )
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:

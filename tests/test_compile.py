@@ -1,4 +1,4 @@
-"""What `zgraph.compile` leaves as it was, what it refuses, and that nothing in a user's own loop goes silently wrong.
+"""What `zgraph.compile` leaves as it was, what it refuses, and that nothing in a user's loop goes silently wrong.
 
 One process, no process group: gradients are compared bit for bit with those of the plain model.
 """
@@ -488,7 +488,7 @@ def test_hooks_on_submodules_and_on_the_root_run():
 
 def test_backward_hooks_on_submodules_run_or_are_refused():
     called = []
-    mine, plain = pair()
+    mine, _ = pair()
     mine.body[0].register_full_backward_hook(lambda m, gin, gout: called.append(1))
     try:
         mine(data()).loss.backward()

@@ -167,7 +167,9 @@ def two():
 
 
 @pytest.mark.parametrize(
-    ("function", "args", "named"), CASES, ids=["-".join([f.__name__, *map(str, args)]) for f, args, _ in CASES]
+    ("function", "args", "named"),
+    CASES,
+    ids=["-".join([f.__name__, *map(str, args)]) for f, args, _ in CASES],
 )
 def test_a_difference_raises_on_every_rank(two, function, args, named):
     outcomes = two.attempt(function, *args, limit=60)
@@ -274,7 +276,8 @@ import os, sys, time, torch, torch.distributed as dist, zgraph
 from torch import nn
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = zgraph.compile(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)), zgraph.Plan(backend="eager"))
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+zgraph.compile(model, zgraph.Plan(backend="eager"))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 try:
     for step in range(10**6):
@@ -290,14 +293,20 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_ends_every_rank(tmp_path):
-    """SIGINT to the whole group, as a terminal sends it: each rank gets its KeyboardInterrupt, and nothing stays."""
+    """SIGINT to the whole group, as a terminal sends it: ranks get a KeyboardInterrupt, and nothing stays."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {
+        "OMP_NUM_THREADS": "1"
+    }
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
-            [*launch, str(script), str(tmp_path)], env=environment, stdout=log, stderr=log, start_new_session=True
+            [*launch, str(script), str(tmp_path)],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             _wait_for(lambda: all((tmp_path / f"pid{r}").exists() for r in range(2)), 90)
