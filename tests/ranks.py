@@ -5,7 +5,8 @@
         outcomes = ranks.attempt(disagree)      # the same, with each rank's exception in place of raising it
 
 The processes stay between calls, so that a test costs no launch. They are forked from a server that has
-imported torch already and has run nothing. Functions are named, not sent: they must stand at the top of a test module.
+imported torch already and has run nothing. Functions are named, not sent: they must stand at the top of a test
+module.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def attempt(self, function: Callable[..., Any], *args: Any, limit: float = 240.0) -> list[Outcome]:
-        """`function(*args)` on each rank, whatever becomes of it; after `limit` seconds the all are killed."""
+        """`function(*args)` on each rank, whatever becomes of it; all are killed after `limit` seconds."""
         if not self._processes:
             self._start()
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""What `zgraph.compile` leaves as it was, what it refuses, and that nothing in a user's loop goes silently wrong.
+"""What `zgraph.compile` leaves as it was, what it refuses, and that nothing goes silently wrong in a loop.
 
 One process, no process group: gradients are compared bit for bit with those of the plain model.
 """

@@ -1,8 +1,8 @@
 """On real ranks over gloo, training is that of PyTorch's own data parallelism.
 
 `backend="eager"` is compared bit for bit with `fully_shard` and `DistributedDataParallel` at two ranks, where
-every sum has two terms and so one value. Functions at the top of this file run on the ranks; each returns what
-differs.
+every sum has two terms and so one value. Functions at the top of this file run on the ranks; each returns
+what differs.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def compare(mine, other) -> list[str]:
 def far(mine: dict, other: dict, tolerance: float) -> list[str]:
     """The names of gradients that differ by more than `tolerance` of their norm.
 
-    Rounding of the whole (3e-7 of all gradients' norm) is allowed: a gradient that is zero in exact arithmetic, a
-    bias's before BatchNorm say, is nothing else.
+    Rounding of the whole (3e-7 of all gradients' norm) is allowed: a gradient that is zero in exact arithmetic,
+    a bias's before BatchNorm say, is nothing else.
     """
     total = torch.stack([g.norm() for g in other.values()]).norm()
     return [
@@ -196,7 +196,7 @@ def whole_gradients(model) -> dict:
 
 
 def plain_mean(name: str, world: int, count: int = 1) -> dict:
-    """The plain model's gradients, summed over each rank's batches and averaged over ranks, in one process."""
+    """The plain model's gradients, summed over each rank's batches and averaged over ranks."""
     model = build(name)
     for rank in range(world):
         for batch in batches(rank, count):

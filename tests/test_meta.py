@@ -1,7 +1,7 @@
 """A model on the meta device becomes shards and nothing else, with values that do not depend on the world.
 
-Memory, measured by the last test (torch 2.13, CPU): of a model of 403 M parameters (1611 MB) at world 8 a rank
-holds an eighth (201 MB), and the process grows by 319 MB at the peak and 203 MB after; the bound is 517 MB.
+Memory, measured by the last test (torch 2.13, CPU): of a model of 403 M parameters (1611 MB) at world 8 a
+rank holds an eighth (201 MB), and the process grows by 319 MB at the peak and 203 MB after; the bound is 517 MB.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ print(json.dumps(dict(largest=largest, total=total, held=held, stored=stored, pe
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads the peak from Linux's /proc")
 def test_no_rank_ever_holds_more_than_its_shards_and_one_parameter(tmp_path):
-    """403 M parameters at world 8: an eighth of the bytes is held, and while compiling the process grows by no
-    more than that, the largest parameter whole (268 MB), and a tenth."""
+    """403 M parameters at world 8: an eighth of the bytes is held, and while compiling the process grows by
+    no more than that, the largest parameter whole (268 MB), and a tenth."""
     script = tmp_path / "measure.py"
     script.write_text(textwrap.dedent(MEASURE))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240)
