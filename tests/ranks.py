@@ -91,9 +91,7 @@ class Ranks:
             if not ready:
                 late = sorted(waiting.values())
                 self.stop()
-                raise AssertionError(
-                    f"ranks {late} had not returned from {function.__qualname__} after {limit:.0f} s"
-                )
+                raise AssertionError(f"ranks {late} had not returned from {function.__qualname__} after {limit:.0f} s")
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:

@@ -297,9 +297,7 @@ def test_ctrl_c_ends_every_rank(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {
-        "OMP_NUM_THREADS": "1"
-    }
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
             [*launch, str(script), str(tmp_path)],

@@ -44,9 +44,7 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(WORDS, dim)
         self.layers = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(dim), nn.Linear(dim, 2 * dim + 1), nn.GELU(), nn.Linear(2 * dim + 1, dim)
-            )
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim + 1), nn.GELU(), nn.Linear(2 * dim + 1, dim))
             for _ in range(layers)
         )
         self.head = nn.Linear(dim, WORDS)
@@ -107,9 +105,7 @@ class Tiny(nn.Module):
         self.head = nn.Linear(3, WORDS)
 
     def forward(self, words, targets):
-        return cross_entropy(
-            self.scale * self.head(self.embed(words) * self.gain).flatten(0, 1), targets.flatten()
-        )
+        return cross_entropy(self.scale * self.head(self.embed(words) * self.gain).flatten(0, 1), targets.flatten())
 
 
 MODELS = {cls.__name__: cls for cls in (Net, Even, Tied, Frozen, Unused, Normed, Tiny)}
@@ -418,9 +414,7 @@ def checkpoint(zero: int, optimizer: str) -> list[str]:
     again = OPTIMIZERS[optimizer](resumed.parameters())
     both = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(resumed, weights, options=both)
-    set_optimizer_state_dict(
-        resumed, again, copy.deepcopy(state), options=both
-    )  # (torch shares "step" otherwise)
+    set_optimizer_state_dict(resumed, again, copy.deepcopy(state), options=both)  # (torch shares "step" otherwise)
     steps(straight, optim, feed[3:])
     steps(resumed, again, feed[3:])
     return found + compare(resumed, straight)
@@ -550,9 +544,7 @@ def own_buffers(zero: int) -> torch.Tensor:
 def start_apart(zero: int) -> tuple[list[torch.Tensor], list[str]]:
     heard: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: (
-        heard.append(record.getMessage()) if record.levelno >= logging.WARNING else None
-    )
+    handler.emit = lambda record: heard.append(record.getMessage()) if record.levelno >= logging.WARNING else None
     logging.getLogger("zgraph").addHandler(handler)
     try:
         model = zgraph.compile(build("Net", seed=dist.get_rank()), zgraph.Plan(zero=zero, backend="eager"))
@@ -593,9 +585,7 @@ def copies(zero: int) -> list[str]:
             model(*batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        if model is twin and not all(
-            torch.equal(whole(p), q) for p, q in zip(mine.parameters(), before, strict=True)
-        ):
+        if model is twin and not all(torch.equal(whole(p), q) for p, q in zip(mine.parameters(), before, strict=True)):
             return ["training the copy changed the original"]
     return compare(mine, twin)
 
@@ -648,9 +638,7 @@ class Gpt(nn.Module):
     def forward(self, words, targets):
         hidden = self.words(words) + self.places.weight[: words.shape[1]]
         for i, (mix, join, feed) in enumerate(zip(self.mix, self.join, self.feed, strict=True)):
-            parts = (
-                mix(self.norms[2 * i](hidden)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-            )
+            parts = mix(self.norms[2 * i](hidden)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
             attended = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
             hidden = hidden + join(attended.transpose(1, 2).flatten(2))
             hidden = hidden + feed(self.norms[2 * i + 1](hidden))
@@ -705,9 +693,7 @@ STAGES = pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_five_steps_are_those_of_torch_bit_for_bit(two, name, zero):
     if name == "Tiny" and zero:
-        pytest.skip(
-            "fully_shard wants every parameter of one dimension or more: compared with the plain mean below"
-        )
+        pytest.skip("fully_shard wants every parameter of one dimension or more: compared with the plain mean below")
     assert two.run(train_beside_torch, name, zero, "adamw") == [[], []]
 
 
@@ -790,10 +776,7 @@ def test_an_optimizer_step_on_gradients_that_wait_makes_no_silent_error(two, zer
     OPTIMIZERS["sgd"](plain.parameters()).step()
     expected = dict(plain.named_parameters())
     for mine in two.run(optimizer_on_unreduced, zero):
-        assert (
-            far(dict(zip(expected, mine, strict=True)), {n: p.detach() for n, p in expected.items()}, 1e-6)
-            == []
-        )
+        assert far(dict(zip(expected, mine, strict=True)), {n: p.detach() for n, p in expected.items()}, 1e-6) == []
 
 
 @pytest.mark.parametrize(

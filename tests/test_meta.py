@@ -106,11 +106,7 @@ def trains(kind: str) -> tuple[float, float]:
     losses = []
     for _ in range(5):
         words = torch.arange(10)
-        loss = (
-            model(input_ids=words.view(2, 5), labels=words.view(2, 5)).loss
-            if kind == "llama"
-            else model(words)
-        )
+        loss = model(input_ids=words.view(2, 5), labels=words.view(2, 5)).loss if kind == "llama" else model(words)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -153,13 +149,9 @@ def test_values_do_not_depend_on_the_world(two, kind, zero):
 @pytest.mark.core
 def test_each_module_initialises_itself():
     values = materialised("plain", 3)
-    assert torch.equal(values["body.0.weight"], torch.ones(7)) and torch.equal(
-        values["body.0.bias"], torch.zeros(7)
-    )
+    assert torch.equal(values["body.0.weight"], torch.ones(7)) and torch.equal(values["body.0.bias"], torch.zeros(7))
     assert torch.equal(values["rotary.angles"], torch.arange(7) / 7)
-    assert (
-        torch.equal(values["body.2.running_var"], torch.ones(7)) and values["body.2.num_batches_tracked"] == 0
-    )
+    assert torch.equal(values["body.2.running_var"], torch.ones(7)) and values["body.2.num_batches_tracked"] == 0
     assert 0.5 < values["embed.weight"].std() < 1.5
     assert 0 < values["body.1.weight"].abs().max() <= 7**-0.5
     assert "head.weight" not in values
