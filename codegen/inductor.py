@@ -61,9 +61,7 @@ def adopt_strides(backward: Program, forward: Executable) -> None:
 
 
 # -- what the generated code says ------------------------------------------------------------------------------------
-_DEFINITION = re.compile(
-    r"^(?P<name>(?:cpp|triton)\w*?_fused_(?P<operators>\w*?)_?\d+) = async_compile\.", re.M
-)
+_DEFINITION = re.compile(r"^(?P<name>(?:cpp|triton)\w*?_fused_(?P<operators>\w*?)_?\d+) = async_compile\.", re.M)
 _EXTERN = re.compile(r"\bextern_kernels\.(\w+)\(")
 _FALLBACK = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.\w+\(")
 _COMMENT = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[([^\]]*)\]")
@@ -85,17 +83,13 @@ def kernels(source: str, program: Program) -> tuple[Kernel, ...]:
     """
     known = {_base(str(n.target)) for n in program.graph.nodes}
     known |= {
-        _base(str(n.meta["original_aten"]))
-        for n in program.graph.nodes
-        if n.meta.get("original_aten") is not None
+        _base(str(n.meta["original_aten"])) for n in program.graph.nodes if n.meta.get("original_aten") is not None
     }
     body = "\n".join(_body(source))
     found = []
     for match in _DEFINITION.finditer(source):
         calls = len(re.findall(rf"\b{match['name']}(?:\.run)?\(", body))
-        found.append(
-            Kernel(match["name"], _operators(match["operators"], known) or (match["operators"],), calls)
-        )
+        found.append(Kernel(match["name"], _operators(match["operators"], known) or (match["operators"],), calls))
     return tuple(found)
 
 
@@ -125,9 +119,7 @@ def launches(source: str, program: Program) -> list[fx.Node]:
         if comment := _COMMENT.search(line):
             origins = comment.group(1).split(", ")
         elif origins and (_EXTERN.search(line) or re.search(r"= torch\.ops\.|^\s*torch\.ops\.", line)):
-            found += [by_name[name] for name in origins if name in by_name][
-                -1:
-            ]  # (a product's views stand before it)
+            found += [by_name[name] for name in origins if name in by_name][-1:]  # (a product's views stand before it)
             origins = []
     return found
 

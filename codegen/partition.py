@@ -35,9 +35,7 @@ def split(program: Program) -> Parts:
     results = [item for item in joint.output_items() if item[0].role is not OutputRole.GRADIENT]
     kept = {node: port for port, node in results if port.role is OutputRole.KEPT}
     backward_nodes = [
-        n
-        for n in joint.graph.nodes
-        if n.op not in ("placeholder", "output") and info(n).phase is Phase.BACKWARD
+        n for n in joint.graph.nodes if n.op not in ("placeholder", "output") and info(n).phase is Phase.BACKWARD
     ]
     crossing = _crossing(joint, backward_nodes, [node for _, node in gradients])
     ports = dict(zip(joint.placeholders(), joint.inputs, strict=True))

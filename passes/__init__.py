@@ -9,5 +9,13 @@ from zgraph.passes.manager import History, PassManager, PassRecord
 from zgraph.passes.verifier import verify_program, verify_ranks
 
 __all__ = [
-    "Contract", "History", "Pass", "PassManager", "PassRecord", "PassType", "graph_pass", "verify_program", "verify_ranks",
+    "Contract",
+    "History",
+    "Pass",
+    "PassManager",
+    "PassRecord",
+    "PassType",
+    "graph_pass",
+    "verify_program",
+    "verify_ranks",
 ]

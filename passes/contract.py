@@ -68,7 +68,9 @@ class PassType:
         if options is None and self.options is not None:
             options = self.options()
         if self.options is not None and not isinstance(options, self.options):
-            raise TypeError(f"pass {self.contract.name!r} takes options of type {self.options.__name__}, not {type(options).__name__}")
+            raise TypeError(
+                f"pass {self.contract.name!r} takes options of type {self.options.__name__}, not {type(options).__name__}"
+            )
         if self.options is None and options is not None:
             raise TypeError(f"pass {self.contract.name!r} takes no options")
         return Pass(self.contract, self.function, options)

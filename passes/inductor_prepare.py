@@ -32,9 +32,7 @@ def inductor_prepare(program: Program) -> dict[str, int]:
         phase = Phase.BACKWARD if backward else Phase.FORWARD
         set_info(
             node,
-            NodeInfo(
-                phase, module=module_of(node.meta), source=source_of(node.meta), made_by="inductor_prepare"
-            ),
+            NodeInfo(phase, module=module_of(node.meta), source=source_of(node.meta), made_by="inductor_prepare"),
         )
         made += 1
     return {"made": made, "removed": len(before - set(program.graph.nodes))}

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 from torch.autograd.profiler import record_function
 
 from zgraph.errors import ContractError, PassError, VerifyError
@@ -90,12 +89,17 @@ class PassManager:
             if missing:
                 givers = sorted({p.name for p in self.passes if p.contract.provides & missing})
                 raise ContractError(
-                    f"pass {contract.name!r} can't run here", why=f"it requires {sorted(missing)}, which no pass before it provides",
+                    f"pass {contract.name!r} can't run here",
+                    why=f"it requires {sorted(missing)}, which no pass before it provides",
                     hint=f"put it after {givers}" if givers else "add the pass that provides it",
                 )
             clash = contract.conflicts & known
             if clash:
-                raise ContractError(f"pass {contract.name!r} can't run here", why=f"it conflicts with {sorted(clash)}", hint="put it earlier")
+                raise ContractError(
+                    f"pass {contract.name!r} can't run here",
+                    why=f"it conflicts with {sorted(clash)}",
+                    hint="put it earlier",
+                )
             known |= contract.provides
 
     def run(self, program: Program) -> History:
@@ -107,7 +111,9 @@ class PassManager:
         self.check(frozenset(program.facts))
         history = History()
         seconds = self._verify(program)
-        history.records.append(PassRecord("capture", "the joint forward and backward graph", 0.0, seconds, {}, self._keep(program)))
+        history.records.append(
+            PassRecord("capture", "the joint forward and backward graph", 0.0, seconds, {}, self._keep(program))
+        )
         for at, step in enumerate(self.passes):
             before = history.records[-1].program if self.snapshots else None
             start = time.perf_counter()
@@ -126,10 +132,14 @@ class PassManager:
                     error.add_note(f"in pass {step.name!r}; reproducer: {where}")
                     raise
                 raise PassError(
-                    f"pass {step.name!r} failed", why=f"{type(error).__name__}: {error}", hint=f"reproducer: {where}"
+                    f"pass {step.name!r} failed",
+                    why=f"{type(error).__name__}: {error}",
+                    hint=f"reproducer: {where}",
                 ) from error
             logger.debug("pass %s: %.3f s, verified in %.3f s, %s", step.name, took, verified, stats)
-            history.records.append(PassRecord(step.name, step.contract.summary, took, verified, stats, self._keep(program)))
+            history.records.append(
+                PassRecord(step.name, step.contract.summary, took, verified, stats, self._keep(program))
+            )
         return history
 
     def _keep(self, program: Program) -> Program:

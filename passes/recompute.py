@@ -52,10 +52,8 @@ def merge_equal(program: Program) -> int:
     first: dict[Any, fx.Node] = {}
     merged = 0
     for node in program.nodes:
-        if (
-            node.op != "call_function"
-            or (not isinstance(node.target, torch._ops.OpOverload)
-            and node.target is not operator.getitem)
+        if node.op != "call_function" or (
+            not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem
         ):
             continue
         if is_random(node) or mutates(node) or is_start(node) or is_wait(node) or node.is_impure():
@@ -119,12 +117,7 @@ def recompute_all_but(program: Program, saved: set[str]) -> int:
     copies: dict[fx.Node, fx.Node] = {}
 
     def again(node: fx.Node, before: fx.Node) -> fx.Node:
-        if (
-            node in copies
-            or node.op != "call_function"
-            or node.name in saved
-            or info(node).phase is Phase.BACKWARD
-        ):
+        if node in copies or node.op != "call_function" or node.name in saved or info(node).phase is Phase.BACKWARD:
             return copies.get(node, node)
         if is_random(node) or is_start(node) or is_wait(node):
             return node

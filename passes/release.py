@@ -15,7 +15,13 @@ from zgraph.program.node import Role, info
 from zgraph.program.program import Program
 
 
-@graph_pass("release", "gathered parameters are released after their last use", requires=("sharded",), provides=("released",), conflicts=("kept", "released"))
+@graph_pass(
+    "release",
+    "gathered parameters are released after their last use",
+    requires=("sharded",),
+    provides=("released",),
+    conflicts=("kept", "released"),
+)
 def release(program: Program) -> dict[str, int]:
     released = 0
     output = program.output_node()
@@ -26,6 +32,11 @@ def release(program: Program) -> dict[str, int]:
         if output in users:
             continue  # the model returns (a view of) its parameter
         with program.graph.inserting_after(users[-1]):
-            program.call(ops.RELEASE, (node,), info(node).but(role=Role.RELEASE, phase=info(users[-1]).phase, made_by="release"), name=f"release_{node.name}")
+            program.call(
+                ops.RELEASE,
+                (node,),
+                info(node).but(role=Role.RELEASE, phase=info(users[-1]).phase, made_by="release"),
+                name=f"release_{node.name}",
+            )
         released += 1
     return {"released": released}

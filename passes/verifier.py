@@ -31,7 +31,13 @@ def _fault(program: Program, node: fx.Node | None, what: str, why: str) -> Verif
         lines = [f"{'>' if n is node else ' '} {n.format_node()}" for n in nodes[max(0, at - AROUND) : at + AROUND + 1]]
         source = info(node).source if has_info(node) else ""
         where = "\n".join([*([source] if source else []), f"program {program.name!r}, node {name!r}:", *lines])
-    return VerifyError(what, where=where, why=why, hint="the pass that ran last made this program; its options or its code are wrong", node=name)
+    return VerifyError(
+        what,
+        where=where,
+        why=why,
+        hint="the pass that ran last made this program; its options or its code are wrong",
+        node=name,
+    )
 
 
 # -- structure ------------------------------------------------------------------------------------------------------
@@ -41,9 +47,19 @@ def check_order(program: Program) -> None:
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
             if used not in seen:
-                raise _fault(program, node, f"node {node.name!r} uses {used.name!r} before it is defined", "the order is broken or the graph has a cycle")
+                raise _fault(
+                    program,
+                    node,
+                    f"node {node.name!r} uses {used.name!r} before it is defined",
+                    "the order is broken or the graph has a cycle",
+                )
         if node.op != "output" and not has_info(node):
-            raise _fault(program, node, f"node {node.name!r} has no record", "a pass inserted it without saying what it is")
+            raise _fault(
+                program,
+                node,
+                f"node {node.name!r} has no record",
+                "a pass inserted it without saying what it is",
+            )
         seen.add(node)
 
 
@@ -54,19 +70,40 @@ def check_phases(program: Program) -> None:
             continue
         for used in node.all_input_nodes:
             if info(used).phase is Phase.BACKWARD:
-                raise _fault(program, node, f"node {node.name!r} of the forward uses {used.name!r} of the backward", "a forward value can't wait for the backward")
+                raise _fault(
+                    program,
+                    node,
+                    f"node {node.name!r} of the forward uses {used.name!r} of the backward",
+                    "a forward value can't wait for the backward",
+                )
 
 
 def check_ports(program: Program) -> None:
     """Inputs and outputs are what their roles say: count, phase, shape and dtype."""
     placeholders, results = program.placeholders(), program.output_values()
     if len(placeholders) != len(program.inputs):
-        raise _fault(program, None, "inputs and their roles differ in number", f"{len(placeholders)} placeholders, {len(program.inputs)} roles")
+        raise _fault(
+            program,
+            None,
+            "inputs and their roles differ in number",
+            f"{len(placeholders)} placeholders, {len(program.inputs)} roles",
+        )
     if len(results) != len(program.outputs):
-        raise _fault(program, None, "outputs and their roles differ in number", f"{len(results)} outputs, {len(program.outputs)} roles")
+        raise _fault(
+            program,
+            None,
+            "outputs and their roles differ in number",
+            f"{len(results)} outputs, {len(program.outputs)} roles",
+        )
     for port, node in program.input_items():
         if port.role is InputRole.PARAMETER and program.level >= Level.DISTRIBUTED and node.users:
-            _same_tensor(program, node, value(node), program.params[port.name].shard_shape, program.params[port.name].dtype)
+            _same_tensor(
+                program,
+                node,
+                value(node),
+                program.params[port.name].shard_shape,
+                program.params[port.name].dtype,
+            )
         if port.role is InputRole.KEPT:
             _same_tensor(program, node, value(node), program.params[port.name].shape, program.params[port.name].dtype)
         if port.role in (InputRole.PARAMETER, InputRole.KEPT, InputRole.ACCUMULATOR):
@@ -76,24 +113,46 @@ def check_ports(program: Program) -> None:
     for port, node in program.output_items():
         phase = info(node).phase
         if port.role in (OutputRole.OUTPUT, OutputRole.MUTATION, OutputRole.KEPT) and phase is not Phase.FORWARD:
-            raise _fault(program, node, f"{port.role} {port.name!r} comes from the backward node {node.name!r}", "outputs were exchanged")
+            raise _fault(
+                program,
+                node,
+                f"{port.role} {port.name!r} comes from the backward node {node.name!r}",
+                "outputs were exchanged",
+            )
         if port.role is OutputRole.KEPT:
             _serves(program, node, port, "outputs")
             _same_tensor(program, node, value(node), program.params[port.name].shape, program.params[port.name].dtype)
         if port.role is OutputRole.GRADIENT:
-            if phase is not Phase.BACKWARD and program.level < Level.EXECUTABLE and node.op != "placeholder" and node.all_input_nodes:
-                raise _fault(program, node, f"gradient {port.name!r} comes from the forward node {node.name!r}", "outputs were exchanged")
+            if (
+                phase is not Phase.BACKWARD
+                and program.level < Level.EXECUTABLE
+                and node.op != "placeholder"
+                and node.all_input_nodes
+            ):
+                raise _fault(
+                    program,
+                    node,
+                    f"gradient {port.name!r} comes from the forward node {node.name!r}",
+                    "outputs were exchanged",
+                )
             _serves(program, node, port, "outputs")
             if port.of is InputRole.PARAMETER:
                 spec = program.params[port.name]
-                shape = spec.shard_shape if "reduced" in program.facts and "partial" not in program.facts else spec.shape
+                shape = (
+                    spec.shard_shape if "reduced" in program.facts and "partial" not in program.facts else spec.shape
+                )
                 _same_tensor(program, node, value(node), shape, None)
 
 
 def _serves(program: Program, node: fx.Node, port: Port, ports: str) -> None:
     served = info(node).param
     if served is not None and served != port.name:
-        raise _fault(program, node, f"{port.role} {port.name!r} is {node.name!r}, which serves {served!r}", f"{ports} were exchanged")
+        raise _fault(
+            program,
+            node,
+            f"{port.role} {port.name!r} is {node.name!r}, which serves {served!r}",
+            f"{ports} were exchanged",
+        )
 
 
 def _same_tensor(program: Program, node: fx.Node, val: Any, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
@@ -101,7 +160,10 @@ def _same_tensor(program: Program, node: fx.Node, val: Any, shape: tuple[int, ..
         raise _fault(program, node, f"node {node.name!r} is no tensor", f"it is {type(val).__name__}")
     if tuple(val.shape) != tuple(shape) or (dtype is not None and val.dtype != dtype):
         raise _fault(
-            program, node, f"node {node.name!r} has the wrong type", f"it is {val.dtype}{list(val.shape)}; its role needs {dtype or val.dtype}{list(shape)}"
+            program,
+            node,
+            f"node {node.name!r} has the wrong type",
+            f"it is {val.dtype}{list(val.shape)}; its role needs {dtype or val.dtype}{list(shape)}",
         )
 
 
@@ -116,7 +178,9 @@ class ValueCache:
 def check_values(program: Program, cache: ValueCache) -> None:
     """Each node's recorded value is what its operator's fake implementation gives for its arguments."""
     for node in program.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
+        if node.op != "call_function" or (
+            not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem
+        ):
             continue
         if node.target is operator.getitem:
             expected = _type(value(node.args[0])[node.args[1]])
@@ -126,10 +190,20 @@ def check_values(program: Program, cache: ValueCache) -> None:
                 try:
                     cache.known[key] = _type(program.evaluate(node))
                 except Exception as error:
-                    raise _fault(program, node, f"node {node.name!r} can't be evaluated", f"{type(error).__name__}: {error}") from error
+                    raise _fault(
+                        program,
+                        node,
+                        f"node {node.name!r} can't be evaluated",
+                        f"{type(error).__name__}: {error}",
+                    ) from error
             expected = cache.known[key]
         if _type(value(node)) != expected:
-            raise _fault(program, node, f"node {node.name!r} has the wrong value", f"it is recorded as {_type(value(node))}; its operator gives {expected}")
+            raise _fault(
+                program,
+                node,
+                f"node {node.name!r} has the wrong value",
+                f"it is recorded as {_type(value(node))}; its operator gives {expected}",
+            )
 
 
 def _key(arg: Any) -> Any:
@@ -160,7 +234,12 @@ def check_pure(program: Program) -> None:
         return
     for node in program.graph.nodes:
         if collectives.is_start(node) or collectives.is_wait(node):
-            raise _fault(program, node, f"node {node.name!r} communicates in a captured program", "collectives come with the distributed level")
+            raise _fault(
+                program,
+                node,
+                f"node {node.name!r} communicates in a captured program",
+                "collectives come with the distributed level",
+            )
 
 
 def check_waits(program: Program) -> None:
@@ -169,12 +248,27 @@ def check_waits(program: Program) -> None:
         if collectives.is_start(node):
             waits = [u for u in node.users if collectives.is_wait(u)]
             if len(waits) != 1:
-                raise _fault(program, node, f"collective {node.name!r} is waited for {len(waits)} times", "each start has exactly one wait")
+                raise _fault(
+                    program,
+                    node,
+                    f"collective {node.name!r} is waited for {len(waits)} times",
+                    "each start has exactly one wait",
+                )
             others = [u for u in node.users if u not in waits]
             if others:
-                raise _fault(program, others[0], f"node {others[0].name!r} reads {node.name!r} without waiting for it", "its bytes have not arrived there")
+                raise _fault(
+                    program,
+                    others[0],
+                    f"node {others[0].name!r} reads {node.name!r} without waiting for it",
+                    "its bytes have not arrived there",
+                )
         if collectives.is_wait(node) and not (isinstance(node.args[0], fx.Node) and collectives.is_start(node.args[0])):
-            raise _fault(program, node, f"node {node.name!r} waits for no collective", f"{node.args[0]} starts none (or was waited for already)")
+            raise _fault(
+                program,
+                node,
+                f"node {node.name!r} waits for no collective",
+                f"{node.args[0]} starts none (or was waited for already)",
+            )
 
 
 def check_groups(program: Program) -> None:
@@ -184,23 +278,48 @@ def check_groups(program: Program) -> None:
             continue
         record, group = info(node), collectives.group_of(node)
         if group not in program.mesh or group != record.mesh_dim:
-            raise _fault(program, node, f"collective {node.name!r} runs over the wrong group {group!r}", f"its record says {record.mesh_dim!r}, the mesh has {list(program.mesh)}")
+            raise _fault(
+                program,
+                node,
+                f"collective {node.name!r} runs over the wrong group {group!r}",
+                f"its record says {record.mesh_dim!r}, the mesh has {list(program.mesh)}",
+            )
         size = collectives.group_size_of(node)
         if size is not None and size != program.mesh[group]:
-            raise _fault(program, node, f"collective {node.name!r} states {size} ranks", f"mesh dimension {group!r} has {program.mesh[group]}")
+            raise _fault(
+                program,
+                node,
+                f"collective {node.name!r} states {size} ranks",
+                f"mesh dimension {group!r} has {program.mesh[group]}",
+            )
         if record.param is None or record.role not in (Role.GATHER, Role.REDUCE):
             continue
         spec = program.params[record.param]
         if (record.role is Role.GATHER or node.target is collectives.REDUCE_SCATTER) and group != spec.shard_dim:
-            raise _fault(program, node, f"collective {node.name!r} runs over the wrong group {group!r}", f"parameter {spec.name!r} is sharded over {spec.shard_dim!r}")
+            raise _fault(
+                program,
+                node,
+                f"collective {node.name!r} runs over the wrong group {group!r}",
+                f"parameter {spec.name!r} is sharded over {spec.shard_dim!r}",
+            )
         if record.role is Role.GATHER:
             shard = node.all_input_nodes[0]
             while shard.op != "placeholder" and info(shard).role is Role.LAYOUT and shard.all_input_nodes:
                 shard = shard.all_input_nodes[0]
             if shard.op == "placeholder" and info(shard).param != spec.name:
-                raise _fault(program, node, f"collective {node.name!r} gathers {shard.name!r}", f"it is to gather parameter {spec.name!r}")
+                raise _fault(
+                    program,
+                    node,
+                    f"collective {node.name!r} gathers {shard.name!r}",
+                    f"it is to gather parameter {spec.name!r}",
+                )
         if record.role is Role.REDUCE and collectives.reduce_op_of(node) != "avg":
-            raise _fault(program, node, f"gradient reduction {node.name!r} does not average", f"it does {collectives.reduce_op_of(node)!r}: gradients would grow with the number of ranks")
+            raise _fault(
+                program,
+                node,
+                f"gradient reduction {node.name!r} does not average",
+                f"it does {collectives.reduce_op_of(node)!r}: gradients would grow with the number of ranks",
+            )
 
 
 def check_reductions(program: Program) -> None:
@@ -218,7 +337,12 @@ def check_reductions(program: Program) -> None:
                 dims.append(str(info(at).mesh_dim))
             at = at.all_input_nodes[0]
         if sorted(dims) != needed:
-            raise _fault(program, node, f"gradient {port.name!r} ({node.name!r}) is not averaged over the data-parallel ranks", f"it is reduced over {dims}, the mesh needs {needed}")
+            raise _fault(
+                program,
+                node,
+                f"gradient {port.name!r} ({node.name!r}) is not averaged over the data-parallel ranks",
+                f"it is reduced over {dims}, the mesh needs {needed}",
+            )
 
 
 # -- lifetimes ------------------------------------------------------------------------------------------------------
@@ -230,12 +354,26 @@ def check_releases(program: Program) -> None:
             root: fx.Node | None = used
             while root is not None:
                 if root in released:
-                    raise _fault(program, node, f"node {node.name!r} reads {used.name!r} after its release", f"{released[root].name!r} released {root.name!r}")
+                    raise _fault(
+                        program,
+                        node,
+                        f"node {node.name!r} reads {used.name!r} after its release",
+                        f"{released[root].name!r} released {root.name!r}",
+                    )
                 root = aliased_input(root)
         if node.op == "call_function" and node.target is ops.RELEASE:
             buffer = node.args[0]
-            if not (isinstance(buffer, fx.Node) and collectives.is_wait(buffer) and info(buffer.all_input_nodes[0]).role is Role.GATHER):
-                raise _fault(program, node, f"node {node.name!r} releases {buffer}, which was not gathered", "only gathered buffers are released")
+            if not (
+                isinstance(buffer, fx.Node)
+                and collectives.is_wait(buffer)
+                and info(buffer.all_input_nodes[0]).role is Role.GATHER
+            ):
+                raise _fault(
+                    program,
+                    node,
+                    f"node {node.name!r} releases {buffer}, which was not gathered",
+                    "only gathered buffers are released",
+                )
             released[buffer] = node
 
 
@@ -243,19 +381,38 @@ def check_random(program: Program) -> None:
     """No random operator is repeated: it would draw other numbers."""
     for node in program.graph.nodes:
         if node.op != "output" and info(node).copy_of is not None and is_random(node):
-            raise _fault(program, node, f"random operator {node.name!r} repeats {info(node).copy_of!r}", "it would draw other numbers than the forward did")
+            raise _fault(
+                program,
+                node,
+                f"random operator {node.name!r} repeats {info(node).copy_of!r}",
+                "it would draw other numbers than the forward did",
+            )
 
 
 def check_mutation(program: Program) -> None:
     """No operator writes to its arguments: every value is what its definition gave."""
     for node in program.graph.nodes:
         if mutates(node):
-            raise _fault(program, node, f"node {node.name!r} changes its argument", f"{node.target} writes in place; programs are functional")
+            raise _fault(
+                program,
+                node,
+                f"node {node.name!r} changes its argument",
+                f"{node.target} writes in place; programs are functional",
+            )
 
 
 Rule = Callable[[Program], None]
 RULES: tuple[Rule, ...] = (
-    check_order, check_phases, check_ports, check_pure, check_waits, check_groups, check_reductions, check_releases, check_random, check_mutation,
+    check_order,
+    check_phases,
+    check_ports,
+    check_pure,
+    check_waits,
+    check_groups,
+    check_reductions,
+    check_releases,
+    check_random,
+    check_mutation,
 )
 
 
@@ -276,14 +433,25 @@ def verify_ranks(programs: Sequence[Program]) -> None:
         for mine, first in zip(nodes, lists[0], strict=False):
             if (mine.name, _signature(mine)) != (first.name, _signature(first)):
                 raise _fault(
-                    program, mine, f"rank {rank} and rank 0 communicate in different order: {mine.name!r} against {first.name!r}",
+                    program,
+                    mine,
+                    f"rank {rank} and rank 0 communicate in different order: {mine.name!r} against {first.name!r}",
                     "ranks that disagree wait for each other for ever",
                 )
         if len(nodes) != len(lists[0]):
             longer = max(nodes, lists[0], key=len)
             odd = longer[min(len(nodes), len(lists[0]))]
-            raise _fault(program, odd, f"rank {rank} has {len(nodes)} collective nodes, rank 0 has {len(lists[0])}; the first extra is {odd.name!r}", "ranks that disagree wait for each other for ever")
+            raise _fault(
+                program,
+                odd,
+                f"rank {rank} has {len(nodes)} collective nodes, rank 0 has {len(lists[0])}; the first extra is {odd.name!r}",
+                "ranks that disagree wait for each other for ever",
+            )
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
-    return (str(node.target), _type(value(node)), collectives.group_of(node) if collectives.is_start(node) else "")
+    return (
+        str(node.target),
+        _type(value(node)),
+        collectives.group_of(node) if collectives.is_start(node) else "",
+    )

@@ -38,7 +38,9 @@ def group_ranks(mesh: dict[str, int], dim: str, rank: int) -> list[int]:
     return [r for r in range(world) if {k: v for k, v in coordinates(mesh, r).items() if k != dim} == mine]
 
 
-def run_virtual(program: Program, inputs: Sequence[Sequence[Any]], random_states: list[torch.Tensor] | None = None) -> list[tuple[Any, ...]]:
+def run_virtual(
+    program: Program, inputs: Sequence[Sequence[Any]], random_states: list[torch.Tensor] | None = None
+) -> list[tuple[Any, ...]]:
     """Run `program` on every rank of its mesh.
 
     `inputs[r]` are rank r's values for the placeholders, in order. `random_states[r]`, if given, is rank r's CPU

@@ -31,6 +31,7 @@ from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Para
 
 aten = torch.ops.aten
 
+
 @dataclass(frozen=True)
 class KeepOptions:
     """`gathered_before`: an earlier program of this optimizer step has gathered the weights; they come in whole."""
@@ -48,8 +49,12 @@ class ReduceOptions:
 
 
 @graph_pass(
-    "shard_parameters", "parameters enter as shards and are gathered before their first use",
-    requires=("clean",), provides=("sharded",), conflicts=("sharded",), level=Level.DISTRIBUTED,
+    "shard_parameters",
+    "parameters enter as shards and are gathered before their first use",
+    requires=("clean",),
+    provides=("sharded",),
+    conflicts=("sharded",),
+    level=Level.DISTRIBUTED,
 )
 def shard_parameters(program: Program) -> dict[str, int]:
     gathers = gathered_bytes = 0
@@ -60,9 +65,9 @@ def shard_parameters(program: Program) -> dict[str, int]:
         users = sorted(node.users)
         phase = info(users[0]).phase
         with program.fake_mode:
-            node.meta["val"] = torch.empty(_physical(spec.shard_shape, spec), dtype=spec.dtype, device=tensor(node).device).permute(
-                _inverse(_order(spec))
-            )
+            node.meta["val"] = torch.empty(
+                _physical(spec.shard_shape, spec), dtype=spec.dtype, device=tensor(node).device
+            ).permute(_inverse(_order(spec)))
         set_info(node, info(node).but(param=name))
         with program.graph.inserting_before(users[0]):
             whole = _gather(program, node, spec, phase, like=users[0])
@@ -74,8 +79,11 @@ def shard_parameters(program: Program) -> dict[str, int]:
 
 
 @graph_pass(
-    "regather", "what the forward gathered is gathered again for the backward, not kept",
-    requires=("sharded",), provides=("regathered",), conflicts=("kept",),
+    "regather",
+    "what the forward gathered is gathered again for the backward, not kept",
+    requires=("sharded",),
+    provides=("regathered",),
+    conflicts=("kept",),
 )
 def regather(program: Program) -> dict[str, int]:
     regathered = 0
@@ -99,8 +107,12 @@ def regather(program: Program) -> dict[str, int]:
 
 
 @graph_pass(
-    "keep_gathered", "what the first forward of a step gathers is kept until the weights change",
-    options=KeepOptions, requires=("sharded",), provides=("kept",), conflicts=("regathered",),
+    "keep_gathered",
+    "what the first forward of a step gathers is kept until the weights change",
+    options=KeepOptions,
+    requires=("sharded",),
+    provides=("kept",),
+    conflicts=("regathered",),
 )
 def keep_gathered(program: Program, options: KeepOptions) -> dict[str, int]:
     items = list(program.output_items())
@@ -125,14 +137,21 @@ def keep_gathered(program: Program, options: KeepOptions) -> dict[str, int]:
 
 
 @graph_pass(
-    "reduce_gradients", "gradients are averaged over the data-parallel ranks as soon as they are made",
-    options=ReduceOptions, requires=("sharded",), conflicts=("reduced",), provides=("reduced",), level=Level.DISTRIBUTED,
+    "reduce_gradients",
+    "gradients are averaged over the data-parallel ranks as soon as they are made",
+    options=ReduceOptions,
+    requires=("sharded",),
+    conflicts=("reduced",),
+    provides=("reduced",),
+    level=Level.DISTRIBUTED,
 )
 def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]:
     items: list[tuple[Port, fx.Node]] = []
     pending: list[fx.Node] = []  # waits of the reduction in flight, to stand before the next one starts
     scattered = reduced = 0
-    grads = {p.name: n for p, n in program.output_items() if p.role is OutputRole.GRADIENT and p.of is InputRole.PARAMETER}
+    grads = {
+        p.name: n for p, n in program.output_items() if p.role is OutputRole.GRADIENT and p.of is InputRole.PARAMETER
+    }
     final: dict[str, fx.Node] = {}
     built: dict[fx.Node | None, fx.Node] = {}  # what stands behind a gradient already: parameters may share one
     for name, grad in sorted(grads.items(), key=lambda item: item[1]):
@@ -142,7 +161,11 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
             anchor = program.graph.call_function(torch.ops.aten.sym_size.int, ())  # where to build, removed below
         with program.graph.inserting_before(anchor):
             record = NodeInfo(
-                phase=Phase.BACKWARD, module=info(grad).module, source=info(grad).source, param=name, made_by="reduce_gradients"
+                phase=Phase.BACKWARD,
+                module=info(grad).module,
+                source=info(grad).source,
+                param=name,
+                made_by="reduce_gradients",
             )
             node = grad
             if options.accumulated:
@@ -163,7 +186,9 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
     for wait in pending:
         output.prepend(wait)
     for port, node in program.output_items():
-        items.append((port, final[port.name]) if port.role is OutputRole.GRADIENT and port.name in final else (port, node))
+        items.append(
+            (port, final[port.name]) if port.role is OutputRole.GRADIENT and port.name in final else (port, node)
+        )
     program.set_outputs(items)
     if not options.reduce:
         program.facts.add("partial")
@@ -174,9 +199,16 @@ def gathered(program: Program, phase: Phase) -> dict[str, fx.Node]:
     """The whole value of each parameter that this phase gathers, by name: the last node of its gather."""
     found: dict[str, fx.Node] = {}
     for node in program.nodes:
-        if node.op == "call_function" and collectives.is_start(node) and info(node).role is Role.GATHER and info(node).phase is phase:
+        if (
+            node.op == "call_function"
+            and collectives.is_start(node)
+            and info(node).role is Role.GATHER
+            and info(node).phase is phase
+        ):
             last = node
-            while (following := next((u for u in last.users if info(u).role in (Role.WAIT, Role.LAYOUT)), None)) is not None:
+            while (
+                following := next((u for u in last.users if info(u).role in (Role.WAIT, Role.LAYOUT)), None)
+            ) is not None:
                 last = following
             found[str(info(node).param)] = last
     return found
@@ -205,7 +237,13 @@ def _gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, lik
     """all_gather -> wait (-> slice) (-> permute): the whole parameter. `like` is its first user."""
     dim = str(spec.shard_dim)
     ranks = program.mesh[dim]
-    base = NodeInfo(phase=phase, module=info(like).module, source=info(like).source, param=spec.name, made_by="shard_parameters")
+    base = NodeInfo(
+        phase=phase,
+        module=info(like).module,
+        source=info(like).source,
+        param=spec.name,
+        made_by="shard_parameters",
+    )
     layout = base.but(role=Role.LAYOUT)
     slug = _slug(spec.name) + ("" if phase is Phase.FORWARD else "_again")
     order = _order(spec)
@@ -213,7 +251,10 @@ def _gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, lik
     if order != sorted(order):
         node = program.call(aten.permute.default, (node, order), layout, name=f"packed_{slug}")
     start = program.call(
-        collectives.ALL_GATHER, (node, ranks, dim), base.but(role=Role.GATHER, mesh_dim=dim, stream=f"comm:{dim}"), name=f"gather_{slug}"
+        collectives.ALL_GATHER,
+        (node, ranks, dim),
+        base.but(role=Role.GATHER, mesh_dim=dim, stream=f"comm:{dim}"),
+        name=f"gather_{slug}",
     )
     node = program.call(collectives.WAIT, (start,), base.but(role=Role.WAIT, mesh_dim=dim), name=f"whole_{slug}")
     if spec.rows * ranks != spec.shape[0]:
@@ -225,7 +266,10 @@ def _gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, lik
 
 def _accumulate(program: Program, grad: fx.Node, name: str, record: NodeInfo) -> fx.Node:
     held = program.add_input(
-        Port(InputRole.ACCUMULATOR, name), tensor(grad), record.but(role=Role.ACCUMULATE), name=f"accumulated_{_slug(name)}"
+        Port(InputRole.ACCUMULATOR, name),
+        tensor(grad),
+        record.but(role=Role.ACCUMULATE),
+        name=f"accumulated_{_slug(name)}",
     )
     return program.call(aten.add.Tensor, (held, grad), record.but(role=Role.ACCUMULATE), name=f"sum_{_slug(name)}")
 
@@ -244,7 +288,11 @@ def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) 
         node = program.call(aten.permute.default, (node, order), layout, name=f"packed_grad_{slug}")
     if not tensor(node).is_contiguous():
         node = program.call(
-            aten.clone.default, (node,), layout, kwargs={"memory_format": torch.contiguous_format}, name=f"dense_grad_{slug}"
+            aten.clone.default,
+            (node,),
+            layout,
+            kwargs={"memory_format": torch.contiguous_format},
+            name=f"dense_grad_{slug}",
         )
     scatter = 0
     for dim in dims:
@@ -255,7 +303,9 @@ def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) 
             if missing:
                 pad = [0, 0] * (len(spec.shape) - 1) + [0, missing]
                 node = program.call(aten.constant_pad_nd.default, (node, pad), layout, name=f"padded_grad_{slug}")
-            node = program.call(collectives.REDUCE_SCATTER, (node, "avg", ranks, dim), here, name=f"scatter_grad_{slug}")
+            node = program.call(
+                collectives.REDUCE_SCATTER, (node, "avg", ranks, dim), here, name=f"scatter_grad_{slug}"
+            )
             scatter = 1
         else:
             node = program.call(collectives.ALL_REDUCE, (node, "avg", dim), here, name=f"reduce_grad_{slug}")
@@ -284,7 +334,12 @@ def _forward_chain(whole: fx.Node) -> list[fx.Node]:
     for link in chain:
         for user in sorted(link.users):
             only = all(a is link for a in user.all_input_nodes)
-            if info(user).phase is Phase.FORWARD and only and (is_view(user) or user.target in _CASTS) and user not in chain:
+            if (
+                info(user).phase is Phase.FORWARD
+                and only
+                and (is_view(user) or user.target in _CASTS)
+                and user not in chain
+            ):
                 chain.append(user)
     return sorted(chain)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import zgraph
-from zgraph.compiler import programs
 from zgraph.codegen.partition import split
+from zgraph.compiler import programs
 from zgraph.errors import VerifyError
 from zgraph.passes import verifier
 from zgraph.passes.verifier import verify_program, verify_ranks
@@ -297,7 +297,12 @@ def test_a_wrong_dtype_is_refused(program):
 
 
 def test_a_wrong_stride_is_refused(program):
-    node = first(program, lambda n: n.op == "call_function" and info(n).role is Role.COMPUTE and isinstance(n.meta["val"], torch.Tensor) and n.meta["val"].dim() == 2 and min(n.meta["val"].shape) > 1)
+    def is_matrix(n):
+        val = n.meta["val"]
+        computed = n.op == "call_function" and info(n).role is Role.COMPUTE and isinstance(val, torch.Tensor)
+        return computed and val.dim() == 2 and min(val.shape) > 1
+
+    node = first(program, is_matrix)
     with program.fake_mode:
         node.meta["val"] = torch.empty_strided(tensor(node).shape, tensor(node).stride()[::-1])
     refuses(program, node, "wrong value")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +32,9 @@ def _named(collective: str, ballot: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CollectiveError(
-            f"{collective} failed", where=f"module (root), before it ran {_around(ballot, 0)}".rstrip(), why=f"{type(error).__name__}: {error}",
+            f"{collective} failed",
+            where=f"module (root), before it ran {_around(ballot, 0)}".rstrip(),
+            why=f"{type(error).__name__}: {error}",
             hint="a rank has died or stopped: look at the other ranks' output first",
         ) from error
 
@@ -50,9 +51,17 @@ class Agreement:
         whole = self.ranks == list(range(dist.get_world_size()))
         on_cpu = dist.get_backend() != "nccl"
         # Votes are read on the host: over NCCL each would stop the GPU.
-        self.group = dist.group.WORLD if whole and on_cpu else dist.new_group(self.ranks, backend=None if on_cpu else "gloo")
+        self.group = (
+            dist.group.WORLD if whole and on_cpu else dist.new_group(self.ranks, backend=None if on_cpu else "gloo")
+        )
 
-    def vote(self, subject: str, ballot: str, explain: Callable[[], Any] | None = None, compare: Callable[[Sequence[Any]], str] | None = None) -> None:
+    def vote(
+        self,
+        subject: str,
+        ballot: str,
+        explain: Callable[[], Any] | None = None,
+        compare: Callable[[Sequence[Any]], str] | None = None,
+    ) -> None:
         """Raise `RankMismatchError` on every rank unless all give the same `ballot`.
 
         On a difference, what `explain()` returns is exchanged, and `compare` says in words how they differ.
@@ -70,11 +79,16 @@ class Agreement:
         different = [r for r, view in zip(self.ranks, views, strict=True) if view[0] != views[0][0]]
         why = compare([view[1] for view in views]) if compare and all(view[1] is not None for view in views) else None
         if why is None:
-            ballots = {r: view[0] for r, view in zip(self.ranks, views, strict=True) if r in (self.ranks[0], different[0])}
-            common = len(os.path.commonprefix(list(ballots.values())))
+            ballots = {
+                r: view[0] for r, view in zip(self.ranks, views, strict=True) if r in (self.ranks[0], different[0])
+            }
+            first, other = ballots[self.ranks[0]], ballots[different[0]]
+            common = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), 0)
             why = "\n".join(f"rank {r}: {_around(text, common)}" for r, text in ballots.items())
         raise RankMismatchError(
-            f"ranks disagree about {subject}", where=f"rank(s) {different} differ from rank {self.ranks[0]}", why=why,
+            f"ranks disagree about {subject}",
+            where=f"rank(s) {different} differ from rank {self.ranks[0]}",
+            why=why,
             hint="give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
         )
 

@@ -22,9 +22,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from zgraph.program import torch_private
 from zgraph.errors import CaptureError, UnsupportedError
-from zgraph.program import ops
+from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
 
@@ -95,18 +94,20 @@ def trace(
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
         flat = _capture(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
         given = flat.flatten(module, fake_args, fake_kwargs)
-        inputs = [
-            names.get(id(x)) or FlatInput(InputRole.INPUT, f"input_{i}") for i, x in enumerate(given)
-        ]
+        inputs = [names.get(id(x)) or FlatInput(InputRole.INPUT, f"input_{i}") for i, x in enumerate(given)]
         user = {id(leaf) for leaf in pytree.tree_leaves((fake_args, fake_kwargs))}
         inputs = [
-            FlatInput(InputRole.CONSTANT, f"constant_{i}") if port.role is InputRole.INPUT and id(x) not in user and not _inside(x, fake_args, fake_kwargs) else port
+            FlatInput(InputRole.CONSTANT, f"constant_{i}")
+            if port.role is InputRole.INPUT and id(x) not in user and not _inside(x, fake_args, fake_kwargs)
+            else port
             for i, (x, port) in enumerate(zip(given, inputs, strict=True))
         ]
         returned = flat.graph_module.graph.output_node().args[0]
         values = [n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in returned]  # type: ignore[union-attr]
         grad = torch.is_grad_enabled()
-        differentiable = frozenset(i for i, v in enumerate(values) if grad and isinstance(v, torch.Tensor) and v.requires_grad)
+        differentiable = frozenset(
+            i for i, v in enumerate(values) if grad and isinstance(v, torch.Tensor) and v.requires_grad
+        )
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
     return Trace(flat, inputs, differentiable, loss if loss in differentiable else None, params, mesh)
 
@@ -114,7 +115,9 @@ def trace(
 _REFUSALS = (torch_private.DynamoError, ValueError, RuntimeError, TypeError, AssertionError)
 
 
-def _capture(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode) -> torch_private.FlatCapture:
+def _capture(
+    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode
+) -> torch_private.FlatCapture:
     """Capture; where that fails, run the forward once on fake tensors and try again.
 
     Some models finish their construction in their first forward (under locks, with hooks), which can't be traced.
@@ -152,7 +155,11 @@ def _inside(x: Any, args: Any, kwargs: Any) -> bool:
 
 @contextlib.contextmanager
 def _fake_state(
-    module: nn.Module, params: dict[str, ParamSpec], fake_mode: FakeTensorMode, fake: Callable[[Any], Any], device: torch.device
+    module: nn.Module,
+    params: dict[str, ParamSpec],
+    fake_mode: FakeTensorMode,
+    fake: Callable[[Any], Any],
+    device: torch.device,
 ) -> Iterator[dict[int, FlatInput]]:
     """Put fake tensors of whole shapes in place of all parameters and buffers; yields what each fake one is."""
     held: list[tuple[dict[str, Any], str, Any]] = []
@@ -166,7 +173,11 @@ def _fake_state(
                         continue
                     name = f"{path}.{key}" if path else key
                     if id(real) not in made:
-                        made[id(real)] = _fake_parameter(params[name], fake_mode, device) if role is InputRole.PARAMETER else fake(real)
+                        made[id(real)] = (
+                            _fake_parameter(params[name], fake_mode, device)
+                            if role is InputRole.PARAMETER
+                            else fake(real)
+                        )
                         names[id(made[id(real)])] = FlatInput(role, name)
                     held.append((table, key, real))
                     table[key] = made[id(real)]
@@ -182,7 +193,9 @@ def _fake_parameter(spec: ParamSpec, fake_mode: FakeTensorMode, device: torch.de
     return nn.Parameter(whole, requires_grad=spec.requires_grad)
 
 
-def _find_loss(flat: torch_private.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]) -> int | None:
+def _find_loss(
+    flat: torch_private.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]
+) -> int | None:
     """The flat output that is the loss: the output itself if it is a scalar, `.loss`, `["loss"]`, or the first element."""
     with contextlib.suppress(Exception), _unchanged(module, (args, kwargs)):
         loss = find_loss(flat.bind(lambda *_: tuple(values))(module, *args, **kwargs))
@@ -194,7 +207,10 @@ def _find_loss(flat: torch_private.FlatCapture, module: nn.Module, args: Any, kw
 def _unchanged(module: nn.Module, inputs: Any) -> Iterator[None]:
     """What a replay of the forward's side effects does to Python objects is undone: attributes and containers of the
     module, of what hangs on it, and of the objects among its inputs."""
-    objects: list[Any] = [*module.modules(), *(x for x in pytree.tree_leaves(inputs) if hasattr(x, "__dict__"))]
+    objects: list[Any] = [
+        *module.modules(),
+        *(x for x in pytree.tree_leaves(inputs) if hasattr(x, "__dict__")),
+    ]
     seen = {id(x) for x in objects}
     held: list[tuple[Any, Any]] = []
     for item in objects:  # (grows)
@@ -213,7 +229,10 @@ def _unchanged(module: nn.Module, inputs: Any) -> Iterator[None]:
     finally:
         for value, content in held:
             now = list(value.items()) if isinstance(value, dict) else list(value)
-            if len(now) == len(content) and all(a is b or (isinstance(a, tuple) and a[1] is b[1] and a[0] == b[0]) for a, b in zip(now, content, strict=True)):
+            if len(now) == len(content) and all(
+                a is b or (isinstance(a, tuple) and a[1] is b[1] and a[0] == b[0])
+                for a, b in zip(now, content, strict=True)
+            ):
                 continue
             value.clear()
             (value.extend if isinstance(value, list) else value.update)(content)
@@ -264,7 +283,8 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
             inputs.append(Port(InputRole.TANGENT, f"output_{at}", at))
         else:
             raise UnsupportedError(
-                "the model's autograd graph has an input that zgraph does not know", why=f"{node.name}: {kind}",
+                "the model's autograd graph has an input that zgraph does not know",
+                why=f"{node.name}: {kind}",
                 hint="if the model changes a tensor that requires a gradient in place, write it without",
             )
     seen: set[tuple[str, int]] = set()
@@ -278,7 +298,13 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
         seen.add((kind, at))
         outputs.append((_output_port(kind, at, trace), node))
     program = Program(
-        name=name, module=torch_private.lazy_module(joint, graph), inputs=inputs, outputs=[], mesh=dict(trace.mesh), params=dict(trace.params), fake_mode=trace.flat.fake_mode,
+        name=name,
+        module=torch_private.lazy_module(joint, graph),
+        inputs=inputs,
+        outputs=[],
+        mesh=dict(trace.mesh),
+        params=dict(trace.params),
+        fake_mode=trace.flat.fake_mode,
     )
     _annotate(graph)
     program.set_outputs(outputs)
@@ -291,7 +317,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
 
 
 def _identifier(path: str) -> str:
-    """"layer.SelfAttention.q" -> "layer_self_attention_q": FX would change any other name of an input when it copies it."""
+    """ "layer.SelfAttention.q" -> "layer_self_attention_q": FX would change any other name of an input when it copies it."""
     return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path)).lower()
 
 
@@ -303,7 +329,8 @@ def _output_port(kind: str, at: int, trace: Trace) -> Port:
         if flat.role is InputRole.PARAMETER:
             raise UnsupportedError(
                 f"the model's forward changes its parameter {flat.name!r} in place",
-                why="a sharded parameter has no whole tensor to change", hint="keep such state in a buffer",
+                why="a sharded parameter has no whole tensor to change",
+                hint="keep such state in a buffer",
             )
         return Port(OutputRole.MUTATION, flat.name, at, of=flat.role)
     if kind == "gradient" and flat is not None:
@@ -336,4 +363,9 @@ def _capture_error(error: BaseException) -> CaptureError:
     hint = "write this part without control flow that depends on tensor values (torch.where, masks) or calls that can't be traced"
     if hints:
         hint += f"; torch says: {hints[0]}"
-    return CaptureError("the model can't be captured as one graph", where=where, why=f"{type(error).__name__}: {reason}", hint=hint)
+    return CaptureError(
+        "the model can't be captured as one graph",
+        where=where,
+        why=f"{type(error).__name__}: {reason}",
+        hint=hint,
+    )

@@ -21,7 +21,7 @@ from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import Parts, split
 from zgraph.passes import History, PassManager, verify_program
 from zgraph.passes.aliases import is_random
-from zgraph.pipeline import Variant, build
+from zgraph.pipeline import PLAIN, Variant, build
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
@@ -53,14 +53,14 @@ class StepProgram:
         """Do whole weights outlive the program?"""
         return any(p.role is OutputRole.KEPT for p in self.history().program.outputs)
 
-    def history(self, variant: Variant = Variant()) -> History:
+    def history(self, variant: Variant = PLAIN) -> History:
         """The way of this program through the pipeline."""
         if variant not in self._histories:
             manager = PassManager(build(self.plan, variant, training=self.differentiated))
             self._histories[variant] = manager.run(self.captured.snapshot())
         return self._histories[variant]
 
-    def parts(self, variant: Variant = Variant()) -> Parts:
+    def parts(self, variant: Variant = PLAIN) -> Parts:
         if variant not in self._parts:
             parts = split(self.history(variant).program)
             for part in (parts.forward, parts.backward):
@@ -83,7 +83,9 @@ class StepProgram:
             saved = [p.name for p in first.program.outputs if p.role is OutputRole.SAVED]
             taken = [p.name for p in part.inputs if p.role is InputRole.SAVED]
             if saved != taken:
-                raise AssertionError(f"{self.name}: the forward saves {set(saved) ^ set(taken)} that the backward does not take, or the reverse")
+                raise AssertionError(
+                    f"{self.name}: the forward saves {set(saved) ^ set(taken)} that the backward does not take, or the reverse"
+                )
             adopt_strides(part, first)
             self._backwards[reduce, accumulated] = self._compile(part, is_backward=True)
         return self._backwards[reduce, accumulated]
@@ -107,8 +109,18 @@ class Entry:
     """One input signature."""
 
     def __init__(
-        self, name: str, shown: str, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
-        specs: dict[str, ParamSpec], mesh: dict[str, int], plan: Plan, groups: dict[str, str], device: torch.device,
+        self,
+        name: str,
+        shown: str,
+        module: nn.Module,
+        forward: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        specs: dict[str, ParamSpec],
+        mesh: dict[str, int],
+        plan: Plan,
+        groups: dict[str, str],
+        device: torch.device,
     ) -> None:
         start = time.perf_counter()
         self.name = name
@@ -116,7 +128,8 @@ class Entry:
         self.plan = plan
         self.groups = groups
         self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device)
-        self.constants = [None if isinstance(n, fx.Node) else n for n in self.trace.flat.graph_module.graph.output_node().args[0]]  # type: ignore[union-attr]
+        returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
+        self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
         loss = self.trace.loss
         self.pattern = frozenset({loss}) if loss is not None else self.trace.differentiable
         self._programs: dict[frozenset[int], StepProgram] = {}

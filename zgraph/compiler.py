@@ -30,7 +30,12 @@ Inputs = tuple[Any, ...] | dict[str, Any]
 
 
 def compile(
-    model: M, plan: Plan | None = None, *, inputs: Inputs | None = None, loss_fn: Callable[..., Any] | None = None, mesh: DeviceMesh | None = None
+    model: M,
+    plan: Plan | None = None,
+    *,
+    inputs: Inputs | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> M:
     """Shard `model` as `plan` says and let its forward and backward run as compiled programs.
 
@@ -52,12 +57,19 @@ def compile(
     if not isinstance(model, nn.Module):
         raise ModelError(f"zgraph.compile takes an nn.Module, not {type(model).__name__}")
     if is_compiled(model):
-        raise ModelError("the model is compiled already", hint="model.zgraph.recompile(plan) runs the same weights by another plan")
+        raise ModelError(
+            "the model is compiled already",
+            hint="model.zgraph.recompile(plan) runs the same weights by another plan",
+        )
     inner = next((name for name, child in model.named_modules() if is_compiled(child)), None)
     if inner is not None:
         raise ModelError(f"module {inner!r} of the model is compiled already", hint="compile only the outermost module")
     if loss_fn is not None:
-        raise ModelError("loss_fn has no use yet", why="it belongs to train_step", hint="compute the loss outside: loss_fn(model(x)).backward()")
+        raise ModelError(
+            "loss_fn has no use yet",
+            why="it belongs to train_step",
+            hint="compute the loss outside: loss_fn(model(x)).backward()",
+        )
     plan = plan or Plan()
     device = _device(model)
     _init_process_group(device)
@@ -67,12 +79,23 @@ def compile(
     agreement = Agreement(mesh)
     specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold)
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
-    agreement.vote("the model", "; ".join(f"{s.name}: {s.dtype}{list(s.shape)}{'' if s.requires_grad else ' frozen'}" for s in specs.values()))
+    agreement.vote(
+        "the model",
+        "; ".join(f"{s.name}: {s.dtype}{list(s.shape)}{'' if s.requires_grad else ' frozen'}" for s in specs.values()),
+    )
     _same_values(model, agreement)
-    seed = agreement.broadcast(torch.initial_seed()) if any(p.is_meta for p in [*model.parameters(), *model.buffers()]) else 0
+    seed = (
+        agreement.broadcast(torch.initial_seed())
+        if any(p.is_meta for p in [*model.parameters(), *model.buffers()])
+        else 0
+    )
     forward = getattr(model.forward, "__func__", None)
     if forward is None:
-        raise ModelError("the model's forward is not a method", why="it was replaced on the instance", hint="define forward in the model's class")
+        raise ModelError(
+            "the model's forward is not a method",
+            why="it was replaced on the instance",
+            hint="define forward in the model's class",
+        )
     shards = shard(model, specs, mesh, device, seed)
     runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement)
     attach(model, runtime)
@@ -119,7 +142,11 @@ def _device(model: nn.Module) -> torch.device:
             by_device.setdefault(tensor.device, name)
     if len(by_device) > 1:
         shown = ", ".join(f"{name!r} on {device}" for device, name in by_device.items())
-        raise ModelError("the model's tensors are on several devices", why=shown, hint="move the model to one device: model.to(device)")
+        raise ModelError(
+            "the model's tensors are on several devices",
+            why=shown,
+            hint="move the model to one device: model.to(device)",
+        )
     if by_device:
         return next(iter(by_device))
     if torch.cuda.is_available():
@@ -146,7 +173,10 @@ def _mesh(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> tuple[De
         sizes = plan.resolve_mesh(mesh.size())
         given = dict(zip(names, mesh.shape, strict=True))
         if given != sizes:
-            raise MeshError(f"the mesh given is {given}, the plan's is {sizes}", hint="give one of the plan's sizes, or change plan.mesh")
+            raise MeshError(
+                f"the mesh given is {given}, the plan's is {sizes}",
+                hint="give one of the plan's sizes, or change plan.mesh",
+            )
         return mesh, sizes
     if not dist.is_initialized():
         return None, plan.resolve_mesh(1)
@@ -164,7 +194,11 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     total = torch.sum(tensor, dtype=torch.int64)
     for dim in range(tensor.dim() if tensor.numel() else 0):
-        along = tensor.sum([d for d in range(tensor.dim()) if d != dim], dtype=torch.int64) if tensor.dim() > 1 else tensor.long()
+        along = (
+            tensor.sum([d for d in range(tensor.dim()) if d != dim], dtype=torch.int64)
+            if tensor.dim() > 1
+            else tensor.long()
+        )
         total = total * 31 + (along * torch.arange(1, along.numel() + 1, device=tensor.device)).sum()
     return total.cpu()
 

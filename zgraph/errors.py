@@ -30,9 +30,7 @@ __all__ = [
 class ZgraphError(Exception):
     """The base of all of zgraph's errors: `except zgraph.errors.ZgraphError` catches every one of them."""
 
-    def __init__(
-        self, what: str, *, where: str | None = None, why: str | None = None, hint: str | None = None
-    ) -> None:
+    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, hint: str | None = None) -> None:
         # `what` alone is in `args`: pickle calls the type with `args` and restores the rest from `__dict__`.
         super().__init__(what)
         self.what = what

@@ -74,14 +74,20 @@ class Handle:
         old = self.runtime
         sizes = plan.resolve_mesh(old.mesh.size() if old.mesh is not None else 1)
         if sizes != old.sizes:
-            raise ModelError(f"recompile keeps the mesh {old.sizes}, the plan has {sizes}", hint="compile a fresh model, and load a state dict")
+            raise ModelError(
+                f"recompile keeps the mesh {old.sizes}, the plan has {sizes}",
+                hint="compile a fresh model, and load a state dict",
+            )
         if layout(old.module, sizes, plan.zero, plan.param_persistence_threshold) != old.shards.specs:
             raise ModelError(
-                "the plan lays parameters out in another way", why="an optimizer holds the parameters as they are now",
+                "the plan lays parameters out in another way",
+                why="an optimizer holds the parameters as they are now",
                 hint="stages 1, 2 and 3 share a layout; for stage 0 or another threshold compile a fresh model, and load a state dict",
             )
         old.agreement.vote("the plan of recompile", plan.hash())
-        self.runtime = Runtime(old.module, old.forward_function, plan, sizes, old.mesh, old.shards, old.device, old.agreement)
+        self.runtime = Runtime(
+            old.module, old.forward_function, plan, sizes, old.mesh, old.shards, old.device, old.agreement
+        )
 
 
 def attach(module: nn.Module, runtime: Runtime) -> Handle:
@@ -118,7 +124,10 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         module.__dict__.update(ours)
     old = handle.runtime
     shards = old.shards.adopt(twin)
-    attach(twin, Runtime(twin, old.forward_function, old.plan, old.sizes, old.mesh, shards, old.device, old.agreement))
+    attach(
+        twin,
+        Runtime(twin, old.forward_function, old.plan, old.sizes, old.mesh, shards, old.device, old.agreement),
+    )
     return twin
 
 
@@ -129,6 +138,7 @@ def _is_ours(module: nn.Module, name: str) -> bool:
 
 def _refuse_pickle(protocol: int) -> Callable[..., Any]:
     raise ModelError(
-        "a compiled model can't be pickled", why="its process groups and kernels belong to this process",
+        "a compiled model can't be pickled",
+        why="its process groups and kernels belong to this process",
         hint="save model.state_dict() instead; compile the model again after loading",
     )

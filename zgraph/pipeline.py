@@ -12,7 +12,14 @@ from zgraph.passes.cleanup import cleanup
 from zgraph.passes.inductor_prepare import inductor_prepare
 from zgraph.passes.recompute import recompute
 from zgraph.passes.release import release
-from zgraph.passes.zero import KeepOptions, ReduceOptions, keep_gathered, reduce_gradients, regather, shard_parameters
+from zgraph.passes.zero import (
+    KeepOptions,
+    ReduceOptions,
+    keep_gathered,
+    reduce_gradients,
+    regather,
+    shard_parameters,
+)
 
 if TYPE_CHECKING:
     from zgraph.plan import Plan
@@ -28,7 +35,10 @@ class Variant:
     accumulated: bool = False
 
 
-def build(plan: Plan, variant: Variant = Variant(), *, training: bool = True) -> list[Pass]:
+PLAIN = Variant()  # a step of one micro-batch
+
+
+def build(plan: Plan, variant: Variant = PLAIN, *, training: bool = True) -> list[Pass]:
     """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there.
 
     A program that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
@@ -54,7 +64,10 @@ def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | Non
         return
     names = [p.name for p in passes]
     if anchor not in names:
-        raise PlanError(f"pass {ref!r} is to stand {position} {anchor!r}, which is not in the pipeline", hint=f"there are: {', '.join(names)}")
+        raise PlanError(
+            f"pass {ref!r} is to stand {position} {anchor!r}, which is not in the pipeline",
+            hint=f"there are: {', '.join(names)}",
+        )
     passes.insert(names.index(anchor) + (position == "after"), mine)
 
 
@@ -64,8 +77,15 @@ def load_pass(ref: str) -> Pass:
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise PlanError(f"pass {ref!r} can't be loaded", why=f"{type(error).__name__}: {error}", hint="is the module on the Python path?") from error
+        raise PlanError(
+            f"pass {ref!r} can't be loaded",
+            why=f"{type(error).__name__}: {error}",
+            hint="is the module on the Python path?",
+        ) from error
     made = found() if isinstance(found, PassType) else found
     if not isinstance(made, Pass):
-        raise PlanError(f"{ref!r} is no pass but {type(found).__name__}", hint="decorate the function with zgraph.passes.graph_pass")
+        raise PlanError(
+            f"{ref!r} is no pass but {type(found).__name__}",
+            hint="decorate the function with zgraph.passes.graph_pass",
+        )
     return made

@@ -123,9 +123,7 @@ class Mesh(dict[str, int]):
 def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
     for name, size in sizes.items():
         if name not in MESH_DIMENSIONS:
-            raise PlanError(
-                f"a mesh has no dimension {name!r}", where=name, hint=_did_you_mean(name, MESH_DIMENSIONS)
-            )
+            raise PlanError(f"a mesh has no dimension {name!r}", where=name, hint=_did_you_mean(name, MESH_DIMENSIONS))
         if size != -1 and size < 1:
             raise PlanError(
                 f"mesh dimension {name!r} can't have size {size}",
@@ -234,9 +232,7 @@ class Plan(Record, frozen=True):
         default=0, description="parameters of fewer elements than this stay whole on every rank"
     )
     passes: tuple[
-        Annotated[
-            str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)
-        ],
+        Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)],
         ...,
     ] = Field(
         default=(),
@@ -356,17 +352,13 @@ def _plan_errors(record: type[Record]) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise _joined(
-            [problem for detail in error.errors() for problem in _problems(record, detail)]
-        ) from None
+        raise _joined([problem for detail in error.errors() for problem in _problems(record, detail)]) from None
 
 
 def _joined(problems: list[PlanError]) -> PlanError:
     if len(problems) == 1:
         return problems[0]
-    error = PlanError(
-        f"the plan has {len(problems)} errors", why="\n".join(str(problem) for problem in problems)
-    )
+    error = PlanError(f"the plan has {len(problems)} errors", why="\n".join(str(problem) for problem in problems))
     error.problems = tuple(problems)
     return error
 

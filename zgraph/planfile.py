@@ -23,9 +23,7 @@ def read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise PlanError(
-            "there is no such plan file", where=str(file), hint=f"looked in {Path.cwd()}"
-        ) from None
+        raise PlanError("there is no such plan file", where=str(file), hint=f"looked in {Path.cwd()}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError("the plan file can't be read", where=str(file), why=str(error)) from error
 
@@ -41,9 +39,7 @@ def parse(text: str, file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         line = _line_of(error, text)
         where = f"{file}:{line}" if line else str(file)
-        raise PlanError(
-            f"this is not valid {file.suffix[1:].upper()}", where=where, why=str(error)
-        ) from error
+        raise PlanError(f"this is not valid {file.suffix[1:].upper()}", where=where, why=str(error)) from error
     if data is None:  # an empty YAML file
         return {}
     if not isinstance(data, dict):

@@ -32,10 +32,7 @@ class Report:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.parts = [
-            _part(e)
-            for entry in runtime.entries.values()
-            for step in entry.programs()
-            for e in step.executables()
+            _part(e) for entry in runtime.entries.values() for step in entry.programs() for e in step.executables()
         ]
 
     def kernels(self) -> tuple[Kernel, ...]:
@@ -53,9 +50,7 @@ class Report:
         whole = sum(s.nbytes for s in specs)
         ranks = runtime.sizes.get("dp", 1)
         held = sum(
-            s.nbytes // s.shape[0] * s.rows if s.shard_dim else s.nbytes
-            for s in specs
-            if s.shape or not s.shard_dim
+            s.nbytes // s.shape[0] * s.rows if s.shard_dim else s.nbytes for s in specs if s.shape or not s.shard_dim
         )
         lines = [
             f"plan: zero {runtime.plan.zero}, backend {runtime.plan.backend}, mesh {runtime.sizes}",

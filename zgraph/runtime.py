@@ -37,8 +37,15 @@ class Runtime:
     """The run time of one compiled module."""
 
     def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], plan: Plan, sizes: dict[str, int], mesh: DeviceMesh | None,
-        shards: Shards, device: torch.device, agreement: Agreement,
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        plan: Plan,
+        sizes: dict[str, int],
+        mesh: DeviceMesh | None,
+        shards: Shards,
+        device: torch.device,
+        agreement: Agreement,
     ) -> None:
         self.module = module
         self.forward_function = forward
@@ -48,7 +55,9 @@ class Runtime:
         self.shards = shards
         self.device = device
         self.agreement = agreement
-        self.groups = {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()} if mesh is not None else {}
+        self.groups = (
+            {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()} if mesh is not None else {}
+        )
         self.entries: dict[str, Entry] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
         self.kept: dict[str, torch.Tensor] = {}
@@ -67,7 +76,10 @@ class Runtime:
         """The compiled entry for inputs of this signature; a new signature is captured and compiled, on all ranks alike."""
         self.shards.refresh()
         signed = signature(self.module, args, kwargs)
-        key, known = signed, 0  # the same inputs may have programs for several states of the module's Python attributes
+        key, known = (
+            signed,
+            0,
+        )  # the same inputs may have programs for several states of the module's Python attributes
         while key in self.entries and (stale := self.entries[key].trace.flat.stale(self.module)) is not None:
             logger.info("%s is not for the module as it is now: no longer %s", self.entries[key].name, stale[0])
             known += 1
@@ -79,7 +91,11 @@ class Runtime:
             self._check_devices(args, kwargs)
             made = self._compile(key, args, kwargs)
             if (stale := made.trace.flat.stale(self.module)) is not None:
-                logger.warning("%s: changes of Python attributes that forward reads will not be noticed (%s can't be watched)", made.name, stale[0])
+                logger.warning(
+                    "%s: changes of Python attributes that forward reads will not be noticed (%s can't be watched)",
+                    made.name,
+                    stale[0],
+                )
                 made.trace.flat.unwatch()
             before = f"{signed}; python state {known - 1}" if known > 1 else signed
             made.unsettled_before = known > 0 and self.entries[before].unsettled
@@ -97,7 +113,9 @@ class Runtime:
         entry.unsettled = stale is not None
         if stale is not None and entry.unsettled_before:
             raise CaptureError(
-                "the model's forward changes Python state that it depends on, at every call", where=stale[1], why=f"no longer true after the call: {stale[0]}",
+                "the model's forward changes Python state that it depends on, at every call",
+                where=stale[1],
+                why=f"no longer true after the call: {stale[0]}",
                 hint="keep such state in a buffer (register_buffer), or change it outside of forward",
             )
 
@@ -108,7 +126,19 @@ class Runtime:
         log = logger.warning if self.entries and first_rank else logger.info
         log("new input signature: compiling program %s for %s", name, shown)
         specs = with_requires_grad(self.shards.specs, self.shards.params())
-        entry = Entry(name, shown, self.module, self.forward_function, args, kwargs, specs, self.sizes, self.plan, self.groups, self.device)
+        entry = Entry(
+            name,
+            shown,
+            self.module,
+            self.forward_function,
+            args,
+            kwargs,
+            specs,
+            self.sizes,
+            self.plan,
+            self.groups,
+            self.device,
+        )
         self.prepare(entry.program())
         return entry
 
@@ -151,9 +181,16 @@ class Runtime:
     def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, DTensor):
-                raise SignatureError("an input is a DTensor", why="a call takes this rank's own batch", hint="give its local tensor")
+                raise SignatureError(
+                    "an input is a DTensor",
+                    why="a call takes this rank's own batch",
+                    hint="give its local tensor",
+                )
             if isinstance(leaf, torch.Tensor) and leaf.device.type not in (self.device.type, "cpu"):
-                raise SignatureError(f"an input is on {leaf.device}, the model on {self.device}", hint=f"move it: x.to({str(self.device)!r})")
+                raise SignatureError(
+                    f"an input is on {leaf.device}, the model on {self.device}",
+                    hint=f"move it: x.to({str(self.device)!r})",
+                )
 
     def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         step = entry.program()
@@ -163,11 +200,17 @@ class Runtime:
         params = self.shards.params()
         names = [p.name for p in entry.trace.inputs if p.role is InputRole.PARAMETER and params[p.name].requires_grad]
         tensors = [params[n] for n in names]
-        loose = [i for i, port in enumerate(entry.trace.inputs) if port.role is not InputRole.PARAMETER and isinstance(flat[i], torch.Tensor) and flat[i].requires_grad]
+        loose = [
+            i
+            for i, port in enumerate(entry.trace.inputs)
+            if port.role is not InputRole.PARAMETER and isinstance(flat[i], torch.Tensor) and flat[i].requires_grad
+        ]
         return tuple(_Step.apply(self, entry, flat, names, loose, *tensors, *(flat[i] for i in loose)))
 
     # -- forward ----------------------------------------------------------------------------------------------------
-    def run_forward(self, entry: Entry, step: StepProgram, flat: Sequence[Any], *, mutate: bool = True) -> tuple[list[Any], list[Any]]:
+    def run_forward(
+        self, entry: Entry, step: StepProgram, flat: Sequence[Any], *, mutate: bool = True
+    ) -> tuple[list[Any], list[Any]]:
         """(the flat outputs, the saved values) of one forward; buffers are updated unless `mutate` is False."""
         gathered_before = step.keeps and self._kept_valid(step)
         executable = step.forward(gathered_before)
@@ -216,8 +259,14 @@ class Runtime:
 
     # -- backward ---------------------------------------------------------------------------------------------------
     def run_backward(
-        self, step: StepProgram, saved: list[Any], flat: Sequence[Any], tangents: dict[int, torch.Tensor],
-        kept: dict[str, torch.Tensor], *, clear: bool,
+        self,
+        step: StepProgram,
+        saved: list[Any],
+        flat: Sequence[Any],
+        tangents: dict[int, torch.Tensor],
+        kept: dict[str, torch.Tensor],
+        *,
+        clear: bool,
     ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
         """The gradients of one backward, by role and name of what they are of; `kept` are its forward's whole weights."""
         reduce, accumulated = self._reduction(step)
@@ -295,17 +344,34 @@ class _Step(torch.autograd.Function):
     """One forward and its backward, as autograd sees them."""
 
     @staticmethod
-    def forward(ctx: Any, runtime: Runtime, entry: Entry, flat: tuple[Any, ...], names: list[str], loose: list[int], *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any,
+        runtime: Runtime,
+        entry: Entry,
+        flat: tuple[Any, ...],
+        names: list[str],
+        loose: list[int],
+        *tensors: torch.Tensor,
+    ) -> tuple[Any, ...]:
         step = entry.program()
         ctx.set_materialize_grads(False)
-        ctx.runtime, ctx.entry, ctx.step, ctx.flat, ctx.names, ctx.loose = runtime, entry, step, flat, names, loose
+        ctx.runtime, ctx.entry, ctx.step, ctx.flat, ctx.names, ctx.loose = (
+            runtime,
+            entry,
+            step,
+            flat,
+            names,
+            loose,
+        )
         # What a second forward would need, should the user differentiate other outputs than were expected.
         ctx.random = _random_states(runtime.device) if step.random else None
         ctx.before = {i: flat[i].clone() for i in step.mutated}
         outputs, ctx.saved = runtime.run_forward(entry, step, flat)
         ctx.kept = dict(runtime.kept) if step.keeps else {}
         ctx.versions = {n: runtime.shards.version(n) for n in names}
-        plain = [v for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and i not in entry.trace.differentiable]
+        plain = [
+            v for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and i not in entry.trace.differentiable
+        ]
         ctx.mark_non_differentiable(*plain)
         return tuple(outputs)
 
@@ -313,19 +379,25 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "gradients of gradients are not supported", why="the backward was started with create_graph=True, and programs have one backward",
+                "gradients of gradients are not supported",
+                why="the backward was started with create_graph=True, and programs have one backward",
                 hint="compute a penalty on gradients with the plain model, or leave out create_graph",
             )
         runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
         tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
         runtime.agreement.vote(
-            "a backward pass", f"{step.name}, outputs {sorted(tangents)}, {'only accumulating' if runtime.accumulating else 'reducing'}"
+            "a backward pass",
+            f"{step.name}, outputs {sorted(tangents)}, {'only accumulating' if runtime.accumulating else 'reducing'}",
         )
         if ctx.saved is None:
-            raise RuntimeError("backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward")
+            raise RuntimeError(
+                "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"
+            )
         changed = [n for n in ctx.names if runtime.shards.version(n) != ctx.versions[n]]
         if changed and step.differentiated:
-            raise RuntimeError(f"parameter {changed[0]!r} was changed between the forward and its backward (an optimizer step, a load); run the backward first")
+            raise RuntimeError(
+                f"parameter {changed[0]!r} was changed between the forward and its backward (an optimizer step, a load); run the backward first"
+            )
         flat, saved, kept = ctx.flat, ctx.saved, ctx.kept
         if frozenset(tangents) != entry.pattern or step is not entry.program():
             step, saved, flat = _again(ctx, frozenset(tangents))
@@ -359,7 +431,9 @@ def _dense(tangents: dict[int, torch.Tensor], step: StepProgram) -> dict[int, to
         if port.role is InputRole.TANGENT and port.index is not None:
             expected, given = node.meta["val"], tangents[port.index]
             if given.stride() != expected.stride():
-                given = torch.empty_strided(expected.shape, expected.stride(), dtype=expected.dtype, device=given.device).copy_(given)
+                given = torch.empty_strided(
+                    expected.shape, expected.stride(), dtype=expected.dtype, device=given.device
+                ).copy_(given)
             made[port.index] = given
     return made
 

@@ -48,7 +48,11 @@ def layout(module: nn.Module, mesh: dict[str, int], zero: int, persistence_thres
     specs: dict[str, ParamSpec] = {}
     for name, param in module.named_parameters():
         if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise UnsupportedError(f"parameter {name!r} has no shape yet", why="the model has lazy modules", hint="run the model once before compiling it")
+            raise UnsupportedError(
+                f"parameter {name!r} has no shape yet",
+                why="the model has lazy modules",
+                hint="run the model once before compiling it",
+            )
         spec = ParamSpec(name, tuple(param.shape), _dense_stride(param, name), param.dtype, param.requires_grad)
         sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)
         specs[name] = spec.sharded("dp", ranks) if sharded else spec
@@ -92,10 +96,15 @@ class Shards:
         """Look the module's parameters up again (they may have been replaced, by `load_state_dict(assign=True)` say)."""
         self._params = dict(self.module.named_parameters())
         if self._params.keys() != self.specs.keys():
-            gone, new = sorted(self.specs.keys() - self._params.keys()), sorted(self._params.keys() - self.specs.keys())
+            gone, new = (
+                sorted(self.specs.keys() - self._params.keys()),
+                sorted(self._params.keys() - self.specs.keys()),
+            )
             raise ModelError(
                 "the model's parameters are no longer those that were compiled",
-                why="; ".join(f"{what}: {', '.join(names[:5])}" for what, names in (("gone", gone), ("new", new)) if names),
+                why="; ".join(
+                    f"{what}: {', '.join(names[:5])}" for what, names in (("gone", gone), ("new", new)) if names
+                ),
                 hint="change the model first, then compile it",
             )
 
@@ -153,7 +162,12 @@ class Shards:
         if spec.shard_dim is not None and placements is None:
             value = value[: self.rows(spec)]
         return DTensor.from_local(
-            value, self.mesh, placements or self.placements(spec), run_check=False, shape=torch.Size(spec.shape), stride=spec.stride
+            value,
+            self.mesh,
+            placements or self.placements(spec),
+            run_check=False,
+            shape=torch.Size(spec.shape),
+            stride=spec.stride,
         )
 
     def install(self, name: str, whole: torch.Tensor) -> nn.Parameter:
@@ -161,8 +175,16 @@ class Shards:
         spec = self.specs[name]
         old = self._params[name]
         if self.mesh is None:
-            part = whole.as_strided(spec.shape, spec.stride) if whole.stride() == spec.stride else _restrided(whole, spec.stride)
-            fresh = old if part is old.data or (part.data_ptr() == old.data_ptr() and old.stride() == spec.stride) else nn.Parameter(part, spec.requires_grad)
+            part = (
+                whole.as_strided(spec.shape, spec.stride)
+                if whole.stride() == spec.stride
+                else _restrided(whole, spec.stride)
+            )
+            fresh = (
+                old
+                if part is old.data or (part.data_ptr() == old.data_ptr() and old.stride() == spec.stride)
+                else nn.Parameter(part, spec.requires_grad)
+            )
         else:
             if spec.shard_dim is None:
                 local = _restrided(whole.detach().clone(), spec.stride)
@@ -170,7 +192,12 @@ class Shards:
                 local = self._cut(name, whole.detach())
             with torch.no_grad():
                 sharded = DTensor.from_local(
-                    local, self.mesh, self.placements(spec), run_check=False, shape=torch.Size(spec.shape), stride=spec.stride
+                    local,
+                    self.mesh,
+                    self.placements(spec),
+                    run_check=False,
+                    shape=torch.Size(spec.shape),
+                    stride=spec.stride,
                 )
             fresh = nn.Parameter(sharded, requires_grad=spec.requires_grad)
         if fresh is not old:
@@ -197,7 +224,9 @@ class Shards:
         spec = self.specs[name]
         rows, first = self.rows(spec), spec.rows * self.index(spec)
         order = [0, *sorted(range(1, len(spec.shape)), key=lambda d: (-spec.stride[d], d))]
-        padded = whole.new_zeros([spec.shard_shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+        padded = whole.new_zeros([spec.shard_shape[d] for d in order]).permute(
+            [order.index(d) for d in range(len(order))]
+        )
         padded[:rows].copy_(whole[first : first + rows])
         self.buffers[name] = padded
         return padded[:rows]
@@ -212,10 +241,17 @@ def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 def owners(module: nn.Module, param: torch.Tensor) -> list[tuple[dict[str, Any], str]]:
     """Every place in the module that holds this parameter."""
-    return [(child._parameters, key) for child in module.modules() for key, held in child._parameters.items() if held is param]
+    return [
+        (child._parameters, key)
+        for child in module.modules()
+        for key, held in child._parameters.items()
+        if held is param
+    ]
 
 
-def shard(module: nn.Module, specs: dict[str, ParamSpec], mesh: DeviceMesh | None, device: torch.device, seed: int) -> Shards:
+def shard(
+    module: nn.Module, specs: dict[str, ParamSpec], mesh: DeviceMesh | None, device: torch.device, seed: int
+) -> Shards:
     """Put each parameter's shard in its place, one parameter (on the meta device: one module) at a time."""
     shards = Shards(module, specs, mesh)
     shards.refresh()
@@ -245,7 +281,11 @@ def _materialise(shards: Shards, device: torch.device, seed: int) -> None:
         if scratch is not None:
             scratch.reserve(sum(_padded_bytes(p) for p in params.values()))
         for key, param in params.items():
-            made = scratch.take(param) if scratch is not None else torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+            made = (
+                scratch.take(param)
+                if scratch is not None
+                else torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+            )
             child._parameters[key] = nn.Parameter(made.fill_(_sentinel(made.dtype)), requires_grad=param.requires_grad)
             del made
         for key, buffer in buffers.items():
@@ -340,4 +380,7 @@ def still_unset(shards: Shards) -> Iterator[str]:
 
 def with_requires_grad(specs: dict[str, ParamSpec], params: dict[str, nn.Parameter]) -> dict[str, ParamSpec]:
     """The layouts with what is frozen now."""
-    return {n: s if s.requires_grad == params[n].requires_grad else replace(s, requires_grad=params[n].requires_grad) for n, s in specs.items()}
+    return {
+        n: s if s.requires_grad == params[n].requires_grad else replace(s, requires_grad=params[n].requires_grad)
+        for n, s in specs.items()
+    }

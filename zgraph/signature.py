@@ -29,7 +29,7 @@ def brief(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
 
 def _runs(flags: str) -> str:
-    """"tttte" -> "4t1e"."""
+    """ "tttte" -> "4t1e"."""
     out, i = [], 0
     while i < len(flags):
         j = i

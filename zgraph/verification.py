@@ -83,12 +83,19 @@ class Verification:
         lines = [head + (f"{bad} differ too much" if bad else "all within tolerance")]
         lines += [
             f"  {'ok ' if d.ok else 'BAD'} {d.what} {d.name} (rank {d.rank}): relative error {d.error:.3g}, allowed {d.allowed:.3g}"
-            for d in self.worst() if not d.exact
+            for d in self.worst()
+            if not d.exact
         ]
         return "\n".join(lines)
 
 
-def verify(model: nn.Module, plan: Plan | None, world: int, inputs: Inputs, loss_fn: Callable[..., torch.Tensor] | None = None) -> Verification:
+def verify(
+    model: nn.Module,
+    plan: Plan | None,
+    world: int,
+    inputs: Inputs,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Verification:
     """Run the plan's program for `model` on `world` virtual ranks and compare it with the plain model.
 
     `inputs` is the *global* batch (a tuple of args or a dict of kwargs): tensors whose dimension 0 is the largest there
@@ -135,7 +142,10 @@ def _part(inputs: Inputs, rank: int, world: int) -> Inputs:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
             return leaf
         if batch % world:
-            raise SignatureError(f"a batch of {batch} can't be split over {world} ranks", hint="give a batch that the world divides")
+            raise SignatureError(
+                f"a batch of {batch} can't be split over {world} ranks",
+                hint="give a batch that the world divides",
+            )
         return leaf.chunk(world)[rank]
 
     return pytree.tree_map(cut, inputs)  # type: ignore[no-any-return]
@@ -144,11 +154,15 @@ def _part(inputs: Inputs, rank: int, world: int) -> Inputs:
 class _Rank:
     """The plain model on one rank's batch: its outputs, gradients and updated buffers, and what the program needs."""
 
-    def __init__(self, model: nn.Module, entry: Entry, inputs: Inputs, loss_fn: Callable[..., torch.Tensor] | None) -> None:
+    def __init__(
+        self, model: nn.Module, entry: Entry, inputs: Inputs, loss_fn: Callable[..., torch.Tensor] | None
+    ) -> None:
         args, kwargs = split_inputs(inputs)
         plain = copy.deepcopy(model)
         self.flat = entry.trace.flat.flatten(model, args, kwargs)
-        self.flat = tuple(v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in self.flat)
+        self.flat = tuple(
+            v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in self.flat
+        )
         self.random = torch.get_rng_state()
         values: list[Any] = []
 
@@ -156,7 +170,9 @@ class _Rank:
             with torch.no_grad():
                 made = entry.trace.flat.graph_module(*flat)
             # Each output is a leaf, so that a tangent is the loss's derivative by this output and no other.
-            values.extend(v.detach().requires_grad_() if i in entry.trace.differentiable else v for i, v in enumerate(made))
+            values.extend(
+                v.detach().requires_grad_() if i in entry.trace.differentiable else v for i, v in enumerate(made)
+            )
             return values
 
         # The plain model itself decides the numbers; dynamo's flat graph on the same state tells its outputs apart.
@@ -187,7 +203,9 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _compare(entry: Entry, specs: dict[str, ParamSpec], sizes: dict[str, int], runs: list[_Rank], model: nn.Module) -> list[Difference]:
+def _compare(
+    entry: Entry, specs: dict[str, ParamSpec], sizes: dict[str, int], runs: list[_Rank], model: nn.Module
+) -> list[Difference]:
     step = entry.program(frozenset(runs[0].tangents))
     parts = step.parts()
     params = {n: p.detach() for n, p in model.named_parameters()}
@@ -206,7 +224,16 @@ def _compare(entry: Entry, specs: dict[str, ParamSpec], sizes: dict[str, int], r
             elif port.role is OutputRole.KEPT:
                 extras[rank][InputRole.KEPT, port.name] = value
             elif port.role is OutputRole.OUTPUT and port.index is not None:
-                found.append(_difference("output", _output_name(run, port.index), rank, value, _plain_output(run, port.index), 0.0))
+                found.append(
+                    _difference(
+                        "output",
+                        _output_name(run, port.index),
+                        rank,
+                        value,
+                        _plain_output(run, port.index),
+                        0.0,
+                    )
+                )
             elif port.role is OutputRole.MUTATION and port.of is InputRole.BUFFER:
                 found.append(_difference("buffer", port.name, rank, value, run.buffers[port.name], 0.0))
     if parts.backward is None:
@@ -220,12 +247,23 @@ def _compare(entry: Entry, specs: dict[str, ParamSpec], sizes: dict[str, int], r
     reached = {p.name for p in parts.backward.outputs if p.of is InputRole.PARAMETER}
     for name, mean in means.items():
         if (mean is not None) != (name in reached):
-            found.append(Difference("gradient", f"{name} ({'missing' if mean is not None else 'should not be there'})", 0, float("inf"), 0.0, False))
+            found.append(
+                Difference(
+                    "gradient",
+                    f"{name} ({'missing' if mean is not None else 'should not be there'})",
+                    0,
+                    float("inf"),
+                    0.0,
+                    False,
+                )
+            )
     for rank, values in enumerate(results):
         for port, value in zip(parts.backward.outputs, values, strict=True):
             mean = means.get(port.name) if port.of is InputRole.PARAMETER else None
             if mean is not None:
-                found.append(_difference("gradient", port.name, rank, value, _shard(mean, specs[port.name], rank, sizes), norm))
+                found.append(
+                    _difference("gradient", port.name, rank, value, _shard(mean, specs[port.name], rank, sizes), norm)
+                )
     return found
 
 
@@ -244,7 +282,13 @@ def _output_name(run: _Rank, index: int) -> str:
 
 
 def _input(
-    port: Port, rank: int, run: _Rank, specs: dict[str, ParamSpec], sizes: dict[str, int], params: dict[str, torch.Tensor], extra: dict[tuple[Any, str], Any]
+    port: Port,
+    rank: int,
+    run: _Rank,
+    specs: dict[str, ParamSpec],
+    sizes: dict[str, int],
+    params: dict[str, torch.Tensor],
+    extra: dict[tuple[Any, str], Any],
 ) -> Any:
     if port.role is InputRole.PARAMETER:
         return _shard(params[port.name], specs[port.name], rank, sizes)
@@ -289,7 +333,12 @@ def _mean(grads: list[torch.Tensor | None], sizes: dict[str, int]) -> torch.Tens
 
 
 def _difference(what: str, name: str, rank: int, mine: Any, plain: Any, all_norm: float) -> Difference:
-    if not isinstance(mine, torch.Tensor) or not isinstance(plain, torch.Tensor) or mine.shape != plain.shape or mine.dtype != plain.dtype:
+    if (
+        not isinstance(mine, torch.Tensor)
+        or not isinstance(plain, torch.Tensor)
+        or mine.shape != plain.shape
+        or mine.dtype != plain.dtype
+    ):
         return Difference(what, f"{name} (another type)", rank, float("inf"), 0.0, False)
     mine, plain = mine.detach(), plain.detach()
     exact = torch.equal(mine, plain)

@@ -42,9 +42,7 @@ def dump(
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(
-            "--rank", metavar="R", min=0, help="Say too where rank R stands: the program is every rank's."
-        ),
+        typer.Option("--rank", metavar="R", min=0, help="Say too where rank R stands: the program is every rank's."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -113,9 +111,7 @@ def _rank_text(place: dict[str, Any]) -> str:
     for dim, at in place["coordinates"].items():
         lines.append(f"#   {dim} {at}, in a group with ranks {_ranges(place['groups'][dim])}")
     for name, (first, end) in place["rows"].items():
-        lines.append(
-            f"#   {name}: {f'rows {first} to {end - 1}' if end > first else 'no rows, padding only'}"
-        )
+        lines.append(f"#   {name}: {f'rows {first} to {end - 1}' if end > first else 'no rows, padding only'}")
     return "\n".join(lines) + "\n"
 
 

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def passes(
     target: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[TARGET]", help="Run the pipeline on this model and count.", show_default=False
-        ),
+        typer.Argument(metavar="[TARGET]", help="Run the pipeline on this model and count.", show_default=False),
     ] = None,
     plan: PlanOption = None,
     world: WorldOption = None,

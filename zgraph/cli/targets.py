@@ -35,9 +35,7 @@ FACTORY = "factory"
 
 TargetArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="TARGET", help="package.module:factory, or an example's name.", show_default=False
-    ),
+    typer.Argument(metavar="TARGET", help="package.module:factory, or an example's name.", show_default=False),
 ]
 PlanOption = Annotated[
     Path | None,
@@ -45,9 +43,7 @@ PlanOption = Annotated[
 ]
 WorldOption = Annotated[
     int | None,
-    typer.Option(
-        "--world", metavar="N", min=1, help="The number of ranks. [default: the mesh's, 2 for its -1]"
-    ),
+    typer.Option("--world", metavar="N", min=1, help="The number of ranks. [default: the mesh's, 2 for its -1]"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for other tools.")]
 
@@ -181,9 +177,7 @@ def _examples() -> dict[str, Path]:
 def _example_folders() -> list[Path]:
     here = Path.cwd()
     roots = [here, *here.parents, Path(__file__).resolve().parents[2]]
-    checkouts = [
-        r for r in roots if all((r / part).exists() for part in ("pyproject.toml", "zgraph", "examples"))
-    ]
+    checkouts = [r for r in roots if all((r / part).exists() for part in ("pyproject.toml", "zgraph", "examples"))]
     return list(dict.fromkeys(r / "examples" for r in checkouts))
 
 

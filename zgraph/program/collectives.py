@@ -49,7 +49,7 @@ def group_size_of(start: fx.Node) -> int | None:
 
 
 def reduce_op_of(start: fx.Node) -> str | None:
-    """"avg", "sum", … for a reduction; None for another collective."""
+    """ "avg", "sum", … for a reduction; None for another collective."""
     at = _REDUCE_ARG.get(start.target)  # type: ignore[call-overload]
     return None if at is None else str(start.args[at])
 

@@ -64,7 +64,9 @@ def info(node: fx.Node) -> NodeInfo:
     try:
         return node.meta[_KEY]  # type: ignore[no-any-return]
     except KeyError:
-        raise KeyError(f"node {node.name!r} ({node.target}) carries no NodeInfo: the pass that made it gave none") from None
+        raise KeyError(
+            f"node {node.name!r} ({node.target}) carries no NodeInfo: the pass that made it gave none"
+        ) from None
 
 
 def has_info(node: fx.Node) -> bool:

@@ -15,7 +15,6 @@ from torch import fx
 from zgraph.program import torch_private
 from zgraph.program.node import NodeInfo, set_info, value
 
-
 # The mesh dimensions over which ranks see different data, innermost first: gradients are averaged over them.
 DATA_DIMS = ("dp", "replicate")
 
@@ -157,7 +156,15 @@ class Program:
         return {port.name: node for port, node in self.input_items() if port.role is role}
 
     # -- changing --------------------------------------------------------------------------------------------------
-    def call(self, target: Any, args: tuple[Any, ...], record: NodeInfo, *, name: str, kwargs: dict[str, Any] | None = None) -> fx.Node:
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        record: NodeInfo,
+        *,
+        name: str,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
         """Insert an operator at the graph's insertion point; its fake value is computed from its arguments'.
 
         `name` is made unique by a suffix if another node has it. Raises what the operator's fake implementation raises
@@ -170,6 +177,7 @@ class Program:
 
     def evaluate(self, node: fx.Node) -> Any:
         """The fake value that a node's operator gives for its arguments' fake values."""
+
         def read(arg: fx.Node) -> Any:
             return value(arg)
 
@@ -217,8 +225,15 @@ class Program:
         graph.output_node().meta = dict(self.output_node().meta)
         module = torch_private.lazy_module(self.module, graph)
         return Program(
-            name=self.name, module=module, inputs=list(self.inputs), outputs=list(self.outputs), mesh=dict(self.mesh),
-            params=dict(self.params), fake_mode=self.fake_mode, level=self.level, facts=set(self.facts),
+            name=self.name,
+            module=module,
+            inputs=list(self.inputs),
+            outputs=list(self.outputs),
+            mesh=dict(self.mesh),
+            params=dict(self.params),
+            fake_mode=self.fake_mode,
+            level=self.level,
+            facts=set(self.facts),
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:

@@ -114,9 +114,7 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
         meta = {key: _encode(node.meta[key]) for key in _META if _plain(node.meta.get(key))}
         return {**row, "meta": meta} if meta else row
     except UnsupportedError as error:
-        raise UnsupportedError(
-            error.what, where=f"node {node.name!r}", why=error.why, hint=error.hint
-        ) from None
+        raise UnsupportedError(error.what, where=f"node {node.name!r}", why=error.why, hint=error.hint) from None
 
 
 def _plain(item: Any) -> bool:
@@ -362,9 +360,7 @@ class _Loader:
     def port(self, record: dict[str, Any], roles: type[InputRole] | type[OutputRole]) -> Port:
         fields = self.fields(record)
         of = fields.get("of")
-        return Port(
-            **{**fields, "role": roles(fields["role"]), "of": InputRole(of) if of is not None else None}
-        )
+        return Port(**{**fields, "role": roles(fields["role"]), "of": InputRole(of) if of is not None else None})
 
 
 def _empty(kind: dict[str, Any]) -> torch.Tensor:

@@ -22,12 +22,25 @@ from zgraph.program.node import Phase, Role, info, value
 from zgraph.program.program import InputRole, Level, Port, Program
 
 _DTYPES = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
 }
 _CALLS: dict[Any, str] = {
-    collectives.ALL_GATHER: "dist.all_gather", collectives.REDUCE_SCATTER: "dist.reduce_scatter", collectives.ALL_REDUCE: "dist.all_reduce",
-    collectives.ALL_TO_ALL: "dist.all_to_all", collectives.WAIT: "dist.wait", ops.RELEASE: "zgraph.release", ops.OUTPUT: "zgraph.output",
+    collectives.ALL_GATHER: "dist.all_gather",
+    collectives.REDUCE_SCATTER: "dist.reduce_scatter",
+    collectives.ALL_REDUCE: "dist.all_reduce",
+    collectives.ALL_TO_ALL: "dist.all_to_all",
+    collectives.WAIT: "dist.wait",
+    ops.RELEASE: "zgraph.release",
+    ops.OUTPUT: "zgraph.output",
 }
 _DIM, _BLUE, _PLAIN = "\x1b[2m", "\x1b[34m", "\x1b[0m"
 
@@ -41,7 +54,11 @@ def render(program: Program, *, color: bool = False, filter: str | None = None) 
     if filter is not None and not wanted:
         known = sorted({info(n).module for n in program.graph.nodes if n.op != "output" and info(n).module})
         near = difflib.get_close_matches(filter, known, n=3, cutoff=0.3)
-        raise ZgraphError(f"no node matches {filter!r}", where=f"program {program.name}", hint=f"modules are named like {', '.join(near or known[:3])}")
+        raise ZgraphError(
+            f"no node matches {filter!r}",
+            where=f"program {program.name}",
+            hint=f"modules are named like {', '.join(near or known[:3])}",
+        )
     lines = _header(program)
     if filter is None:
         lines += _signature(program)
@@ -66,7 +83,7 @@ def diff(before: Program, after: Program) -> str:
 
 
 def type_text(val: Any) -> str:
-    """"f32[4, 16]" of a fake tensor; a tuple of those of a tuple."""
+    """ "f32[4, 16]" of a fake tensor; a tuple of those of a tuple."""
     if isinstance(val, torch.Tensor):
         return f"{_DTYPES.get(val.dtype, str(val.dtype).removeprefix('torch.'))}{list(val.shape)}"
     if isinstance(val, (tuple, list)):
@@ -81,7 +98,9 @@ def _matches(node: fx.Node, pattern: str) -> bool:
 
 def _header(program: Program) -> list[str]:
     mesh = " x ".join(f"{name} {size}" for name, size in program.mesh.items())
-    return [f"# program {program.name}: {Level(program.level).name.lower()}, mesh {mesh or 'none'}, {len(program.graph.nodes)} nodes"]
+    return [
+        f"# program {program.name}: {Level(program.level).name.lower()}, mesh {mesh or 'none'}, {len(program.graph.nodes)} nodes"
+    ]
 
 
 def _signature(program: Program) -> list[str]:
@@ -147,7 +166,9 @@ def _comment(node: fx.Node) -> str:
     record = info(node)
     parts = []
     if record.role is not Role.COMPUTE:
-        parts.append(f"{record.role}{' ' + record.param if record.param else ''}{' @' + record.mesh_dim if record.mesh_dim else ''}")
+        parts.append(
+            f"{record.role}{' ' + record.param if record.param else ''}{' @' + record.mesh_dim if record.mesh_dim else ''}"
+        )
     if record.copy_of:
         parts.append(f"again {record.copy_of}")
     if record.module:
@@ -167,5 +188,9 @@ def _colored(text: str) -> str:
     for line in text.splitlines():
         code, mark, comment = line.partition("  # ")
         code = f"{_BLUE}{code}{_PLAIN}" if any(f" = {c}(" in code for c in _CALLS.values()) else code
-        lines.append(f"{code}{_DIM}{mark}{comment}{_PLAIN}" if mark else (f"{_DIM}{line}{_PLAIN}" if line.lstrip().startswith("#") else code))
+        lines.append(
+            f"{code}{_DIM}{mark}{comment}{_PLAIN}"
+            if mark
+            else (f"{_DIM}{line}{_PLAIN}" if line.lstrip().startswith("#") else code)
+        )
     return "\n".join(lines) + "\n"

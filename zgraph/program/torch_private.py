@@ -341,11 +341,9 @@ def name_origins(graph: fx.Graph) -> None:
             continue
         node.meta.pop("from_node", None)
         node.meta["from_node"] = [NodeSource(node, "zgraph")]
-        if node.meta.get("original_aten") is None and isinstance(node.target, torch._ops.OpOverload):
-            if (
-                node.target.namespace != "_c10d_functional"
-            ):  # (else the kernel that makes its operand is named after it)
-                node.meta["original_aten"] = node.target
+        unnamed = node.meta.get("original_aten") is None and isinstance(node.target, torch._ops.OpOverload)
+        if unnamed and node.target.namespace != "_c10d_functional":  # (else it names the kernel of its operand)
+            node.meta["original_aten"] = node.target
 
 
 @functools.cache
