@@ -89,7 +89,7 @@ def regather(program: Program) -> dict[str, int]:
     regathered = 0
     for name, whole in gathered(program, Phase.FORWARD).items():
         chain = _forward_chain(whole)
-        late = sorted({user for link in chain for user in link.users if info(user).phase is Phase.BACKWARD})
+        late = sorted({user for link in chain for user in _backward_users(link)})
         if not late:
             continue
         spec = program.params[name]
@@ -97,7 +97,7 @@ def regather(program: Program) -> dict[str, int]:
         with program.graph.inserting_before(late[0]):
             copies = {whole: _gather(program, shard, spec, Phase.BACKWARD, like=late[0])}
             for link in chain[1:]:
-                if any(info(u).phase is Phase.BACKWARD for late_link in _reach(link, chain) for u in late_link.users):
+                if any(_backward_users(late_link) for late_link in _reach(link, chain)):
                     copies[link] = _copy(program, link, copies)
         for user in late:
             for link, copied in copies.items():
@@ -342,6 +342,11 @@ def _forward_chain(whole: fx.Node) -> list[fx.Node]:
             ):
                 chain.append(user)
     return sorted(chain)
+
+
+def _backward_users(link: fx.Node) -> list[fx.Node]:
+    """The backward's readers of a value; what the model returns is the forward's."""
+    return [user for user in link.users if user.op != "output" and info(user).phase is Phase.BACKWARD]
 
 
 def _reach(link: fx.Node, chain: list[fx.Node]) -> list[fx.Node]:

@@ -385,7 +385,7 @@ def nested_output() -> Case:
 
 
 class GivesViews(nn.Module):
-    """Returns its input as it came, views of one value, one value twice, and a parameter."""
+    """Returns its input as it came, views of one value, one value twice, a parameter, and a view of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class GivesViews(nn.Module):
 
     def forward(self, x):
         hidden = self.layer(x)
-        return hidden.pow(2).mean(), x, x.t(), hidden[:, :3], hidden.view(-1), hidden, self.layer.weight
+        return hidden.pow(2).mean(), x, x.t(), hidden[:, :3], hidden.view(-1), hidden, self.layer.weight, self.layer.weight.t(), self.layer.bias * 2
 
 
 @_plain

