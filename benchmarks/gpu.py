@@ -1,0 +1,323 @@
+"""Every check and measurement that needs a GPU, on one process: `python benchmarks/gpu.py [--quick]`.
+
+A Llama of random weights, plain against compiled, without a process group and on a mesh of one rank:
+loss and gradients in float32, the kernels that Inductor made, and in bfloat16 the time and peak memory of a step
+against plain PyTorch and `torch.compile`. Needs torch, Triton and transformers, and downloads nothing. A check that fails does not stop the
+others; the exit status is 1 then. The table goes to benchmarks/results/gpu-DATE.md.
+
+`--device cpu --quick` is a dry run of the same code, whose figures mean nothing; it writes only where `--output` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import datetime
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zgraph
+
+RESULTS = Path(__file__).parent / "results"
+BOUND = 1e-5  # norm-wise relative error of a float32 gradient
+
+
+@dataclass(frozen=True)
+class Size:
+    hidden: int
+    layers: int
+    heads: int
+    batch: int
+    length: int
+    vocabulary: int
+    repeat: int
+
+
+FULL = Size(hidden=2048, layers=8, heads=16, batch=4, length=1024, vocabulary=32000, repeat=20)
+CHECK = Size(hidden=512, layers=4, heads=8, batch=2, length=256, vocabulary=4096, repeat=0)
+QUICK = Size(hidden=64, layers=1, heads=4, batch=2, length=32, vocabulary=256, repeat=3)
+
+
+@dataclass
+class Results:
+    """Rows of the tables, and what failed."""
+
+    checks: list[tuple[str, str, str]] = field(default_factory=list)
+    times: list[tuple[str, str, str, str]] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong inside is one failed row; the rest goes on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failures.append(what)
+            self.checks.append(
+                (what, "FAILED", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            )
+
+    def check(self, what: str, ok: bool, found: str) -> None:
+        self.checks.append((what, "ok" if ok else "FAILED", found))
+        if not ok:
+            self.failures.append(what)
+
+
+# -- the model ----------------------------------------------------------------------------------------------------
+def llama(size: Size, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.hidden * 11 // 4,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 2,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(device, dtype)
+
+
+def batch(size: Size, device: torch.device) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, size.vocabulary, (size.batch, size.length), generator=generator).to(device)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: (g.full_tensor() if hasattr(g, "full_tensor") else g).detach().clone() for n, g in grads.items()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of tensors by name: the largest norm-wise relative error, and whether all are within `BOUND` (of their own norm,
+    and of 3e-7 of the norm of all: a gradient that is zero in exact arithmetic is nothing but rounding)."""
+
+    exact: bool
+    within: bool
+    error: float
+    name: str
+
+    def __str__(self) -> str:
+        return "bit for bit" if self.exact else f"at most {self.error:.1e} ({self.name})"
+
+
+def difference(mine: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> Difference:
+    if mine.keys() != plain.keys():
+        raise AssertionError(f"other tensors: {sorted(mine.keys() ^ plain.keys())}")
+    norms = {n: float(g.double().norm()) for n, g in plain.items()}
+    apart = {n: float((mine[n].double() - g.double()).norm()) for n, g in plain.items()}
+    total = sum(norm**2 for norm in norms.values()) ** 0.5
+    worst = max(apart, key=lambda n: apart[n] / max(norms[n], 1e-300))
+    return Difference(
+        exact=all(torch.equal(mine[n], g) for n, g in plain.items()),
+        within=all(apart[n] <= BOUND * norms[n] + 3e-7 * total for n in plain),
+        error=apart[worst] / max(norms[worst], 1e-300),
+        name=worst,
+    )
+
+
+# -- checks -------------------------------------------------------------------------------------------------------
+def check_numbers(results: Results, size: Size, device: torch.device, where: str) -> None:
+    """Loss and gradients in float32 against plain PyTorch, whose own spread from run to run is a row too."""
+    plain = llama(size, device, torch.float32)
+    inputs = batch(size, device)
+    runs = []
+    for _ in range(2):
+        loss = step(plain, inputs)
+        runs.append({"loss": loss, **gradients(plain)})
+    results.check(f"{where}: plain PyTorch, twice", True, str(difference(runs[1], runs[0])))
+    for backend in ("eager", "inductor"):
+        what = f"{where}: loss and gradients, backend {backend}"
+        with results.attempt(what):
+            model = copy.deepcopy(plain)
+            zgraph.compile(model, zgraph.Plan(backend=backend), inputs=inputs)
+            loss = step(model, inputs)
+            found = difference({"loss": loss, **gradients(model)}, runs[0])
+            results.check(what, found.within, str(found))
+            if backend == "inductor" and not results.kernels:
+                results.kernels = kernel_lines(model)
+
+
+def kernel_lines(model: Any) -> list[str]:
+    lines = []
+    for part in model.zgraph.report().parts:
+        fused, library = sum(k.calls for k in part.kernels), sum(k.calls for k in part.library)
+        lines.append(f"- {part.name}: {len(part.kernels)} fused kernels in {fused} launches, {library} library calls")
+        lines += [f"  - {k.calls} x `{k.name}`: {', '.join(k.operators)}" for k in part.kernels]
+        lines += [f"  - {k.calls} x `{k.name}`" for k in part.library]
+    return lines
+
+
+# -- measurements -------------------------------------------------------------------------------------------------
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(run: Callable[[], Any], device: torch.device, repeat: int) -> tuple[float, float, float]:
+    """(median, fastest) milliseconds of a step, and its peak memory in GiB (0 on CPU)."""
+    for _ in range(3):
+        run()
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    return statistics.median(times), min(times), peak
+
+
+def measure_steps(results: Results, size: Size, device: torch.device, skip: list[str]) -> None:
+    """A step is forward and backward, in bfloat16, no update."""
+    inputs = batch(size, device)
+
+    def compiled(model: nn.Module) -> nn.Module:
+        torch._dynamo.reset()
+        return torch.compile(model)  # type: ignore[return-value]
+
+    variants: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "plain PyTorch": lambda model: model,
+        "torch.compile": compiled,
+        "zgraph, eager": lambda model: zgraph.compile(model, zgraph.Plan(backend="eager")),
+        "zgraph, inductor": lambda model: zgraph.compile(model, zgraph.Plan()),
+    }
+    for name, prepare in variants.items():
+        if name in skip:
+            continue
+        with results.attempt(f"time of {name}"):
+            model = prepare(llama(size, device, torch.bfloat16))
+            start = time.perf_counter()
+            step(model, inputs)
+            synchronize(device)
+            first = time.perf_counter() - start
+            median, fastest, peak = measure(lambda model=model: step(model, inputs), device, size.repeat)
+            results.times.append(
+                (name, f"{first:.1f} s", f"{median:.2f} ms (fastest {fastest:.2f})", f"{peak:.2f} GiB")
+            )
+            del model
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+# -- the report ---------------------------------------------------------------------------------------------------
+def conditions(device: torch.device) -> str:
+    try:
+        import triton
+
+        version = triton.__version__
+    except ImportError:
+        version = "none"
+    what = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU ({platform.machine()}): a dry run, not a figure"
+    )
+    return (
+        f"{datetime.date.today()}; {what}; torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {version}, "
+        f"Python {platform.python_version()}, zgraph {zgraph.__version__}"
+    )
+
+
+def render(results: Results, device: torch.device, check: Size, timed: Size) -> str:
+    def table(head: tuple[str, ...], rows: list[Any]) -> list[str]:
+        return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
+
+    return "\n".join(
+        [
+            "# On one GPU",
+            "",
+            f"`python benchmarks/gpu.py`. Conditions: {conditions(device)}.",
+            "",
+            f"Checks: a Llama in float32 (TF32 off), {check}.",
+            "",
+            *table(("check", "", "difference from plain PyTorch"), results.checks),
+            "",
+            f"A step (forward and backward, bfloat16), {timed}; the median of {timed.repeat}, after 4 steps.",
+            "",
+            *table(("", "first step", "step", "peak memory"), results.times),
+            "",
+            "Kernels of the float32 check:",
+            "",
+            *results.kernels,
+            "",
+        ]
+    )
+
+
+@contextlib.contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument(
+        "--output", type=Path, help="the file to write (default: benchmarks/results/gpu-DATE.md, for cuda)"
+    )
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help='what not to time ("torch.compile")')
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device; --device cpu --quick is a dry run", file=sys.stderr)
+        return 2
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    check, timed = (QUICK, QUICK) if args.quick else (CHECK, FULL)
+    results = Results()
+    with results.attempt("no process group"):
+        check_numbers(results, check, device, "no process group")
+    with results.attempt("a mesh of one rank"), one_rank(device):
+        check_numbers(results, check, device, "a mesh of one rank")
+    with results.attempt("times"):
+        measure_steps(results, timed, device, args.skip)
+    text = render(results, device, check, timed)
+    print(text)
+    output = args.output or (RESULTS / f"gpu-{datetime.date.today()}.md" if device.type == "cuda" else None)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text)
+    for failure in results.failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if results.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
