@@ -65,6 +65,7 @@ def test_a_verify_error_keeps_its_node_through_pickle():
     [
         (errors.PlanError, ValueError),
         (errors.MeshError, ValueError),
+        (errors.FilterError, ValueError),
         (errors.UnsupportedError, NotImplementedError),
     ],
 )

@@ -13,6 +13,7 @@ __all__ = [
     "CaptureError",
     "CollectiveError",
     "ContractError",
+    "FilterError",
     "LoweringError",
     "MeshError",
     "ModelError",
@@ -94,6 +95,10 @@ class VerifyError(PassError):
     ) -> None:
         super().__init__(what, where=where, why=why, hint=hint)
         self.node = node
+
+
+class FilterError(ZgraphError, ValueError):
+    """A glob over a program's nodes that matches none of them; `hint` has the names nearest to it."""
 
 
 class LoweringError(ZgraphError):

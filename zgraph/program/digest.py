@@ -1,6 +1,7 @@
 """What of a program must be equal on all ranks, as hashes: of each node, and of the whole.
 
-Files, lines and module names are left out: they may differ between machines and change nothing.
+Left out is what may differ between ranks that run the same program: files, lines and module names, which differ
+between machines; the number of a device ("cuda:1"), of which each rank has its own; addresses of Python objects.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import fx
 
 from zgraph.program import collectives
 from zgraph.program.node import value
-from zgraph.program.program import Program
+from zgraph.program.program import Level, Program
 
 
 def node_digests(program: Program) -> list[tuple[str, str]]:
@@ -22,9 +23,9 @@ def node_digests(program: Program) -> list[tuple[str, str]]:
 
 
 def digest(program: Program) -> str:
-    """One hash of everything that all ranks must have equal: nodes in order, roles of inputs and outputs, mesh."""
-    ports = [f"{p.role}:{p.name}:{p.index}" for p in (*program.inputs, *program.outputs)]
-    return _hash(f"{node_digests(program)} {ports} {program.mesh}")
+    """One SHA-256, in hex, of all that ranks must have equal: nodes in order, roles of inputs and outputs, mesh, level."""
+    ports = [f"{p.role}:{p.name}:{p.index}:{p.of}" for p in (*program.inputs, *program.outputs)]
+    return _hash(f"{node_digests(program)} {ports} {list(program.mesh.items())} {Level(program.level).name}")
 
 
 def collective_order(program: Program) -> list[str]:
@@ -43,13 +44,39 @@ def first_difference(mine: list[tuple[str, str]], theirs: list[tuple[str, str]])
 
 
 def _describe(node: fx.Node) -> str:
-    args = fx.node.map_arg(node.args, lambda n: n)
-    return f"{node.op} {node.name} {node.target} {args} {dict(node.kwargs)} -> {_type(value(node))}"
+    return f"{node.name} = {_target(node)}{_text(node.args)} {_text(dict(node.kwargs))} -> {_type(value(node))}"
+
+
+def _target(node: fx.Node) -> str:
+    """The operator by its name; the kind of node too where the target is only a name ("placeholder x")."""
+    target = node.target
+    if isinstance(target, str):
+        return f"{node.op} {target}"
+    if isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+        return str(target)
+    return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__name__)}"
+
+
+def _text(arg: Any) -> str:
+    """An argument as every rank writes it."""
+    if isinstance(arg, fx.Node):
+        return arg.name
+    if isinstance(arg, torch.device):
+        return f"device({arg.type})"
+    if isinstance(arg, tuple):
+        return f"({', '.join(map(_text, arg))})"
+    if isinstance(arg, list):
+        return f"[{', '.join(map(_text, arg))}]"
+    if isinstance(arg, dict):
+        return f"{{{', '.join(f'{key}={_text(item)}' for key, item in arg.items())}}}"
+    if isinstance(arg, slice):
+        return f"slice{_text((arg.start, arg.stop, arg.step))}"
+    return repr(arg)
 
 
 def _type(val: Any) -> str:
     if isinstance(val, torch.Tensor):
-        return f"{val.dtype}{list(val.shape)}{list(val.stride())}"
+        return f"{val.dtype}{list(val.shape)}{list(val.stride())} {val.device.type}"
     if isinstance(val, (tuple, list)):
         return f"({', '.join(_type(v) for v in val)})"
     return type(val).__name__

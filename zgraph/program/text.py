@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import json
 import operator
 from pathlib import PurePath
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.errors import ZgraphError
+from zgraph.errors import FilterError
 from zgraph.program import collectives, ops
-from zgraph.program.node import Phase, Role, info, value
+from zgraph.program.node import Phase, Role, has_info, info, value
 from zgraph.program.program import InputRole, Level, Port, Program
 
 _DTYPES = {
@@ -48,25 +49,20 @@ _DIM, _BLUE, _PLAIN = "\x1b[2m", "\x1b[34m", "\x1b[0m"
 def render(program: Program, *, color: bool = False, filter: str | None = None) -> str:
     """The text of a program. `filter` is a glob over node names, module paths and parameters; `color` is for terminals.
 
-    Raises `ZgraphError` if the filter matches no node.
+    Raises `FilterError` if the filter matches no node. A node that carries no record yet is printed without what only
+    that knows, so that a pass can be looked at while it is written.
     """
     wanted = [n for n in program.graph.nodes if n.op != "output" and (filter is None or _matches(n, filter))]
     if filter is not None and not wanted:
-        known = sorted({info(n).module for n in program.graph.nodes if n.op != "output" and info(n).module})
-        near = difflib.get_close_matches(filter, known, n=3, cutoff=0.3)
-        raise ZgraphError(
-            f"no node matches {filter!r}",
-            where=f"program {program.name}",
-            hint=f"modules are named like {', '.join(near or known[:3])}",
-        )
-    lines = _header(program)
+        raise FilterError(f"no node matches {filter!r}", where=f"program {program.name}", hint=_near(filter, program))
+    lines = [_title(program)]
     if filter is None:
-        lines += _signature(program)
+        lines += [_facts(program), *_signature(program)]
     phase: Phase | None = None
     for node in wanted:
         if node.op == "placeholder" and filter is None:
             continue
-        if info(node).phase is not phase:
+        if has_info(node) and info(node).phase is not phase:
             phase = info(node).phase
             lines.append(f"    # ---- {phase} ----")
         lines.append(_line(node))
@@ -83,7 +79,7 @@ def diff(before: Program, after: Program) -> str:
 
 
 def type_text(val: Any) -> str:
-    """ "f32[4, 16]" of a fake tensor; a tuple of those of a tuple."""
+    """A fake tensor's "f32[4, 16]"; a tuple of those for a tuple."""
     if isinstance(val, torch.Tensor):
         return f"{_DTYPES.get(val.dtype, str(val.dtype).removeprefix('torch.'))}{list(val.shape)}"
     if isinstance(val, (tuple, list)):
@@ -91,16 +87,34 @@ def type_text(val: Any) -> str:
     return "None" if val is None else type(val).__name__
 
 
+def _names(node: fx.Node) -> list[str]:
+    """What a filter can find a node by: its name, its module's path, its parameter."""
+    record = info(node) if has_info(node) else None
+    return [text for text in (node.name, record and record.module, record and record.param) if text]
+
+
 def _matches(node: fx.Node, pattern: str) -> bool:
-    record = info(node)
-    return any(fnmatch.fnmatchcase(text, pattern) for text in (node.name, record.module, record.param or "") if text)
+    return any(fnmatch.fnmatchcase(text, pattern) for text in _names(node))
 
 
-def _header(program: Program) -> list[str]:
-    mesh = " x ".join(f"{name} {size}" for name, size in program.mesh.items())
-    return [
-        f"# program {program.name}: {Level(program.level).name.lower()}, mesh {mesh or 'none'}, {len(program.graph.nodes)} nodes"
-    ]
+def _near(pattern: str, program: Program) -> str:
+    """A hint: the names nearest to a glob that matches nothing."""
+    names = {text for node in program.graph.nodes if node.op != "output" for text in _names(node)}
+    near = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.3)
+    if near:
+        return f"near it are {', '.join(near)}"
+    return "a glob over names of nodes, paths of modules and parameters, such as '*weight*'"
+
+
+def _title(program: Program) -> str:
+    mesh = " x ".join(f"{name} {size}" for name, size in program.mesh.items()) or "none"
+    level = Level(program.level).name.lower()
+    return f"# program {program.name}: {level}, mesh {mesh}, {len(program.graph.nodes)} nodes"
+
+
+def _facts(program: Program) -> str:
+    held = f"{len(program.params)} parameters of {sum(spec.numel for spec in program.params.values())} elements"
+    return f"# {held}; facts: {', '.join(sorted(program.facts)) or 'none'}"
 
 
 def _signature(program: Program) -> list[str]:
@@ -126,9 +140,12 @@ def _results(program: Program) -> list[str]:
 
 
 def _line(node: fx.Node) -> str:
-    val = value(node)
-    left = node.name if val is None else f"{node.name}: {type_text(val)}"
-    return _commented(f"    {left} = {_call(node)}" if val is not None else f"    {_call(node)}", _comment(node))
+    val, code = value(node), _call(node)
+    if val is not None:
+        code = f"{node.name}: {type_text(val)} = {code}"
+    elif "val" not in node.meta:  # not evaluated yet: it may have a value, which others read by this name
+        code = f"{node.name} = {code}"
+    return _commented(f"    {code}", _comment(node))
 
 
 def _call(node: fx.Node) -> str:
@@ -156,19 +173,20 @@ def _arg(arg: Any) -> str:
         inner = ", ".join(_arg(a) for a in arg)
         return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' if len(arg) == 1 else ''})"
     if isinstance(arg, str):
-        return f'"{arg}"'
+        return json.dumps(arg, ensure_ascii=False)
     if isinstance(arg, torch.device):
         return f'"{arg}"'
     return str(arg)
 
 
 def _comment(node: fx.Node) -> str:
+    if not has_info(node):
+        return ""
     record = info(node)
     parts = []
     if record.role is not Role.COMPUTE:
-        parts.append(
-            f"{record.role}{' ' + record.param if record.param else ''}{' @' + record.mesh_dim if record.mesh_dim else ''}"
-        )
+        served = [record.role, record.param, record.mesh_dim and f"@{record.mesh_dim}"]
+        parts.append(" ".join(text for text in served if text))
     if record.copy_of:
         parts.append(f"again {record.copy_of}")
     if record.module:
@@ -184,13 +202,14 @@ def _commented(code: str, comment: str) -> str:
 
 
 def _colored(text: str) -> str:
-    lines = []
-    for line in text.splitlines():
-        code, mark, comment = line.partition("  # ")
-        code = f"{_BLUE}{code}{_PLAIN}" if any(f" = {c}(" in code for c in _CALLS.values()) else code
-        lines.append(
-            f"{code}{_DIM}{mark}{comment}{_PLAIN}"
-            if mark
-            else (f"{_DIM}{line}{_PLAIN}" if line.lstrip().startswith("#") else code)
-        )
-    return "\n".join(lines) + "\n"
+    """Comments dim, collectives blue: the text without the escapes is what it was."""
+    return "".join(f"{_colored_line(line)}\n" for line in text.splitlines())
+
+
+def _colored_line(line: str) -> str:
+    if line.lstrip().startswith("#"):
+        return f"{_DIM}{line}{_PLAIN}"
+    code, mark, comment = line.partition("  # ")
+    if any(f"{call}(" in code for call in _CALLS.values()):
+        code = f"{_BLUE}{code}{_PLAIN}"
+    return f"{code}{_DIM}{mark}{comment}{_PLAIN}" if mark else code
