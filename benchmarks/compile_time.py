@@ -138,7 +138,8 @@ def main() -> None:
             "`python benchmarks/compile_time.py --write`: Llamas (hidden size 1024, 16 heads, 8 key-value heads, batch 1 of 512 tokens) "
             "on the meta device, ZeRO-3 at world 8.\n\n"
             f"{text}\n\nConditions: {conditions()}. The fastest of {args.repeat} a size; each in a process of its own; "
-            'imports are not counted. Seconds of the processor (one thread), but for "wall". "Of linear" is the total over the smallest size\'s total times the ratio of layers.\n'
+            'imports are not counted. Seconds of the processor (one thread), but for "wall". "Of linear" is the total over '
+            "the smallest size's total times the ratio of layers.\n"
         )
 
 

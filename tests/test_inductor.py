@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -20,7 +22,7 @@ from zgraph.errors import LoweringError
 from zgraph.passes import graph_pass
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
-from zgraph.program.program import Program
+from zgraph.program.program import InputRole, Program
 
 pytestmark = pytest.mark.inductor
 
@@ -95,9 +97,7 @@ def group() -> Iterator[dict[str, str]]:
 def ordered(program: Program) -> list[str]:
     """Starts, waits and products, in the program's order."""
     return [
-        n.name
-        for n in program.graph.nodes
-        if collectives.is_start(n) or collectives.is_wait(n) or n.target in PRODUCTS
+        n.name for n in program.graph.nodes if collectives.is_start(n) or collectives.is_wait(n) or n.target in PRODUCTS
     ]
 
 
@@ -122,9 +122,7 @@ def test_order_that_passes_decided_is_that_of_the_generated_code(group: dict[str
         f"{__name__}:wait_late",
     )
     for executable in executables:
-        assert [n.name for n in launches(executable.source, executable.program)] == ordered(
-            executable.program
-        )
+        assert [n.name for n in launches(executable.source, executable.program)] == ordered(executable.program)
     forward = ordered(executables[0].program)
     start, end = forward.index("gather_layers_3_up_weight"), forward.index("whole_layers_3_up_weight")
     assert sum("mm" in name for name in forward[start:end]) >= 3, "the pass hid nothing behind products"
@@ -167,9 +165,7 @@ def test_norms_activations_and_residuals_are_fused(group: dict[str, str]) -> Non
     forward, backward = compiled_parts(Blocks(), (torch.randn(16, WIDTH),), group)
     assert fused_with(forward, "add", "native_layer_norm"), "a residual is fused with the norm that follows"
     assert fused_with(forward, "gelu")
-    assert fused_with(backward, "gelu_backward", "gelu"), (
-        "the activation is computed again in its backward's kernel"
-    )
+    assert fused_with(backward, "gelu_backward", "gelu"), "the activation is computed again in its backward's kernel"
     assert fused_with(backward, "add", "native_layer_norm_backward")
     assert alone(forward) == {"addmm"} and alone(backward) <= {"mm", "addmm"}
 
@@ -199,20 +195,14 @@ def test_casts_are_fused_and_an_average_needs_no_kernel(group: dict[str, str]) -
     forward, backward = compiled_parts(CastsWeights(), (torch.randn(16, WIDTH),), group)
     assert "_to_copy" not in alone(forward) | alone(backward)
     casts = [k for k in forward.kernels if "_to_copy" in k.operators]
-    assert casts and any(len(k.operators) > 1 for k in casts), (
-        "the activation's cast is part of the norm's kernel"
-    )
+    assert casts and any(len(k.operators) > 1 for k in casts), "the activation's cast is part of the norm's kernel"
     # The gathered weight is cast by one kernel, once: a product's operand has to be in memory.
     assert sum(k.calls for k in casts if set(k.operators) == {"_to_copy"}) <= 1
-    starts = [
-        n for n in backward.program.graph.nodes if collectives.is_start(n) and info(n).role is Role.REDUCE
-    ]
+    starts = [n for n in backward.program.graph.nodes if collectives.is_start(n) and info(n).role is Role.REDUCE]
     assert {collectives.reduce_op_of(n) for n in starts} == {"avg"}
     for start in starts:
         operand = start.all_input_nodes[0]
-        assert operand.target not in (aten.div.Tensor, aten.mul.Tensor), (
-            "the reduction averages, no kernel scales"
-        )
+        assert operand.target not in (aten.div.Tensor, aten.mul.Tensor), "the reduction averages, no kernel scales"
 
 
 def test_report_lists_kernels_with_their_operators_and_library_calls() -> None:
@@ -300,31 +290,57 @@ def test_gradients_are_those_of_plain_pytorch(kind: str) -> None:
         assert (mine[name] - grad).norm() <= 1e-5 * grad.norm() + 3e-7 * total, name
 
 
+def train_convolutions(kind: str, zero: int | None) -> tuple[list[torch.Tensor], int]:
+    """(losses, parameters and buffers after two updates of two micro-batches each, forwards that took whole weights).
+
+    Every rank has the same batch, so that all is as in one process: `zero` None is plain PyTorch.
+    """
+    model, x = example(kind)
+    if zero is not None:
+        zgraph.compile(model, zgraph.Plan(zero=zero), inputs=(x,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results: list[torch.Tensor] = []
+    for _ in range(2):
+        with model.no_sync() if zero is not None else contextlib.nullcontext():
+            losses = [model(x)]
+            losses[0].backward()
+        losses.append(model(x))
+        losses[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results += [loss.detach() for loss in losses]
+    whole = 0
+    if zero is not None:
+        parts = [e for step in model.zgraph.programs.values() for e in step.executables()]
+        whole = sum(
+            e.program.name.endswith("forward") and any(p.role is InputRole.KEPT for p in e.program.inputs)
+            for e in parts
+        )
+    state = [*model.parameters(), *model.buffers()]
+    return results + [t.full_tensor() if hasattr(t, "full_tensor") else t.detach() for t in state], whole
+
+
+def compare_convolutions(kind: str, zero: int) -> int:
+    """On a rank: asserts that training is that of plain PyTorch; returns the forwards that took whole weights."""
+    plain, _ = train_convolutions(kind, None)
+    found, whole = train_convolutions(kind, zero)
+    for mine, expected in zip(found, plain, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+    return whole
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as made:
+        yield made
+
+
+@pytest.mark.gloo
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["convolutions", "convolutions, channels last"])
-def test_strides_that_inductor_chose_are_those_the_backward_reads(kind: str, zero: int) -> None:
-    """One process, no group, so no collective: but stages 1 and 2 have a second forward that takes whole weights."""
-    x = example(kind)[1]
-    steps = []
-    for compiled in (False, True):
-        model, _ = example(kind)
-        if compiled:
-            zgraph.compile(model, zgraph.Plan(zero=zero), inputs=(x,))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(4):  # two micro-batches for each update
-            loss = model(x)
-            losses.append(loss.item())
-            loss.backward()
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        steps.append(
-            (losses, [p.detach().clone() for p in model.parameters()], [b.clone() for b in model.buffers()])
-        )
-    assert steps[0][0] == pytest.approx(steps[1][0], rel=1e-5)
-    for plain, mine in zip(steps[0][1] + steps[0][2], steps[1][1] + steps[1][2], strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+def test_strides_that_inductor_chose_are_those_the_backward_reads(ranks: Ranks, kind: str, zero: int) -> None:
+    """Of two forwards as well, where stages 1 and 2 have one that gathers and one that takes whole weights."""
+    assert ranks.run(compare_convolutions, kind, zero) == [zero in (1, 2)] * 2
 
 
 class Drops(nn.Module):
