@@ -284,7 +284,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def torchrun(script: Path, *arguments: object, timeout: float = 240) -> str:
+def torchrun(script: Path, *arguments: object, timeout: float = 800) -> str:
     """What two ranks of the script print; on failure, all that they said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
     done = subprocess.run(
@@ -366,7 +366,7 @@ def test_ctrl_c_ends_every_rank():
                 break
         for rank in ranks:
             rank.send_signal(signal.SIGINT)
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+        said = [rank.communicate(timeout=300)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

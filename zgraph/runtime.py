@@ -28,7 +28,7 @@ from zgraph.program.digest import digest, node_digests
 from zgraph.program.program import InputRole, OutputRole, Port, Program
 from zgraph.program.torch_private import keeps_graph
 from zgraph.sharding import Shards, still_unset, with_requires_grad
-from zgraph.signature import brief, signature
+from zgraph.signature import brief, shared, signature
 
 logger = logging.getLogger(__name__)
 
@@ -76,16 +76,13 @@ class Runtime:
         """The compiled entry for inputs of this signature; a new signature is captured and compiled, on all ranks alike."""
         self.shards.refresh()
         signed = signature(self.module, args, kwargs)
-        key, known = (
-            signed,
-            0,
-        )  # the same inputs may have programs for several states of the module's Python attributes
+        key, known = signed, 0  # the same inputs may have programs for several states of the Python attributes
         while key in self.entries and (stale := self.entries[key].trace.flat.stale(self.module)) is not None:
             logger.info("%s is not for the module as it is now: no longer %s", self.entries[key].name, stale[0])
             known += 1
             key = f"{signed}; python state {known}"
         new = key not in self.entries
-        self.agreement.vote("the inputs of a call", f"{key}; {'new' if new else 'known'}")
+        self.agreement.vote("the inputs of a call", f"{shared(key)}; {'new' if new else 'known'}")
         if new:
             self._refuse_unset()
             self._check_devices(args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     grad = "grad" if torch.is_grad_enabled() else "no_grad"
     casts = [f"{d}:{torch.get_autocast_dtype(d)}" for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
     return f"inputs ({inputs}); structure {spec}; modules {_runs(training)}; parameters {_runs(frozen)}; {grad}; autocast {casts}"
+
+
+def shared(key: str) -> str:
+    """What of a signature all ranks must have equal: not which device of a host, nor where an object lies in memory."""
+    return re.sub(r"#\d+", "", re.sub(r"(@[a-z]+):\d+|, index=\d+", r"\1", key))
 
 
 def brief(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
