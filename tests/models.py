@@ -96,7 +96,14 @@ def bert(hf: Any) -> Case:
 def t5(hf: Any) -> Case:
     """An embedding that encoder and decoder share, and a table of positions that every layer of each reads."""
     config = hf.T5Config(
-        vocab_size=WORDS, d_model=30, d_kv=8, d_ff=50, num_layers=2, num_heads=3, decoder_start_token_id=0, pad_token_id=0
+        vocab_size=WORDS,
+        d_model=30,
+        d_kv=8,
+        d_ff=50,
+        num_layers=2,
+        num_heads=3,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
     return Case(hf.T5ForConditionalGeneration(config), _text())
 
@@ -113,9 +120,7 @@ def vit(hf: Any) -> Case:
 @_transformers
 def resnet(hf: Any) -> Case:
     """BatchNorm, with running statistics in buffers."""
-    config = hf.ResNetConfig(
-        embedding_size=8, hidden_sizes=[10, 14], depths=[1, 1], num_labels=3, layer_type="basic"
-    )
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[10, 14], depths=[1, 1], num_labels=3, layer_type="basic")
     return Case(hf.ResNetForImageClassification(config), _images())
 
 
@@ -234,15 +239,31 @@ class ConstantGradient(torch.autograd.Function):
         return made, x, None
 
 
+class OwnWeightAsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        return weight.pow(2).sum() / 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0]
+
+
 class GradientOfForward(nn.Module):
+    """Gradients that are an input, a value of the forward (of two parameters the same one), and the weight itself."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(7))
         self.bias = nn.Parameter(torch.randn(3, 7))
         self.other = nn.Parameter(torch.randn(3, 7))
+        self.decayed = nn.Parameter(torch.randn(5, 7))
 
     def forward(self, x, constant):
-        return ConstantGradient.apply(self.weight, self.bias, constant) + ConstantGradient.apply(self.weight, self.other, constant) + x.sum()
+        loss = ConstantGradient.apply(self.weight, self.bias, constant)
+        loss = loss + ConstantGradient.apply(self.weight, self.other, constant)
+        return loss + OwnWeightAsGradient.apply(self.decayed) + x.sum()
 
 
 @_plain
@@ -271,14 +292,18 @@ def mixed_dtypes() -> Case:
 
 @_plain
 def dropout() -> Case:
-    body = nn.Sequential(nn.Linear(7, 13), nn.Dropout(0.3), nn.ReLU(), nn.Dropout(0.1), nn.Linear(13, 5), nn.Dropout(0.2))
+    body = nn.Sequential(
+        nn.Linear(7, 13), nn.Dropout(0.3), nn.ReLU(), nn.Dropout(0.1), nn.Linear(13, 5), nn.Dropout(0.2)
+    )
     return _regression(body, (7,), (5,))
 
 
 @_plain
 def channels_last() -> Case:
     """Convolution weights whose dimensions lie in memory in another order."""
-    body = nn.Sequential(nn.Conv2d(3, 7, 3, padding=1), nn.ReLU(), nn.Conv2d(7, 5, 3, padding=1), nn.Flatten(), nn.Linear(180, 3))
+    body = nn.Sequential(
+        nn.Conv2d(3, 7, 3, padding=1), nn.ReLU(), nn.Conv2d(7, 5, 3, padding=1), nn.Flatten(), nn.Linear(180, 3)
+    )
     case = _regression(body.to(memory_format=torch.channels_last), (3, 6, 6), (3,))
     case.inputs = (case.inputs[0].contiguous(memory_format=torch.channels_last), case.inputs[1])
     return case
@@ -381,7 +406,11 @@ class GivesNested(nn.Module):
 @_plain
 def nested_output() -> Case:
     """The loss is made outside, of two outputs deep in a nested structure; others are not differentiated."""
-    return Case(GivesNested(), ({"x": torch.randn(BATCH, 7)},), lambda out: out["parts"][0].pow(2).mean() + out["parts"][1][1]["sum"].mean())
+    return Case(
+        GivesNested(),
+        ({"x": torch.randn(BATCH, 7)},),
+        lambda out: out["parts"][0].pow(2).mean() + out["parts"][1][1]["sum"].mean(),
+    )
 
 
 class GivesViews(nn.Module):
@@ -393,7 +422,17 @@ class GivesViews(nn.Module):
 
     def forward(self, x):
         hidden = self.layer(x)
-        return hidden.pow(2).mean(), x, x.t(), hidden[:, :3], hidden.view(-1), hidden, self.layer.weight, self.layer.weight.t(), self.layer.bias * 2
+        return (
+            hidden.pow(2).mean(),
+            x,
+            x.t(),
+            hidden[:, :3],
+            hidden.view(-1),
+            hidden,
+            self.layer.weight,
+            self.layer.weight.t(),
+            self.layer.bias * 2,
+        )
 
 
 @_plain
@@ -546,7 +585,12 @@ class Stack(nn.Module):
     def __init__(self, depth: int, dim: int = 7) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(dim, elementwise_affine=False), nn.Linear(dim, 2 * dim + 1), nn.Tanh(), nn.Linear(2 * dim + 1, dim))
+            nn.Sequential(
+                nn.LayerNorm(dim, elementwise_affine=False),
+                nn.Linear(dim, 2 * dim + 1),
+                nn.Tanh(),
+                nn.Linear(2 * dim + 1, dim),
+            )
             for _ in range(depth)
         )
 

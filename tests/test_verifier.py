@@ -113,7 +113,9 @@ def test_two_collectives_exchanged_on_one_rank_are_refused(program):
     verify_program(other)  # a good program by itself
     with pytest.raises(VerifyError) as caught:
         verify_ranks([program, program.snapshot(), other])
-    assert caught.value.node == gathers[1].name and gathers[1].name in str(caught.value) and "rank 2" in str(caught.value)
+    assert (
+        caught.value.node == gathers[1].name and gathers[1].name in str(caught.value) and "rank 2" in str(caught.value)
+    )
 
 
 def test_a_collective_that_one_rank_leaves_out_is_refused(program):
@@ -263,7 +265,9 @@ def test_a_use_before_the_definition_is_refused(program):
 
 def test_a_cycle_is_refused(program):
     node = forward_compute(program, aten.tanh.default) or forward_compute(program)
-    one = next(n for n in node if any(u.op == "call_function" for u in n.users) and isinstance(n.args[0], torch.fx.Node))
+    one = next(
+        n for n in node if any(u.op == "call_function" for u in n.users) and isinstance(n.args[0], torch.fx.Node)
+    )
     user = sorted(one.users)[0]
     one.update_arg(0, user)
     refuses(program, one, user.name, "cycle")
@@ -276,7 +280,12 @@ def test_a_node_without_a_record_is_refused(program):
 
 
 def test_a_forward_value_made_of_a_backward_one_is_refused(program):
-    backward = first(program, lambda n: n.op == "call_function" and info(n).phase is Phase.BACKWARD and isinstance(n.meta["val"], torch.Tensor))
+    backward = first(
+        program,
+        lambda n: (
+            n.op == "call_function" and info(n).phase is Phase.BACKWARD and isinstance(n.meta["val"], torch.Tensor)
+        ),
+    )
     with program.graph.inserting_after(backward):
         node = program.call(aten.neg.default, (backward,), NodeInfo(Phase.FORWARD), name="too_early")
     refuses(program, node, "of the forward uses", backward.name)
@@ -362,10 +371,16 @@ def test_an_output_and_a_gradient_exchanged_are_refused(program):
 
 
 def test_a_gradient_of_the_whole_shape_is_refused_where_its_parameter_is_sharded(program):
-    start = next(n for n in starts(program, Role.REDUCE) if info(n).param == "body.0.bias" and n.target is collectives.REDUCE_SCATTER)
+    start = next(
+        n
+        for n in starts(program, Role.REDUCE)
+        if info(n).param == "body.0.bias" and n.target is collectives.REDUCE_SCATTER
+    )
     name = "body.0.bias"
     own = start.args[0]
-    program.set_outputs([(p, own if p.role is OutputRole.GRADIENT and p.name == name else n) for p, n in program.output_items()])
+    program.set_outputs(
+        [(p, own if p.role is OutputRole.GRADIENT and p.name == name else n) for p, n in program.output_items()]
+    )
     refuses(program, own)
 
 

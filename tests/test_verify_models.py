@@ -48,7 +48,9 @@ def test_a_model_is_bit_for_bit_the_plain_one(name, at):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["uneven_mlp", "tied", "dropout", "buffer_update", "shared_gradient", "frozen", "llama"])
+@pytest.mark.parametrize(
+    "name", ["uneven_mlp", "tied", "dropout", "buffer_update", "shared_gradient", "frozen", "llama"]
+)
 def test_stage_3_is_bit_for_bit_on_three_ranks(name):
     assert_same(name, Plan(zero=3, backend="eager"), 3)
 
@@ -93,7 +95,9 @@ def test_a_model_in_eval_mode_without_gradients_has_the_plain_outputs(name):
     assert {d.what for d in found.differences} == {"output"}
 
 
-@pytest.mark.parametrize("name,stage", [("uneven_mlp", 3), ("dropout", 2), ("checkpoint_regions", 3), ("t5", 3), ("lstm", 1), ("unet", 3)])
+@pytest.mark.parametrize(
+    "name,stage", [("uneven_mlp", 3), ("dropout", 2), ("checkpoint_regions", 3), ("t5", 3), ("lstm", 1), ("unet", 3)]
+)
 def test_inductors_program_is_the_plain_model_but_for_rounding(name, stage):
     found = verify(models.build(name), Plan(zero=stage), 3)
     assert found.ok, str(found)
@@ -133,7 +137,9 @@ def scale_one_gradient(program):
     for i, (port, node) in enumerate(items):
         if port.role is OutputRole.GRADIENT and port.name == "body.0.weight":
             with program.graph.inserting_before(program.output_node()):
-                made = program.call(torch.ops.aten.mul.Tensor, (node, 1.5), info(node).but(role=Role.LAYOUT), name="scaled")
+                made = program.call(
+                    torch.ops.aten.mul.Tensor, (node, 1.5), info(node).but(role=Role.LAYOUT), name="scaled"
+                )
             items[i] = (port, made)
     program.set_outputs(items)
 
@@ -147,7 +153,11 @@ def drop_one_add(program):
 @graph_pass("slightly_off", "changes one gradient by a thousandth")
 def slightly_off(program):
     grad = next(n for p, n in program.output_items() if p.role is OutputRole.GRADIENT and p.name == "body.3.bias")
-    start = next(n for n in program.nodes if collectives.is_start(n) and info(n).param == "body.3.bias" and info(n).role is Role.REDUCE)
+    start = next(
+        n
+        for n in program.nodes
+        if collectives.is_start(n) and info(n).param == "body.3.bias" and info(n).role is Role.REDUCE
+    )
     assert grad is not start
     with program.graph.inserting_before(start):
         made = program.call(torch.ops.aten.mul.Tensor, (start.args[0], 1.001), NodeInfo(Phase.BACKWARD), name="off")
@@ -157,13 +167,22 @@ def slightly_off(program):
 @graph_pass("stale_buffer", "returns a buffer as it was before its update", requires=("clean",))
 def stale_buffer(program):
     before = program.input_nodes(InputRole.BUFFER)
-    items = [(p, before[p.name] if p.role is OutputRole.MUTATION and p.name == "mean" else n) for p, n in program.output_items()]
+    items = [
+        (p, before[p.name] if p.role is OutputRole.MUTATION and p.name == "mean" else n)
+        for p, n in program.output_items()
+    ]
     program.set_outputs(items)
 
 
 @graph_pass("lose_one_gradient", "returns no gradient for one parameter")
 def lose_one_gradient(program):
-    program.set_outputs([i for i in program.output_items() if i[0] != Port(OutputRole.GRADIENT, "body.0.bias", i[0].index, InputRole.PARAMETER)])
+    program.set_outputs(
+        [
+            i
+            for i in program.output_items()
+            if i[0] != Port(OutputRole.GRADIENT, "body.0.bias", i[0].index, InputRole.PARAMETER)
+        ]
+    )
     program.graph.eliminate_dead_code()
 
 

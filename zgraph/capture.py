@@ -307,13 +307,21 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
         fake_mode=trace.flat.fake_mode,
     )
     _annotate(graph)
-    program.set_outputs(outputs)
+    program.set_outputs([(port, _own_gradient(program, port, node)) for port, node in outputs])
     for port, node in program.input_items():
         node._rename(_identifier(f"tangent_{port.name}" if port.role is InputRole.TANGENT else port.name))
     for node in graph.nodes:
         node.meta.pop("desc", None)
     program.recompile()
     return program
+
+
+def _own_gradient(program: Program, port: Port, node: fx.Node) -> fx.Node:
+    """A gradient that is a value of the forward (a weight, say, as that of its square is) is copied in the backward."""
+    if port.role is not OutputRole.GRADIENT or info(node).phase is Phase.BACKWARD:
+        return node
+    with program.graph.inserting_before(program.output_node()):
+        return program.call(torch.ops.aten.clone.default, (node,), info(node).but(phase=Phase.BACKWARD), name=f"own_{node.name}")
 
 
 def _identifier(path: str) -> str:
