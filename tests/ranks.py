@@ -95,7 +95,7 @@ class Ranks:
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
-                    outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
+                    outcomes[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     outcomes[rank] = Outcome(died=True)
                 outcomes[rank].seconds = time.monotonic() - begin
@@ -148,7 +148,8 @@ def _serve(pipe: Connection, rank: int, world: int, store: str, timeout: float, 
             module, name, args = pipe.recv()
         except EOFError:
             return
-        pipe.send(_call(module, name, args))
+        # By value: a tensor sent as a handle to shared memory is lost when its sender is faster than its reader.
+        pipe.send_bytes(pickle.dumps(_call(module, name, args)))
 
 
 def _call(module: str, name: str, args: tuple[Any, ...]) -> Outcome:
