@@ -225,9 +225,7 @@ def test_a_bad_target_is_named_with_what_is_right(target, says):
 
 
 def test_a_target_that_fails_is_shown_with_the_users_line():
-    line = 1 + next(
-        i for i, t in enumerate(HERE.joinpath("cli_targets.py").open()) if "no weights today" in t
-    )
+    line = 1 + next(i for i, t in enumerate(HERE.joinpath("cli_targets.py").open()) if "no weights today" in t)
     assert f"{HERE / 'cli_targets.py'}:{line}" in refused("dump", "cli_targets:failing")
 
 
@@ -269,13 +267,9 @@ def test_a_world_that_the_mesh_does_not_divide_is_refused(plan):
     assert "does not divide a world of 3" in text
 
 
-@pytest.mark.parametrize(
-    "options", [["--rank", "8"], ["--world", "0"], ["--json", "--filter", "x"], ["--wrold", "8"]]
-)
+@pytest.mark.parametrize("options", [["--rank", "8"], ["--world", "0"], ["--json", "--filter", "x"], ["--wrold", "8"]])
 def test_options_that_mean_nothing_are_usage_errors(options):
-    assert "Usage:" in refused(
-        "dump", SMALL, *(options if "--world" in options else ["--world", "8", *options])
-    )
+    assert "Usage:" in refused("dump", SMALL, *(options if "--world" in options else ["--world", "8", *options]))
 
 
 # passes
@@ -288,9 +282,7 @@ def test_passes_lists_the_pipeline_with_what_each_requires_and_provides(plan):
     rows = json.loads(ok("passes", "--plan", plan("zero = 2"), "--json"))["passes"]
     names = [r["name"] for r in rows]
     assert "keep_gathered" in names and "release" not in names
-    assert all(r["summary"] for r in rows) and rows[names.index("shard_parameters")]["provides"] == [
-        "sharded"
-    ]
+    assert all(r["summary"] for r in rows) and rows[names.index("shard_parameters")]["provides"] == ["sharded"]
 
 
 @pytest.mark.parametrize("world", [8, 512])

@@ -29,9 +29,7 @@ ONE_RANK = [name for name, (_, _, _, world) in cases.CASES.items() if world == 1
 
 
 def script(name: str, *args: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(HERE / name), *args], capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([sys.executable, str(HERE / name), *args], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
@@ -73,8 +71,7 @@ def test_cuda_code_fuses_norms_activations_residuals_and_casts(
     lowered: dict[str, list[dict[str, Any]]],
 ) -> None:
     forward, backward = (
-        [set(operators) for _, operators, _ in part["kernels"]]
-        for part in lowered["bfloat16, ZeRO-3 on 8 ranks"]
+        [set(operators) for _, operators, _ in part["kernels"]] for part in lowered["bfloat16, ZeRO-3 on 8 ranks"]
     )
     assert any({"add", "native_layer_norm", "_to_copy"} <= k for k in forward), (
         "residual, norm and the next product's cast"

@@ -327,9 +327,7 @@ def test_two_ranks_agree_with_each_other_and_with_one_process_at_every_stage(tmp
         (tmp_path / f"plan{stage}.toml").write_text(f'zero = {stage}\nbackend = "eager"\n')
     half = [option.replace("--batch=4", "--batch=2") for option in SHORT] + ["--sample=8"]
     worker = tmp_path / "worker.py"
-    worker.write_text(
-        textwrap.dedent(EVERY_STAGE).format(examples=str(EXAMPLES), folder=str(tmp_path), options=half)
-    )
+    worker.write_text(textwrap.dedent(EVERY_STAGE).format(examples=str(EXAMPLES), folder=str(tmp_path), options=half))
     torchrun(worker)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
 

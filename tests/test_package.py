@@ -42,9 +42,7 @@ def wheel(tmp_path_factory) -> Path:
 
 def loaded_by(code: str, *names: str) -> list[str]:
     """Which of the modules `names` a fresh interpreter has loaded after `code`."""
-    probe = (
-        f"{code}\nimport json, sys\nprint(json.dumps([name for name in {names!r} if name in sys.modules]))"
-    )
+    probe = f"{code}\nimport json, sys\nprint(json.dumps([name for name in {names!r} if name in sys.modules]))"
     return json.loads(run(sys.executable, "-c", probe).splitlines()[-1])
 
 

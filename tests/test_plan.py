@@ -202,9 +202,7 @@ def test_repr_is_what_differs_from_the_defaults_and_makes_the_plan_again():
 
 
 def test_user_passes_are_parsed_with_their_place():
-    plan = Plan(
-        passes=["pkg.mod:first", " pkg:Class.second   after   zero_reduce ", "pkg:third before zero-gather"]
-    )
+    plan = Plan(passes=["pkg.mod:first", " pkg:Class.second   after   zero_reduce ", "pkg:third before zero-gather"])
     assert plan.user_passes() == (
         UserPass("pkg.mod:first"),
         UserPass("pkg:Class.second", "after", "zero_reduce"),
@@ -286,20 +284,13 @@ def test_a_plan_that_a_format_would_change_is_not_written(tmp_path):
     assert NestedPlan.load(tmp_path / "plan.json") == plan
 
 
-scalars = (
-    st.text(st.characters(exclude_categories=["Cs"]))
-    | st.integers()
-    | st.booleans()
-    | st.floats(allow_nan=False)
-)
+scalars = st.text(st.characters(exclude_categories=["Cs"])) | st.integers() | st.booleans() | st.floats(allow_nan=False)
 keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 
 
 @settings(deadline=None)
 @given(
-    data=st.dictionaries(
-        keys, st.recursive(scalars, lambda x: st.lists(x) | st.dictionaries(keys, x), max_leaves=8)
-    )
+    data=st.dictionaries(keys, st.recursive(scalars, lambda x: st.lists(x) | st.dictionaries(keys, x), max_leaves=8))
 )
 def test_any_plain_data_comes_back_from_our_toml(tmp_path_factory, data):
     file = tmp_path_factory.getbasetemp() / "any.toml"

@@ -9,7 +9,10 @@ from zgraph.signature import shared, signature
 
 @pytest.mark.core
 def test_ranks_compare_the_kind_of_a_device_not_its_number():
-    one, other = "float32[4]@cuda:0; device(type='cuda', index=0); f#140", "float32[4]@cuda:1; device(type='cuda', index=1); f#977"
+    one, other = (
+        "float32[4]@cuda:0; device(type='cuda', index=0); f#140",
+        "float32[4]@cuda:1; device(type='cuda', index=1); f#977",
+    )
     assert shared(one) == shared(other)
     assert shared(one) != shared(one.replace("cuda", "cpu"))
 

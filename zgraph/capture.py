@@ -321,7 +321,9 @@ def _own_gradient(program: Program, port: Port, node: fx.Node) -> fx.Node:
     if port.role is not OutputRole.GRADIENT or info(node).phase is Phase.BACKWARD:
         return node
     with program.graph.inserting_before(program.output_node()):
-        return program.call(torch.ops.aten.clone.default, (node,), info(node).but(phase=Phase.BACKWARD), name=f"own_{node.name}")
+        return program.call(
+            torch.ops.aten.clone.default, (node,), info(node).but(phase=Phase.BACKWARD), name=f"own_{node.name}"
+        )
 
 
 def _identifier(path: str) -> str:

@@ -9,14 +9,11 @@ which brings the same errors, at any depth.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 import re
-import reprlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -24,17 +21,16 @@ from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     PrivateAttr,
     StrictInt,
-    ValidationError,
     WithJsonSchema,
 )
 
 from zgraph import planfile
 from zgraph.errors import MeshError, PlanError
+from zgraph.record import Record, did_you_mean, joined, short
 
 __all__ = ["MESH_DIMENSIONS", "Mesh", "Plan", "Record", "UserPass"]
 
@@ -42,60 +38,6 @@ MESH_DIMENSIONS = ("pp", "replicate", "dp", "cp", "tp")
 """Every mesh dimension's name, outermost first."""
 
 _SUPPORTED_DIMENSIONS = ("replicate", "dp")
-
-
-class Record(BaseModel, frozen=True, extra="forbid"):
-    """The base of `Plan` and of the records inside it: frozen, no unknown keys, every fault a `PlanError`."""
-
-    def __init__(self, **values: Any) -> None:
-        with _plan_errors(type(self)):
-            super().__init__(**values)
-
-    @classmethod
-    def model_validate(cls, obj: Any, **options: Any) -> Self:
-        with _plan_errors(cls):
-            return super().model_validate(obj, **options)
-
-    @classmethod
-    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        with _plan_errors(cls):
-            return super().model_validate_json(json_data, **options)
-
-    @classmethod
-    def model_validate_strings(cls, obj: Any, **options: Any) -> Self:
-        with _plan_errors(cls):
-            return super().model_validate_strings(obj, **options)
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some fields replaced; unlike pydantic's own, the new values are checked."""
-        if not update:
-            return super().model_copy(deep=deep)
-        return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | dict(update))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in type(self).model_fields:
-            self._refuse_change(name)
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in type(self).model_fields:
-            self._refuse_change(name)
-        super().__delattr__(name)
-
-    def _refuse_change(self, name: str) -> NoReturn:
-        raise PlanError(
-            f"a {type(self).__name__} can't be changed",
-            where=name,
-            why="compiled programs were made from it",
-            hint=f"make another: plan.model_copy(update={{{name!r}: …}})",
-        )
-
-    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
-        """Only what differs from the defaults."""
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if value != field.get_default(call_default_factory=True):
-                yield name, value
 
 
 class Mesh(dict[str, int]):
@@ -123,7 +65,7 @@ class Mesh(dict[str, int]):
 def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
     for name, size in sizes.items():
         if name not in MESH_DIMENSIONS:
-            raise PlanError(f"a mesh has no dimension {name!r}", where=name, hint=_did_you_mean(name, MESH_DIMENSIONS))
+            raise PlanError(f"a mesh has no dimension {name!r}", where=name, hint=did_you_mean(name, MESH_DIMENSIONS))
         if size != -1 and size < 1:
             raise PlanError(
                 f"mesh dimension {name!r} can't have size {size}",
@@ -194,7 +136,7 @@ def _refuse_callable(value: Any) -> Any:
 def _integer(value: Any) -> Any:
     # A Literal of integers takes True for 1 in pydantic.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise PlanError(f"{_short(value)} is not an integer", hint="0, 1, 2 or 3")
+        raise PlanError(f"{short(value)} is not an integer", hint="0, 1, 2 or 3")
     return value
 
 
@@ -344,51 +286,10 @@ class Plan(Record, frozen=True):
         return {name: world // known if size == -1 else size for name, size in self.mesh.items()}
 
 
-# Errors: pydantic's, told as zgraph tells its own.
-
-
-@contextmanager
-def _plan_errors(record: type[Record]) -> Iterator[None]:
-    try:
-        yield
-    except ValidationError as error:
-        raise _joined([problem for detail in error.errors() for problem in _problems(record, detail)]) from None
-
-
-def _joined(problems: list[PlanError]) -> PlanError:
-    if len(problems) == 1:
-        return problems[0]
-    error = PlanError(f"the plan has {len(problems)} errors", why="\n".join(str(problem) for problem in problems))
-    error.problems = tuple(problems)
-    return error
-
-
-def _problems(record: type[Record], detail: Any) -> Iterator[PlanError]:
-    """One of pydantic's error details as `PlanError`s; several if an inner record reported several."""
-    location = [part for part in detail["loc"] if part != "[key]"]
-    where = _key_path(location)
-    cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, PlanError):  # from a check of ours, which may be that of an inner record
-        for problem in cause.problems or (cause,):
-            inner = _key_path([*location, problem.where] if problem.where else location)
-            yield type(problem)(problem.what, where=inner, why=problem.why, hint=problem.hint)
-    elif detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        key = str(location[-1])
-        yield PlanError(f"unknown key {key!r}", where=where, hint=_did_you_mean(key, record.model_fields))
-    else:
-        field = record.model_fields.get(str(location[0])) if location else None
-        yield PlanError(
-            f"{_short(detail['input'])} can't be the value of {where or 'a ' + record.__name__}",
-            where=where,
-            why=detail["msg"],
-            hint=f"{location[0]}: {field.description}" if field is not None and field.description else None,
-        )
-
-
 def _located(error: PlanError, file: Path, text: str) -> PlanError:
     """The same error, with file and line in `where`."""
     if error.problems:
-        return _joined([_located(problem, file, text) for problem in error.problems])
+        return joined([_located(problem, file, text) for problem in error.problems])
     place = str(file)
     if error.where:
         lines = planfile.lines_of_key(text, re.sub(r"\[\d+\]", "", error.where).rpartition(".")[2])
@@ -396,23 +297,8 @@ def _located(error: PlanError, file: Path, text: str) -> PlanError:
     return type(error)(error.what, where=place, why=error.why, hint=error.hint)
 
 
-def _did_you_mean(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
-    folded = {key.casefold(): key for key in known}
-    near = difflib.get_close_matches(name.casefold(), folded, n=1)
-    return f"did you mean {folded[near[0]]!r}?" if near else f"the known ones are {', '.join(known)}"
-
-
-def _key_path(parts: list[Any]) -> str | None:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    return path.removeprefix(".") or None
-
-
 def _listed(names: list[str]) -> str:
     return " and ".join((", ".join(names[:-1]), names[-1]))
-
-
-def _short(value: Any) -> str:
-    return reprlib.repr(value)
 
 
 def _shown(value: Any) -> str:

@@ -57,8 +57,7 @@ def filled(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(
-                torch.randn(p.shape, generator=generator) / (p.shape[-1] ** 0.5 if p.dim() > 1 else 4)
-                + (p.dim() == 1)
+                torch.randn(p.shape, generator=generator) / (p.shape[-1] ** 0.5 if p.dim() > 1 else 4) + (p.dim() == 1)
             )
     return model
 

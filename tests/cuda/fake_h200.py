@@ -44,9 +44,7 @@ def why_not() -> str | None:
     if root is None:
         return "torch is not installed"
     if (root / "lib" / "libtorch_cuda.so").exists():
-        return (
-            "this torch is a CUDA build: a device that is not there can only be stood in for on a CPU build"
-        )
+        return "this torch is a CUDA build: a device that is not there can only be stood in for on a CPU build"
     if not (root / "lib" / "libtorch_cpu.so").exists():
         return "this torch has no libtorch_cpu.so"
     if shutil.which("g++") is None:
@@ -59,9 +57,9 @@ def why_not() -> str | None:
 def _guard() -> Path:
     """The shared library of `fake_guard.cpp` for this torch, built if it is not there."""
     root = _torch_root()
-    tag = hashlib.sha256(
-        SOURCE.read_bytes() + f"{importlib.metadata.version('torch')} {root}".encode()
-    ).hexdigest()[:16]
+    tag = hashlib.sha256(SOURCE.read_bytes() + f"{importlib.metadata.version('torch')} {root}".encode()).hexdigest()[
+        :16
+    ]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zgraph-tests"
     library = cache / f"fake_guard_{tag}.so"
     if not library.exists():
@@ -112,9 +110,7 @@ def _install() -> None:
     torch.cuda._initialized = True
     torch.version.cuda = "13.0"
     torch._C._cuda_getCurrentRawStream = _constant(0)
-    FakeTensorMode.avoid_device_init = property(
-        lambda self: True
-    )  # else it builds real constants on the device
+    FakeTensorMode.avoid_device_init = property(lambda self: True)  # else it builds real constants on the device
 
     interface = device_interface.CudaInterface
     for name in (
@@ -130,9 +126,7 @@ def _install() -> None:
         setattr(interface, name, staticmethod(_constant(0)))
     device_interface.caching_worker_device_properties["cuda"] = [PROPERTIES]
     known = device_info._device_mapping
-    known.setdefault(
-        "NVIDIA H200", dataclasses.replace(known["NVIDIA H100"], dram_bw_gbs=4800.0, dram_gb=141.0)
-    )
+    known.setdefault("NVIDIA H200", dataclasses.replace(known["NVIDIA H100"], dram_bw_gbs=4800.0, dram_gb=141.0))
 
     import triton
     from triton.backends import backends
@@ -247,9 +241,7 @@ def _usage(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
-    usage = dict(
-        part.split(":")[:2] for part in text.split() if part.startswith(("REG:", "STACK:", "LOCAL:"))
-    )
+    usage = dict(part.split(":")[:2] for part in text.split() if part.startswith(("REG:", "STACK:", "LOCAL:")))
     return {key.lower(): int(value) for key, value in usage.items()}
 
 

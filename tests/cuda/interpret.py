@@ -59,9 +59,7 @@ def _libdevice() -> None:
                 for a in args
             ]
             result = function(*values).numpy().astype(first.handle.data.dtype)
-            return tl.core.tensor(
-                TensorHandle(result.reshape(first.handle.data.shape), first.handle.dtype), first.type
-            )
+            return tl.core.tensor(TensorHandle(result.reshape(first.handle.data.shape), first.handle.dtype), first.type)
 
         return call
 

@@ -40,9 +40,7 @@ def lower(name: str, folder: Path) -> list[dict[str, object]]:
         backward = compile_inductor(parts.backward, group, is_backward=True)
     for executable in (forward, backward):
         program = executable.program
-        devices = {
-            str(v.device) for n in program.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)
-        }
+        devices = {str(v.device) for n in program.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
         made.append({
             "name": program.name, "source": executable.source, "devices": sorted(devices),
             "inputs": [(p.role.value, p.name) for p in program.inputs],

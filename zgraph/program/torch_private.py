@@ -79,9 +79,7 @@ def _log_methods() -> set[Any]:
         "warning_advice",
         "info_once",
     )
-    return {
-        _LogMethod(method) for name in names if (method := getattr(logging.Logger, name, None)) is not None
-    }
+    return {_LogMethod(method) for name in names if (method := getattr(logging.Logger, name, None)) is not None}
 
 
 class _Stop(Exception):
@@ -138,9 +136,7 @@ class _Guards:
         code = function.__func__.__code__
         self._varargs = code.co_argcount == 0  # a forward behind a decorator of *args
         self._name = code.co_varnames[0]
-        self._manager = output.graph_capture_output.build_guards(
-            code, hooks=Hooks(guard_filter_fn=self._wanted)
-        )
+        self._manager = output.graph_capture_output.build_guards(code, hooks=Hooks(guard_filter_fn=self._wanted))
 
     def failing(self, owner: Any) -> tuple[str, str | None] | None:
         scope = {self._name: (owner,) if self._varargs else owner}
@@ -155,9 +151,7 @@ class _Guards:
         ), f"{stack[-1].filename}:{stack[-1].lineno}" if stack else None
 
     def _wanted(self, entries: Sequence[Any]) -> Sequence[bool]:
-        for e in (
-            entries
-        ):  # guards are built twice; a property that makes its value anew gave another the first time
+        for e in entries:  # guards are built twice; a property that makes its value anew gave another the first time
             e.orig_guard.obj_weakref = e.orig_guard.guarded_class_weakref = None
         return [
             not isinstance(e.value, torch.Tensor)
@@ -216,9 +210,7 @@ def export_joint(
 ) -> fx.GraphModule:
     """AOTAutograd's joint forward+backward graph (the forward alone where nothing requires a gradient)."""
     with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), _lstm_of_plain_operators():
-        joint = aot_export_joint_with_descriptors(
-            stack, graph_module, tuple(inputs), decompositions=decompositions
-        )
+        joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(inputs), decompositions=decompositions)
         return joint.graph_module
 
 
@@ -304,12 +296,8 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
         if node.op == "placeholder":
             node.meta.setdefault("desc", None)
         drawn = node.args[0] if node.target is operator.getitem else node
-        if isinstance(drawn, fx.Node) and torch.Tag.nondeterministic_seeded in getattr(
-            drawn.target, "tags", ()
-        ):
-            node.meta.pop(
-                "recompute", None
-            )  # (a checkpoint region asks for it; what was drawn is saved all the same)
+        if isinstance(drawn, fx.Node) and torch.Tag.nondeterministic_seeded in getattr(drawn.target, "tags", ()):
+            node.meta.pop("recompute", None)  # (a checkpoint region asks for it; what was drawn is saved all the same)
     forward, _ = min_cut_rematerialization_partition(
         lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
     )

@@ -1,0 +1,128 @@
+"""`Record`: the base of everything that a plan is made of: frozen, no unknown keys, every fault a `PlanError`.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn, Self
+
+from pydantic import BaseModel, ValidationError
+
+from zgraph.errors import PlanError
+
+__all__ = ["Record", "did_you_mean", "joined", "short"]
+
+
+class Record(BaseModel, frozen=True, extra="forbid"):
+    """The base of `Plan` and of the records inside it: frozen, no unknown keys, every fault a `PlanError`."""
+
+    def __init__(self, **values: Any) -> None:
+        with _plan_errors(type(self)):
+            super().__init__(**values)
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        with _plan_errors(cls):
+            return super().model_validate(obj, **options)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        with _plan_errors(cls):
+            return super().model_validate_json(json_data, **options)
+
+    @classmethod
+    def model_validate_strings(cls, obj: Any, **options: Any) -> Self:
+        with _plan_errors(cls):
+            return super().model_validate_strings(obj, **options)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields replaced; unlike pydantic's own, the new values are checked."""
+        if not update:
+            return super().model_copy(deep=deep)
+        return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | dict(update))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).model_fields:
+            self._refuse_change(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in type(self).model_fields:
+            self._refuse_change(name)
+        super().__delattr__(name)
+
+    def _refuse_change(self, name: str) -> NoReturn:
+        raise PlanError(
+            f"a {type(self).__name__} can't be changed",
+            where=name,
+            why="compiled programs were made from it",
+            hint=f"make another: plan.model_copy(update={{{name!r}: …}})",
+        )
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """Only what differs from the defaults."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value != field.get_default(call_default_factory=True):
+                yield name, value
+
+
+# Errors: pydantic's, told as zgraph tells its own.
+
+
+@contextmanager
+def _plan_errors(record: type[Record]) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise joined([problem for detail in error.errors() for problem in _problems(record, detail)]) from None
+
+
+def joined(problems: list[PlanError]) -> PlanError:
+    if len(problems) == 1:
+        return problems[0]
+    error = PlanError(f"the plan has {len(problems)} errors", why="\n".join(str(problem) for problem in problems))
+    error.problems = tuple(problems)
+    return error
+
+
+def _problems(record: type[Record], detail: Any) -> Iterator[PlanError]:
+    """One of pydantic's error details as `PlanError`s; several if an inner record reported several."""
+    location = [part for part in detail["loc"] if part != "[key]"]
+    where = _key_path(location)
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, PlanError):  # from a check of ours, which may be that of an inner record
+        for problem in cause.problems or (cause,):
+            inner = _key_path([*location, problem.where] if problem.where else location)
+            yield type(problem)(problem.what, where=inner, why=problem.why, hint=problem.hint)
+    elif detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        key = str(location[-1])
+        yield PlanError(f"unknown key {key!r}", where=where, hint=did_you_mean(key, record.model_fields))
+    else:
+        field = record.model_fields.get(str(location[0])) if location else None
+        yield PlanError(
+            f"{short(detail['input'])} can't be the value of {where or 'a ' + record.__name__}",
+            where=where,
+            why=detail["msg"],
+            hint=f"{location[0]}: {field.description}" if field is not None and field.description else None,
+        )
+
+
+def did_you_mean(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
+    folded = {key.casefold(): key for key in known}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f"did you mean {folded[near[0]]!r}?" if near else f"the known ones are {', '.join(known)}"
+
+
+def _key_path(parts: list[Any]) -> str | None:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return path.removeprefix(".") or None
+
+
+def short(value: Any) -> str:
+    return reprlib.repr(value)

@@ -1,0 +1,77 @@
+"""What an optimizer is to zgraph: which tensors it keeps for a parameter, and one update as a pure function.
+
+A rule sees this rank's rows of one parameter. Where that is not enough (a norm, a product of whole matrices) it asks a
+`Part`, which stands for collectives in the program. Nothing is changed in place: the passes decide where results go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Part(Protocol):
+    """Operations of a rule that reach beyond this rank's rows.
+
+    A sharded parameter's rows are padded with zeros at the end to the same number on every rank; a rule must keep
+    padding rows zero (an update of zero gradients and zero states is zero for every rule here).
+    """
+
+    shape: tuple[int, ...]
+    """The shape of the whole parameter, without padding."""
+
+    def total(self, x: Tensor) -> Tensor:
+        """0-dim: the sum of a 0-dim tensor over all ranks that hold rows of the parameter."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """This rank's rows -> the whole tensor, without padding, on every rank."""
+
+    def own(self, x: Tensor) -> Tensor:
+        """A whole tensor -> this rank's rows, padded with zeros."""
+
+
+class Unsharded:
+    """The `Part` of a parameter that this rank holds whole."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def total(self, x: Tensor) -> Tensor:
+        return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x
+
+    def own(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor that an optimizer keeps for a parameter: its shape on this rank, dtype and first value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    fill: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One optimizer.
+
+    `scalars` are the fields of its record that are inputs of the program, so that a change never recompiles: "lr",
+    "betas.0". `states(record, shape, dtype)` says what it keeps for a parameter of which this rank has `shape`.
+    `update(record, param, grad, states, scalars, step, part)` gives the new parameter and the new states: `scalars` by
+    the names above and `step` (the number of this update, from 1) are 0-dim float64 tensors. Whether a scalar is zero in
+    the record is known when the program is made, so an operation that is skipped for zero costs nothing.
+    """
+
+    scalars: tuple[str, ...]
+    states: Callable[[Any, tuple[int, ...], torch.dtype], dict[str, State]]
+    update: Callable[
+        [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part], tuple[Tensor, dict[str, Tensor]]
+    ]
