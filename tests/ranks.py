@@ -12,6 +12,7 @@ module.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
@@ -138,6 +139,7 @@ def _serve(pipe: Connection, rank: int, world: int, store: str, timeout: float, 
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a rank that crashes says where it was
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     dist.init_process_group(
