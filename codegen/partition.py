@@ -19,6 +19,8 @@ from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
 
+_BACKWARD_ONLY = (InputRole.TANGENT, InputRole.ACCUMULATOR, InputRole.SCALE)
+
 
 @dataclass
 class Parts:
@@ -44,11 +46,7 @@ def split(program: Program) -> Parts:
     forward = _extract(
         joint,
         "forward",
-        inputs=[
-            (ports[n], n)
-            for n in joint.placeholders()
-            if ports[n].role not in (InputRole.TANGENT, InputRole.ACCUMULATOR)
-        ],
+        inputs=[(ports[n], n) for n in joint.placeholders() if ports[n].role not in _BACKWARD_ONLY],
         outputs=[*results, *((Port(OutputRole.SAVED, n.name), n) for n in saved)],
     )
     if not gradients:
@@ -56,7 +54,7 @@ def split(program: Program) -> Parts:
     taken: list[tuple[Port, fx.Node]] = [(Port(InputRole.SAVED, n.name), n) for n in saved]
     taken += [(Port(InputRole.KEPT, kept[n].name), n) for n in crossing if n in kept]
     taken += [(ports[n], n) for n in crossing if n.op == "placeholder"]
-    taken += [(p, n) for n, p in ports.items() if p.role in (InputRole.TANGENT, InputRole.ACCUMULATOR)]
+    taken += [(p, n) for n, p in ports.items() if p.role in _BACKWARD_ONLY]
     return Parts(forward, _extract(joint, "backward", inputs=taken, outputs=gradients))
 
 

@@ -7,6 +7,8 @@ import operator
 import torch
 from torch import fx
 
+from zgraph.program.node import Phase, info
+
 
 def aliased_input(node: fx.Node) -> fx.Node | None:
     """The argument whose storage this node's value shares (a view's base), None for a fresh value."""
@@ -36,6 +38,14 @@ def mutates(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)
+
+
+def is_write(node: fx.Node) -> bool:
+    """Does this node put an update's result in the place of the input that it replaces?"""
+    if node.op != "call_function" or node.target is not torch.ops.aten.copy_.default:
+        return False
+    place = node.args[0]
+    return isinstance(place, fx.Node) and place.op == "placeholder" and info(node).phase is Phase.UPDATE
 
 
 def aliases_of(root: fx.Node) -> list[fx.Node]:

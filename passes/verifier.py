@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zgraph.errors import VerifyError
-from zgraph.passes.aliases import aliased_input, is_random, mutates
+from zgraph.passes.aliases import aliased_input, is_random, is_write, mutates
 from zgraph.program import collectives, ops
 from zgraph.program.node import Phase, Role, has_info, info, value
 from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Port, Program
@@ -105,14 +105,18 @@ def check_ports(program: Program) -> None:
                 program.params[port.name].dtype,
             )
         if port.role is InputRole.KEPT:
-            _same_tensor(program, node, value(node), program.params[port.name].shape, program.params[port.name].dtype)
-        if port.role in (InputRole.PARAMETER, InputRole.KEPT, InputRole.ACCUMULATOR):
+            spec = program.params[port.name]
+            _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
+        if port.role is InputRole.GRADIENT:
+            spec = program.params[port.name]
+            _same_tensor(program, node, value(node), spec.shard_shape, spec.grad_dtype)
+        if port.role in (InputRole.PARAMETER, InputRole.KEPT, InputRole.ACCUMULATOR, InputRole.GRADIENT):
             _serves(program, node, port, "inputs")
         if port.role is InputRole.TANGENT and info(node).phase is not Phase.BACKWARD:
             raise _fault(program, node, f"tangent {node.name!r} is not of the backward", "its record was changed")
     for port, node in program.output_items():
         phase = info(node).phase
-        if port.role in (OutputRole.OUTPUT, OutputRole.MUTATION, OutputRole.KEPT) and phase is not Phase.FORWARD:
+        if port.role in (OutputRole.OUTPUT, OutputRole.MUTATION, OutputRole.KEPT) and phase is Phase.BACKWARD:
             raise _fault(
                 program,
                 node,
@@ -121,7 +125,13 @@ def check_ports(program: Program) -> None:
             )
         if port.role is OutputRole.KEPT:
             _serves(program, node, port, "outputs")
-            _same_tensor(program, node, value(node), program.params[port.name].shape, program.params[port.name].dtype)
+            spec = program.params[port.name]
+            _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
+        if port.role is OutputRole.MUTATION and port.of in (InputRole.PARAMETER, InputRole.GRADIENT):
+            spec = program.params[port.name]
+            dtype = spec.dtype if port.of is InputRole.PARAMETER else spec.grad_dtype
+            _serves(program, node, port, "outputs")
+            _same_tensor(program, node, value(node), spec.shard_shape, dtype)
         if port.role is OutputRole.GRADIENT:
             if (
                 phase is not Phase.BACKWARD
@@ -141,7 +151,8 @@ def check_ports(program: Program) -> None:
                 shape = (
                     spec.shard_shape if "reduced" in program.facts and "partial" not in program.facts else spec.shape
                 )
-                _same_tensor(program, node, value(node), shape, None)
+                done = "reduced" in program.facts
+                _same_tensor(program, node, value(node), shape, spec.grad_dtype if done else spec.compute_dtype)
 
 
 def _serves(program: Program, node: fx.Node, port: Port, ports: str) -> None:
@@ -313,7 +324,8 @@ def check_groups(program: Program) -> None:
                     f"collective {node.name!r} gathers {shard.name!r}",
                     f"it is to gather parameter {spec.name!r}",
                 )
-        if record.role is Role.REDUCE and collectives.reduce_op_of(node) != "avg":
+        averages = record.role is Role.REDUCE and record.phase is Phase.BACKWARD
+        if averages and collectives.reduce_op_of(node) != "avg":
             raise _fault(
                 program,
                 node,
@@ -390,9 +402,23 @@ def check_random(program: Program) -> None:
 
 
 def check_mutation(program: Program) -> None:
-    """No operator writes to its arguments: every value is what its definition gave."""
+    """No operator writes to its arguments, but an update's last step: it writes an input that nothing reads after it."""
+    written: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
-        if mutates(node):
+        for used in node.all_input_nodes:
+            root: fx.Node | None = used
+            while root is not None:
+                if root in written:
+                    raise _fault(
+                        program,
+                        node,
+                        f"node {node.name!r} reads {root.name!r} after it was written",
+                        f"{written[root].name!r} put its new value there",
+                    )
+                root = aliased_input(root)
+        if is_write(node):
+            written[node.all_input_nodes[0]] = node
+        elif mutates(node):
             raise _fault(
                 program,
                 node,

@@ -124,12 +124,12 @@ class _Runner:
             return torch.cat(parts)
         if node.target is collectives.ALL_TO_ALL:
             raise UnsupportedError("all_to_all on virtual ranks is not there yet", where=node.name)
+        op = collectives.reduce_op_of(node)
         total = parts[0].clone()
         for part in parts[1:]:
-            total += part
-        op = collectives.reduce_op_of(node)
+            total = torch.maximum(total, part) if op == "max" else total + part
         if op == "avg":
             total /= len(parts)
-        elif op != "sum":
+        elif op not in ("sum", "max"):
             raise UnsupportedError(f"reduction {op!r} on virtual ranks is not there yet", where=node.name)
         return list(total.chunk(len(parts))) if node.target is collectives.REDUCE_SCATTER else total

@@ -60,22 +60,34 @@ def shard_parameters(program: Program) -> dict[str, int]:
     gathers = gathered_bytes = 0
     for name, node in program.input_nodes(InputRole.PARAMETER).items():
         spec = program.params[name]
-        if spec.shard_dim is None or not node.users:
+        if not node.users or (spec.shard_dim is None and spec.compute_dtype is spec.dtype):
             continue
         users = sorted(node.users)
         phase = info(users[0]).phase
-        with program.fake_mode:
-            node.meta["val"] = torch.empty(
-                _physical(spec.shard_shape, spec), dtype=spec.dtype, device=tensor(node).device
-            ).permute(_inverse(_order(spec)))
-        set_info(node, info(node).but(param=name))
+        _enter(program, node, spec)
         with program.graph.inserting_before(users[0]):
-            whole = _gather(program, node, spec, phase, like=users[0])
+            if spec.shard_dim is None:
+                base = _record(spec, phase, users[0])
+                whole = _cast(program, node, spec.compute_dtype, base.but(role=Role.LAYOUT), f"cast_{_slug(name)}")
+            else:
+                whole = _gather(program, node, spec, phase, like=users[0])
+                gathers += 1
+                gathered_bytes += spec.numel * spec.compute_dtype.itemsize
         for user in users:
             user.replace_input_with(node, whole)
-        gathers += 1
-        gathered_bytes += spec.nbytes
     return {"gathers": gathers, "gathered_bytes": gathered_bytes}
+
+
+def _enter(program: Program, node: fx.Node, spec: ParamSpec) -> None:
+    """Let a parameter's placeholder have the shape and dtype that a rank holds."""
+    device = tensor(node).device
+    with program.fake_mode:
+        if spec.shard_dim is None:
+            node.meta["val"] = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+        else:
+            held = torch.empty(_physical(spec.shard_shape, spec), dtype=spec.dtype, device=device)
+            node.meta["val"] = held.permute(_inverse(_order(spec)))
+    set_info(node, info(node).but(param=spec.name))
 
 
 @graph_pass(
@@ -169,15 +181,18 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
             )
             node = grad
             if options.accumulated:
-                node = _accumulate(program, node, name, record)
+                node = _accumulate(program, node, spec, record)
+            starts: list[fx.Node] = []
             if options.reduce:
                 node, starts, scatter = _reduce(program, node, spec, record)
-                if starts and pending:
-                    for wait in pending:
-                        starts[0].prepend(wait)
-                pending = _movable(node) if len(starts) == 1 else []
                 scattered += scatter
                 reduced += len(starts) - scatter
+            node = _leave(program, node, spec, record)
+            if starts and pending:
+                for wait in pending:
+                    starts[0].prepend(wait)
+            if options.reduce:
+                pending = _movable(node) if len(starts) == 1 else []
             if node is not grad:
                 built[at] = starts[0] if options.reduce and pending else node
         program.graph.erase_node(anchor)
@@ -234,20 +249,14 @@ def _physical(shape: tuple[int, ...], spec: ParamSpec) -> list[int]:
 
 
 def _gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, like: fx.Node) -> fx.Node:
-    """all_gather -> wait (-> slice) (-> permute): the whole parameter. `like` is its first user."""
+    """(cast ->) all_gather -> wait (-> slice) (-> permute): the whole parameter. `like` is its first user."""
     dim = str(spec.shard_dim)
     ranks = program.mesh[dim]
-    base = NodeInfo(
-        phase=phase,
-        module=info(like).module,
-        source=info(like).source,
-        param=spec.name,
-        made_by="shard_parameters",
-    )
+    base = _record(spec, phase, like)
     layout = base.but(role=Role.LAYOUT)
     slug = _slug(spec.name) + ("" if phase is Phase.FORWARD else "_again")
     order = _order(spec)
-    node = shard
+    node = _cast(program, shard, spec.compute_dtype, layout, f"cast_{slug}")
     if order != sorted(order):
         node = program.call(aten.permute.default, (node, order), layout, name=f"packed_{slug}")
     start = program.call(
@@ -264,14 +273,39 @@ def _gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, lik
     return node
 
 
-def _accumulate(program: Program, grad: fx.Node, name: str, record: NodeInfo) -> fx.Node:
-    held = program.add_input(
-        Port(InputRole.ACCUMULATOR, name),
-        tensor(grad),
-        record.but(role=Role.ACCUMULATE),
-        name=f"accumulated_{_slug(name)}",
-    )
-    return program.call(aten.add.Tensor, (held, grad), record.but(role=Role.ACCUMULATE), name=f"sum_{_slug(name)}")
+def _record(spec: ParamSpec, phase: Phase, like: fx.Node) -> NodeInfo:
+    module, source = info(like).module, info(like).source
+    return NodeInfo(phase, module=module, source=source, param=spec.name, made_by="shard_parameters")
+
+
+def _cast(program: Program, node: fx.Node, dtype: torch.dtype, record: NodeInfo, name: str) -> fx.Node:
+    if tensor(node).dtype is dtype:
+        return node
+    return program.call(torch.ops.prims.convert_element_type.default, (node, dtype), record, name=name)
+
+
+def _accumulate(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) -> fx.Node:
+    """held (* loss scale) + grad, in the dtype that gradients are kept in. What is held was divided by the scale."""
+    slug = _slug(spec.name)
+    with program.fake_mode:
+        fake = torch.empty_strided(spec.shape, tensor(grad).stride(), dtype=spec.grad_dtype, device=tensor(grad).device)
+    mine = record.but(role=Role.ACCUMULATE)
+    node = program.add_input(Port(InputRole.ACCUMULATOR, spec.name), fake, mine, name=f"accumulated_{slug}")
+    scale = program.input_nodes(InputRole.SCALE).get("loss_scale")
+    if scale is not None:
+        node = program.call(aten.mul.Tensor, (node, scale), mine, name=f"rescaled_{slug}")
+    wide = _cast(program, grad, spec.grad_dtype, mine, f"wide_{slug}")
+    return program.call(aten.add.Tensor, (node, wide), mine, name=f"sum_{slug}")
+
+
+def _leave(program: Program, node: fx.Node, spec: ParamSpec, record: NodeInfo) -> fx.Node:
+    """(cast ->) (/ loss scale): a gradient as it leaves the program."""
+    layout, slug = record.but(role=Role.LAYOUT), _slug(spec.name)
+    node = _cast(program, node, spec.grad_dtype, layout, f"kept_grad_{slug}")
+    scale = program.input_nodes(InputRole.SCALE).get("loss_scale")
+    if scale is not None:
+        node = program.call(aten.div.Tensor, (node, scale), layout, name=f"unscaled_grad_{slug}")
+    return node
 
 
 def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) -> tuple[fx.Node, list[fx.Node], int]:
@@ -284,6 +318,7 @@ def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) 
     dims = [d for d in DATA_DIMS if program.mesh.get(d, 1) > 1]
     if not dims:
         return node, starts, 0
+    node = _cast(program, node, spec.reduce_dtype, layout, f"cast_grad_{slug}")
     if order != sorted(order):
         node = program.call(aten.permute.default, (node, order), layout, name=f"packed_grad_{slug}")
     if not tensor(node).is_contiguous():

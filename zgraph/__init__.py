@@ -19,12 +19,77 @@ from zgraph._version import __version__
 
 if TYPE_CHECKING:
     from zgraph.compiler import compile
+    from zgraph.loss_scaling import LossScale
+    from zgraph.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, Muon, ParamGroup
     from zgraph.plan import Plan
+    from zgraph.precision import Precision
+    from zgraph.schedules import (
+        Constant,
+        Cosine,
+        Linear,
+        LRRangeTest,
+        OneCycle,
+        TorchSchedule,
+        WarmupCosineLR,
+        WarmupDecayLR,
+        WarmupLR,
+    )
+    from zgraph.training import EMA, GradClip
     from zgraph.verification import verify
 
-__all__ = ["Plan", "__version__", "compile", "errors", "verify"]
+__all__ = [
+    "EMA",
+    "LAMB",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "AdamW8bit",
+    "Constant",
+    "Cosine",
+    "GradClip",
+    "LRRangeTest",
+    "Linear",
+    "Lion",
+    "LossScale",
+    "Muon",
+    "OneCycle",
+    "ParamGroup",
+    "Plan",
+    "Precision",
+    "TorchSchedule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "__version__",
+    "compile",
+    "errors",
+    "verify",
+]
 
-_LAZY = {"Plan": "zgraph.plan", "compile": "zgraph.compiler", "verify": "zgraph.verification"}
+_OPTIMIZERS = ("Adam", "AdamW", "AdamW8bit", "Adagrad", "LAMB", "Lion", "Muon", "ParamGroup", "SGD")
+_SCHEDULES = (
+    "Constant",
+    "Cosine",
+    "LRRangeTest",
+    "Linear",
+    "OneCycle",
+    "TorchSchedule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+)
+_LAZY = {
+    "EMA": "zgraph.training",
+    "GradClip": "zgraph.training",
+    "LossScale": "zgraph.loss_scaling",
+    "Plan": "zgraph.plan",
+    "Precision": "zgraph.precision",
+    "compile": "zgraph.compiler",
+    "verify": "zgraph.verification",
+    **dict.fromkeys(_OPTIMIZERS, "zgraph.optimizers"),
+    **dict.fromkeys(_SCHEDULES, "zgraph.schedules"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from zgraph.errors import CaptureError, UnsupportedError
+from zgraph.precision import Precision
 from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
@@ -43,7 +44,8 @@ class Trace:
     """A forward that dynamo captured for one input signature.
 
     `inputs` say what the flat inputs are; `differentiable` are the flat outputs that can carry a gradient; `loss` is
-    the flat output that is the model's own loss, None where it gives none.
+    the flat output that is the model's own loss, None where it gives none. `casts` has the dtype of each flat input that
+    the program casts to the compute dtype, `output_dtype` what it casts floating-point outputs to (None: nothing).
     """
 
     flat: torch_private.FlatCapture
@@ -52,13 +54,15 @@ class Trace:
     loss: int | None
     params: dict[str, ParamSpec]
     mesh: dict[str, int]
+    casts: dict[int, torch.dtype]
+    output_dtype: torch.dtype | None
 
     def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
         """The captured program in which just the `differentiated` flat outputs have tangents.
 
         With none (or under no_grad) it is the forward alone.
         """
-        graph_module = _with_output_marks(self.flat.graph_module, differentiated)
+        graph_module = _with_output_marks(self.flat.graph_module, differentiated, self)
         fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         context = torch.enable_grad() if differentiated else torch.no_grad()
         with context:
@@ -74,10 +78,12 @@ def trace(
     params: dict[str, ParamSpec],
     mesh: dict[str, int],
     device: torch.device,
+    precision: Precision,
 ) -> Trace:
     """Capture `forward` (the class's own, unbound) of `module` for inputs of this signature.
 
-    `params` gives the whole shapes of the parameters by name, `device` is where the program will run. Raises
+    `params` gives the whole shapes of the parameters by name, `device` is where the program will run. With mixed
+    `precision` the forward sees inputs of the compute dtype; casts of inputs and outputs are part of the graph. Raises
     `CaptureError` with the user's file and line if the model can't be captured whole.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -90,8 +96,22 @@ def trace(
             y = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where)
         return y.requires_grad_(x.requires_grad)
 
+    compute = precision.dtype("compute") if precision.cast_inputs else None
+    given_dtypes: dict[int, torch.dtype] = {}
+
+    def fake_input(x: Any) -> Any:
+        y = fake(x)
+        if compute is None or not isinstance(y, torch.Tensor) or not y.is_floating_point() or y.dtype is compute:
+            return y
+        with fake_mode:
+            low = torch.empty_strided(y.size(), y.stride(), dtype=compute, device=y.device).requires_grad_(
+                y.requires_grad
+            )
+        given_dtypes[id(low)] = y.dtype
+        return low
+
     with _fake_state(module, params, fake_mode, fake, device) as names:
-        fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
+        fake_args, fake_kwargs = pytree.tree_map(fake_input, (args, kwargs))
         flat = _capture(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
         given = flat.flatten(module, fake_args, fake_kwargs)
         inputs = [names.get(id(x)) or FlatInput(InputRole.INPUT, f"input_{i}") for i, x in enumerate(given)]
@@ -109,7 +129,9 @@ def trace(
             i for i, v in enumerate(values) if grad and isinstance(v, torch.Tensor) and v.requires_grad
         )
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
-    return Trace(flat, inputs, differentiable, loss if loss in differentiable else None, params, mesh)
+        casts = {i: given_dtypes[id(x)] for i, x in enumerate(given) if id(x) in given_dtypes}
+    found = loss if loss in differentiable else None
+    return Trace(flat, inputs, differentiable, found, params, mesh, casts, precision.dtype("output"))
 
 
 _REFUSALS = (torch_private.DynamoError, ValueError, RuntimeError, TypeError, AssertionError)
@@ -189,7 +211,7 @@ def _fake_state(
 
 def _fake_parameter(spec: ParamSpec, fake_mode: FakeTensorMode, device: torch.device) -> nn.Parameter:
     with fake_mode:
-        whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+        whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.compute_dtype, device=device)
     return nn.Parameter(whole, requires_grad=spec.requires_grad)
 
 
@@ -251,22 +273,42 @@ def find_loss(output: Any) -> torch.Tensor | None:
     return None
 
 
-def _with_output_marks(graph_module: fx.GraphModule, differentiated: frozenset[int]) -> fx.GraphModule:
-    """A copy whose outputs are each marked (see `zgraph.program.ops`), and detached unless differentiated."""
+def _with_output_marks(graph_module: fx.GraphModule, differentiated: frozenset[int], trace: Trace) -> fx.GraphModule:
+    """A copy whose outputs are each marked (see `zgraph.program.ops`), and detached unless differentiated; with casts."""
     graph = fx.Graph()
     memo: dict[fx.Node, fx.Node] = {}
     returned = graph.graph_copy(graph_module.graph, memo)
     for old, new in memo.items():
         new.meta = dict(old.meta)
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        if i in trace.casts:
+            _cast_input(graph, node, trace.casts[i], trace.flat.fake_mode)
     marked = []
     for i, item in enumerate(returned):  # type: ignore[arg-type]
         if isinstance(item, fx.Node) and isinstance(item.meta.get("example_value"), torch.Tensor):
+            low = item.meta["example_value"].dtype
+            if trace.output_dtype is not None and low.is_floating_point and low is not trace.output_dtype:
+                item = graph.call_method("to", (item, trace.output_dtype))
             if i not in differentiated:
                 item = graph.call_method("detach", (item,))
             item = graph.call_function(ops.OUTPUT, (item,))
         marked.append(item)
     graph.output(tuple(marked))
     return fx.GraphModule(graph_module, graph)
+
+
+def _cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, fake_mode: FakeTensorMode) -> None:
+    """Let a placeholder take `dtype`, and cast it to what the captured forward computes in."""
+    low = node.meta["example_value"]
+    with fake_mode:
+        wide = torch.empty_strided(low.size(), low.stride(), dtype=dtype, device=low.device)
+    node.meta["example_value"] = wide.requires_grad_(low.requires_grad)
+    last = graph.find_nodes(op="placeholder")[-1]
+    users = list(node.users)
+    with graph.inserting_after(last):
+        cast = graph.call_method("to", (node, low.dtype))
+    for user in users:
+        user.replace_input_with(node, cast)
 
 
 def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:

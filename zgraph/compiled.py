@@ -127,7 +127,7 @@ class Entry:
         self.shown = shown
         self.plan = plan
         self.groups = groups
-        self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device)
+        self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device, plan.resolved_precision())
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
         self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
         loss = self.trace.loss

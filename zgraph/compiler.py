@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zgraph.agreement import Agreement
 from zgraph.capture import trace
+from zgraph.casts import overflow_error, prepare, refuse_overflow
 from zgraph.errors import MeshError, ModelError
 from zgraph.handle import attach, is_compiled
 from zgraph.passes import History, PassManager
@@ -44,8 +45,9 @@ def compile(
     own batch) it captures and compiles now, else at the first call; each new input signature is compiled once.
     `mesh` is a DeviceMesh whose dimension names and sizes are those of the plan; by default one is made over all
     ranks. Under torchrun without a process group, one is initialised. Parameters that differ between ranks become
-    rank 0's, and a warning says so; those on the meta device are initialised shard by shard. `loss_fn` is for a
-    whole-step call that does not exist yet: giving one is refused.
+    rank 0's, and a warning says so; those on the meta device are initialised shard by shard. `loss_fn(output, …)` gives
+    `train_step` the loss where the model's output has none: after the output it gets what was given to `train_step` and
+    `forward` has no room for, or the arguments of `forward`, as many as it needs.
 
     All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices), `MeshError` (a mesh
     that is not the world), `RankMismatchError` (ranks with different plans or models), `UnsupportedError` (lazy
@@ -64,12 +66,6 @@ def compile(
     inner = next((name for name, child in model.named_modules() if is_compiled(child)), None)
     if inner is not None:
         raise ModelError(f"module {inner!r} of the model is compiled already", hint="compile only the outermost module")
-    if loss_fn is not None:
-        raise ModelError(
-            "loss_fn has no use yet",
-            why="it belongs to train_step",
-            hint="compute the loss outside: loss_fn(model(x)).backward()",
-        )
     plan = plan or Plan()
     device = _device(model)
     _init_process_group(device)
@@ -77,7 +73,8 @@ def compile(
     if mesh is not None and dist.get_rank() != 0:
         logging.getLogger("zgraph").setLevel(logging.WARNING)
     agreement = Agreement(mesh)
-    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold)
+    precision = plan.resolved_precision()
+    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, precision)
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
     agreement.vote(
         "the model",
@@ -96,9 +93,13 @@ def compile(
             why="it was replaced on the instance",
             hint="define forward in the model's class",
         )
+    too_large = refuse_overflow(model, precision)
+    if agreement.any(bool(too_large)):
+        raise overflow_error(too_large or ["(of another rank)"])
     shards = shard(model, specs, mesh, device, seed)
+    prepare(model, precision, specs)
     runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement)
-    attach(model, runtime)
+    attach(model, runtime, loss_fn)
     if inputs is not None:
         args, kwargs = split_inputs(inputs)
         runtime.entry(args, kwargs)
@@ -122,11 +123,12 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Histor
     for `LoweringError`: nothing is compiled, and the model is not changed.
     """
     sizes = plan.resolve_mesh(world)
-    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold)
+    precision = plan.resolved_precision()
+    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, precision)
     device = _device(model)
     args, kwargs = split_inputs(inputs)
     forward = getattr(model.forward, "__func__", None)
-    traced = trace(model, forward, args, kwargs, specs, sizes, device)  # type: ignore[arg-type]
+    traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)  # type: ignore[arg-type]
     pattern = frozenset({traced.loss}) if traced.loss is not None else traced.differentiable
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     captured = traced.joint(pattern, decompositions, "train" if pattern else "eval")

@@ -17,10 +17,12 @@ __all__ = [
     "LoweringError",
     "MeshError",
     "ModelError",
+    "OverflowError",
     "PassError",
     "PlanError",
     "RankMismatchError",
     "SignatureError",
+    "StepError",
     "TargetError",
     "UnsupportedError",
     "VerifyError",
@@ -71,6 +73,14 @@ class ModelError(ZgraphError):
 
 class SignatureError(ZgraphError):
     """Inputs that a compiled model can't take, or that differ between ranks."""
+
+
+class StepError(ZgraphError, RuntimeError):
+    """A step that can't be taken: no gradients, no optimizer, a batch that does not divide."""
+
+
+class OverflowError(StepError):
+    """Gradients that overflow although the loss scale is at its minimum."""
 
 
 class PassError(ZgraphError):

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,19 +17,23 @@ from zgraph.errors import ModelError
 from zgraph.plan import Plan
 from zgraph.report import Report
 from zgraph.runtime import Runtime
+from zgraph.timings import Timings
+from zgraph.train import train_step
+from zgraph.update.optimizer import PlanOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 # What a compiled module carries on top of its class, unless it owns such a name already.
-_METHODS = ("no_sync",)
+_METHODS = ("no_sync", "step", "train_step", "eval_step")
 
 
 class Handle:
     """What is known of a compiled module, and what can be asked of it: `model.zgraph`."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, loss_fn: Callable[..., Any] | None = None) -> None:
         self.runtime = runtime
+        self.loss_fn = loss_fn
 
     @property
     def plan(self) -> Plan:
@@ -62,6 +67,83 @@ class Handle:
         with self.runtime.no_sync():
             yield
 
+    # -- steps --------------------------------------------------------------------------------------------------------
+    def step(self) -> torch.Tensor | None:
+        """Update the weights from the gradients of the backward passes since the last step, and zero these.
+
+        By the plan's `optimizer`, after clipping (`grad_clip`), with the learning rate of `lr_schedule`. Returns the norm
+        of all gradients before clipping (0-dim float32, on the device) where the plan clips by it, else None. All ranks
+        must call it. Raises `StepError` without a backward before it or an optimizer in the plan, and `OverflowError`
+        when fp16's loss scale can't get smaller.
+        """
+        return self.runtime.updater.step()
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, backward, accumulation over the plan's `micro_batches`, reduction, clipping, update, zeroing.
+
+        The arguments are those of the model's forward for this rank's whole batch, whose tensors are cut on dimension 0
+        into micro-batches; what forward does not take goes to `loss_fn` (see `zgraph.compile`). Returns what the model
+        returns, detached: scalars averaged over micro-batches, tensors joined on dimension 0. Without an optimizer in
+        the plan the gradients are left in `.grad`. With `loss_average="token"` each micro-batch and rank counts by its
+        number of targets (`zgraph.train.count_targets`). Raises `StepError` for a batch that the micro-batches do not
+        divide (unless by token), and for an output without a loss.
+        """
+        model = self.runtime.module
+        return train_step(self.runtime, model, self.loss_fn, args, kwargs)
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output in eval mode and without gradients; modes are as before afterwards."""
+        modules = [m for m in self.runtime.module.modules() if m.training]
+        self.runtime.module.eval()
+        try:
+            with torch.no_grad():
+                return self.runtime.module(*args, **kwargs)
+        finally:
+            for module in modules:
+                module.training = True
+
+    @property
+    def optimizer(self) -> PlanOptimizer | None:
+        """The plan's optimizer as a `torch.optim.Optimizer`: its groups' numbers can be read and set. None without one."""
+        return self.runtime.updater.optimizer
+
+    @property
+    def loss_scale(self) -> torch.Tensor | None:
+        """fp16's loss scale, 0-dim float32 on the device; None without loss scaling."""
+        return self.runtime.updater.scale_state.get("scale")
+
+    @property
+    def skipped_steps(self) -> torch.Tensor | None:
+        """How many steps were skipped because a gradient overflowed: 0-dim int64 on the device; None without loss scaling."""
+        return self.runtime.updater.scale_state.get("skipped")
+
+    def grad_norms(self) -> dict[str, torch.Tensor]:
+        """The 2-norm of each parameter's gradient over all ranks, by name; all ranks must call it.
+
+        Gradients are there from a backward to `step()`: call it between them, or in a hook of `on_gradients`.
+        """
+        return self.runtime.updater.grad_norms()
+
+    def on_gradients(self, hook: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[], None]:
+        """Call `hook(gradients by name)` before each update, with averaged gradients; returns what removes it."""
+        hooks = self.runtime.updater.hooks
+        hooks.append(hook)
+        return lambda: hooks.remove(hook)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the model's weights are their moving averages (the plan's `ema`). Raises `StepError` without one."""
+        with self.runtime.updater.averaged():
+            yield
+
+    def timings(self, *, tokens: int | None = None, peak_flops: float | None = None) -> Timings:
+        """Where the time of the last steps went, on every rank; all ranks must call it. See `zgraph.timings.Timings`.
+
+        `tokens`: how many of them one rank's step has, for tokens/s. `peak_flops`: FLOP/s of one device, for the model
+        FLOP/s utilisation. The next step runs under torch's profiler, for the communication that is waited for.
+        """
+        return self.runtime.timings(tokens, peak_flops)
+
     def recompile(self, plan: Plan) -> None:
         """Run the same weights by another plan (another stage, backend or passes) on the same mesh.
 
@@ -78,7 +160,8 @@ class Handle:
                 f"recompile keeps the mesh {old.sizes}, the plan has {sizes}",
                 hint="compile a fresh model, and load a state dict",
             )
-        if layout(old.module, sizes, plan.zero, plan.param_persistence_threshold) != old.shards.specs:
+        wanted = layout(old.module, sizes, plan.zero, plan.param_persistence_threshold, plan.resolved_precision())
+        if wanted != old.shards.specs:
             raise ModelError(
                 "the plan lays parameters out in another way",
                 why="an optimizer holds the parameters as they are now",
@@ -90,9 +173,9 @@ class Handle:
         )
 
 
-def attach(module: nn.Module, runtime: Runtime) -> Handle:
+def attach(module: nn.Module, runtime: Runtime, loss_fn: Callable[..., Any] | None = None) -> Handle:
     """Let the module's own `forward` run compiled. Its class and its parameters' names stay."""
-    handle = Handle(runtime)
+    handle = Handle(runtime, loss_fn)
     original = module.forward
 
     @functools.wraps(original)
@@ -127,6 +210,7 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     attach(
         twin,
         Runtime(twin, old.forward_function, old.plan, old.sizes, old.mesh, shards, old.device, old.agreement),
+        handle.loss_fn,
     )
     return twin
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 from zgraph.errors import PlanError
 from zgraph.passes import Pass, PassType
 from zgraph.passes.cleanup import cleanup
+from zgraph.passes.gloo import wait_for_gloo
+from zgraph.passes.in_place import write_in_place
 from zgraph.passes.inductor_prepare import inductor_prepare
+from zgraph.passes.loss_scale import scale_loss
 from zgraph.passes.recompute import recompute
 from zgraph.passes.release import release
 from zgraph.passes.zero import (
@@ -49,12 +52,20 @@ def build(plan: Plan, variant: Variant = PLAIN, *, training: bool = True) -> lis
         passes += [inductor_prepare(), recompute()]
     passes.append(shard_parameters())
     passes.append(keep_gathered(KeepOptions(variant.gathered_before)) if keep else regather())
+    if training and plan.loss_scale() is not None:
+        passes.append(scale_loss())
     passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
+    passes.append(wait_for_gloo())
     if not keep:
         passes.append(release())
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
     return passes
+
+
+def build_update_passes(plan: Plan) -> list[Pass]:
+    """The pipeline of a plan's update programs."""
+    return [write_in_place()]
 
 
 def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | None) -> None:

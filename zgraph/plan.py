@@ -26,11 +26,17 @@ from pydantic import (
     PrivateAttr,
     StrictInt,
     WithJsonSchema,
+    model_validator,
 )
 
 from zgraph import planfile
 from zgraph.errors import MeshError, PlanError
+from zgraph.loss_scaling import LossScale
+from zgraph.optimizers import AnyOptimizer
+from zgraph.precision import Precision, preset
 from zgraph.record import Record, did_you_mean, joined, short
+from zgraph.schedules import AnySchedule
+from zgraph.training import Average, Clip
 
 __all__ = ["MESH_DIMENSIONS", "Mesh", "Plan", "Record", "UserPass"]
 
@@ -173,6 +179,23 @@ class Plan(Record, frozen=True):
     param_persistence_threshold: Annotated[StrictInt, Field(ge=0)] = Field(
         default=0, description="parameters of fewer elements than this stay whole on every rank"
     )
+    precision: Annotated[Literal["fp32", "bf16", "fp16"] | Precision, Field(union_mode="left_to_right")] = Field(
+        default="fp32", description='"fp32", "bf16", "fp16" or a record of dtypes'
+    )
+    numerics: Literal["deepspeed", "fsdp2"] | None = Field(
+        default=None,
+        description="the system whose mixed precision to follow; none: zgraph's own (see zgraph.precision)",
+    )
+    optimizer: AnyOptimizer | None = Field(default=None, description="what step() does; none: an optimizer of your own")
+    lr_schedule: AnySchedule | None = Field(default=None, description="the learning rate from step to step")
+    ema: Average | None = Field(default=None, description="a moving average of the weights, or its decay")
+    grad_clip: Clip | None = Field(default=None, description="the largest norm of all gradients together, or a record")
+    micro_batches: Annotated[StrictInt, Field(ge=1)] = Field(
+        default=1, description="into how many parts train_step cuts its batch"
+    )
+    loss_average: Literal["batch", "token"] = Field(
+        default="batch", description="whether micro-batches and ranks count equally, or by their targets"
+    )
     passes: tuple[
         Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)],
         ...,
@@ -180,6 +203,32 @@ class Plan(Record, frozen=True):
         default=(),
         description='own passes: "package.module:function", then "before NAME" or "after NAME" if needed',
     )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.lr_schedule is not None and self.optimizer is None:
+            raise PlanError(
+                "a schedule without an optimizer",
+                where="lr_schedule",
+                hint="give the plan an optimizer, or use a scheduler of torch.optim.lr_scheduler on your own",
+            )
+        if self.ema is not None and self.optimizer is None:
+            raise PlanError("a moving average without an optimizer", where="ema", hint="give the plan an optimizer")
+        if self.numerics is not None and not isinstance(self.precision, str):
+            raise PlanError(
+                "numerics names a system's precision, and precision is a record already",
+                where="numerics",
+                hint='leave numerics out, or say precision="bf16"',
+            )
+        return self
+
+    def resolved_precision(self) -> Precision:
+        """The dtypes that `precision` and `numerics` stand for."""
+        return preset(self.precision, self.numerics) if isinstance(self.precision, str) else self.precision
+
+    def loss_scale(self) -> LossScale | None:
+        """The loss scaling of this plan, None for none."""
+        return self.resolved_precision().scaling()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -304,6 +353,8 @@ def _listed(names: list[str]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{name}={size}" for name, size in value.items()) or "(none)"
+    if isinstance(value, Record):
+        return repr(value)
     if isinstance(value, tuple):
         return ", ".join(map(_shown, value)) or "(none)"
     return str(value) if isinstance(value, str) else repr(value)

@@ -29,6 +29,8 @@ from zgraph.program.program import InputRole, OutputRole, Port, Program
 from zgraph.program.torch_private import keeps_graph
 from zgraph.sharding import Shards, still_unset, with_requires_grad
 from zgraph.signature import brief, shared, signature
+from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
+from zgraph.update.updater import Updater
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +64,15 @@ class Runtime:
         self._calls: dict[str, Callable[..., Any]] = {}
         self.kept: dict[str, torch.Tensor] = {}
         self.accumulating = False
+        self.clock = Clock(device)
+        self.updater = Updater(self)
 
     # -- calls ------------------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         key, entry = self.entry(args, kwargs)
-        result = self._calls[key](self.module, *args, **kwargs)
+        with self.clock.timed("forward"):
+            result = self._calls[key](self.module, *args, **kwargs)
         if not entry.settled:
             self._settle(entry)
         return result
@@ -136,20 +141,24 @@ class Runtime:
             self.groups,
             self.device,
         )
+        if entry.program().differentiated:
+            self.updater.refuse_unscaled()
         self.prepare(entry.program())
         return entry
 
     def prepare(self, step: StepProgram) -> None:
         """Compile what a plain step needs, and let the ranks compare it before anything runs."""
         parts = step.parts()
-        self._agree(parts.forward)
+        self.agree(parts.forward)
         if parts.backward is not None:
-            self._agree(parts.backward)
+            self.agree(parts.backward)
         step.forward()
         if parts.backward is not None:
             step.backward()
 
-    def _agree(self, program: Program) -> None:
+    def agree(self, program: Program) -> None:
+        """Let the ranks compare a program before it runs."""
+
         def compare(views: Sequence[Any]) -> str:
             for rank, view in enumerate(views):
                 for mine, first in zip(view, views[0], strict=False):
@@ -211,6 +220,7 @@ class Runtime:
         """(the flat outputs, the saved values) of one forward; buffers are updated unless `mutate` is False."""
         gathered_before = step.keeps and self._kept_valid(step)
         executable = step.forward(gathered_before)
+        self.clock.ran(executable.program)
         values = executable.run([self._input(p, flat) for p in executable.program.inputs])
         outputs = list(entry.constants)
         saved: list[Any] = []
@@ -250,6 +260,11 @@ class Runtime:
             self.drop_kept()
         return all(n in self.kept for n in needed)
 
+    def weights_changed(self, names: Sequence[str]) -> None:
+        """The update program has written these parameters' shards."""
+        self.drop_kept()
+        self.shards.count_update(names)
+
     def drop_kept(self) -> None:
         """Forget the whole weights that stages 1 and 2 keep; the next forward gathers them again."""
         self.kept.clear()
@@ -280,10 +295,13 @@ class Runtime:
                 values.append(self._take_partial(port.name))
             elif port.role is InputRole.KEPT:
                 values.append(kept[port.name])
+            elif port.role is InputRole.SCALE:
+                values.append(self.updater.scale_state["scale"])
             else:
                 values.append(self._input(port, flat))
         if clear:
             saved.clear()
+        self.clock.ran(executable.program)
         results = executable.run(values)
         partial: list[Placement] | None = [Partial("avg") for _ in self.sizes] if not reduce else None
         gradients: dict[tuple[InputRole | None, str], torch.Tensor] = {}
@@ -291,7 +309,7 @@ class Runtime:
             is_param = port.of is InputRole.PARAMETER
             gradients[port.of, port.name] = self.shards.gradient(port.name, value, partial) if is_param else value
         if reduce:
-            self._reduce_leftovers()
+            self.reduce_leftovers()
         if not self.accumulating:
             self.drop_kept()  # an update follows
         return gradients
@@ -311,17 +329,33 @@ class Runtime:
         spec = self.shards.specs[name]
         held, param.grad = param.grad, None
         if held is None:
-            return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+            return torch.zeros(spec.shape, dtype=spec.grad_dtype, device=self.device)
         if not _is_partial(held):  # reduced already: put it back, and add nothing
             param.grad = held
-            return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+            return torch.zeros(spec.shape, dtype=spec.grad_dtype, device=self.device)
         return held._local_tensor  # type: ignore[attr-defined,no-any-return]
 
-    def _reduce_leftovers(self) -> None:
+    def reduce_leftovers(self) -> None:
         """Gradients that wait, of parameters that this program did not reach, are reduced as well."""
         for name, param in self.shards.params().items():
             if param.grad is not None and _is_partial(param.grad):
                 param.grad = param.grad.redistribute(placements=self.shards.placements(self.shards.specs[name]))  # type: ignore[attr-defined]
+
+    def timings(self, tokens: int | None, peak_flops: float | None) -> Timings:
+        """See `zgraph.handle.Handle.timings`."""
+        mine = median_step(self.clock)
+        self.clock.wants_sample = True
+        ranks = self.agreement.gather(mine)
+        step = max((r["step"] for r in ranks if "step" in r), default=0.0)
+        flops = (
+            sum(model_flops(e.program().captured) for e in list(self.entries.values())[:1]) * self.plan.micro_batches
+        )
+        return Timings(
+            tuple(ranks),
+            min(len(self.clock.steps), KEEP),
+            tokens * len(ranks) / step if tokens is not None and step else None,
+            flops / step / peak_flops if peak_flops is not None and step else None,
+        )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -400,7 +434,8 @@ class _Step(torch.autograd.Function):
             step, saved, flat = _again(ctx, frozenset(tangents))
             kept = dict(runtime.kept)
         clear = not keeps_graph()
-        found = runtime.run_backward(step, saved, _detached(flat), _dense(tangents, step), kept, clear=clear)
+        with runtime.clock.timed("backward"):
+            found = runtime.run_backward(step, saved, _detached(flat), _dense(tangents, step), kept, clear=clear)
         if clear:
             ctx.saved = ctx.flat = ctx.kept = None
         of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zgraph.casts import with_precision
 from zgraph.errors import ModelError, UnsupportedError
+from zgraph.precision import Precision
 from zgraph.program.program import ParamSpec
 
 logger = logging.getLogger(__name__)
@@ -39,11 +41,14 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 register_optimizer_step_post_hook(_count_step)
 
 
-def layout(module: nn.Module, mesh: dict[str, int], zero: int, persistence_threshold: int) -> dict[str, ParamSpec]:
-    """How each parameter is laid out, by name (a tied one under its first name).
+def layout(
+    module: nn.Module, mesh: dict[str, int], zero: int, persistence_threshold: int, precision: Precision | None = None
+) -> dict[str, ParamSpec]:
+    """How each parameter is laid out, by name (a tied one under its first name), and in which dtypes.
 
     Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole.
     """
+    precision = precision or Precision()
     ranks = mesh.get("dp", 1)
     specs: dict[str, ParamSpec] = {}
     for name, param in module.named_parameters():
@@ -54,6 +59,7 @@ def layout(module: nn.Module, mesh: dict[str, int], zero: int, persistence_thres
                 hint="run the model once before compiling it",
             )
         spec = ParamSpec(name, tuple(param.shape), _dense_stride(param, name), param.dtype, param.requires_grad)
+        spec = with_precision(spec, precision, module)
         sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)
         specs[name] = spec.sharded("dp", ranks) if sharded else spec
     return specs
@@ -129,6 +135,25 @@ class Shards:
         mine: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
         return mine.data_ptr(), mine._version, param._version, _optimizer_steps.get(param, 0)
 
+    def count_update(self, names: Sequence[str]) -> None:
+        """These parameters' values have changed by a program, which torch does not count."""
+        for name in names:
+            param = self._params[name]
+            _optimizer_steps[param] = _optimizer_steps.get(param, 0) + 1
+
+    def local_gradient(self, name: str) -> torch.Tensor:
+        """What an update program takes for a parameter's gradient: its local tensor in the layout of `local(name)`."""
+        grad = self._params[name].grad
+        assert grad is not None
+        spec = self.specs[name]
+        mine: torch.Tensor = grad._local_tensor if isinstance(grad, DTensor) else grad
+        like = self.local(name)
+        if tuple(mine.shape) == tuple(like.shape) and mine.stride() == like.stride() and mine.dtype is spec.grad_dtype:
+            return mine
+        padded = torch.zeros_like(like, dtype=spec.grad_dtype)
+        padded[: mine.shape[0]].copy_(mine) if spec.shard_dim is not None else padded.copy_(mine)
+        return padded
+
     def same(self, whole: dict[str, torch.Tensor]) -> bool:
         """Are this rank's rows of these whole parameters the bits of its shards as they are now?"""
         differ: list[torch.Tensor] = []
@@ -139,7 +164,7 @@ class Shards:
                 first, rows = spec.rows * self.index(spec), self.rows(spec)
                 value, mine = value[first : first + rows], mine[:rows]
             if value.numel():
-                differ.append((value.detach() != mine).any())
+                differ.append((value.detach() != mine.to(value.dtype)).any())
         return not differ or not bool(torch.stack(differ).any())  # (one wait for the device)
 
     def placements(self, spec: ParamSpec) -> list[Placement]:
@@ -174,6 +199,7 @@ class Shards:
         """Cut this rank's part out of a whole parameter; the module then holds the part under every name it had."""
         spec = self.specs[name]
         old = self._params[name]
+        whole = whole.to(spec.dtype)
         if self.mesh is None:
             part = (
                 whole.as_strided(spec.shape, spec.stride)
@@ -185,6 +211,8 @@ class Shards:
                 if part is old.data or (part.data_ptr() == old.data_ptr() and old.stride() == spec.stride)
                 else nn.Parameter(part, spec.requires_grad)
             )
+            if part.dtype is not old.dtype:
+                fresh = nn.Parameter(part, spec.requires_grad)
         else:
             if spec.shard_dim is None:
                 local = _restrided(whole.detach().clone(), spec.stride)

@@ -37,6 +37,11 @@ class InputRole(StrEnum):
     KEPT = "kept"  # a whole parameter that an earlier program gathered
     ACCUMULATOR = "accumulator"  # this rank's unreduced gradient of earlier micro-batches
     SAVED = "saved"  # from the forward program to the backward one
+    SCALE = "scale"  # the loss scale of half precision, 0-dim float32
+    GRADIENT = "gradient"  # an update's: the reduced gradient, in the layout of its parameter
+    STATE = "state"  # what an optimizer keeps: "parameter/name", or "/name" for a number of the whole step
+    SCALARS = "scalars"  # learning rates and other numbers of the optimizer's groups, 1-dim float64
+    INDEX = "index"  # this rank's position in a mesh dimension, 0-dim int64
 
 
 class OutputRole(StrEnum):
@@ -68,7 +73,8 @@ class ParamSpec:
 
     `shape` and `stride` (elements) are those of the whole parameter. `shard_dim` is the mesh dimension over which its
     dimension 0 is split, None where every rank holds the whole. `rows` is the number of rows in each rank's padded
-    shard: ceil(shape[0] / ranks), as torch's own `Shard(0)` splits.
+    shard: ceil(shape[0] / ranks), as torch's own `Shard(0)` splits. `dtype` is what a rank holds; the others are those
+    of mixed precision, None where they are the same.
     """
 
     name: str
@@ -78,6 +84,24 @@ class ParamSpec:
     requires_grad: bool
     shard_dim: str | None = None
     rows: int = 0
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the model computes with: the dtype of the whole parameter in programs."""
+        return self.compute or self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What its gradient is averaged in over ranks."""
+        return self.reduce or self.compute_dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """What its gradient is kept in, from micro-batch to micro-batch."""
+        return self.accumulate or self.dtype
 
     @property
     def numel(self) -> int:

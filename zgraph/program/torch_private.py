@@ -229,6 +229,19 @@ def _lstm_of_plain_operators() -> Iterator[None]:
         torch_decompositions.select_one_layer_lstm_function = chosen
 
 
+def trace_function(
+    function: Callable[..., Any], inputs: Sequence[Any], fake_mode: Any, decompositions: dict[Any, Any]
+) -> fx.GraphModule:
+    """A function of fake tensors as a flat graph of aten operators; it returns a tuple."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def flat(*values: Any) -> Any:  # (a default argument would count as an input)
+        return function(*values)
+
+    with fake_mode, torch.no_grad():
+        return make_fx(flat, decomposition_table=decompositions)(*inputs)
+
+
 def describe_input(desc: Any) -> tuple[str, int]:
     """("input" or "tangent", position among the flat inputs or outputs) of a placeholder of a joint graph."""
     if isinstance(desc, PlainAOTInput):

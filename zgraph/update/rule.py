@@ -73,5 +73,6 @@ class Rule:
     scalars: tuple[str, ...]
     states: Callable[[Any, tuple[int, ...], torch.dtype], dict[str, State]]
     update: Callable[
-        [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part], tuple[Tensor, dict[str, Tensor]]
+        [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part],
+        tuple[Tensor, dict[str, Tensor]],
     ]

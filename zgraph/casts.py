@@ -1,0 +1,118 @@
+"""Mixed precision on the user's own module: dtypes of its parameters and buffers, modules that stay in float32.
+
+What programs cast (weights before their gather, gradients before their reduction, inputs and outputs) is said in
+`ParamSpec` and done by capture and passes. Here is what is done to the module itself, once, when it is compiled.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zgraph.errors import ModelError, PlanError
+from zgraph.precision import Precision
+from zgraph.program.program import ParamSpec
+
+
+def with_precision(spec: ParamSpec, precision: Precision, module: nn.Module) -> ParamSpec:
+    """A parameter's dtypes. Only floating-point parameters of 16 or 32 bits take part."""
+    if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return spec
+    if precision.compute is None and precision.parameter is None and precision.reduce is None:
+        return spec
+    if stays(spec.name, precision.keep_fp32):
+        return replace(spec, dtype=torch.float32)
+    held = precision.dtype("parameter") or spec.dtype
+    low = held in (torch.bfloat16, torch.float16)
+    return replace(
+        spec,
+        dtype=held,
+        compute=precision.dtype("compute") or held,
+        reduce=precision.dtype("reduce"),
+        accumulate=torch.float32 if low else held,
+    )
+
+
+def stays(name: str, patterns: tuple[str, ...]) -> bool:
+    """Does a parameter of this name stay in float32: does a pattern match it, its module, or a module above that?"""
+    parts = name.split(".")
+    paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(fnmatch.fnmatchcase(path, p) for path in paths for p in patterns)
+
+
+def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> None:
+    """Cast buffers, and let the modules that stay in float32 take and give what the others compute in.
+
+    Raises `PlanError` for a pattern that matches nothing.
+    """
+    names = [*specs, *(n for n, _ in module.named_modules())]
+    for pattern in precision.keep_fp32:
+        if not any(fnmatch.fnmatchcase(n, pattern) for n in names):
+            raise PlanError(
+                f"{pattern!r} matches no parameter and no module",
+                where="precision.keep_fp32",
+                hint=f"names look like {next(iter(specs), 'none')!r}",
+            )
+    buffer = precision.dtype("buffer")
+    for path, child in module.named_modules():
+        for key, held in list(child._buffers.items()):
+            name = f"{path}.{key}" if path else key
+            if (
+                buffer is not None
+                and held is not None
+                and held.is_floating_point()
+                and not stays(name, precision.keep_fp32)
+            ):
+                child._buffers[key] = held.to(buffer)
+        own = [f"{path}.{key}" if path else key for key, p in child._parameters.items() if p is not None]
+        low = precision.dtype("compute")
+        if low is not None and any(stays(n, precision.keep_fp32) for n in own):
+            child.register_forward_pre_hook(_Cast(torch.float32).before, with_kwargs=True)
+            child.register_forward_hook(_Cast(low).after)
+
+
+class _Cast:
+    """Hooks that cast floating-point tensors among a module's arguments, or its result."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tuple(self._cast(a) for a in args), {k: self._cast(v) for k, v in kwargs.items()}
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, (tuple, list)):
+            return type(output)(self._cast(o) for o in output)
+        return self._cast(output)
+
+    def _cast(self, x: Any) -> Any:
+        return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def refuse_overflow(module: nn.Module, precision: Precision) -> list[str]:
+    """The parameters of this rank that float16 can't hold: infinite, no number, or above 65504."""
+    if precision.compute != "float16":
+        return []
+    largest = torch.finfo(torch.float16).max
+    found = []
+    for name, param in module.named_parameters():
+        if param.is_meta or not param.is_floating_point() or not param.numel():
+            continue
+        top = param.detach().abs().max()
+        if not bool(top <= largest):
+            found.append(name)
+    return found
+
+
+def overflow_error(names: list[str]) -> ModelError:
+    return ModelError(
+        f"parameter {names[0]!r} has values that float16 can't hold"
+        + (f" (and {len(names) - 1} more)" if names[1:] else ""),
+        where="precision",
+        why="it is infinite, no number, or larger than 65504 somewhere: every step would overflow",
+        hint="load weights that are finite, or use bf16",
+    )

@@ -1,0 +1,204 @@
+"""The optimizers of a plan, as records; `zgraph.update` has their rules. Nothing here imports torch.
+
+Where torch.optim has the optimizer, names, defaults and meaning are torch's (2.13). Each record may say `groups`, for
+parameters that are updated with other numbers, and `decay="matrices"`, which leaves norms and biases without decay.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, Union
+
+from pydantic import BeforeValidator, Field, FiniteFloat, StrictBool, StrictInt, model_validator
+
+from zgraph.errors import PlanError
+from zgraph.record import Record, did_you_mean
+
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "AdamW8bit",
+    "AnyOptimizer",
+    "Lion",
+    "Muon",
+    "Optimizer",
+    "ParamGroup",
+]
+
+Rate = Annotated[FiniteFloat, Field(ge=0)]
+Beta = Annotated[FiniteFloat, Field(ge=0, lt=1)]
+Betas = tuple[Beta, Beta]
+Number = float | tuple[float, ...]
+
+
+class ParamGroup(Record, frozen=True):
+    """Parameters by name, and what is other for them: `ParamGroup(match="*.bias", weight_decay=0.0)`."""
+
+    match: str | tuple[str, ...] = Field(description="shell patterns of parameter names")
+    overrides: dict[str, Number] = Field(
+        default_factory=dict, description="fields of the optimizer and their values here"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_overrides(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {k: v for k, v in data.items() if k in cls.model_fields}
+        other = {k: v for k, v in data.items() if k not in cls.model_fields}
+        return {**known, "overrides": {**known.get("overrides", {}), **other}} if other else known
+
+    def __hash__(self) -> int:
+        return hash((self.match, tuple(sorted(self.overrides.items()))))
+
+
+class Optimizer(Record, frozen=True):
+    """What all optimizers have."""
+
+    lr: Rate = Field(default=1e-3, description="the learning rate")
+    weight_decay: Rate = Field(default=0.0, description="how much of a weight is taken off")
+    groups: tuple[ParamGroup, ...] = Field(default=(), description="parameters with other numbers; each in at most one")
+    decay: Literal["all", "matrices"] = Field(
+        default="all", description='"matrices": parameters of fewer than two dimensions have no weight decay'
+    )
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        fixed = ("name", "groups", "decay", "companion", "companion_modules")
+        fields = {k: v for k, v in type(self).model_fields.items() if k not in fixed}
+        for at, group in enumerate(self.groups):
+            for key in group.overrides:
+                if key not in fields:
+                    raise PlanError(
+                        f"unknown key {key!r}", where=f"groups[{at}].{key}", hint=did_you_mean(key, tuple(fields))
+                    )
+            if group.overrides:
+                type(self)(
+                    **(self.model_dump(include=set(type(self).model_fields) - {"groups"}) | dict(group.overrides))
+                )
+        return self
+
+
+class Adam(Optimizer, frozen=True):
+    """Kingma and Ba, 2014, with torch's L2 penalty as weight decay (decoupled if asked for)."""
+
+    name: Literal["Adam"] = "Adam"
+    betas: Betas = (0.9, 0.999)
+    eps: Rate = 1e-8
+    amsgrad: StrictBool = False
+    maximize: StrictBool = False
+    decoupled_weight_decay: StrictBool = False
+
+
+class AdamW(Optimizer, frozen=True):
+    """Loshchilov and Hutter, 2017: Adam with decoupled weight decay."""
+
+    name: Literal["AdamW"] = "AdamW"
+    betas: Betas = (0.9, 0.999)
+    eps: Rate = 1e-8
+    weight_decay: Rate = Field(default=1e-2, description="how much of a weight is taken off")
+    amsgrad: StrictBool = False
+    maximize: StrictBool = False
+
+
+class AdamW8bit(Optimizer, frozen=True):
+    """AdamW with 8-bit states in blocks: Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization"."""
+
+    name: Literal["AdamW8bit"] = "AdamW8bit"
+    betas: Betas = (0.9, 0.999)
+    eps: Rate = 1e-8
+    weight_decay: Rate = Field(default=1e-2, description="how much of a weight is taken off")
+    block_size: Annotated[StrictInt, Field(ge=1)] = Field(
+        default=256, description="elements that share a scale, within a row"
+    )
+    min_row_size: Annotated[StrictInt, Field(ge=1)] = Field(
+        default=16, description="parameters with shorter rows, and vectors, keep float32 states"
+    )
+
+
+class SGD(Optimizer, frozen=True):
+    """Stochastic gradient descent, with momentum and Nesterov's."""
+
+    name: Literal["SGD"] = "SGD"
+    momentum: Rate = 0.0
+    dampening: FiniteFloat = 0.0
+    nesterov: StrictBool = False
+    maximize: StrictBool = False
+
+    @model_validator(mode="after")
+    def _check_nesterov(self) -> Self:
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise PlanError("Nesterov's momentum needs a momentum and no dampening", where="nesterov")
+        return self
+
+
+class Adagrad(Optimizer, frozen=True):
+    """Duchi et al., 2011."""
+
+    name: Literal["Adagrad"] = "Adagrad"
+    lr: Rate = Field(default=1e-2, description="the learning rate")
+    lr_decay: Rate = 0.0
+    initial_accumulator_value: Rate = 0.0
+    eps: Rate = 1e-10
+    maximize: StrictBool = False
+
+
+class Lion(Optimizer, frozen=True):
+    """Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms"."""
+
+    name: Literal["Lion"] = "Lion"
+    lr: Rate = Field(default=1e-4, description="the learning rate")
+    betas: Betas = (0.9, 0.99)
+
+
+class LAMB(Optimizer, frozen=True):
+    """You et al., 2019, "Large Batch Optimization for Deep Learning", with the bounds of DeepSpeed's FusedLamb."""
+
+    name: Literal["LAMB"] = "LAMB"
+    betas: Betas = (0.9, 0.999)
+    eps: Rate = 1e-8
+    max_coeff: Rate = Field(default=10.0, description="the largest ratio of a weight's norm to its update's")
+    min_coeff: Rate = Field(default=0.01, description="the smallest")
+    bias_correction: StrictBool = True
+
+
+class Muon(Optimizer, frozen=True):
+    """Jordan et al., 2024, as torch.optim.Muon; `companion` updates what is no matrix, and embeddings."""
+
+    name: Literal["Muon"] = "Muon"
+    weight_decay: Rate = Field(default=0.1, description="how much of a weight is taken off")
+    momentum: Rate = 0.95
+    nesterov: StrictBool = True
+    ns_coefficients: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = (3.4445, -4.775, 2.0315)
+    eps: Rate = 1e-7
+    ns_steps: Annotated[StrictInt, Field(ge=1, lt=100)] = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    companion: AdamW = Field(default_factory=AdamW, description="for embeddings and what is no matrix")
+    companion_modules: tuple[str, ...] = Field(
+        default=(), description="patterns of further parameters for the companion"
+    )
+
+
+_ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon)
+_NAMES = {str(record.model_fields["name"].default): record for record in _ALL}
+
+
+def _known(value: Any) -> Any:
+    """A record, or a table whose name says which."""
+    if isinstance(value, Optimizer) or not isinstance(value, dict):
+        return value
+    name = value.get("name")
+    if name is None:
+        raise PlanError("an optimizer needs a name", where="name", hint=f"one of {', '.join(_NAMES)}")
+    if name not in _NAMES:
+        raise PlanError(f"there is no optimizer {name!r}", where="name", hint=did_you_mean(str(name), tuple(_NAMES)))
+    return _NAMES[name].model_validate(value)
+
+
+AnyOptimizer = Annotated[
+    Union[Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon],  # noqa: UP007 (pydantic needs a union at run time)
+    Field(discriminator="name"),
+    BeforeValidator(_known),
+]

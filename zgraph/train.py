@@ -1,0 +1,245 @@
+"""One whole training step as one call: micro-batches, their losses' shares, reduction, update, and the output put together.
+
+Each micro-batch's loss counts by its share: equally, or by its number of targets. The share is the tangent that its
+backward starts from, so nothing is compiled for it and the loss that is returned is the model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from zgraph.capture import find_loss
+from zgraph.errors import StepError
+from zgraph.program.program import DATA_DIMS
+from zgraph.runtime import Runtime
+
+IGNORED = -100  # the target that torch's cross_entropy leaves out
+TARGETS = ("labels", "label", "targets", "target")
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def train_step(
+    runtime: Runtime,
+    model: Callable[..., Any],
+    loss_fn: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """See `zgraph.handle.Handle.train_step`."""
+    plan = runtime.plan
+    tokens = plan.loss_average == "token"
+    calls = split_batch(args, kwargs, plan.micro_batches, uneven=tokens)
+    weights = _weights(runtime, calls) if tokens else [1.0 / len(calls)] * len(calls)
+    outputs = []
+    for number, ((some, named), weight) in enumerate(zip(calls, weights, strict=True)):
+        with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
+            given, rest, others = _for_forward(runtime, some, named)
+            output = model(*given[0], **given[1])
+            loss = loss_of(output, loss_fn, given, rest, others)
+            if weight == 1.0:
+                loss.backward()
+            else:
+                loss.backward(torch.as_tensor(weight, dtype=loss.dtype, device=loss.device))
+        outputs.append(_detached(output))
+    if plan.optimizer is not None:
+        runtime.updater.step()
+    else:
+        runtime.updater.clip_only()
+    sizes = [_batch_size(*call) for call in calls]
+    shares = [float(w) / sum(float(v) for v in weights) for w in weights] if len(calls) > 1 else [1.0]
+    return join_outputs(outputs, shares, sizes)
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, uneven: bool) -> list[Call]:
+    """The calls of the micro-batches: tensors with the batch's size are cut on dimension 0, all else is given to each.
+
+    The batch's size is that of the first tensor that has a dimension. Raises `StepError` if `parts` do not divide it,
+    unless `uneven`: then the last ones are smaller.
+    """
+    if parts == 1:
+        return [(args, kwargs)]
+    size = _batch_size(args, kwargs)
+    if size is None:
+        raise StepError("the batch has no tensor to cut into micro-batches", where="micro_batches")
+    if (size % parts and not uneven) or size < parts:
+        raise StepError(
+            f"{parts} micro-batches do not divide a batch of {size}",
+            where="micro_batches",
+            why="each would count equally, though they have different sizes"
+            if size >= parts
+            else "some would be empty",
+            hint=f"give a multiple of {parts} rows"
+            + ('; or loss_average="token", which counts each by its targets' if size >= parts else ""),
+        )
+    rows = -(-size // parts)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    calls: list[Call] = []
+    for at in range(0, size, rows):
+        part = [x[at : at + rows] if _has_batch(x, size) else x for x in leaves]
+        calls.append(pytree.tree_unflatten(part, spec))
+    return calls
+
+
+def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    return None
+
+
+def _has_batch(x: Any, size: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == size
+
+
+def _weights(runtime: Runtime, calls: Sequence[Call]) -> list[Any]:
+    """Each micro-batch's number of targets, over a mean micro-batch's of all ranks: the mean gradient over ranks is then
+    that of all targets together."""
+    counts = torch.tensor([count_targets(runtime.module, *call) for call in calls], dtype=torch.float64)
+    total = counts.sum()
+    ranks = 1
+    if runtime.mesh is not None:
+        for dim in DATA_DIMS:
+            if runtime.sizes.get(dim, 1) > 1:
+                held = total.to(runtime.device)
+                dist.all_reduce(held, group=runtime.mesh.get_group(dim))
+                total = held.cpu()
+                ranks *= runtime.sizes[dim]
+    if not total:
+        raise StepError("no rank has a single target", where="loss_average", hint=f"targets of {IGNORED} do not count")
+    mean = float(total) / ranks / len(calls)
+    runtime.updater.factor = 1.0 / len(calls)
+    return [float(c) / mean for c in counts]
+
+
+def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many targets a micro-batch's loss is the mean of.
+
+    Those of the argument called labels, label, targets or target (else of the last tensor of integers, else every row
+    counts once) that are not -100. A causal language model of transformers (`loss_type` "ForCausalLM") shifts its labels:
+    the first of each sequence is no target.
+    """
+    names = inspect.signature(type(module).forward).parameters
+    named = dict(zip(list(names)[1:], args, strict=False)) | kwargs
+    found = next((named[n] for n in TARGETS if isinstance(named.get(n), torch.Tensor)), None)
+    if found is None:
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        whole = [x for x in tensors if not x.is_floating_point() and x.dtype is not torch.bool]
+        found = whole[-1] if len(tensors) > 1 and whole else None
+    if found is None or found.is_floating_point():
+        return _batch_size(args, kwargs) or 1
+    if getattr(module, "loss_type", None) == "ForCausalLM" and found.dim() > 1:
+        found = found[:, 1:]
+    return int((found != IGNORED).sum())
+
+
+def _for_forward(
+    runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+    """(what forward takes, the positional arguments it has no room for, the named ones that it does not know)."""
+    parameters = list(inspect.signature(runtime.forward_function).parameters.values())[1:]
+    kinds = inspect.Parameter
+    room = sum(p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
+        room = len(args)
+    if any(p.kind is kinds.VAR_KEYWORD for p in parameters):
+        others: dict[str, Any] = {}
+    else:
+        known = {p.name for p in parameters}
+        others = {k: v for k, v in kwargs.items() if k not in known}
+    return (args[:room], {k: v for k, v in kwargs.items() if k not in others}), args[room:], others
+
+
+def loss_of(
+    output: Any, loss_fn: Callable[..., Any] | None, given: Call, rest: tuple[Any, ...], others: dict[str, Any]
+) -> torch.Tensor:
+    """The loss in an output, or `loss_fn`'s of it. Raises `StepError` where there is none, or more than a number."""
+    if loss_fn is None:
+        if rest or others:
+            names = [*(f"argument {len(given[0]) + i + 1}" for i in range(len(rest))), *others]
+            raise StepError(
+                f"the model's forward does not take {', '.join(names)}",
+                hint="what forward does not take is for loss_fn: zgraph.compile(model, plan, loss_fn=…)",
+            )
+        loss = find_loss(output)
+        if loss is None:
+            raise StepError(
+                "the model's output has no loss",
+                why="it is no scalar, has no .loss or ['loss'], and its first element is no scalar",
+                hint="zgraph.compile(model, plan, loss_fn=lambda output, targets: …)",
+            )
+    elif rest or others:
+        loss = loss_fn(output, *rest, **others)
+    else:
+        loss = loss_fn(output, *_room(loss_fn, given))
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shown = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise StepError(f"the loss is no single number but {shown}", hint="take its mean")
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def _room(loss_fn: Callable[..., Any], given: Call) -> tuple[Any, ...]:
+    """The model's own arguments, as many as loss_fn takes after the output."""
+    values = (*given[0], *given[1].values())
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = inspect.Parameter
+    needed = [
+        p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    return values[: max(0, len(needed) - 1)]
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+def _detached(output: Any) -> Any:
+    return _mapped(lambda x: x.detach(), [output])
+
+
+def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int | None]) -> Any:
+    """The whole batch's output: scalars averaged by share, tensors with the micro-batch's size joined on dimension 0.
+
+    Other tensors and values are the last micro-batch's. Pytrees and dataclasses are looked into.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+
+    def join(*parts: torch.Tensor) -> torch.Tensor:
+        if parts[0].dim() == 0 and parts[0].is_floating_point():
+            total = sum(p.to(torch.float64) * s for p, s in zip(parts, shares, strict=True))
+            return torch.as_tensor(total).to(parts[0].dtype)
+        if all(p.dim() > 0 and p.shape[0] == size for p, size in zip(parts, sizes, strict=True)):
+            return torch.cat(parts)
+        return parts[-1]
+
+    return _mapped(join, outputs)
+
+
+def _mapped(function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """`function` of the tensors that stand at the same place in several values of one structure."""
+    first = values[-1]
+    if isinstance(first, torch.Tensor):
+        return function(*values)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type) and not isinstance(first, dict):
+        made = copy.copy(first)
+        for field in dataclasses.fields(first):
+            object.__setattr__(made, field.name, _mapped(function, [getattr(v, field.name) for v in values]))
+        return made
+    leaves, spec = pytree.tree_flatten(first)
+    if len(leaves) == 1 and leaves[0] is first:
+        return first
+    flat = [pytree.tree_leaves(v) for v in values]
+    if any(len(f) != len(leaves) for f in flat):
+        return first
+    return pytree.tree_unflatten([_mapped(function, column) for column in zip(*flat, strict=True)], spec)

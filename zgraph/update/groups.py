@@ -1,0 +1,84 @@
+"""Which parameter is updated by which rule, with which numbers: a plan's optimizer, resolved for one model."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zgraph.errors import PlanError
+from zgraph.program.program import ParamSpec
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter: its record (the plan's, with its group's values; None where it is only clipped) and group."""
+
+    name: str
+    record: Any
+    group: int
+
+
+def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -> list[Member]:
+    """Every parameter that the optimizer updates, in the module's order. Groups are numbered from 0 in order of use.
+
+    Raises `PlanError` for a parameter that two groups match, and for a group that matches none.
+    """
+    records = [(_patterns(g), g) for g in optimizer.groups]
+    used = [False] * len(records)
+    groups: dict[Any, int] = {}
+    found: list[Member] = []
+    for name, spec in specs.items():
+        matching = [i for i, (patterns, _) in enumerate(records) if _matches(name, patterns)]
+        if len(matching) > 1:
+            both = " and ".join(repr(records[i][1].match) for i in matching[:2])
+            raise PlanError(
+                f"parameter {name!r} is in two groups",
+                where="optimizer.groups",
+                why=f"both {both} match it",
+                hint="make one of the patterns narrower",
+            )
+        for i in matching:
+            used[i] = True
+        if not spec.requires_grad:
+            continue
+        record = _record(optimizer, name, spec, module)
+        if matching:
+            record = record.model_copy(update=dict(records[matching[0]][1].overrides))
+        if (
+            record.decay == "matrices"
+            and len(spec.shape) < 2
+            and not (matching and "weight_decay" in records[matching[0]][1].overrides)
+        ):
+            record = record.model_copy(update={"weight_decay": 0.0})
+        record = record.model_copy(update={"groups": ()})
+        found.append(Member(name, record, groups.setdefault(record, len(groups))))
+    for (_, group), was in zip(records, used, strict=True):
+        if not was:
+            raise PlanError(
+                f"the optimizer's group {group.match!r} matches no parameter",
+                where="optimizer.groups",
+                hint=f"names look like {next(iter(specs), 'none')!r}",
+            )
+    return found
+
+
+def _patterns(group: Any) -> tuple[str, ...]:
+    return (group.match,) if isinstance(group.match, str) else tuple(group.match)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, p) for p in patterns)
+
+
+def _record(optimizer: Any, name: str, spec: ParamSpec, module: nn.Module) -> Any:
+    """The plan's optimizer, or its companion for what a rule of matrices is not for."""
+    companion = getattr(optimizer, "companion", None)
+    if companion is None:
+        return optimizer
+    owner = module.get_submodule(name.rpartition(".")[0])
+    matrix = len(spec.shape) == 2 and not isinstance(owner, nn.Embedding)
+    return optimizer if matrix and not _matches(name, optimizer.companion_modules) else companion

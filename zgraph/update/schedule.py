@@ -1,0 +1,29 @@
+"""Any scheduler of torch's on the plan's optimizer."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from zgraph.errors import PlanError
+from zgraph.schedules import TorchSchedule
+
+
+def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> Any:
+    """The scheduler that a plan names, made for `optimizer`; it changes the groups' numbers when stepped.
+
+    Raises `PlanError` if there is none of that name, or if it can't be made with these arguments.
+    """
+    module, _, name = record.scheduler.rpartition(":")
+    try:
+        found = getattr(importlib.import_module(module or "torch.optim.lr_scheduler"), name)
+        return found(optimizer, **record.args)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"the schedule {record.scheduler!r} can't be made",
+            where="lr_schedule",
+            why=f"{type(error).__name__}: {error}",
+            hint="a class of torch.optim.lr_scheduler, or 'package.module:Class', with its own arguments in args",
+        ) from error
