@@ -6,12 +6,13 @@ parameters that are updated with other numbers, and `decay="matrices"`, which le
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self, Union
 
-from pydantic import BeforeValidator, Field, FiniteFloat, StrictBool, StrictInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, StrictBool, StrictInt, model_validator
 
 from zgraph.errors import PlanError
-from zgraph.record import Record, did_you_mean
+from zgraph.record import Record, did_you_mean, joined, short
 
 __all__ = [
     "LAMB",
@@ -30,55 +31,79 @@ __all__ = [
 Rate = Annotated[FiniteFloat, Field(ge=0)]
 Beta = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 Betas = tuple[Beta, Beta]
-Number = float | tuple[float, ...]
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Value = Annotated[Any, AfterValidator(_hashable)]  # the fields that it is for will check it
 
 
 class ParamGroup(Record, frozen=True):
-    """Parameters by name, and what is other for them: `ParamGroup(match="*.bias", weight_decay=0.0)`."""
+    """Parameters by name, and what is other for them: `ParamGroup(match="*.bias", weight_decay=0.0)`.
+
+    `match` has the patterns of `fnmatch`, case-sensitive, over whole names ("layers.0.bias"); any of several will do.
+    """
 
     match: str | tuple[str, ...] = Field(description="shell patterns of parameter names")
-    overrides: dict[str, Number] = Field(
+    overrides: dict[str, Value] = Field(
         default_factory=dict, description="fields of the optimizer and their values here"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _take_overrides(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or not isinstance(data.get("overrides", {}), dict):
             return data
-        known = {k: v for k, v in data.items() if k in cls.model_fields}
         other = {k: v for k, v in data.items() if k not in cls.model_fields}
-        return {**known, "overrides": {**known.get("overrides", {}), **other}} if other else known
+        known = {k: v for k, v in data.items() if k in cls.model_fields}
+        return {**known, "overrides": {**known.get("overrides", {}), **other}} if other else data
 
     def __hash__(self) -> int:
-        return hash((self.match, tuple(sorted(self.overrides.items()))))
+        return hash((self.match, frozenset(self.overrides.items())))
 
 
 class Optimizer(Record, frozen=True):
     """What all optimizers have."""
 
+    name: str
     lr: Rate = Field(default=1e-3, description="the learning rate")
-    weight_decay: Rate = Field(default=0.0, description="how much of a weight is taken off")
+    weight_decay: Rate = Field(default=0.0, description="how strongly weights decay")
     groups: tuple[ParamGroup, ...] = Field(default=(), description="parameters with other numbers; each in at most one")
     decay: Literal["all", "matrices"] = Field(
         default="all", description='"matrices": parameters of fewer than two dimensions have no weight decay'
     )
 
+    def _records(self) -> tuple[Optimizer, ...]:
+        """All that a group's overrides may be for."""
+        return (self,)
+
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
-        fixed = ("name", "groups", "decay", "companion", "companion_modules")
-        fields = {k: v for k, v in type(self).model_fields.items() if k not in fixed}
-        for at, group in enumerate(self.groups):
-            for key in group.overrides:
-                if key not in fields:
-                    raise PlanError(
-                        f"unknown key {key!r}", where=f"groups[{at}].{key}", hint=did_you_mean(key, tuple(fields))
-                    )
-            if group.overrides:
-                type(self)(
-                    **(self.model_dump(include=set(type(self).model_fields) - {"groups"}) | dict(group.overrides))
-                )
+        problems = [problem for at, group in enumerate(self.groups) for problem in self._problems(at, group)]
+        if problems:
+            raise joined(problems)
         return self
+
+    def _problems(self, at: int, group: ParamGroup) -> Iterator[PlanError]:
+        left = dict(group.overrides)
+        known: dict[str, None] = {}
+        for record in self._records():
+            fields = [k for k in type(record).model_fields if k not in _FOR_ALL]
+            known.update(dict.fromkeys(fields))
+            values = {k: left.pop(k) for k in fields if k in left}
+            try:
+                record.model_copy(update={**values, "groups": ()})
+            except PlanError as error:
+                for problem in error.problems or (error,):
+                    where = f"groups[{at}].{problem.where}" if problem.where else f"groups[{at}]"
+                    yield PlanError(problem.what, where=where, why=problem.why, hint=problem.hint)
+        for key in left:
+            yield PlanError(f"unknown key {key!r}", where=f"groups[{at}].{key}", hint=did_you_mean(key, known))
+
+
+_FOR_ALL = ("name", "groups", "decay", "companion", "companion_modules")
 
 
 class Adam(Optimizer, frozen=True):
@@ -98,18 +123,24 @@ class AdamW(Optimizer, frozen=True):
     name: Literal["AdamW"] = "AdamW"
     betas: Betas = (0.9, 0.999)
     eps: Rate = 1e-8
-    weight_decay: Rate = Field(default=1e-2, description="how much of a weight is taken off")
+    weight_decay: Rate = Field(default=1e-2, description="how strongly weights decay")
     amsgrad: StrictBool = False
     maximize: StrictBool = False
 
 
 class AdamW8bit(Optimizer, frozen=True):
-    """AdamW with 8-bit states in blocks: Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization"."""
+    """AdamW with 8-bit states in blocks: Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization".
+
+    A parameter's rows (along dimension 0) decide whether its states have 8 bits, not its size: a rank knows no more of
+    a sharded one, and the numbers must not depend on how many ranks there are.
+    """
 
     name: Literal["AdamW8bit"] = "AdamW8bit"
     betas: Betas = (0.9, 0.999)
     eps: Rate = 1e-8
-    weight_decay: Rate = Field(default=1e-2, description="how much of a weight is taken off")
+    weight_decay: Rate = Field(default=1e-2, description="how strongly weights decay")
+    amsgrad: StrictBool = False
+    maximize: StrictBool = False
     block_size: Annotated[StrictInt, Field(ge=1)] = Field(
         default=256, description="elements that share a scale, within a row"
     )
@@ -154,11 +185,14 @@ class Lion(Optimizer, frozen=True):
 
 
 class LAMB(Optimizer, frozen=True):
-    """You et al., 2019, "Large Batch Optimization for Deep Learning", with the bounds of DeepSpeed's FusedLamb."""
+    """You et al., 2020, "Large Batch Optimization for Deep Learning", as DeepSpeed's FusedLamb has it.
+
+    The bias corrections are part of the step size, so the ratio of norms is taken without them, as is the weight decay.
+    """
 
     name: Literal["LAMB"] = "LAMB"
     betas: Betas = (0.9, 0.999)
-    eps: Rate = 1e-8
+    eps: Rate = 1e-6
     max_coeff: Rate = Field(default=10.0, description="the largest ratio of a weight's norm to its update's")
     min_coeff: Rate = Field(default=0.01, description="the smallest")
     bias_correction: StrictBool = True
@@ -168,7 +202,7 @@ class Muon(Optimizer, frozen=True):
     """Jordan et al., 2024, as torch.optim.Muon; `companion` updates what is no matrix, and embeddings."""
 
     name: Literal["Muon"] = "Muon"
-    weight_decay: Rate = Field(default=0.1, description="how much of a weight is taken off")
+    weight_decay: Rate = Field(default=0.1, description="how strongly weights decay")
     momentum: Rate = 0.95
     nesterov: StrictBool = True
     ns_coefficients: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = (3.4445, -4.775, 2.0315)
@@ -180,6 +214,19 @@ class Muon(Optimizer, frozen=True):
         default=(), description="patterns of further parameters for the companion"
     )
 
+    def _records(self) -> tuple[Optimizer, ...]:
+        return (self, self.companion)
+
+    @model_validator(mode="after")
+    def _check_companion(self) -> Self:
+        if self.companion.groups:
+            raise PlanError(
+                "a companion has no groups of its own",
+                where="companion.groups",
+                hint="put them into Muon's: one that matches the companion's parameters holds for those",
+            )
+        return self
+
 
 _ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon)
 _NAMES = {str(record.model_fields["name"].default): record for record in _ALL}
@@ -187,13 +234,13 @@ _NAMES = {str(record.model_fields["name"].default): record for record in _ALL}
 
 def _known(value: Any) -> Any:
     """A record, or a table whose name says which."""
-    if isinstance(value, Optimizer) or not isinstance(value, dict):
+    if not isinstance(value, dict):
         return value
     name = value.get("name")
     if name is None:
         raise PlanError("an optimizer needs a name", where="name", hint=f"one of {', '.join(_NAMES)}")
-    if name not in _NAMES:
-        raise PlanError(f"there is no optimizer {name!r}", where="name", hint=did_you_mean(str(name), tuple(_NAMES)))
+    if not isinstance(name, str) or name not in _NAMES:
+        raise PlanError(f"there is no optimizer {short(name)}", where="name", hint=did_you_mean(str(name), _NAMES))
     return _NAMES[name].model_validate(value)
 
 

@@ -135,7 +135,7 @@ def exposed_on_device(events: Sequence[Any]) -> dict[str, float]:
     compute: list[tuple[float, float]] = []
     spans: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
     for event in events:
-        if getattr(event, "device_type", None) != torch.autograd.DeviceType.CUDA:
+        if getattr(event, "device_type", None) != torch._C._autograd.DeviceType.CUDA:
             continue
         span = (event.time_range.start, event.time_range.end)
         name = event.name.lower()

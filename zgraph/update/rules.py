@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.update.blockwise import ADAMW_8BIT
+from zgraph.update.blockwise import blockwise
 from zgraph.update.muon import MUON
 from zgraph.update.rule import Part, Rule, State
 
@@ -40,7 +40,7 @@ def _adam(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     g = -g if record.maximize else g
     if record.weight_decay:
-        if record.name == "AdamW" or record.decoupled_weight_decay:
+        if record.name != "Adam" or record.decoupled_weight_decay:
             p = p * _as(1 - s["lr"] * s["weight_decay"], p)
         else:
             g = torch.addcmul(g, p, _as(s["weight_decay"], p))
@@ -70,6 +70,7 @@ def _sgd(
     new: dict[str, Tensor] = {}
     if record.momentum:
         held = torch.addcmul(old["momentum_buffer"] * _as(s["momentum"], g), g, _as(1 - s["dampening"], g))
+        # torch's buffer begins as the first gradient, without dampening.
         held = new["momentum_buffer"] = torch.where(step == 1, g, held)
         g = torch.addcmul(g, held, _as(s["momentum"], g)) if record.nesterov else held
     return torch.addcmul(p, g, _as(-s["lr"], p)), new
@@ -114,32 +115,35 @@ def _lamb_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dic
 def _lamb(
     record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """p - lr * ratio * u, with u the Adam update (and decay), ratio = |p| / |u| between the bounds, 1 where one is zero."""
+    """p - size * ratio * u, where ratio is |p| / |u| between the bounds, or 1 where one of the two is zero."""
     first = torch.lerp(old["exp_avg"], g, _as(1 - s["betas.0"], g))
     second = torch.addcmul(old["exp_avg_sq"] * _as(s["betas.1"], g), _as(1 - s["betas.1"], g) * g, g)
-    if record.bias_correction:
-        one, two = _bias_corrections(s, step)
-        update = first / _as(one, g) / (second.sqrt() / _as(two**0.5, g) + _as(s["eps"], g))
-    else:
-        update = first / (second.sqrt() + _as(s["eps"], g))
+    update = first / (second.sqrt() + _as(s["eps"], g))
     if record.weight_decay:
         update = update + _as(s["weight_decay"], p) * p
     weight_norm = part.total((p * p).sum()).sqrt()
     update_norm = part.total((update * update).sum()).sqrt()
     bounded = (weight_norm / update_norm).clamp(record.min_coeff, record.max_coeff)
     ratio = torch.where((weight_norm > 0) & (update_norm > 0), bounded, torch.ones_like(bounded))
-    return p - _as(s["lr"], p) * ratio * update, {"exp_avg": first, "exp_avg_sq": second}
+    size = s["lr"]
+    if record.bias_correction:
+        first_correction, second_correction = _bias_corrections(s, step)
+        size = size * second_correction**0.5 / first_correction
+    return p - _as(size, p) * ratio * update, {"exp_avg": first, "exp_avg_sq": second}
 
 
 _BETAS = ("betas.0", "betas.1")
 
+_ADAM = Rule(("lr", *_BETAS, "eps", "weight_decay"), _adam_states, _adam)
+
 RULES: dict[str, Rule] = {
-    "Adam": Rule(("lr", *_BETAS, "eps", "weight_decay"), _adam_states, _adam),
-    "AdamW": Rule(("lr", *_BETAS, "eps", "weight_decay"), _adam_states, _adam),
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "AdamW8bit": blockwise(_ADAM),
     "SGD": Rule(("lr", "momentum", "dampening", "weight_decay"), _sgd_states, _sgd),
     "Adagrad": Rule(("lr", "lr_decay", "eps", "weight_decay"), _adagrad_states, _adagrad),
     "Lion": Rule(("lr", *_BETAS, "weight_decay"), _lion_states, _lion),
     "LAMB": Rule(("lr", *_BETAS, "eps", "weight_decay"), _lamb_states, _lamb),
     "Muon": MUON,
-    "AdamW8bit": ADAMW_8BIT,
 }
+"""Each optimizer's rule, by the name of its record in `zgraph.optimizers`."""

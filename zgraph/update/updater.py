@@ -52,6 +52,7 @@ class Updater:
             factor=plan.loss_average == "token",
             ema=plan.ema.decay if plan.ema and plan.optimizer else None,
             loss_scale=self.scaling if plan.optimizer else None,
+            finite_norm=clip is not None and clip.error_if_nonfinite,
             state_dtype=plan.resolved_precision().state_dtype(),
         )
         specs = runtime.shards.specs
@@ -190,7 +191,7 @@ class Updater:
             raise StepError(
                 f"the norm of the gradients is {float(self.grad_norm)}",
                 where="grad_clip.error_if_nonfinite",
-                hint="look for the loss that became infinite; the weights are not changed any further",
+                hint="look for the loss that became infinite; this step has changed neither weights nor states",
             )
         return self.grad_norm
 
@@ -277,7 +278,7 @@ class Updater:
     # -- schedules and half precision ---------------------------------------------------------------------------------
     def _schedule(self) -> None:
         plan = self.runtime.plan
-        if plan.lr_schedule is None or self.scheduler is not None or self.optimizer is None:
+        if plan.lr_schedule is None or isinstance(plan.lr_schedule, TorchSchedule) or self.optimizer is None:
             return
         done = self.calls - self.skipped()
         for base, group in zip(self._base, self.optimizer.param_groups, strict=True):

@@ -1,0 +1,175 @@
+"""Puts traced functions into a program: an update's formulas are plain functions of tensors, and become nodes here.
+
+A function of one parameter's tensors is traced once for each kind of parameter and put in once for each parameter; what
+only depends on single numbers (a step size) is put in once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zgraph.program import collectives, torch_private
+from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
+from zgraph.program.program import InputRole, Level, ParamSpec, Port, Program
+
+
+class Assembler:
+    """A program in the making. `decompositions` are those of the backend that will compile it."""
+
+    def __init__(
+        self,
+        name: str,
+        specs: dict[str, ParamSpec],
+        mesh: dict[str, int],
+        device: torch.device,
+        decompositions: dict[Any, Any],
+    ) -> None:
+        graph = fx.Graph()
+        set_info(graph.output(()), NodeInfo(Phase.UPDATE))
+        self.program = Program(
+            name=name,
+            module=torch_private.lazy_module(torch.nn.Module(), graph),
+            inputs=[],
+            outputs=[],
+            mesh=dict(mesh),
+            params=dict(specs),
+            fake_mode=FakeTensorMode(),
+            level=Level.DISTRIBUTED,
+        )
+        self.device = device
+        self.decompositions = decompositions
+        self._known: dict[fx.Node, None] = {}  # nodes that are single numbers, or come from such alone
+        self._shared: dict[Any, fx.Node] = {}
+        self._templates: dict[Any, fx.GraphModule] = {}
+        self._constants: dict[Any, str] = {}
+
+    def input(self, port: Port, shape: tuple[int, ...], dtype: torch.dtype, spec: ParamSpec | None = None) -> fx.Node:
+        """A new input; with the strides of `spec`'s rows where it has their shape. One without `spec` is for numbers."""
+        with self.program.fake_mode:
+            if spec is not None and tuple(shape) == spec.shard_shape:
+                fake = torch.empty_strided(shape, _strides(spec), dtype=dtype, device=self.device)
+            else:
+                fake = torch.empty(shape, dtype=dtype, device=self.device)
+        label = "".join(c if c.isalnum() else "_" for c in port.name).strip("_")
+        placeholders = self.program.placeholders()
+        prefix = "grad_" if port.role is InputRole.GRADIENT else "rank_in_" if port.role is InputRole.INDEX else ""
+        record = NodeInfo(Phase.UPDATE, param=spec.name if spec is not None else None, made_by="update")
+        if placeholders:
+            node = self.program.add_input(port, fake, record, name=prefix + label)
+        else:
+            with self.program.graph.inserting_before(self.program.output_node()):
+                node = self.program.graph.placeholder(prefix + label)
+            set_info(node, record)
+            node.meta["val"] = fake
+            self.program.inputs.append(port)
+        if spec is None and port.role is not InputRole.INDEX:
+            self._known[node] = None
+        return node
+
+    def numbers(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> list[fx.Node]:
+        """Arithmetic on single numbers."""
+        return self._inline(self._trace(function, inputs), inputs, None)
+
+    def total(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> list[fx.Node]:
+        made = self._inline(self._trace(function, inputs), inputs, None)
+        self._known.update(dict.fromkeys(made))
+        return made
+
+    def of(
+        self, name: str, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node], key: Any = None
+    ) -> list[fx.Node]:
+        """A function of one parameter's tensors (and of numbers)."""
+        if key is None:
+            return self._inline(self._trace(function, inputs), inputs, name)
+        full = (key, tuple((tensor(n).dtype, tuple(tensor(n).shape), tensor(n).stride()) for n in inputs))
+        if full not in self._templates:
+            self._templates[full] = self._trace(function, inputs)
+        return self._inline(self._templates[full], inputs, name)
+
+    def _trace(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> fx.GraphModule:
+        fakes = [tensor(n) for n in inputs]
+        return torch_private.trace_function(function, fakes, self.program.fake_mode, self.decompositions)
+
+    def _inline(self, template: fx.GraphModule, inputs: list[fx.Node], param: str | None) -> list[fx.Node]:
+        """Put a traced function's nodes at the end of the program; arithmetic on numbers only once."""
+        graph = self.program.graph
+        memo: dict[fx.Node, fx.Node] = {}
+        given = iter(inputs)
+        with graph.inserting_before(self.program.output_node()):
+            for node in template.graph.nodes:
+                if node.op == "placeholder":
+                    memo[node] = next(given)
+                elif node.op == "output":
+                    return [memo[n] for n in node.args[0]]
+                else:
+                    memo[node] = self._copy(template, node, memo, param)
+        raise AssertionError("a traced function has no output")
+
+    def _copy(
+        self, template: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, fx.Node], param: str | None
+    ) -> fx.Node:
+        number = all(memo[a] in self._known for a in node.all_input_nodes) and node.op == "call_function"
+        key = None
+        if number or node.op == "get_attr":
+            args: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: memo[n])
+            constant = _bytes(getattr(template, str(node.target))) if node.op == "get_attr" else None
+            key = repr((node.op, str(node.target) if constant is None else constant, args))
+            if key in self._shared:
+                return self._shared[key]
+        made = self.program.graph.node_copy(node, lambda n: memo[n])
+        made.meta = {"val": node.meta.get("val")}
+        if node.op == "get_attr":
+            held = getattr(template, str(node.target))
+            name = f"constant_{len(self._constants)}"
+            self._constants[key] = name
+            setattr(self.program.module, name, held)
+            made.target = name
+            if made.meta["val"] is None:
+                made.meta["val"] = self.program.fake_mode.from_tensor(held)
+        record = NodeInfo(Phase.UPDATE, param=None if key is not None else param, made_by="update")
+        if collectives.is_start(made):
+            gathers = made.target is collectives.ALL_GATHER
+            dim = collectives.group_of(made)
+            record = record.but(role=Role.GATHER if gathers else Role.REDUCE, mesh_dim=dim, stream=f"comm:{dim}")
+        elif collectives.is_wait(made):
+            record = record.but(role=Role.WAIT, mesh_dim=info(made.all_input_nodes[0]).mesh_dim)
+        set_info(made, record)
+        if key is not None:
+            self._shared[key] = made
+            self._known[made] = None
+        return made
+
+    def finish(self, results: list[tuple[Port, fx.Node]]) -> Program:
+        """The program with these outputs, without what nothing needs."""
+        program = self.program
+        program.set_outputs(results)
+        for node in reversed(program.nodes):
+            if node.op not in ("placeholder", "output") and not node.users:
+                program.graph.erase_node(node)
+        written = {(port.of, port.name) for port in program.outputs}
+        for port, node in list(program.input_items()):
+            if not node.users and (port.role, port.name) not in written:
+                program.remove_input(node)
+        program.recompile()
+        return program
+
+
+def _strides(spec: ParamSpec) -> tuple[int, ...]:
+    """Those of a rank's padded rows."""
+    if not spec.shard_dim:
+        return spec.stride
+    order = [0, *sorted(range(1, len(spec.shape)), key=lambda d: (-spec.stride[d], d))]
+    sizes, strides = spec.shard_shape, [1] * len(order)
+    for at in range(len(order) - 2, -1, -1):
+        strides[order[at]] = strides[order[at + 1]] * sizes[order[at + 1]]
+    return tuple(strides)
+
+
+def _bytes(constant: Tensor) -> tuple[Any, ...]:
+    flat = constant.detach().contiguous().view(-1)
+    return (constant.dtype, tuple(constant.shape), bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b"")
