@@ -10,7 +10,8 @@ Python (`pydoc_data.topics`), so nothing is downloaded. The last tenth of it is 
 
 Neither the model nor the loop knows how it is distributed. `zgraph.compile` takes the model and a
 plan; what comes back is the same module, whose parameters are now shards, and the usual loop of
-`loss.backward()`, `clip_grad_norm_` and `torch.optim.AdamW` trains it.
+`loss.backward()`, `clip_grad_norm_` and `torch.optim.AdamW` trains it. A plan with an optimizer does all of that in
+one call, `model.train_step(…)`, and in another precision if it says so.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class RMSNorm(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (Su et al., 2021) on `x` of [batch, heads, seq, head_dim]."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -270,6 +272,39 @@ def learning_rate(step: int, steps: int, warmup: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
+Step = Callable[[Tensor, Tensor], tuple[Tensor, float]]
+
+
+def own_step(model: nn.Module, args: argparse.Namespace) -> Step:
+    """A step as one writes it without zgraph: the loss and the learning rate of one batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(step, args.steps, min(args.warmup, args.steps))
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        loss = model(tokens, targets).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        rate = schedule.get_last_lr()[0]
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        return loss.detach(), rate
+
+    return step
+
+
+def plans_step(model: nn.Module) -> Step:
+    """The same by a plan that has an optimizer: one call, in the plan's precision, with its schedule and clipping."""
+
+    def step(tokens: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        loss = model.train_step(tokens, targets).loss
+        return loss.float(), model.zgraph.optimizer.param_groups[0]["lr"]
+
+    return step
+
+
 @torch.no_grad()
 def validate(model: nn.Module, batches: list[tuple[Tensor, Tensor]], ranks: Ranks) -> float:
     """Mean validation loss over all ranks, in nats a byte."""
@@ -339,10 +374,7 @@ def train(args: argparse.Namespace, say: Callable[[str], None]) -> Record:
     model = zgraph.compile(model, plan)
 
     ranks = Ranks.of(model.zgraph.mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate(step, args.steps, min(args.warmup, args.steps))
-    )
+    step_of = plans_step(model) if plan.optimizer is not None else own_step(model, args)
 
     text = Text.load()
     held_back = [
@@ -368,14 +400,8 @@ def train(args: argparse.Namespace, say: Callable[[str], None]) -> Record:
     clock = time.perf_counter()
     for step in range(1, args.steps + 1):
         tokens, targets = text.batch(seed=args.seed, step=step, batch=args.batch, seq=args.seq, ranks=ranks)
-        loss = model(tokens.to(device), targets.to(device)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        rate = schedule.get_last_lr()[0]
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.detach())
+        loss, rate = step_of(tokens.to(device), targets.to(device))
+        losses.append(loss)
 
         # The first step stands alone: it compiles, and would spoil the tokens per second of its interval.
         if step == 1 or step % args.log_every == 0 or step == args.steps:

@@ -15,7 +15,7 @@ from zgraph.program.node import tensor
 from zgraph.program.program import Program
 
 
-@graph_pass("wait_for_gloo", "on CPU nothing overlaps a reduce-scatter", requires=("reduced",))
+@graph_pass("wait_for_gloo", "on CPU nothing overlaps a reduce-scatter", requires=("reduced",), provides=("gloo_safe",))
 def wait_for_gloo(program: Program) -> dict[str, int]:
     moved = 0
     flying: dict[fx.Node, None] = {}

@@ -16,7 +16,7 @@ from torch import fx
 from zgraph.errors import VerifyError
 from zgraph.passes.aliases import aliased_input, is_random, is_write, mutates
 from zgraph.program import collectives, ops
-from zgraph.program.node import Phase, Role, has_info, info, value
+from zgraph.program.node import Phase, Role, has_info, info, tensors, value
 from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Port, Program
 
 AROUND = 5  # nodes shown on each side of a fault
@@ -357,6 +357,26 @@ def check_reductions(program: Program) -> None:
             )
 
 
+def check_gloo(program: Program) -> None:
+    """After `wait_for_gloo`, no collective is in flight beside a reduce-scatter on CPU."""
+    if "gloo_safe" not in program.facts:
+        return
+    flying: dict[fx.Node, None] = {}
+    for node in program.graph.nodes:
+        if collectives.is_wait(node):
+            flying.pop(node.all_input_nodes[0], None)
+        elif collectives.is_start(node) and all(t.device.type == "cpu" for t in tensors(node)):
+            flying[node] = None
+            beside = [n for n in flying if n is not node]
+            if beside and any(n.target is collectives.REDUCE_SCATTER for n in flying):
+                raise _fault(
+                    program,
+                    node,
+                    f"collective {node.name!r} starts while {beside[0].name!r} is in flight",
+                    "gloo's reduce-scatter corrupts memory beside another collective (see passes/gloo.py)",
+                )
+
+
 # -- lifetimes ------------------------------------------------------------------------------------------------------
 def check_releases(program: Program) -> None:
     """Nothing reads a gathered buffer, or a view of it, after its release; each is released at most once."""
@@ -436,6 +456,7 @@ RULES: tuple[Rule, ...] = (
     check_waits,
     check_groups,
     check_reductions,
+    check_gloo,
     check_releases,
     check_random,
     check_mutation,

@@ -519,6 +519,7 @@ def test_snapshots_do_not_change_when_later_passes_run():
         "shard_parameters",
         "regather",
         "reduce_gradients",
+        "wait_for_gloo",
         "release",
     ]
     assert not count(history.after("cleanup"))

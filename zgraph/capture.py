@@ -78,7 +78,7 @@ def trace(
     params: dict[str, ParamSpec],
     mesh: dict[str, int],
     device: torch.device,
-    precision: Precision,
+    precision: Precision | None = None,
 ) -> Trace:
     """Capture `forward` (the class's own, unbound) of `module` for inputs of this signature.
 
@@ -87,6 +87,7 @@ def trace(
     `CaptureError` with the user's file and line if the model can't be captured whole.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    precision = precision or Precision()
 
     def fake(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):

@@ -192,10 +192,16 @@ class LAMB(Optimizer, frozen=True):
 
     name: Literal["LAMB"] = "LAMB"
     betas: Betas = (0.9, 0.999)
-    eps: Rate = 1e-6
+    eps: Annotated[FiniteFloat, Field(gt=0)] = 1e-6  # (a row of zeros would make the whole norm 0 / 0)
     max_coeff: Rate = Field(default=10.0, description="the largest ratio of a weight's norm to its update's")
     min_coeff: Rate = Field(default=0.01, description="the smallest")
     bias_correction: StrictBool = True
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.min_coeff > self.max_coeff:
+            raise PlanError(f"min_coeff is above max_coeff, {self.max_coeff}", where="min_coeff")
+        return self
 
 
 class Muon(Optimizer, frozen=True):
