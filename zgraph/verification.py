@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zgraph.capture import find_loss
+from zgraph.casts import prepare
 from zgraph.compiled import Entry
 from zgraph.compiler import Inputs, split_inputs
 from zgraph.errors import ModelError, SignatureError
@@ -33,6 +34,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, to
 # A gradient that is zero in exact arithmetic is nothing but rounding: its share of all gradients' norm is allowed.
 FLOOR = {torch.float64: 1e-15}
 DEFAULT_FLOOR = 3e-7
+SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which changes no gradient that it does not save
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,9 @@ def verify(
     output holds none. The model is not changed, nor is the random state. All ranks' values are held at once. For
     Inductor the program is its graph before it is made kernels, with random numbers drawn as plain PyTorch draws them.
 
+    With mixed precision the plain model is PyTorch's own in that precision (parameters and inputs cast), and tolerances are
+    those of the dtype that is computed in.
+
     Outputs and buffers are compared with those of the plain model on the same rank's part of the batch, gradients with
     the mean over ranks. Differences do not raise: read `.ok`, `.exact`, or print what is returned. Raises
     `SignatureError` if the world does not divide the batch, `ModelError` if there is no loss or the model is compiled,
@@ -115,14 +120,17 @@ def verify(
         raise ModelError("verify takes a plain model", why="this one is compiled", hint="build it again")
     sizes = plan.resolve_mesh(world)
     model = copy.deepcopy(model)
-    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold)
+    precision = plan.resolved_precision()
+    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, precision)
+    prepare(model, precision, specs)
+    plain = _in_precision(model, specs)
     batches = [_part(inputs, r, world) for r in range(world)]
     args, kwargs = split_inputs(batches[0])
     forward = getattr(model.forward, "__func__", None)
     entry = Entry("verify", "", model, forward, args, kwargs, specs, sizes, plan, {}, _device(model))
     state = torch.get_rng_state()
     try:
-        runs = [_Rank(model, entry, b, loss_fn) for b in batches]
+        runs = [_Rank(model, plain, entry, b, loss_fn) for b in batches]
         with torch_private.eager_random_numbers():
             differences = _compare(entry, specs, sizes, runs, model)
         return Verification(world, plan, tuple(differences))
@@ -155,20 +163,31 @@ class _Rank:
     """The plain model on one rank's batch: its outputs, gradients and updated buffers, and what the program needs."""
 
     def __init__(
-        self, model: nn.Module, entry: Entry, inputs: Inputs, loss_fn: Callable[..., torch.Tensor] | None
+        self,
+        model: nn.Module,
+        reference: nn.Module,
+        entry: Entry,
+        inputs: Inputs,
+        loss_fn: Callable[..., torch.Tensor] | None,
     ) -> None:
         args, kwargs = split_inputs(inputs)
-        plain = copy.deepcopy(model)
+        plain = copy.deepcopy(reference)
         self.flat = entry.trace.flat.flatten(model, args, kwargs)
         self.flat = tuple(
             v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in self.flat
         )
         self.random = torch.get_rng_state()
+        precision = entry.plan.resolved_precision()
+        if precision.cast_inputs and (low := precision.dtype("compute")) is not None:
+            args, kwargs = pytree.tree_map(
+                lambda x: x.to(low) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
+            )
+        out = precision.dtype("output")
         values: list[Any] = []
 
         def capture(*flat: Any) -> Sequence[Any]:
             with torch.no_grad():
-                made = entry.trace.flat.graph_module(*flat)
+                made = [_cast(v, out) for v in entry.trace.flat.graph_module(*flat)]
             # Each output is a leaf, so that a tangent is the loss's derivative by this output and no other.
             values.extend(
                 v.detach().requires_grad_() if i in entry.trace.differentiable else v for i, v in enumerate(made)
@@ -177,10 +196,10 @@ class _Rank:
 
         # The plain model itself decides the numbers; dynamo's flat graph on the same state tells its outputs apart.
         torch.set_rng_state(self.random)
-        output = plain(*args, **kwargs)
+        output = pytree.tree_map(lambda v: _cast(v, out), plain(*args, **kwargs))
         self.grads: dict[str, torch.Tensor | None] = {}
         self.tangents: dict[int, torch.Tensor] = {}
-        twin = copy.deepcopy(model)
+        twin = copy.deepcopy(reference)
         torch.set_rng_state(self.random)
         flat_output = entry.trace.flat.bind(capture)(twin, *args, **kwargs)
         self.outputs = values
@@ -197,6 +216,20 @@ class _Rank:
             self.tangents = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
             self.grads = {n: p.grad for n, p in plain.named_parameters()}
         self.buffers = dict(plain.named_buffers())
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    floats = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floats else value
+
+
+def _in_precision(model: nn.Module, specs: dict[str, ParamSpec]) -> nn.Module:
+    """A copy whose parameters have the dtypes that are computed in; `model`'s own become those that ranks hold."""
+    plain = copy.deepcopy(model)
+    for (name, param), own in zip(plain.named_parameters(), model.parameters(), strict=True):
+        own.data = own.data.to(specs[name].dtype)
+        param.data = own.data.to(specs[name].compute_dtype)
+    return plain
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -232,6 +265,7 @@ def _compare(
                         value,
                         _plain_output(run, port.index),
                         0.0,
+                        entry.plan.resolved_precision().dtype("compute"),
                     )
                 )
             elif port.role is OutputRole.MUTATION and port.of is InputRole.BUFFER:
@@ -242,7 +276,7 @@ def _compare(
     for rank, run in enumerate(runs):
         extras[rank].update({key: run.tangents[int(key[1].removeprefix("output_"))].contiguous() for key in tangents})
     results = run_virtual(parts.backward, [given(r, parts.backward, extras[r]) for r in range(len(runs))], states)
-    means = {n: _mean([r.grads[n] for r in runs], sizes) for n in params}
+    means = {n: _mean([r.grads[n] for r in runs], sizes, specs[n]) for n in params}
     norm = float(torch.stack([g.double().norm() for g in means.values() if g is not None] or [torch.zeros(())]).norm())
     reached = {p.name for p in parts.backward.outputs if p.of is InputRole.PARAMETER}
     for name, mean in means.items():
@@ -262,7 +296,15 @@ def _compare(
             mean = means.get(port.name) if port.of is InputRole.PARAMETER else None
             if mean is not None:
                 found.append(
-                    _difference("gradient", port.name, rank, value, _shard(mean, specs[port.name], rank, sizes), norm)
+                    _difference(
+                        "gradient",
+                        port.name,
+                        rank,
+                        value,
+                        _shard(mean, specs[port.name], rank, sizes),
+                        norm,
+                        specs[port.name].compute_dtype,
+                    )
                 )
     return found
 
@@ -294,6 +336,8 @@ def _input(
         return _shard(params[port.name], specs[port.name], rank, sizes)
     if (port.role, port.name) in extra:
         return extra[port.role, port.name]
+    if port.role is InputRole.SCALE:
+        return torch.tensor(SCALE)
     assert port.index is not None
     value = run.flat[port.index]
     return value.detach() if isinstance(value, torch.Tensor) else value
@@ -314,11 +358,11 @@ def _shard(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, int
     return padded
 
 
-def _mean(grads: list[torch.Tensor | None], sizes: dict[str, int]) -> torch.Tensor | None:
+def _mean(grads: list[torch.Tensor | None], sizes: dict[str, int], spec: ParamSpec) -> torch.Tensor | None:
     """The mean over ranks, in rank order, first within each `dp` group as the program does it."""
     if any(g is None for g in grads):
         return None
-    values = [g for g in grads if g is not None]
+    values = [g.to(spec.reduce_dtype) for g in grads if g is not None]
     for dim in ("dp", "replicate"):
         if sizes.get(dim, 1) == 1:
             continue
@@ -329,10 +373,13 @@ def _mean(grads: list[torch.Tensor | None], sizes: dict[str, int]) -> torch.Tens
             for g in group[1:]:
                 total += g
             values.append(total / len(group))
-    return values[0]
+    return values[0].to(spec.grad_dtype)
 
 
-def _difference(what: str, name: str, rank: int, mine: Any, plain: Any, all_norm: float) -> Difference:
+def _difference(
+    what: str, name: str, rank: int, mine: Any, plain: Any, all_norm: float, computed: torch.dtype | None = None
+) -> Difference:
+    """`computed`: what it was computed in, where that is coarser than what it is kept in."""
     if (
         not isinstance(mine, torch.Tensor)
         or not isinstance(plain, torch.Tensor)
@@ -349,5 +396,7 @@ def _difference(what: str, name: str, rank: int, mine: Any, plain: Any, all_norm
     if not torch.equal(torch.nan_to_num(a[~finite]), torch.nan_to_num(b[~finite])):
         return Difference(what, name, rank, float("inf"), 0.0, False)
     norm = float(b[finite].norm())
-    tolerance = TOLERANCE.get(mine.dtype, 1e-5) + FLOOR.get(mine.dtype, DEFAULT_FLOOR) * all_norm / max(norm, 1e-300)
+    dtype = computed or mine.dtype
+    floor = FLOOR.get(dtype, DEFAULT_FLOOR * TOLERANCE.get(dtype, 1e-5) / TOLERANCE[torch.float32])
+    tolerance = TOLERANCE.get(dtype, 1e-5) + floor * all_norm / max(norm, 1e-300)
     return Difference(what, name, rank, float((a - b)[finite].norm()) / max(norm, 1e-300), tolerance, False)
