@@ -519,8 +519,8 @@ def test_snapshots_do_not_change_when_later_passes_run():
         "shard_parameters",
         "regather",
         "reduce_gradients",
-        "wait_for_gloo",
         "release",
+        "wait_for_gloo",
     ]
     assert not count(history.after("cleanup"))
     assert "backward gather" not in count(history.after("shard_parameters"))
@@ -556,8 +556,8 @@ def test_a_users_pass_stands_where_the_plan_says():
     ref = f"{__name__}:count_matmuls"
     assert order(f"{ref} after cleanup")[1:3] == ["cleanup", "count_matmuls"]
     assert order(f"{ref} before cleanup")[:2] == ["capture", "count_matmuls"]
-    assert order(f"{ref} before release")[-2:] == ["count_matmuls", "release"]
-    assert order(ref)[-1] == "count_matmuls"
+    assert order(f"{ref} before release")[-3:] == ["count_matmuls", "release", "wait_for_gloo"]
+    assert order(ref)[-2:] == ["count_matmuls", "wait_for_gloo"]  # which makes any order safe to run
 
 
 def test_a_users_pass_can_stand_by_another_of_the_users():

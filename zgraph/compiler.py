@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zgraph.agreement import Agreement
 from zgraph.capture import trace
 from zgraph.casts import overflow_error, prepare, refuse_overflow
-from zgraph.errors import MeshError, ModelError
+from zgraph.errors import MeshError, ModelError, PlanError
 from zgraph.handle import attach, is_compiled
 from zgraph.passes import History, PassManager
 from zgraph.pipeline import build
@@ -23,6 +23,8 @@ from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.runtime import Runtime
 from zgraph.sharding import layout, shard
+from zgraph.update.groups import members_of
+from zgraph.update.program import update_history
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +135,19 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Histor
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     captured = traced.joint(pattern, decompositions, "train" if pattern else "eval")
     return PassManager(build(plan, training=bool(pattern))).run(captured)
+
+
+def update_program(model: nn.Module, plan: Plan, world: int) -> History:
+    """The update of all of `model`'s parameters that train, by the plan's optimizer, for `world` ranks, without any.
+
+    The model is not compiled, may be on the meta device, and is not changed. Raises `PlanError` if the plan has no
+    optimizer, or groups that do not fit the model.
+    """
+    if plan.optimizer is None:
+        raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
+    sizes = plan.resolve_mesh(world)
+    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, plan.resolved_precision())
+    return update_history(plan, members_of(model, specs, plan.optimizer), specs, sizes, _device(model))
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.compiled import StepProgram
 from zgraph.errors import ModelError
+from zgraph.passes import History
 from zgraph.plan import Plan
 from zgraph.report import Report
 from zgraph.runtime import Runtime
@@ -52,6 +53,11 @@ class Handle:
         `.history()` of one gives the program after every pass, `.executables()` what of it is compiled, with its source.
         """
         return {step.name: step for entry in self.runtime.entries.values() for step in entry.programs()}
+
+    @property
+    def updates(self) -> dict[str, History]:
+        """The way of each update program through its passes: "update0", … (one for each set of parameters with gradients)."""
+        return self.runtime.updater.histories()
 
     def report(self) -> Report:
         """What was compiled: layouts, passes, collectives, and the kernels with the operators that each fused."""
@@ -145,7 +151,9 @@ class Handle:
         return self.runtime.timings(tokens, peak_flops)
 
     def recompile(self, plan: Plan) -> None:
-        """Run the same weights by another plan (another stage, backend or passes) on the same mesh.
+        """Run the same weights by another plan (another stage, backend, passes or micro-batches) on the same mesh.
+
+        The optimizer's states, the step's count, the loss scale and the learning rates go on where they are.
 
         All ranks must call it. Programs are compiled again at the next calls; parameters stay the same objects, so
         optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would be another (stages 1
@@ -168,9 +176,9 @@ class Handle:
                 hint="stages 1, 2 and 3 share a layout; for stage 0 or another threshold compile a fresh model, and load a state dict",
             )
         old.agreement.vote("the plan of recompile", plan.hash())
-        self.runtime = Runtime(
-            old.module, old.forward_function, plan, sizes, old.mesh, old.shards, old.device, old.agreement
-        )
+        made = Runtime(old.module, old.forward_function, plan, sizes, old.mesh, old.shards, old.device, old.agreement)
+        made.updater.adopt(old.updater, copies=False)
+        self.runtime = made
 
 
 def attach(module: nn.Module, runtime: Runtime, loss_fn: Callable[..., Any] | None = None) -> Handle:
@@ -207,11 +215,9 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         module.__dict__.update(ours)
     old = handle.runtime
     shards = old.shards.adopt(twin)
-    attach(
-        twin,
-        Runtime(twin, old.forward_function, old.plan, old.sizes, old.mesh, shards, old.device, old.agreement),
-        handle.loss_fn,
-    )
+    runtime = Runtime(twin, old.forward_function, old.plan, old.sizes, old.mesh, shards, old.device, old.agreement)
+    runtime.updater.adopt(old.updater, copies=True)
+    attach(twin, runtime, handle.loss_fn)
     return twin
 
 

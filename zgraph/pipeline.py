@@ -55,9 +55,9 @@ def build(plan: Plan, variant: Variant = PLAIN, *, training: bool = True) -> lis
     if training and plan.loss_scale() is not None:
         passes.append(scale_loss())
     passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
-    passes.append(wait_for_gloo())
     if not keep:
         passes.append(release())
+    passes.append(wait_for_gloo())  # the last one: whatever order the others chose, it must be safe to run
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
     return passes
@@ -70,10 +70,9 @@ def build_update_passes(plan: Plan) -> list[Pass]:
 
 def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | None) -> None:
     mine = load_pass(ref)
-    if anchor is None:
-        passes.append(mine)
-        return
     names = [p.name for p in passes]
+    if anchor is None:
+        position, anchor = "before", "wait_for_gloo"
     if anchor not in names:
         raise PlanError(
             f"pass {ref!r} is to stand {position} {anchor!r}, which is not in the pipeline",

@@ -101,7 +101,7 @@ _PASS = re.compile(
 
 @dataclass(frozen=True)
 class UserPass:
-    """A pass of the user's own and its place in the pipeline: without a position, at the end."""
+    """A pass of the user's own and its place in the pipeline: without a position, after all but `wait_for_gloo`."""
 
     ref: str
     """`"package.module:function"`."""

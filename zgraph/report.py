@@ -34,6 +34,7 @@ class Report:
         self.parts = [
             _part(e) for entry in runtime.entries.values() for step in entry.programs() for e in step.executables()
         ]
+        self.parts += [_part(e) for e in runtime.updater.executables()]
 
     def kernels(self) -> tuple[Kernel, ...]:
         """All fused kernels, each with the model's operators (before their decomposition) that it computes."""

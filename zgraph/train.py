@@ -217,8 +217,8 @@ def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequenc
 
     def join(*parts: torch.Tensor) -> torch.Tensor:
         if parts[0].dim() == 0 and parts[0].is_floating_point():
-            total = sum(p.to(torch.float64) * s for p, s in zip(parts, shares, strict=True))
-            return torch.as_tensor(total).to(parts[0].dtype)
+            counted = [(p.to(torch.float64), s) for p, s in zip(parts, shares, strict=True) if s]  # 0/0 targets is NaN
+            return torch.stack([p * s for p, s in counted]).sum().to(parts[0].dtype)
         if all(p.dim() > 0 and p.shape[0] == size for p, size in zip(parts, sizes, strict=True)):
             return torch.cat(parts)
         return parts[-1]
@@ -238,7 +238,12 @@ def _mapped(function: Callable[..., Any], values: Sequence[Any]) -> Any:
         return made
     leaves, spec = pytree.tree_flatten(first)
     if len(leaves) == 1 and leaves[0] is first:
-        return first
+        if not isinstance(first, dict):
+            return first
+        known: dict[Any, Any] = copy.copy(first)  # a kind of dict that pytree does not know, as a ModelOutput may be
+        for key in first:
+            known[key] = _mapped(function, [v[key] for v in values])
+        return known
     flat = [pytree.tree_leaves(v) for v in values]
     if any(len(f) != len(leaves) for f in flat):
         return first

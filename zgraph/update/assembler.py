@@ -92,7 +92,11 @@ class Assembler:
         return self._inline(self._templates[full], inputs, name)
 
     def _trace(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> fx.GraphModule:
-        fakes = [tensor(n) for n in inputs]
+        # Copies of a template share their nodes' fake tensors, and a tracer takes one tensor given twice for one input.
+        with self.program.fake_mode:
+            fakes = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in map(tensor, inputs)
+            ]
         return torch_private.trace_function(function, fakes, self.program.fake_mode, self.decompositions)
 
     def _inline(self, template: fx.GraphModule, inputs: list[fx.Node], param: str | None) -> list[fx.Node]:

@@ -29,7 +29,6 @@ from zgraph.update.rules import RULES
 
 MASTER = "master"
 EMA = "ema"
-STEP = "/step"
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,8 @@ def build_update(
 ) -> Program:
     """The program that updates `members`, in their order.
 
-    Inputs, by role: PARAMETER and GRADIENT of each member (this rank's padded rows), its STATEs, the STATE "/step" and
-    those of the loss scale, SCALARS (`scalar_names`), INDEX. Outputs: MUTATION of the parameters and states, and
+    Inputs, by role: PARAMETER and GRADIENT of each member (this rank's padded rows), its STATEs, the STATEs that count
+    updates ("/step", …) and those of the loss scale, SCALARS (`scalar_names`), INDEX. Outputs: MUTATION of the parameters and states, and
     OUTPUT "grad_norm" where gradients are clipped by their norm. Members without a rule (`record` None) only have their
     gradients clipped: MUTATION of GRADIENT.
     """
@@ -136,7 +135,10 @@ class _Builder:
     def build(self, members: Sequence[Member]) -> Program:
         updated = [m for m in members if m.record is not None]
         names = scalar_names(members, self.options)
-        step = self.assembler.input(Port(InputRole.STATE, STEP), (), torch.float64) if updated else None
+        counts = {
+            name: self.assembler.input(Port(InputRole.STATE, name), (), torch.float64)
+            for name in dict.fromkeys(m.count for m in updated)
+        }
         vector = (
             self.assembler.input(Port(InputRole.SCALARS, "scalars"), (len(names),), torch.float64) if names else None
         )
@@ -188,30 +190,33 @@ class _Builder:
                 for key, new in zip(scaling, advanced, strict=True)
                 if new is not scaling[key]
             ]
-        if step is not None:
-            (following,) = self.assembler.numbers(lambda s: (s + 1,), [step])
-            kept_step = following
+        following: dict[str, fx.Node] = {}
+        for name, count in counts.items():
+            (after,) = self.assembler.numbers(lambda s: (s + 1,), [count])
+            following[name] = after
             if overflow is not None:
-                (kept_step,) = self.assembler.numbers(
-                    lambda o, old, new: (torch.where(o, old, new),), [overflow, step, following]
+                (after,) = self.assembler.numbers(
+                    lambda o, old, new: (torch.where(o, old, new),), [overflow, count, after]
                 )
-            results.append((Port(OutputRole.MUTATION, STEP, of=InputRole.STATE), kept_step))
-            for member in updated:
-                results += self._update(
-                    member,
-                    params[member.name],
-                    given[member.name],
-                    states[member.name],
-                    scalars,
-                    following,
-                    indices,
-                    overflow,
-                )
+            results.append((Port(OutputRole.MUTATION, name, of=InputRole.STATE), after))
+        for member in updated:
+            results += self._update(
+                member,
+                params[member.name],
+                given[member.name],
+                states[member.name],
+                scalars,
+                following[member.count],
+                indices,
+                overflow,
+            )
         for member in members:
             old, new = grads[member.name], given[member.name]
             if member.record is None and new is not old:
                 if overflow is not None:
-                    (new,) = self.assembler.of(member.name, lambda o, a, b: (torch.where(o, a, b),), [overflow, old, new])
+                    (new,) = self.assembler.of(
+                        member.name, lambda o, a, b: (torch.where(o, a, b),), [overflow, old, new]
+                    )
                 results.append((Port(OutputRole.MUTATION, member.name, of=InputRole.GRADIENT), new))
         return self.assembler.finish(results)
 

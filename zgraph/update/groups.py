@@ -12,14 +12,20 @@ from torch import nn
 from zgraph.errors import PlanError
 from zgraph.program.program import ParamSpec
 
+STEP = "/step"  # the name of the count of updates that all parameters share, as long as all have gradients
+
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter: its record (the plan's, with its group's values; None where it is only clipped) and group."""
+    """One parameter: its record (the plan's, with its group's values; None where it is only clipped) and group.
+
+    `count` names the STATE that counts its updates: parameters with gradients at the same steps share one.
+    """
 
     name: str
     record: Any
     group: int
+    count: str = STEP
 
 
 def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -> list[Member]:

@@ -8,8 +8,10 @@ long been given the next forward and backward. Only half precision's end of the 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +22,14 @@ from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import compile_inductor
 from zgraph.errors import OverflowError, PlanError, StepError
-from zgraph.passes import History, PassManager, verify_program
-from zgraph.pipeline import build_update_passes
-from zgraph.program import torch_private
-from zgraph.program.program import InputRole, OutputRole, Port, Program
+from zgraph.passes import History, verify_program
+from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.schedules import TorchSchedule
 from zgraph.update import scaler
-from zgraph.update.build import EMA, MASTER, STEP, UpdateOptions, build_update, scalar_names, states_of
-from zgraph.update.groups import Member, members_of
+from zgraph.update.build import EMA, MASTER, scalar_names, states_of
+from zgraph.update.groups import STEP, Member, members_of
 from zgraph.update.optimizer import PlanOptimizer
+from zgraph.update.program import update_history, update_options
 from zgraph.update.schedule import torch_scheduler
 
 if TYPE_CHECKING:
@@ -43,25 +44,15 @@ class Updater:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         plan = runtime.plan
-        clip = plan.grad_clip
         self.scaling = plan.loss_scale()
-        self.options = UpdateOptions(
-            clip_norm=clip.norm if clip else None,
-            norm_type=clip.norm_type if clip else 2.0,
-            clip_value=clip.value if clip else None,
-            factor=plan.loss_average == "token",
-            ema=plan.ema.decay if plan.ema and plan.optimizer else None,
-            loss_scale=self.scaling if plan.optimizer else None,
-            finite_norm=clip is not None and clip.error_if_nonfinite,
-            state_dtype=plan.resolved_precision().state_dtype(),
-        )
+        self.options = update_options(plan)
         specs = runtime.shards.specs
         self.members: list[Member] = (
             members_of(runtime.module, specs, plan.optimizer) if plan.optimizer is not None else []
         )
         self.states: dict[str, torch.Tensor] = {}
         device = runtime.device
-        self.step_count = torch.zeros((), dtype=torch.float64, device=device)
+        self.counts = {STEP: torch.zeros((), dtype=torch.float64, device=device)}
         self.scale_state = {k: v.to(device) for k, v in scaler.initial(self.scaling).items()} if self.scaling else {}
         self.optimizer: PlanOptimizer | None = None
         self.scheduler: Any = None
@@ -75,12 +66,42 @@ class Updater:
         self.factor: torch.Tensor | float = 1.0
         self.calls = 0
         self._late: _Late | None = None
-        self._programs: dict[tuple[str, ...], tuple[History, UpdateExecutable]] = {}
+        self._programs: dict[tuple[tuple[str, str], ...], tuple[History, UpdateExecutable]] = {}
         self._indices = (
             {d: torch.tensor(runtime.mesh.get_local_rank(d), device=device) for d in runtime.sizes}
             if runtime.mesh is not None
             else {}
         )
+
+    def adopt(self, old: Updater, *, copies: bool) -> None:
+        """Go on where another updater of the same parameters is: states, counts, numbers, the loss scale.
+
+        With `copies` the tensors are copies. States that this plan's optimizer does not have are left out, those that it
+        alone has begin anew; a warning says so.
+        """
+        own = {f"{m.name}/{key}" for m in self.members for key in states_of(m, self._spec(m.name), self.options)}
+        kept = {n: t.clone() if copies else t for n, t in old.states.items() if n in own}
+        held = {n.rpartition("/")[0] for n in old.states}
+        if kept.keys() != old.states.keys() or any(n.rpartition("/")[0] in held and n not in kept for n in own):
+            logger.warning("the plan's optimizer keeps other states than the one before: those begin anew")
+        count_of = {m.name: m.count for m in old.members}
+        self.members = [replace(m, count=count_of.get(m.name, STEP)) for m in self.members]
+        self.counts = {n: t.clone() if copies else t for n, t in old.counts.items()}
+        for name in {n.rpartition("/")[0] for n in kept}:
+            self._make_states(name, kept)
+        self.calls, self.hooks = old.calls, list(old.hooks)
+        if self.scale_state.keys() == old.scale_state.keys():
+            self.scale_state = {k: v.clone() if copies else v for k, v in old.scale_state.items()}
+            self._late = copy.copy(old._late)
+        same = self.runtime.plan.optimizer == old.runtime.plan.optimizer
+        if same and self.optimizer is not None and old.optimizer is not None:
+            for mine, theirs in zip(self.optimizer.param_groups, old.optimizer.param_groups, strict=True):
+                mine.update({k: v for k, v in theirs.items() if k not in ("params", "names")})
+        if self.scheduler is not None and old.scheduler is not None:
+            self.scheduler.load_state_dict(old.scheduler.state_dict())
+
+    def _spec(self, name: str) -> ParamSpec:
+        return self.runtime.shards.specs[name]
 
     # -- programs -----------------------------------------------------------------------------------------------------
     def histories(self) -> dict[str, History]:
@@ -92,28 +113,20 @@ class Updater:
 
     def program(self, names: tuple[str, ...]) -> tuple[History, UpdateExecutable]:
         """The update of the parameters of these names (a parameter without a gradient is left alone, as torch does)."""
-        if names not in self._programs:
+        by_name = {m.name: m for m in self.members}
+        chosen = [by_name.get(n, Member(n, None, -1)) for n in names]
+        key = tuple((m.name, m.count) for m in chosen)
+        if key not in self._programs:
             runtime = self.runtime
             inductor = runtime.plan.backend == "inductor"
-            by_name = {m.name: m for m in self.members}
-            chosen = [by_name.get(n, Member(n, None, -1)) for n in names]
-            decompositions = torch_private.inductor_decompositions() if inductor else {}
-            program = build_update(
-                chosen,
-                runtime.shards.specs,
-                runtime.sizes,
-                runtime.device,
-                self.options,
-                decompositions,
-                f"update{len(self._programs)}",
-            )
-            history = PassManager(build_update_passes(runtime.plan)).run(program)
+            name = f"update{len(self._programs)}"
+            history = update_history(runtime.plan, chosen, runtime.shards.specs, runtime.sizes, runtime.device, name)
             runtime.agree(history.program)
             made = compile_chunks(history.program, self._compile) if inductor else _whole(history.program, runtime)
-            self._programs[names] = (history, made)
+            self._programs[key] = (history, made)
             for chunk in made.chunks:
                 verify_program(chunk.executable.program)
-        return self._programs[names]
+        return self._programs[key]
 
     def _compile(self, part: Program) -> Executable:
         return compile_inductor(part, self.runtime.groups, fix_saved=True)
@@ -133,6 +146,7 @@ class Updater:
         self._settle_previous()
         self._run_hooks(names)
         self._schedule()
+        self._count_apart(names)
         with runtime.clock.timed("update"):
             norm = self._run(names)
             for name in names:
@@ -172,6 +186,21 @@ class Updater:
             )
         return names
 
+    def _count_apart(self, names: tuple[str, ...]) -> None:
+        """Parameters that have no gradient this time count their updates apart from those that have, as torch does."""
+        chosen = set(names)
+        for count in list(self.counts):
+            sharing = [m.name for m in self.members if m.count == count]
+            left_out = [n for n in sharing if n not in chosen]
+            if left_out and len(left_out) < len(sharing):
+                apart = f"{STEP}{len(self.counts)}"
+                self.counts[apart] = self.counts[count].clone()
+                self.members = [replace(m, count=apart) if m.name in left_out else m for m in self.members]
+                shown = self.optimizer.state if self.optimizer is not None else {}
+                for name in left_out:
+                    if (state := shown.get(self.runtime.shards.params()[name])) is not None:
+                        state["step"] = self.counts[apart]
+
     def _run(self, names: tuple[str, ...]) -> torch.Tensor | None:
         history, executable = self.program(names)
         values = [self._value(port) for port in history.program.inputs]
@@ -205,8 +234,8 @@ class Updater:
             return self._indices[port.name]
         if port.role is InputRole.SCALARS:
             return self._scalars()
-        if port.name == STEP:
-            return self.step_count
+        if port.name in self.counts:
+            return self.counts[port.name]
         if port.name.startswith("/"):
             return self.scale_state[port.name[1:]]
         return self.state(port.name)
@@ -221,6 +250,7 @@ class Updater:
         if self.options.factor:
             factor = torch.as_tensor(self.factor, dtype=torch.float64).to(self.runtime.device).reshape(1)
             vector = torch.cat([vector, factor])
+            self.factor = 1.0  # it was for these gradients
         return vector
 
     def _chosen(self) -> list[Member]:
@@ -235,18 +265,22 @@ class Updater:
             self._make_states(param)
         return self.states[name]
 
-    def _make_states(self, param: str) -> None:
+    def _make_states(self, param: str, known: dict[str, torch.Tensor] | None = None) -> None:
+        """Make a parameter's states, but for those that are `known`."""
         shards = self.runtime.shards
         spec = shards.specs[param]
         member = next(m for m in self.members if m.name == param)
-        shown: dict[str, torch.Tensor] = {"step": self.step_count}
+        shown: dict[str, torch.Tensor] = {"step": self.counts[member.count]}
         for key, state in states_of(member, spec, self.options).items():
             local = shards.local(param)
-            if tuple(state.shape) == tuple(local.shape):
+            made = (known or {}).get(f"{param}/{key}")
+            if made is not None:
+                pass
+            elif tuple(state.shape) == tuple(local.shape):
                 made = torch.full_like(local, state.fill, dtype=state.dtype)
             else:
                 made = torch.full(state.shape, state.fill, dtype=state.dtype, device=self.runtime.device)
-            if key in (MASTER, EMA):
+            if key in (MASTER, EMA) and f"{param}/{key}" not in (known or {}):
                 made.copy_(local)
             self.states[f"{param}/{key}"] = made
             shown[key] = shards.gradient(param, made) if tuple(state.shape) == tuple(local.shape) else made
@@ -296,8 +330,7 @@ class Updater:
 
     def _after(self) -> None:
         if not self.scaling:
-            if self.scheduler is not None:
-                self.scheduler.step()
+            self._advance_scheduler()
             return
         if self._late is None:
             self._late = _Late(self.runtime.device)
@@ -315,7 +348,12 @@ class Updater:
                 why=f"the scale is {self._late.scale}; {self._late.skipped} steps were skipped so far",
                 hint="look for infinite losses or inputs, lower the learning rate, or use bf16, which needs no scale",
             )
-        if self.scheduler is not None and self._late.skipped == before:
+        if self._late.skipped == before:
+            self._advance_scheduler()
+
+    def _advance_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.optimizer._opt_called = True  # type: ignore[union-attr]  # torch warns of a scheduler that runs ahead
             self.scheduler.step()
 
     # -- for people who log -------------------------------------------------------------------------------------------

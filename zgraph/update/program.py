@@ -1,0 +1,47 @@
+"""From a plan to its update program, ready to be compiled: for the run time, the command line and tests alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from zgraph.passes import History, PassManager
+from zgraph.pipeline import build_update_passes
+from zgraph.program import torch_private
+from zgraph.program.program import ParamSpec
+from zgraph.update.build import UpdateOptions, build_update
+from zgraph.update.groups import Member
+
+if TYPE_CHECKING:
+    from zgraph.plan import Plan
+
+
+def update_options(plan: Plan) -> UpdateOptions:
+    """What of a plan the update program depends on, besides its optimizer."""
+    clip = plan.grad_clip
+    return UpdateOptions(
+        clip_norm=clip.norm if clip else None,
+        norm_type=clip.norm_type if clip else 2.0,
+        clip_value=clip.value if clip else None,
+        factor=plan.loss_average == "token",
+        ema=plan.ema.decay if plan.ema and plan.optimizer else None,
+        loss_scale=plan.loss_scale() if plan.optimizer else None,
+        finite_norm=clip is not None and clip.error_if_nonfinite,
+        state_dtype=plan.resolved_precision().state_dtype(),
+    )
+
+
+def update_history(
+    plan: Plan,
+    members: Sequence[Member],
+    specs: dict[str, ParamSpec],
+    sizes: dict[str, int],
+    device: torch.device,
+    name: str = "update",
+) -> History:
+    """Build the update of `members` and run the plan's passes for it."""
+    decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
+    program = build_update(members, specs, sizes, device, update_options(plan), decompositions, name)
+    return PassManager(build_update_passes(plan)).run(program)
