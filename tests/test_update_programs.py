@@ -180,7 +180,9 @@ def test_updates_are_torchs_bit_for_bit(case, world, zero):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("arguments", [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw"}])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw"}]
+)
 def test_muon_is_torchs_bit_for_bit(world, arguments):
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
@@ -238,9 +240,7 @@ def lamb(p, g, state, step, *, lr, betas, eps, weight_decay, bias_correction, mi
 
 
 def adamw(p, m, v, step, *, lr, betas, eps, weight_decay):
-    return p * (1 - lr * weight_decay) - lr * (m / (1 - betas[0] ** step)) / (
-        (v / (1 - betas[1] ** step)).sqrt() + eps
-    )
+    return p * (1 - lr * weight_decay) - lr * (m / (1 - betas[0] ** step)) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
 
 
 def adamw8bit(p, g, state, step, *, lr, betas, eps, weight_decay, block_size, min_row_size):

@@ -350,6 +350,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
         fake_mode=trace.flat.fake_mode,
     )
     _annotate(graph)
+    _refuse_mixed_products(graph)
     program.set_outputs([(port, _own_gradient(program, port, node)) for port, node in outputs])
     for port, node in program.input_items():
         node._rename(_identifier(f"tangent_{port.name}" if port.role is InputRole.TANGENT else port.name))
@@ -389,6 +390,25 @@ def _output_port(kind: str, at: int, trace: Trace) -> Port:
     if kind == "gradient" and flat is not None:
         return Port(OutputRole.GRADIENT, flat.name, at, of=flat.role)
     raise UnsupportedError("the model's autograd graph has an output that zgraph does not know", why=kind)
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv", "dot")
+
+
+def _refuse_mixed_products(graph: fx.Graph) -> None:
+    """torch multiplies matrices of one dtype only, but its fake operators do not say so before the program runs."""
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") != "aten" or node.target.overloadpacket.__name__ not in _PRODUCTS:
+            continue
+        dtypes = list(dict.fromkeys(n.meta["val"].dtype for n in node.all_input_nodes))
+        if len(dtypes) > 1:
+            shown = " and ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise CaptureError(
+                f"a product of {shown}",
+                where=info(node).source or None,
+                why="torch multiplies values of one dtype; a buffer, a constant or an input has another than the weights",
+                hint="cast it in the model (x.to(weight.dtype)), or give precision a dtype for buffers, or cast_inputs",
+            )
 
 
 def _annotate(graph: fx.Graph) -> None:

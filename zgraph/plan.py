@@ -33,7 +33,7 @@ from zgraph import planfile
 from zgraph.errors import MeshError, PlanError
 from zgraph.loss_scaling import LossScale
 from zgraph.optimizers import AnyOptimizer
-from zgraph.precision import Precision, preset
+from zgraph.precision import Precision, precision_of, preset
 from zgraph.record import Record, did_you_mean, joined, short
 from zgraph.schedules import AnySchedule
 from zgraph.training import Average, Clip
@@ -179,9 +179,9 @@ class Plan(Record, frozen=True):
     param_persistence_threshold: Annotated[StrictInt, Field(ge=0)] = Field(
         default=0, description="parameters of fewer elements than this stay whole on every rank"
     )
-    precision: Annotated[Literal["fp32", "bf16", "fp16"] | Precision, Field(union_mode="left_to_right")] = Field(
-        default="fp32", description='"fp32", "bf16", "fp16" or a record of dtypes'
-    )
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"] | Precision, Field(union_mode="left_to_right"), BeforeValidator(precision_of)
+    ] = Field(default="fp32", description='"fp32", "bf16", "fp16" or a record of dtypes')
     numerics: Literal["deepspeed", "fsdp2"] | None = Field(
         default=None,
         description="the system whose mixed precision to follow; none: zgraph's own (see zgraph.precision)",

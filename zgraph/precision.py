@@ -21,13 +21,15 @@ from typing import Any, Literal
 
 from pydantic import Field, StrictBool
 
+from zgraph.errors import PlanError
 from zgraph.loss_scaling import LossScale
-from zgraph.record import Record
+from zgraph.record import Record, did_you_mean, short
 
-__all__ = ["Precision", "preset"]
+__all__ = ["Precision", "precision_of", "preset"]
 
 DType = Literal["float32", "bfloat16", "float16"]
 LOW = ("bfloat16", "float16")
+PRESETS = ("fp32", "bf16", "fp16")
 
 
 class Precision(Record, frozen=True):
@@ -61,6 +63,18 @@ class Precision(Record, frozen=True):
     def state_dtype(self) -> Any:
         """The torch dtype of optimizer states."""
         return self.dtype("optimizer_state")
+
+
+def precision_of(value: Any) -> Any:
+    """A short name as it is, a table as a record."""
+    if isinstance(value, Precision):
+        return value
+    if isinstance(value, dict):
+        return Precision.model_validate(value)
+    if value not in PRESETS:
+        hint = did_you_mean(value, PRESETS) if isinstance(value, str) else f"one of {', '.join(PRESETS)}, or a record"
+        raise PlanError(f"there is no precision {short(value)}", hint=hint)
+    return value
 
 
 def preset(name: str, numerics: str | None) -> Precision:

@@ -1,0 +1,307 @@
+"""Each tensor of a step has the dtype that the plan says, and half precision never goes wrong in silence.
+
+References are plain PyTorch in the same dtypes. Where both do the same operators in the same order, bits are compared;
+else the tolerance is a few roundings of the dtype: 2^-8 for bfloat16, 2^-11 for float16.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import zgraph
+from zgraph.compiler import programs
+from zgraph.errors import CaptureError, ModelError, OverflowError, PlanError
+from zgraph.program import collectives
+from zgraph.program.node import info, tensor
+
+pytestmark = pytest.mark.core
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10)
+        self.norm = nn.LayerNorm(10)
+        self.last = nn.Linear(10, 3)
+        self.register_buffer("shift", torch.linspace(-1, 1, 6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x + self.shift.to(x.dtype))))).float().square().mean()
+
+
+class Scaled(nn.Module):
+    """The loss is multiplied by an argument: any gradient may be made to overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x, factor):
+        return (self.inner(x).float() * factor).mean()
+
+
+def built(cls=Net) -> nn.Module:
+    torch.manual_seed(0)
+    return cls()
+
+
+def compiled(cls=Net, **plan) -> nn.Module:
+    return zgraph.compile(built(cls), zgraph.Plan(backend="eager", **plan))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+# -- dtypes in the program ------------------------------------------------------------------------------------------------
+def wire(**plan) -> dict[str, set[torch.dtype]]:
+    """The dtypes of what is gathered and reduced, and of the gradients that come out, on two ranks."""
+    x = batch().bfloat16() if plan.get("numerics") == "deepspeed" else batch()  # where casting is the user's
+    history = programs(built(), zgraph.Plan(backend="eager", **plan), (x,), 2)
+    found: dict[str, set[torch.dtype]] = {}
+    for node in history.program.nodes:
+        if collectives.is_start(node):
+            found.setdefault(info(node).role.value, set()).add(tensor(node.all_input_nodes[0]).dtype)
+    for port, node in history.program.output_items():
+        if port.role.value == "gradient":
+            found.setdefault("out", set()).add(tensor(node).dtype)
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("plan", "gather", "reduce"),
+    [
+        ({}, FP32, FP32),
+        ({"precision": "bf16"}, BF16, FP32),
+        ({"precision": "fp16", "optimizer": zgraph.AdamW()}, FP16, FP32),
+        ({"precision": "bf16", "numerics": "fsdp2"}, BF16, BF16),
+        ({"precision": "bf16", "numerics": "deepspeed"}, BF16, BF16),
+        ({"precision": zgraph.Precision(compute="bfloat16")}, BF16, BF16),
+        ({"precision": zgraph.Precision(reduce="bfloat16")}, FP32, BF16),
+    ],
+    ids=["fp32", "bf16", "fp16", "fsdp2", "deepspeed", "compute", "reduce"],
+)
+def test_weights_are_cast_before_the_gather_and_gradients_before_the_reduction(plan, gather, reduce, zero):
+    found = wire(zero=zero, **plan)
+    assert found["reduce"] == {reduce} and found["out"] == {FP32}
+    assert found.get("gather", {gather}) == {gather} and ("gather" in found) == (zero > 0)
+
+
+def test_a_module_that_stays_in_float32_is_gathered_and_reduced_so():
+    kept = zgraph.Precision(compute="bfloat16", reduce="bfloat16", keep_fp32=("norm",))
+    history = programs(built(), zgraph.Plan(backend="eager", precision=kept), (batch(),), 2)
+    for node in history.program.nodes:
+        if collectives.is_start(node):
+            name = info(node).param
+            assert tensor(node.all_input_nodes[0]).dtype is (FP32 if name.startswith("norm") else BF16), name
+    with pytest.raises(PlanError, match="matches no parameter and no module") as caught:
+        compiled(precision=zgraph.Precision(compute="bfloat16", keep_fp32=("nrom",)))
+    assert caught.value.where == "precision.keep_fp32"
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------------
+def test_bf16_is_a_cast_model_with_float32_weights():
+    mine = compiled(precision="bf16")
+    plain = built()
+    low = copy.deepcopy(plain)
+    for p in low.parameters():
+        p.data = p.data.bfloat16()
+    x = batch()
+    loss, expected = mine(x), low(x.bfloat16())
+    loss.backward()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for (name, a), b in zip(mine.named_parameters(), low.parameters(), strict=True):
+        assert a.dtype is FP32 and a.grad.dtype is FP32
+        assert torch.equal(a.grad, b.grad.float()), name
+
+
+def test_deepspeeds_bf16_keeps_low_weights_buffers_and_float32_masters():
+    mine = compiled(precision="bf16", numerics="deepspeed", optimizer=zgraph.SGD(lr=0.25))
+    low = built().bfloat16()
+    masters = [p.detach().float() for p in low.parameters()]  # DeepSpeed makes them of the weights that are low already
+    assert mine.shift.dtype is BF16 and mine.seen.dtype is torch.int64
+    x = batch().bfloat16()
+    for _ in range(3):
+        mine.train_step(x)
+        low(x).backward()
+        for p, master in zip(low.parameters(), masters, strict=True):
+            master -= 0.25 * p.grad.float()
+            p.data.copy_(master)
+            p.grad = None
+    updater = mine.zgraph.runtime.updater
+    for (name, a), b, master in zip(mine.named_parameters(), low.parameters(), masters, strict=True):
+        assert a.dtype is BF16 and torch.equal(a, b), name
+        assert torch.equal(updater.state(f"{name}/master"), master)
+
+
+def test_optimizer_states_may_be_low():
+    mine = compiled(precision=zgraph.Precision(optimizer_state="bfloat16"), optimizer=zgraph.AdamW())
+    mine.train_step(batch())
+    states = mine.zgraph.optimizer.state[mine.first.weight]
+    assert states["exp_avg"].dtype is states["exp_avg_sq"].dtype is BF16 and mine.first.weight.dtype is FP32
+
+
+def test_the_models_own_autocast_is_respected():
+    class Auto(Net):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=BF16):
+                return super().forward(x)
+
+    mine, plain = compiled(Auto), built(Auto)
+    loss, expected = mine(batch()), plain(batch())
+    loss.backward()
+    expected.backward()
+    assert torch.equal(loss, expected) and not torch.equal(expected, built()(batch()))
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("numerics", [None, "fsdp2", "deepspeed"])
+def test_half_precision_trains_as_float32_does(precision, numerics):
+    ends = []
+    for plan in ({"precision": precision, "numerics": numerics}, {}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))
+        mine = zgraph.compile(model, zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(lr=1e-2), **plan))
+        dtype = next(mine.parameters()).dtype  # with DeepSpeed's numerics inputs are the user's to cast
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(150):
+            x = torch.randn(64, 6, generator=generator)
+            loss = mse_loss(mine(x.to(dtype)).float(), torch.sin(x.sum(1, keepdim=True)))
+            loss.backward()
+            mine.step()
+        ends.append(float(loss))
+    assert ends[1] < 0.3 and abs(ends[0] - ends[1]) < 0.03, ends
+
+
+# -- fp16 -----------------------------------------------------------------------------------------------------------------
+def half(**scale) -> zgraph.Precision:
+    return zgraph.Precision(
+        parameter="float32", compute="float16", reduce="float32", loss_scale=zgraph.LossScale(**scale)
+    )
+
+
+def test_gradients_are_never_scaled_to_the_user():
+    mine = compiled(precision=half(initial_scale_power=12), optimizer=zgraph.SGD(lr=0.0))
+    plain = built()
+    seen = {}
+    mine.zgraph.on_gradients(lambda grads: seen.update({n: g.clone() for n, g in grads.items()}))
+    mine.train_step(batch())
+    plain(batch()).backward()
+    for name, p in plain.named_parameters():
+        assert (seen[name] - p.grad).norm() < 2**-9 * max(p.grad.norm(), 1e-2), name
+
+
+def test_small_gradients_are_saved_by_the_scale():
+    x = torch.ones(8, 6)
+    tiny = torch.tensor(2.0**-22)  # the mean's tangent is 2^-27 of each element: float16 ends at 2^-24
+    ends = []
+    for power in (0, 12):
+        mine = compiled(Scaled, precision=half(initial_scale_power=power), optimizer=zgraph.SGD(lr=1.0))
+        before = mine.inner.weight.detach().clone()
+        mine.train_step(x, tiny)
+        ends.append(float((mine.inner.weight - before).abs().max()))
+    assert ends[0] == 0.0 and ends[1] > 0.0
+
+
+def test_a_step_that_overflows_is_skipped_and_counted_and_the_next_one_is_not():
+    mine = compiled(Scaled, precision=half(initial_scale_power=4, hysteresis=1), optimizer=zgraph.AdamW(lr=0.1))
+    x = batch()
+    mine.train_step(x, torch.tensor(1.0))
+    before = {n: p.detach().clone() for n, p in mine.named_parameters()}
+    mine.train_step(x, torch.tensor(math.inf))
+    assert all(torch.equal(p, before[n]) for n, p in mine.named_parameters())
+    assert int(mine.zgraph.skipped_steps) == 1 and float(mine.zgraph.loss_scale) == 8.0
+    mine.train_step(x, torch.tensor(1.0))
+    assert not any(torch.equal(p, before[n]) for n, p in mine.named_parameters())
+    assert float(mine.zgraph.optimizer.state[mine.inner.weight]["step"]) == 2
+
+
+def test_skipped_steps_do_not_move_the_schedule():
+    schedule = zgraph.Linear(total_steps=10)
+    mine = compiled(Scaled, precision=half(initial_scale_power=4), optimizer=zgraph.SGD(lr=1.0), lr_schedule=schedule)
+    rates = []
+    for factor in (1.0, math.inf, 1.0, 1.0):
+        mine.train_step(batch(), torch.tensor(factor))
+        rates.append(mine.zgraph.optimizer.param_groups[0]["lr"])
+    assert rates == [schedule.at(k, 1.0, 0.0).lr for k in (0, 1, 1, 2)]
+
+
+def test_at_the_smallest_scale_an_error_says_so():
+    mine = compiled(Scaled, precision=half(initial_scale_power=0, hysteresis=1), optimizer=zgraph.SGD(lr=1.0))
+    before = mine.inner.weight.detach().clone()
+    mine.train_step(batch(), torch.tensor(math.inf))
+    with pytest.raises(OverflowError, match="at its minimum") as caught:
+        mine.train_step(batch(), torch.tensor(1.0))
+    assert caught.value.where == "precision.loss_scale.min_loss_scale"
+    assert torch.equal(mine.inner.weight, before)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 7e4])
+def test_a_parameter_that_float16_cannot_hold_is_refused(value):
+    model = built()
+    with torch.no_grad():
+        model.norm.weight[3] = value
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(ModelError, match=r"'norm\.weight' has values that float16 can't hold"):
+        zgraph.compile(model, zgraph.Plan(backend="eager", precision="fp16", optimizer=zgraph.AdamW()))
+    assert all(torch.equal(p, before[n]) or value != value for n, p in model.named_parameters())
+    zgraph.compile(model, zgraph.Plan(backend="eager", precision="bf16"))  # nothing was done to it
+
+
+def test_fp16_without_an_optimizer_in_the_plan_is_refused_before_training_only():
+    mine = compiled(precision="fp16")
+    with pytest.raises(PlanError, match="needs an optimizer in the plan"):
+        mine(batch())
+    assert mine.eval_step(batch()).isfinite()
+
+
+def test_a_buffer_that_makes_activations_float32_is_told_with_the_line():
+    class Promoted(Net):
+        def forward(self, x):
+            return self.last(self.first(x + self.shift)).mean()
+
+    mine = compiled(Promoted, precision="bf16")
+    with pytest.raises(CaptureError, match="a product of bfloat16 and float32") as caught:
+        mine(batch())
+    assert __file__ in str(caught.value.where) and "buffers" in str(caught.value.hint)
+    low = zgraph.Precision(compute="bfloat16", buffer="bfloat16")
+    assert compiled(Promoted, precision=low)(batch()).dtype is BF16
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"precision": "fp8"}, "precision"),
+        ({"precision": {"compute": "int8"}}, "precision.compute"),
+        ({"precision": {"compte": "bfloat16"}}, "precision.compte"),
+        ({"precision": "bf16", "numerics": "megatron"}, "numerics"),
+    ],
+)
+def test_precisions_that_do_not_exist_are_refused(values, where):
+    with pytest.raises(PlanError) as caught:
+        zgraph.Plan.model_validate(values)
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("numerics", [None, "fsdp2", "deepspeed"])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_verify_finds_mixed_precision_to_be_plain_pytorchs(precision, numerics, zero):
+    plan = zgraph.Plan(
+        backend="eager", zero=zero, precision=precision, numerics=numerics, optimizer=zgraph.AdamW(), micro_batches=2
+    )
+    x = batch().to({"bf16": BF16, "fp16": FP16}[precision]) if numerics == "deepspeed" else batch()
+    assert zgraph.verify(built(), plan, world=4, inputs=(x,)).ok
