@@ -154,6 +154,13 @@ class Shards:
         padded[: mine.shape[0]].copy_(mine) if spec.shard_dim is not None else padded.copy_(mine)
         return padded
 
+    def write_gradient(self, name: str, value: torch.Tensor) -> None:
+        """Give `.grad` the numbers that a program wrote into `value`, which `local_gradient` may have made as a copy."""
+        grad = self._params[name].grad
+        mine: Any = grad._local_tensor if isinstance(grad, DTensor) else grad
+        if mine.data_ptr() != value.data_ptr():
+            mine.copy_(value[: mine.shape[0]] if self.specs[name].shard_dim is not None else value)
+
     def same(self, whole: dict[str, torch.Tensor]) -> bool:
         """Are this rank's rows of these whole parameters the bits of its shards as they are now?"""
         differ: list[torch.Tensor] = []

@@ -204,8 +204,16 @@ class Updater:
     def _run(self, names: tuple[str, ...]) -> torch.Tensor | None:
         history, executable = self.program(names)
         values = [self._value(port) for port in history.program.inputs]
+        updated = {m.name for m in self.members}
+        clipped = [
+            (p.name, v)
+            for p, v in zip(history.program.inputs, values, strict=True)
+            if p.role is InputRole.GRADIENT and p.name not in updated
+        ]
         self.runtime.clock.ran(history.program)
         results = executable.run(values)
+        for name, value in clipped:
+            self.runtime.shards.write_gradient(name, value)
         self.grad_norm = None
         for port, value in zip(history.program.outputs, results, strict=True):
             if port.role is OutputRole.OUTPUT and port.name == "grad_norm":

@@ -1,0 +1,342 @@
+"""`step()` around the update: what is refused, what goes on after a recompile or a copy, and what one can look at."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu
+
+import zgraph
+from zgraph.errors import ModelError, PlanError, StepError
+from zgraph.timings import uncovered
+from zgraph.train import count_targets, split_batch
+
+pytestmark = pytest.mark.core
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 12)
+        self.norm = nn.LayerNorm(12)
+        self.last = nn.Linear(12, 5)
+
+    def forward(self, x, targets):
+        return cross_entropy(self.last(gelu(self.norm(self.first(x)))), targets)
+
+
+class TwoBranches(nn.Module):
+    """One of two layers is used: the other has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.last = nn.Linear(7, 12), nn.Linear(7, 12), nn.Linear(12, 5)
+
+    def forward(self, x, targets, other: bool):
+        hidden = self.other(x) if other else self.one(x)
+        return cross_entropy(self.last(torch.tanh(hidden)), targets)
+
+
+def built(cls=Net) -> nn.Module:
+    torch.manual_seed(0)
+    return cls()
+
+
+def compiled(cls=Net, **plan) -> nn.Module:
+    return zgraph.compile(built(cls), zgraph.Plan(backend="eager", **plan))
+
+
+def batch(rows: int = 8, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 7, generator=generator), torch.randint(5, (rows,), generator=generator)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in b)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------
+def test_step_before_backward_is_refused_and_changes_nothing():
+    model = compiled(optimizer=zgraph.AdamW())
+    before = weights(model)
+    with pytest.raises(StepError, match=r"step\(\) before backward\(\)"):
+        model.step()
+    model(*batch())
+    with pytest.raises(StepError, match=r"step\(\) before backward\(\)"):
+        model.step()
+    model(*batch()).backward()
+    model.step()
+    after = weights(model)
+    with pytest.raises(StepError, match=r"step\(\) before backward\(\)"):
+        model.step()  # a second one without a second backward
+    assert not equal(before, after) and equal(after, weights(model))
+
+
+def test_step_without_an_optimizer_in_the_plan_is_refused():
+    model = compiled()
+    model(*batch()).backward()
+    with pytest.raises(StepError, match="the plan has no optimizer") as caught:
+        model.step()
+    assert caught.value.where == "optimizer" and model.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("rows", [7, 9, 1])
+def test_a_batch_that_micro_batches_do_not_divide_is_refused_before_anything_ran(rows):
+    model = compiled(optimizer=zgraph.SGD(lr=0.1), micro_batches=2)
+    before = weights(model)
+    with pytest.raises(StepError, match=f"2 micro-batches do not divide a batch of {rows}") as caught:
+        model.train_step(*batch(rows))
+    assert caught.value.where == "micro_batches" and equal(before, weights(model))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_batch_smaller_than_the_micro_batches_is_refused_by_token_too():
+    model = compiled(micro_batches=4, loss_average="token")
+    with pytest.raises(StepError, match="4 micro-batches do not divide a batch of 3"):
+        model.train_step(*batch(3))
+
+
+def test_a_batch_without_a_single_target_is_refused():
+    model = compiled(micro_batches=2, loss_average="token")
+    x, targets = batch()
+    with pytest.raises(StepError, match="no rank has a single target"):
+        model.train_step(x, torch.full_like(targets, -100))
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ((zgraph.ParamGroup(match="*.bias"), zgraph.ParamGroup(match="first.*")), "'first.bias' is in two groups"),
+        ((zgraph.ParamGroup(match="decoder.*"),), "'decoder.*' matches no parameter"),
+    ],
+)
+def test_groups_that_do_not_fit_the_model_are_refused_by_compile(groups, says):
+    with pytest.raises(PlanError, match=says) as caught:
+        compiled(optimizer=zgraph.AdamW(groups=groups))
+    assert caught.value.where == "optimizer.groups"
+
+
+@pytest.mark.parametrize("plan", [{"lr_schedule": zgraph.Constant()}, {"ema": 0.9}], ids=["a schedule", "an average"])
+def test_what_needs_an_optimizer_is_refused_without(plan):
+    with pytest.raises(PlanError) as caught:
+        zgraph.Plan(**plan)
+    assert caught.value.where in plan
+
+
+def test_a_scheduler_that_torch_does_not_have_is_refused():
+    schedule = zgraph.TorchSchedule(scheduler="CosineAnealing", args={"T_max": 3})
+    with pytest.raises(PlanError, match="can't be made"):
+        compiled(optimizer=zgraph.AdamW(), lr_schedule=schedule)
+
+
+def test_an_output_without_a_loss_is_refused():
+    class Logits(Net):
+        def forward(self, x):
+            return self.last(self.norm(self.first(x)))
+
+    with pytest.raises(StepError, match="has no loss"):
+        compiled(Logits).train_step(batch()[0])
+    with pytest.raises(StepError, match="does not take argument 2"):
+        compiled(Logits).train_step(*batch())
+
+
+def test_a_decay_that_was_left_out_cannot_be_switched_on():
+    model = compiled(optimizer=zgraph.AdamW(weight_decay=0.0))
+    model.zgraph.optimizer.param_groups[0]["weight_decay"] = 0.1
+    model(*batch()).backward()
+    with pytest.raises(PlanError, match="weight_decay of group 0 was 0 in the plan"):
+        model.step()
+
+
+def test_an_infinite_gradient_raises_where_the_plan_says_so():
+    clip = zgraph.GradClip(norm=1.0, error_if_nonfinite=True)
+    model = compiled(optimizer=zgraph.AdamW(), grad_clip=clip)
+    x, targets = batch()
+    model.train_step(x, targets)
+    before = weights(model)
+    with pytest.raises(StepError, match="the norm of the gradients is"):
+        model.train_step(x * math.inf, targets)
+    assert equal(before, weights(model))
+    model.zero_grad()
+    model.train_step(x, targets)
+    assert not equal(before, weights(model))
+
+
+# -- parameters that have no gradient in some steps -----------------------------------------------------------------------
+def test_each_parameter_counts_its_own_updates_as_torch_does():
+    model, plain = compiled(TwoBranches, optimizer=zgraph.AdamW(lr=1e-2)), built(TwoBranches)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    for seed, other in enumerate([False, False, True, False, True, True]):
+        x, targets = batch(seed=seed)
+        model.train_step(x, targets, other)
+        plain(x, targets, other).backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert equal(weights(model), weights(plain))
+    mine = model.zgraph.optimizer.state
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert float(mine[a]["step"]) == float(theirs.state[b]["step"])
+        assert torch.equal(mine[a]["exp_avg"], theirs.state[b]["exp_avg"])
+
+
+# -- going on ---------------------------------------------------------------------------------------------------------------
+PLAN = {"optimizer": zgraph.AdamW(lr=1e-2), "ema": 0.9, "lr_schedule": zgraph.Cosine(total_steps=8, warmup_steps=2)}
+
+
+def averages(model: nn.Module) -> dict[str, torch.Tensor]:
+    with model.zgraph.averaged_weights():
+        return weights(model)
+
+
+def test_a_recompiled_model_goes_on_where_it_was():
+    one, other = compiled(**PLAN), compiled(**PLAN)
+    for seed in range(6):
+        one.train_step(*batch(seed=seed))
+        other.train_step(*batch(seed=seed))
+        if seed == 2:
+            other.zgraph.recompile(zgraph.Plan(backend="eager", zero=1, **PLAN))
+    assert equal(weights(one), weights(other)) and equal(averages(one), averages(other))
+
+
+def test_a_copy_goes_on_by_itself():
+    one, straight = compiled(**PLAN), compiled(**PLAN)
+    for seed in range(3):
+        one.train_step(*batch(seed=seed))
+        straight.train_step(*batch(seed=seed))
+    twin, before = copy.deepcopy(one), weights(one)
+    for seed in range(3, 6):
+        twin.train_step(*batch(seed=seed))
+        straight.train_step(*batch(seed=seed))
+    assert equal(weights(twin), weights(straight)) and equal(averages(twin), averages(straight))
+    assert equal(weights(one), before)
+
+
+def test_half_precision_goes_on_with_its_scale_in_a_copy():
+    scale = zgraph.LossScale(initial_scale_power=4, loss_scale_window=2)
+    half = zgraph.Precision(parameter="float32", compute="float16", reduce="float32", loss_scale=scale)
+    model = compiled(optimizer=zgraph.AdamW(), precision=half)
+    for seed in range(3):
+        model.train_step(*batch(seed=seed))
+    assert float(model.zgraph.loss_scale) == 32.0
+    twin = copy.deepcopy(model)
+    twin.train_step(*batch())
+    twin.train_step(*batch())
+    assert float(twin.zgraph.loss_scale) == 64.0 and float(model.zgraph.loss_scale) == 32.0
+
+
+def test_another_optimizer_begins_anew_and_says_so(caplog):
+    model = compiled(optimizer=zgraph.AdamW())
+    model.train_step(*batch())
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        model.zgraph.recompile(zgraph.Plan(backend="eager", optimizer=zgraph.Lion()))
+    assert "begin anew" in caplog.text
+    model.train_step(*batch())
+    assert set(model.zgraph.optimizer.state[model.first.weight]) == {"step", "exp_avg"}
+
+
+# -- what one can look at ---------------------------------------------------------------------------------------------------
+def test_hooks_see_the_averaged_gradients_and_norms_are_theirs():
+    model, plain = compiled(optimizer=zgraph.SGD(lr=0.1), micro_batches=2, grad_clip=1e-3), built()
+    seen: list[dict[str, torch.Tensor]] = []
+    norms: list[dict[str, torch.Tensor]] = []
+    remove = model.zgraph.on_gradients(lambda grads: seen.append({n: g.clone() for n, g in grads.items()}))
+    model.zgraph.on_gradients(lambda grads: norms.append(model.zgraph.grad_norms()))
+    model.train_step(*batch())
+    plain(*batch()).backward()
+    for name, p in plain.named_parameters():
+        assert (seen[0][name] - p.grad).norm() < 1e-6 * p.grad.norm()  # half batches are summed in another order
+        assert abs(norms[0][name] - p.grad.norm()) < 1e-6 * p.grad.norm()
+    remove()
+    model.train_step(*batch())
+    assert len(seen) == 1 and len(norms) == 2
+
+
+def test_the_average_is_in_place_of_the_weights_only_inside():
+    model = compiled(optimizer=zgraph.SGD(lr=0.5), ema=0.5)
+    start = weights(model)
+    model.train_step(*batch())
+    now = weights(model)
+    with model.zgraph.averaged_weights():
+        inside = weights(model)
+        expected = model.eval_step(*batch())
+    assert equal(now, weights(model))
+    assert all((inside[n] - (start[n] + now[n]) / 2).norm() <= 1e-6 * inside[n].norm() for n in now)
+    plain = built()
+    plain.load_state_dict(inside)
+    assert torch.equal(plain(*batch()), expected)
+    with pytest.raises(StepError, match="no average"), compiled(optimizer=zgraph.SGD()).zgraph.averaged_weights():
+        pass
+
+
+def test_timings_tell_the_phases_of_a_step_and_rates_when_asked():
+    model = compiled(optimizer=zgraph.AdamW(), micro_batches=2)
+    for _ in range(5):
+        model.train_step(*batch())
+    timings = model.zgraph.timings(tokens=1000, peak_flops=1e9)
+    (mine,) = timings.ranks
+    assert mine["step"] > 0 and all(mine[k] > 0 for k in ("forward", "backward", "update"))
+    assert mine["forward"] + mine["backward"] + mine["update"] <= mine["step"] * 1.001
+    assert timings.tokens == pytest.approx(1000 / mine["step"])
+    products = 2 * 8 * (7 * 12 + 12 * 5)  # of one forward; a backward has two for each but the first layer's inputs
+    flops = products * 3 - 2 * 8 * 7 * 12
+    assert timings.mfu == pytest.approx(flops / mine["step"] / 1e9)
+    text = str(timings)
+    assert all(word in text for word in ("forward", "backward", "update"))
+
+
+@pytest.mark.parametrize(
+    ("spans", "by", "left"),
+    [
+        ([(0, 10)], [], 10),
+        ([(0, 10)], [(0, 10)], 0),
+        ([(0, 10)], [(2, 4), (3, 6)], 6),
+        ([(0, 10), (5, 15)], [(12, 20)], 12),
+        ([(0, 1), (4, 5)], [(1, 4)], 2),
+        ([], [(0, 3)], 0),
+    ],
+)
+def test_exposed_is_what_nothing_else_covers(spans, by, left):
+    assert uncovered(spans, by) == left
+
+
+def test_the_reports_and_histories_have_the_update_program():
+    model = compiled(optimizer=zgraph.AdamW())
+    model.train_step(*batch())
+    history = model.zgraph.updates["update0"]
+    assert [r.name for r in history.records][-1] == "write_in_place"
+    assert "update0" in {part.name for part in model.zgraph.report().parts} or "update0" in str(model.zgraph.report())
+
+
+# -- what a micro-batch is ----------------------------------------------------------------------------------------------
+def test_all_tensors_of_the_batchs_size_are_cut_and_all_else_is_given_whole():
+    x, mask, table = torch.arange(12).reshape(6, 2), torch.ones(6, 1, 3), torch.ones(4, 4)
+    calls = split_batch((x, {"mask": mask, "table": table}), {"flag": True}, 3, uneven=False)
+    assert len(calls) == 3
+    for i, ((part, named), keywords) in enumerate(calls):
+        assert torch.equal(part, x[2 * i : 2 * i + 2]) and named["mask"].shape == (2, 1, 3)
+        assert named["table"] is table and keywords == {"flag": True}
+    assert [c[0][0].shape[0] for c in split_batch((torch.ones(7, 2),), {}, 3, uneven=True)] == [3, 3, 1]
+
+
+def test_targets_are_those_that_are_not_ignored():
+    targets = torch.tensor([[1, -100, 2], [-100, -100, 3]])
+    model = built()
+    assert count_targets(model, (torch.ones(2, 3), targets), {}) == 3
+    assert count_targets(model, (torch.ones(2, 3),), {"targets": targets}) == 3
+    assert count_targets(model, (torch.ones(2, 3), torch.ones(2, 3)), {}) == 2  # no integers: rows count
+    model.loss_type = "ForCausalLM"
+    assert count_targets(model, (torch.ones(2, 3), targets), {}) == 2
+
+
+def test_a_compiled_model_is_not_compiled_again():
+    with pytest.raises(ModelError, match="compiled already"):
+        zgraph.compile(compiled(optimizer=zgraph.AdamW()), zgraph.Plan())
