@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from zgraph.codegen.executable import Executable
-from zgraph.passes.aliases import is_write
+from zgraph.passes.aliases import aliases_of, is_write
 from zgraph.program import torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
@@ -88,6 +88,9 @@ def _cut(program: Program) -> list[list[fx.Node]]:
         param = info(node).param
         own = 0 if param is None else 1  # (even stages are of all parameters together, odd ones of each)
         stage = max([stages[a] for a in node.all_input_nodes], default=0)
+        if is_write(node):  # no reader of the old value may come in a later stage
+            readers = [u for alias in aliases_of(node.all_input_nodes[0]) for u in alias.users]
+            stage = max(stages.get(n, 0) for n in [node.all_input_nodes[1], *readers])
         stage += (stage + own) % 2
         stages[node] = stage
         found.setdefault(stage, {}).setdefault(param, []).append(node)

@@ -12,7 +12,7 @@ from torch import nn
 
 import zgraph
 from zgraph.codegen.partition import split
-from zgraph.compiler import programs
+from zgraph.compiler import programs, update_program
 from zgraph.errors import ContractError, PassError, PlanError, VerifyError
 from zgraph.passes import PassManager, graph_pass
 from zgraph.passes.aliases import aliases_of
@@ -319,6 +319,64 @@ def test_a_weight_of_which_the_model_returns_a_view_is_not_released():
 
 
 # -- recompute -------------------------------------------------------------------------------------------------------
+# -- gloo ------------------------------------------------------------------------------------------------------------
+@graph_pass("everything_early", "each gather starts at the first node of its phase", requires=("sharded",))
+def everything_early(program):
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        at = next(n for n in program.nodes if n.op == "call_function" and info(n).phase is phase)
+        for node in gathers(program, phase):
+            if all(a.op == "placeholder" for a in node.all_input_nodes):
+                at.prepend(node)
+
+
+@graph_pass("waits_late", "each gradient is waited for at the end", requires=("reduced",))
+def waits_late(program):
+    for node in program.nodes:
+        if collectives.is_wait(node) and list(node.users) == [program.output_node()]:
+            program.output_node().prepend(node)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_on_cpu_nothing_is_in_flight_beside_a_reduce_scatter_whatever_other_passes_chose(stage):
+    passes = (f"{__name__}:everything_early", f"{__name__}:waits_late")
+    program = made(Two(), stage, passes=passes)
+    flying: set = set()
+    for node in program.nodes:
+        if collectives.is_wait(node):
+            flying.discard(node.all_input_nodes[0])
+        elif collectives.is_start(node):
+            assert not any(collectives.REDUCE_SCATTER in (node.target, other.target) for other in flying)
+            flying.add(node)
+    forward = [n for n in program.nodes if info(n).phase is Phase.FORWARD and n.op == "call_function"]
+    assert all(collectives.is_start(n) for n in forward[:2]), "gathers may still overlap each other"
+    assert zgraph.verify(Two(), Plan(zero=stage, backend="eager", passes=passes), 2, (torch.randn(6, 3),)).exact
+
+
+def test_all_reduces_may_overlap_what_they_like_on_cpu():
+    program = made(Two(), 0, passes=(f"{__name__}:waits_late",))
+    starts = [i for i, n in enumerate(program.nodes) if collectives.is_start(n)]
+    waits = [i for i, n in enumerate(program.nodes) if collectives.is_wait(n)]
+    assert max(starts) < min(waits)
+
+
+# -- write_in_place --------------------------------------------------------------------------------------------------
+def test_each_new_value_is_written_after_the_last_reader_of_the_old_one():
+    plan = Plan(zero=3, backend="eager", optimizer=zgraph.LAMB(weight_decay=0.1), ema=0.9)
+    history = update_program(Two(), plan, 2)
+    before, program = history.records[0].program, history.program
+    mutated = {(p.of, p.name) for p in before.outputs if p.role is OutputRole.MUTATION}
+    assert not any(n.target is aten.copy_.default for n in before.nodes)
+    at = {n: i for i, n in enumerate(program.nodes)}
+    written = set()
+    for port, place in program.input_items():
+        writes = [u for u in place.users if u.target is aten.copy_.default and u.args[0] is place]
+        if writes:
+            written.add((port.role, port.name))
+            assert len(writes) == 1 and all(at[u] <= at[writes[0]] for u in place.users)
+    assert written == mutated and not any(p.role is OutputRole.MUTATION for p in program.outputs)
+    assert {name for _, name in written} >= {"a", "b", "a/exp_avg", "b/exp_avg_sq", "a/ema", "/step"}
+
+
 def test_what_is_not_saved_is_computed_again_before_its_first_use_in_the_backward():
     """tanh, read by tanh_backward, is made again from mm; the forward's own tanh stays for the sum."""
     program = after(captured(Linear()), cleanup())

@@ -188,6 +188,26 @@ def test_each_parameter_counts_its_own_updates_as_torch_does():
         assert torch.equal(mine[a]["exp_avg"], theirs.state[b]["exp_avg"])
 
 
+def test_a_parameter_that_is_unfrozen_later_is_updated_from_then_on():
+    model, plain = built(), built()
+    for m in (model, plain):
+        m.first.requires_grad_(False)
+    model = zgraph.compile(model, zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(lr=1e-2), ema=0.9))
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    for seed in range(4):
+        if seed == 2:
+            for m in (model, plain):
+                m.first.requires_grad_(True)
+        model.train_step(*batch(seed=seed))
+        plain(*batch(seed=seed)).backward()
+        theirs.step()
+        theirs.zero_grad()
+        if seed == 1:
+            assert equal({"w": model.first.weight}, {"w": built().first.weight})
+            assert torch.equal(averages(model)["first.weight"], model.first.weight)
+    assert equal(weights(model), weights(plain))
+
+
 # -- going on ---------------------------------------------------------------------------------------------------------------
 PLAN = {"optimizer": zgraph.AdamW(lr=1e-2), "ema": 0.9, "lr_schedule": zgraph.Cosine(total_steps=8, warmup_steps=2)}
 

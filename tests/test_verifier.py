@@ -8,7 +8,7 @@ import torch
 
 import zgraph
 from zgraph.codegen.partition import split
-from zgraph.compiler import programs
+from zgraph.compiler import programs, update_program
 from zgraph.errors import VerifyError
 from zgraph.passes import verifier
 from zgraph.passes.verifier import verify_program, verify_ranks
@@ -457,6 +457,60 @@ def test_a_random_operator_that_is_repeated_is_refused(kind):
     node.meta = dict(drawn.meta)
     set_info(node, info(drawn).but(phase=Phase.BACKWARD, copy_of=drawn.name))
     refuses(program, node, "random", drawn.name)
+
+
+# -- gloo ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["stage 3", "stage 2", "Inductor"])
+def test_a_collective_beside_a_reduce_scatter_is_refused(kind):
+    program = good(kind)
+    scatter, following = starts(program, Role.REDUCE)[:2]
+    following.append(wait_of(scatter))
+    refuses(program, following, scatter.name, "in flight")
+
+
+def test_a_reduce_scatter_beside_a_gather_is_refused():
+    program = good("stage 3")
+    scatter = first(program, lambda n: n.target is collectives.REDUCE_SCATTER)
+    gather = [n for n in program.nodes if info(n).role is Role.GATHER and collectives.is_start(n)]
+    early = next(n for n in gather if program.nodes.index(n) > program.nodes.index(scatter))
+    scatter.prepend(early)
+    refuses(program, scatter, early.name, "gloo's reduce-scatter corrupts memory")
+
+
+# -- updates ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def update() -> Program:
+    plan = zgraph.Plan(zero=3, backend="eager", optimizer=zgraph.AdamW(), grad_clip=1.0)
+    return update_program(models.build("uneven_mlp").model, plan, 3).program.snapshot()
+
+
+def a_write(program: Program):
+    return first(program, lambda n: n.target is aten.copy_.default and len(tensor(n).shape) == 2)
+
+
+def test_a_read_after_the_write_is_refused(update):
+    verify_program(update)
+    write = a_write(update)
+    with update.graph.inserting_after(write):
+        reader = update.call(aten.neg.default, (write.args[0],), info(write), name="late")
+    refuses(update, reader, "after it was written")
+
+
+def test_a_read_through_a_view_after_the_write_is_refused(update):
+    write = a_write(update)
+    with update.graph.inserting_before(write):
+        view = update.call(aten.t.default, (write.args[0],), info(write), name="view")
+    with update.graph.inserting_after(write):
+        reader = update.call(aten.neg.default, (view,), info(write), name="late")
+    refuses(update, reader, "after it was written")
+
+
+def test_a_write_to_what_is_no_input_is_refused(update):
+    write = a_write(update)
+    with update.graph.inserting_before(write):
+        made = update.call(aten.neg.default, (write.args[1],), info(write), name="made")
+        node = update.call(aten.copy_.default, (made, write.args[1]), info(write), name="wrong")
+    refuses(update, node, "changes its argument")
 
 
 def test_a_fault_is_shown_with_the_nodes_around_it_and_the_users_line(program):

@@ -147,7 +147,8 @@ def update_program(model: nn.Module, plan: Plan, world: int) -> History:
         raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
     sizes = plan.resolve_mesh(world)
     specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, plan.resolved_precision())
-    return update_history(plan, members_of(model, specs, plan.optimizer), specs, sizes, _device(model))
+    members = [m for m in members_of(model, specs, plan.optimizer) if specs[m.name].requires_grad]
+    return update_history(plan, members, specs, sizes, _device(model))
 
 
 def _device(model: nn.Module) -> torch.device:

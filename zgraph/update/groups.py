@@ -29,7 +29,9 @@ class Member:
 
 
 def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -> list[Member]:
-    """Every parameter that the optimizer updates, in the module's order. Groups are numbered from 0 in order of use.
+    """Every parameter that the optimizer may update, in the module's order; frozen ones too, which may be unfrozen.
+
+    Groups are numbered from 0 in order of use.
 
     Raises `PlanError` for a parameter that two groups match, and for a group that matches none.
     """
@@ -49,7 +51,7 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
             )
         for i in matching:
             used[i] = True
-        if not spec.requires_grad:
+        if not spec.dtype.is_floating_point:
             continue
         record = _record(optimizer, name, spec, module)
         if matching:

@@ -300,7 +300,7 @@ class Updater:
         """Swap the weights with their averages."""
         if self.options.ema is None:
             raise StepError("the plan keeps no average of the weights", where="ema", hint="ema=0.999 in the plan")
-        names = [m.name for m in self.members]
+        names = [m.name for m in self.members if f"{m.name}/{EMA}" in self.states]  # of the others it is the weight
         self._swap(names)
         try:
             yield
