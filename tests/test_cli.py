@@ -147,6 +147,19 @@ def test_dump_after_a_pass_is_the_program_as_that_pass_left_it(after, holds):
     assert ("dist.all_gather(" in text) is holds and "dist.reduce_scatter(" not in text
 
 
+def test_the_update_is_shown_for_any_world(plan):
+    path = plan('grad_clip = 1.0\noptimizer = {name = "AdamW", lr = 1e-3}\n')
+    text = ok("dump", SMALL, "--plan", path, "--world", 8, "--update")
+    assert "# program update" in text and 'dist.all_reduce(sum_5, "sum", "dp")' in text
+    assert "first_weight_exp_avg" in text and "aten.copy_(" in text
+    before = ok("dump", SMALL, "--plan", path, "--update", "--after", "capture")
+    assert "aten.copy_(" not in before
+    passes = json.loads(ok("passes", SMALL, "--plan", path, "--update", "--json"))["passes"]
+    assert [p["name"] for p in passes] == ["capture", "write_in_place"] and passes[1]["stats"]["written"] > 4
+    assert "write_in_place" in ok("passes", "--plan", path, "--update")
+    assert "the plan has no optimizer" in refused("dump", SMALL, "--update")
+
+
 def test_dump_without_a_world_takes_two_for_what_the_mesh_leaves_open(plan):
     assert "mesh dp 2" in ok("dump", SMALL, "--after", "capture")
     path = plan('mesh = { replicate = 2, dp = 2 }\nbackend = "eager"')

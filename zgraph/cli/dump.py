@@ -14,10 +14,13 @@ from zgraph.cli.targets import (
     JsonOption,
     PlanOption,
     TargetArgument,
+    UpdateOption,
     WorldOption,
     did_you_mean,
+    history_of,
     load_plan,
     load_target,
+    planned_passes,
     resolve_world,
     use_color,
     write,
@@ -48,6 +51,7 @@ def dump(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write to a file.", show_default=False),
     ] = None,
+    update: UpdateOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the program that a plan makes of a model, as Python."""
@@ -58,18 +62,15 @@ def dump(
     if rank is not None and rank >= ranks:
         raise typer.BadParameter(f"there is no rank {rank} in a world of {ranks}: they are 0 to {ranks - 1}")
 
-    from zgraph.pipeline import build
-
     if after is not None:  # before the capture, which takes its time
-        planned = [p.name for training in (True, False) for p in build(the_plan, training=training)]
+        planned = [p.name for training in (True, False) for p in planned_passes(the_plan, update, training=training)]
         _check_pass(after, ["capture", *planned])
     found = load_target(target)
 
-    from zgraph.compiler import programs
     from zgraph.program.serial import to_json
     from zgraph.program.text import render
 
-    history = programs(found.model, the_plan, found.inputs, ranks)
+    history = history_of(found, the_plan, ranks, update)
     if after is not None:
         _check_pass(after, [r.name for r in history.records])
     program = history.program if after is None else history.after(after)

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zgraph.cli.targets import JsonOption, PlanOption, WorldOption, load_plan, load_target, resolve_world
+from zgraph.cli.targets import (
+    JsonOption,
+    PlanOption,
+    UpdateOption,
+    WorldOption,
+    history_of,
+    load_plan,
+    load_target,
+    planned_passes,
+    resolve_world,
+)
 
 if TYPE_CHECKING:
     from zgraph.passes import Contract
@@ -20,24 +30,20 @@ def passes(
     ] = None,
     plan: PlanOption = None,
     world: WorldOption = None,
+    update: UpdateOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the passes that a plan runs, in order."""
     the_plan = load_plan(plan)
     ranks = resolve_world(the_plan, world)
 
-    from zgraph.pipeline import build
-
-    contracts = {p.name: p.contract for training in (False, True) for p in build(the_plan, training=training)}
+    planned = [p for training in (False, True) for p in planned_passes(the_plan, update, training=training)]
+    contracts = {p.name: p.contract for p in planned}
     if target is None:
-        rows = [_row(p.name, p.contract.summary, p.contract) for p in build(the_plan)]
+        rows = [_row(p.name, p.contract.summary, p.contract) for p in planned_passes(the_plan, update)]
     else:
-        found = load_target(target)
-
-        from zgraph.compiler import programs
-
         rows = []
-        for record in programs(found.model, the_plan, found.inputs, ranks).records:
+        for record in history_of(load_target(target), the_plan, ranks, update).records:
             row = _row(record.name, record.summary, contracts.get(record.name))
             row |= {"seconds": record.seconds, "verify_seconds": record.verify_seconds}
             rows.append(row | {"nodes": record.nodes, "stats": dict(record.stats)})

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zgraph.compiler import Inputs
+    from zgraph.passes import History, Pass
     from zgraph.plan import Plan
 
 FACTORY = "factory"
@@ -44,6 +45,9 @@ PlanOption = Annotated[
 WorldOption = Annotated[
     int | None,
     typer.Option("--world", metavar="N", min=1, help="The number of ranks. [default: the mesh's, 2 for its -1]"),
+]
+UpdateOption = Annotated[
+    bool, typer.Option("--update", help="Show the program of the plan's optimizer instead of forward and backward.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for other tools.")]
 
@@ -79,6 +83,20 @@ def resolve_world(plan: Plan, world: int | None) -> int:
         world = math.prod(2 if size == -1 else size for size in plan.mesh.values())
     plan.resolve_mesh(world)
     return world
+
+
+def planned_passes(plan: Plan, update: bool, *, training: bool = True) -> list[Pass]:
+    """The passes that a plan runs over a step, or over its update."""
+    from zgraph.pipeline import build, build_update_passes
+
+    return build_update_passes(plan) if update else build(plan, training=training)
+
+
+def history_of(target: Target, plan: Plan, world: int, update: bool) -> History:
+    """What the plan's passes make of a target: of its step, or of its update."""
+    from zgraph.compiler import programs, update_program
+
+    return update_program(target.model, plan, world) if update else programs(target.model, plan, target.inputs, world)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
