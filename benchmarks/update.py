@@ -11,8 +11,8 @@ ones, `_foreach_lerp_` of the average. On the other a plan that does exactly thi
 the backward), `grad_clip=1.0`, `precision` with bfloat16 parameters (the update keeps float32 weights and writes
 bfloat16 ones) and float32 gradients, `ema=0.999`. Afterwards the float32 weights and averages of both sides are compared.
 
-All contenders of one number of tensors run in one process on the same gradients, in turn, each round beginning with
-another one; copies of gradients are not timed. 300 tensors are 25 layers of GPT-2. Bandwidth is that of the bytes that
+All contenders of one number of tensors run in one process on the same gradients, in turn, in another order
+each round; copies of gradients are not timed. 300 tensors are 25 layers of GPT-2. Bandwidth is that of the bytes that
 the work needs at least: plain 28 a parameter (reads p, g, m, v; writes p, m, v), everything 42 (reads g for the norm, then
 p, g, m, v and the average; writes p, m, v, the average and bfloat16 p); `Tensor.copy_` counts 8 an element. Memory and
 compile time are measured in processes of their own: the peak of the resident set during two steps less what was resident
@@ -29,6 +29,7 @@ import gc
 import json
 import os
 import platform
+import random
 import re
 import statistics
 import subprocess
@@ -104,7 +105,7 @@ def _torch(name: str, values: list[Tensor], grads: list[Tensor]) -> Contender:
 
 def _separate(values: list[Tensor], grads: list[Tensor]) -> Contender:
     low = [v.bfloat16() for v in values]
-    params = [nn.Parameter(v.float()) for v in low]
+    params: list[Tensor] = [nn.Parameter(v.float()) for v in low]
     average = [p.detach().clone() for p in params]
     own = [torch.empty_like(g) for g in grads]
     optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
@@ -177,7 +178,8 @@ def times(tensors: int, parameters: int, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {n: [] for n in runs}
     names = list(runs)
     for number in range(-2, rounds):  # (the first two compile and warm up)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        random.Random(number).shuffle(names)  # (what ran before leaves its tensors in the cache)
+        for name in names:
             runs[name].prepare()
             start = time.perf_counter()
             runs[name].step()

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from zgraph.codegen.executable import Executable
+from zgraph.codegen.inductor import compile_inductor
 from zgraph.passes.aliases import aliases_of, is_write
 from zgraph.program import torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
@@ -77,23 +78,20 @@ def compile_chunks(program: Program, compile_one: Callable[[Program], Executable
     return UpdateExecutable(program, chunks)
 
 
+def compile_chunk(part: Program, groups: dict[str, str]) -> Executable:
+    """Compile a chunk with Inductor. On CUDA the updates of several parameters become one kernel; numbers do not (torch
+    2.13 fails to combine those of half precision)."""
+    own = any(info(n).param is not None for n in part.graph.nodes if n.op == "call_function")
+    return compile_inductor(part, groups, fix_saved=True, combine=own)
+
+
 def _cut(program: Program) -> list[list[fx.Node]]:
     """The nodes of each chunk, chunks in an order in which they can run."""
-    stages: dict[fx.Node, int] = {}
     found: dict[int, dict[str | None, list[fx.Node]]] = {}
+    stages = _stages(program)
     for node in program.graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            stages[node] = 0
-            continue
-        param = info(node).param
-        own = 0 if param is None else 1  # (even stages are of all parameters together, odd ones of each)
-        stage = max([stages[a] for a in node.all_input_nodes], default=0)
-        if is_write(node):  # no reader of the old value may come in a later stage
-            readers = [u for alias in aliases_of(node.all_input_nodes[0]) for u in alias.users]
-            stage = max(stages.get(n, 0) for n in [node.all_input_nodes[1], *readers])
-        stage += (stage + own) % 2
-        stages[node] = stage
-        found.setdefault(stage, {}).setdefault(param, []).append(node)
+        if node in stages:
+            found.setdefault(stages[node], {}).setdefault(info(node).param, []).append(node)
     chunks: list[list[fx.Node]] = []
     for stage in sorted(found):
         kinds: dict[str, list[list[fx.Node]]] = {}
@@ -103,6 +101,35 @@ def _cut(program: Program) -> list[list[fx.Node]]:
             for at in range(0, len(alike), CHUNK):
                 chunks.append([n for nodes in alike[at : at + CHUNK] for n in nodes])
     return chunks
+
+
+def _stages(program: Program) -> dict[fx.Node, int]:
+    """Each operator's stage: even ones are of all parameters together, odd ones of each parameter by itself.
+
+    Numbers are worked out as early as they can be, a parameter's own values as late: what two stages share is memory that
+    lives between them, and is written and read once more.
+    """
+    nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+    own = {n: int(info(n).param is not None) for n in nodes}
+    early: dict[fx.Node, int] = {}
+    for node in nodes:
+        stage = max([early[a] for a in node.all_input_nodes if a in early], default=0)
+        early[node] = stage + (stage + own[node]) % 2
+    last = max([early[n] for n in nodes if own[n]], default=1)
+    stages: dict[fx.Node, int] = {}
+    for node in reversed(nodes):
+        if is_write(node):
+            continue
+        users = [u for u in node.users if u in stages]
+        late = min([stages[u] - (own[u] != own[node]) for u in users], default=last)
+        stages[node] = late if own[node] else early[node]
+    for node in nodes:
+        if is_write(node):  # no reader of the old value may come in a later stage
+            place, new = node.all_input_nodes[0], node.all_input_nodes[-1]
+            readers = [u for alias in aliases_of(place) for u in alias.users]
+            stage = max([stages[n] for n in [new, *readers] if n in stages], default=0)
+            stages[node] = stage + (stage + own[node]) % 2
+    return stages
 
 
 def _kind(nodes: list[fx.Node]) -> str:

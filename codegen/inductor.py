@@ -19,11 +19,17 @@ from zgraph.program.program import InputRole, OutputRole, Program
 
 
 def compile_inductor(
-    program: Program, groups: dict[str, str], *, is_backward: bool = False, fix_saved: bool = False
+    program: Program,
+    groups: dict[str, str],
+    *,
+    is_backward: bool = False,
+    fix_saved: bool = False,
+    combine: bool = False,
 ) -> Executable:
     """Compile `program`; `groups` gives each mesh dimension's process group by name.
 
-    With `fix_saved` saved values keep the strides that they have in the program; else Inductor chooses. Raises
+    With `fix_saved` saved values keep the strides that they have in the program; else Inductor chooses. With `combine`
+    kernels that do not depend on each other are launched as one (on CUDA). Raises
     `LoweringError` with the operator and the user's line if Inductor can't lower it, or if the generated code
     communicates in another order than the program: nothing falls back.
     """
@@ -34,7 +40,7 @@ def compile_inductor(
     ready.output_node().meta["user_visible_output_idxs"] = fixed
     try:
         function, source, strides = torch_private.compile_with_inductor(
-            ready.module, inputs, ready.fake_mode, is_backward
+            ready.module, inputs, ready.fake_mode, is_backward, combine
         )
     except Exception as error:
         raise _lowering_error(error, program) from error

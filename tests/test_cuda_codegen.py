@@ -87,6 +87,21 @@ def test_cuda_code_fuses_norms_activations_residuals_and_casts(
         }
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_updates_of_several_parameters_are_one_kernel(
+    precision: str, lowered: dict[str, list[dict[str, Any]]]
+) -> None:
+    """A launch costs as much as a megabyte's update: 16 parameters take at most 5 of them."""
+    chunks = lowered[f"update, {precision}"]
+    updates = [c for c in chunks if any("addcdiv" in operators for _, operators, _ in c["kernels"])]
+    assert sorted(len(c["params"]) for c in updates) == [3, 4, 16]
+    for chunk in updates:
+        assert sum(calls for _, _, calls in chunk["kernels"]) <= 1 + len(chunk["params"]) // 4
+    for chunk in chunks:
+        for made in chunk["compiled"]:
+            assert made["target"].startswith(".target sm_90") and made["cubin"] > 0
+
+
 @pytest.fixture(scope="module")
 def interpreted(folder: Path, lowered: dict[str, Any]) -> dict[str, dict[str, Any]]:
     script("interpret.py", str(folder), *ONE_RANK)

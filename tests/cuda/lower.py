@@ -20,10 +20,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zgraph
+from zgraph.codegen.chunks import compile_chunk, compile_chunks
 from zgraph.codegen.inductor import adopt_strides, compile_inductor, launches
 from zgraph.codegen.partition import split
-from zgraph.compiler import programs
+from zgraph.compiler import programs, update_program
 from zgraph.program import collectives
+from zgraph.program.node import info
 
 
 def lower(name: str, folder: Path) -> list[dict[str, object]]:
@@ -54,10 +56,32 @@ def lower(name: str, folder: Path) -> list[dict[str, object]]:
     return made
 
 
+def lower_update(precision: str, folder: Path) -> list[dict[str, object]]:
+    """Each chunk of an update with clipping and an average, of 20 matrices and 3 vectors."""
+    with torch.device("meta"):
+        model = torch.nn.Module()
+        model.matrices = torch.nn.ParameterList(torch.empty(64, 48) for _ in range(20))
+        model.vectors = torch.nn.ParameterList(torch.empty(64) for _ in range(3))
+    plan = zgraph.Plan(optimizer=zgraph.AdamW(), grad_clip=1.0, ema=0.9, precision=precision)
+    program = update_program(model, plan, 1).program
+    with fake_h200.generating_only(folder):
+        made = compile_chunks(program, lambda part: compile_chunk(part, {}))
+    compiled = {id(e.function): fake_h200.compile_kernels(e.source, e.program.name) for e in made.executables}
+    return [
+        {
+            "params": sorted({p for n in c.executable.program.nodes if (p := info(n).param) and n.op != "placeholder"}),
+            "kernels": [(k.name, k.operators, k.calls) for k in c.executable.kernels],
+            "compiled": compiled.get(id(c.executable.function), []),
+        }
+        for c in made.chunks
+    ]
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     found = {name: lower(name, target) for name in cases.CASES}
+    found |= {f"update, {precision}": lower_update(precision, target) for precision in ("fp32", "fp16")}
     (target / "lowered.json").write_text(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # the stand-in for the device has nothing to tear down

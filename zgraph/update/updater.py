@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zgraph.codegen.chunks import UpdateExecutable, compile_chunks
+from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
-from zgraph.codegen.inductor import compile_inductor
 from zgraph.errors import OverflowError, PlanError, StepError
 from zgraph.passes import History, verify_program
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
@@ -129,7 +128,7 @@ class Updater:
         return self._programs[key]
 
     def _compile(self, part: Program) -> Executable:
-        return compile_inductor(part, self.runtime.groups, fix_saved=True)
+        return compile_chunk(part, self.runtime.groups)
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def step(self) -> torch.Tensor | None:
