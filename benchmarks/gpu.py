@@ -1,9 +1,12 @@
 """Every check and measurement that needs a GPU, on one process: `python benchmarks/gpu.py [--quick]`.
 
 A Llama of random weights, plain against compiled, without a process group and on a mesh of one rank:
-loss and gradients in float32, the kernels that Inductor made, and in bfloat16 the time and peak memory of a step
-against plain PyTorch and `torch.compile`. Needs torch, Triton and transformers, and downloads nothing. A check that fails does not stop the
-others; the exit status is 1 then. The table goes to benchmarks/results/gpu-DATE.md.
+loss and gradients in float32, the kernels that Inductor made, whole training steps in float32 (against AdamW) and in
+fp16 (that no step waits for the device, and that an overflow is skipped), and in bfloat16 the time and peak memory of a
+step against plain PyTorch and `torch.compile`. The update of 100 M parameters in 3 and in 300 tensors against torch's
+fused and foreach AdamW, as a share of the copy bandwidth of the same run. Needs torch, Triton and transformers, and
+downloads nothing. A check that fails does not stop the others; the exit status is 1 then. The table goes to
+benchmarks/results/gpu-DATE.md.
 
 `--device cpu --quick` is a dry run of the same code, whose figures mean nothing; it writes only where `--output` says.
 """
@@ -56,6 +59,7 @@ class Results:
 
     checks: list[tuple[str, str, str]] = field(default_factory=list)
     times: list[tuple[str, str, str, str]] = field(default_factory=list)
+    updates: list[tuple[str, str, str, str]] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -163,6 +167,63 @@ def check_numbers(results: Results, size: Size, device: torch.device, where: str
                 results.kernels = kernel_lines(model)
 
 
+def check_steps(results: Results, size: Size, device: torch.device) -> None:
+    """Ten whole steps with clipping, accumulation and a schedule, against torch's AdamW."""
+    inputs = batch(size, device)
+    for backend in ("eager", "inductor"):
+        what = f"ten training steps in float32, backend {backend}"
+        with results.attempt(what):
+            plain = llama(size, device, torch.float32)
+            plan = zgraph.Plan(
+                backend=backend,
+                optimizer=zgraph.AdamW(lr=1e-3),
+                lr_schedule=zgraph.Cosine(total_steps=10, warmup_steps=2),
+                grad_clip=1.0,
+                micro_batches=2,
+            )
+            mine = zgraph.compile(copy.deepcopy(plain), plan)
+            optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False)
+            for at in range(10):
+                mine.train_step(**inputs)
+                for half in range(2):
+                    rows = slice(half * size.batch // 2, (half + 1) * size.batch // 2)
+                    (plain(**{k: v[rows] for k, v in inputs.items()}).loss / 2).backward()
+                nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+                optimizer.param_groups[0]["lr"] = plan.lr_schedule.at(at, 1e-3, 0.9).lr  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = [{n: p.detach() for n, p in m.named_parameters()} for m in (mine, plain)]
+            found = difference(*weights)
+            results.check(what, found.error < 1e-4, str(found))
+
+
+def check_half(results: Results, size: Size, device: torch.device) -> None:
+    """fp16 steps run without waiting for the device, and one that overflows is skipped."""
+    inputs = batch(size, device)
+    with results.attempt("fp16: no step waits for the device"):
+        plan = zgraph.Plan(precision="fp16", optimizer=zgraph.AdamW(lr=1e-4), grad_clip=1.0, ema=0.99)
+        model = zgraph.compile(llama(size, device, torch.float32), plan)
+        for _ in range(3):
+            loss = model.train_step(**inputs).loss
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                loss = model.train_step(**inputs).loss
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        skipped = int(model.zgraph.skipped_steps)
+        results.check("fp16: no step waits for the device", bool(loss.isfinite()), f"loss {float(loss):.3f}")
+    with results.attempt("fp16: a step that overflows is skipped"):
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        model(**inputs).loss.mul(float("inf")).backward()
+        model.step()
+        same = all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        now = int(model.zgraph.skipped_steps)
+        results.check("fp16: a step that overflows is skipped", same and now == skipped + 1, f"{now} skipped in all")
+
+
 def kernel_lines(model: Any) -> list[str]:
     lines = []
     for part in model.zgraph.report().parts:
@@ -228,6 +289,71 @@ def measure_steps(results: Results, size: Size, device: torch.device, skip: list
                 torch.cuda.empty_cache()
 
 
+class Weights(nn.Module):
+    """Nothing but parameters, to be updated."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(s, device=device)) for s in shapes)
+
+    def forward(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def shapes_of(tensors: int, parameters: int) -> list[tuple[int, ...]]:
+    """About so many parameters: equal matrices, or for many tensors layers of four matrices and eight vectors."""
+    if tensors < 12:
+        return [(parameters // tensors // 1024, 1024)] * tensors
+    layers = tensors // 12
+    h = max(8, round((parameters / layers / 12) ** 0.5 / 64) * 64)
+    return [(3 * h, h), (h, h), (4 * h, h), (h, 4 * h), (3 * h,), (4 * h,), *[(h,)] * 6] * layers
+
+
+def copy_time(elements: int, device: torch.device, repeat: int) -> float:
+    """Milliseconds of a float32 copy."""
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    return measure(lambda: target.copy_(source), device, repeat)[0]
+
+
+def measure_updates(results: Results, parameters: int, device: torch.device, repeat: int) -> None:
+    """The update alone, in float32: 28 bytes a parameter are moved at least (AdamW reads p, g, m, v; writes p, m, v)."""
+    copied = copy_time(parameters, device, repeat)
+    bandwidth = parameters * 8 / copied * 1e3
+    results.updates.append(("copy_", "", f"{copied:.3f} ms", f"{bandwidth / 1e12:.2f} TB/s"))
+    for tensors in (3, 300):
+        shapes = shapes_of(tensors, parameters)
+        count = sum(torch.Size(s).numel() for s in shapes)
+        for name in ("fused", "foreach", "zgraph"):
+            with results.attempt(f"update of {tensors} tensors, {name}"):
+                model: Any = Weights(shapes, device)
+                grads = [torch.randn_like(p) for p in model.parameters()]
+                if name == "zgraph":
+                    run = zgraph.compile(model, zgraph.Plan(optimizer=zgraph.AdamW(lr=1e-3))).step
+                else:
+                    run = torch.optim.AdamW(model.parameters(), lr=1e-3, **{name: True}).step
+
+                def step(model: Any = model, grads: Any = grads, run: Any = run) -> None:
+                    for p, g in zip(model.parameters(), grads, strict=True):
+                        p.grad = g
+                    run()
+
+                start = time.perf_counter()
+                step()
+                synchronize(device)
+                first = time.perf_counter() - start
+                median, _, _ = measure(step, device, repeat)
+                share = count * 28 / (median / 1e3) / bandwidth
+                results.updates.append(
+                    (f"{len(shapes)} tensors, {name}", f"{first:.1f} s", f"{median:.3f} ms", f"{share:.0%} of copy_")
+                )
+                if name == "zgraph" and device.type == "cuda":
+                    results.check(f"update of {tensors} tensors at 85% of copy_", share >= 0.85, f"{share:.0%}")
+                del model, grads, run, step
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
 # -- the report ---------------------------------------------------------------------------------------------------
 def conditions(device: torch.device) -> str:
     try:
@@ -259,11 +385,15 @@ def render(results: Results, device: torch.device, check: Size, timed: Size) -> 
             "",
             f"Checks: a Llama in float32 (TF32 off), {check}.",
             "",
-            *table(("check", "", "difference from plain PyTorch"), results.checks),
+            *table(("check", "", "difference from plain PyTorch, or what was found"), results.checks),
             "",
             f"A step (forward and backward, bfloat16), {timed}; the median of {timed.repeat}, after 4 steps.",
             "",
             *table(("", "first step", "step", "peak memory"), results.times),
+            "",
+            "An update by AdamW in float32, about 100 M parameters; the median of the same number.",
+            "",
+            *table(("", "first step", "update", "bandwidth"), results.updates),
             "",
             "Kernels of the float32 check:",
             "",
@@ -306,6 +436,11 @@ def main() -> int:
         check_numbers(results, check, device, "no process group")
     with results.attempt("a mesh of one rank"), one_rank(device):
         check_numbers(results, check, device, "a mesh of one rank")
+    with results.attempt("whole steps"):
+        check_steps(results, check, device)
+        check_half(results, check, device)
+    with results.attempt("updates"):
+        measure_updates(results, 10**8 if device.type == "cuda" and not args.quick else 10**6, device, timed.repeat)
     with results.attempt("times"):
         measure_steps(results, timed, device, args.skip)
     text = render(results, device, check, timed)

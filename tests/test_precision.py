@@ -142,7 +142,29 @@ def test_deepspeeds_bf16_keeps_low_weights_buffers_and_float32_masters():
     updater = mine.zgraph.runtime.updater
     for (name, a), b, master in zip(mine.named_parameters(), low.parameters(), masters, strict=True):
         assert a.dtype is BF16 and torch.equal(a, b), name
-        assert torch.equal(updater.state(f"{name}/master"), master)
+        assert torch.equal(updater.states[f"{name}/master"], master)
+
+
+def test_gradients_of_low_parameters_add_up_in_float32_where_the_plan_updates():
+    mine = compiled(precision="bf16", numerics="deepspeed", optimizer=zgraph.SGD(lr=0.0), micro_batches=4)
+    low = built().bfloat16()
+    seen: dict[str, torch.Tensor] = {}
+    mine.zgraph.on_gradients(lambda grads: seen.update({n: g.clone() for n, g in grads.items()}))
+    x = batch().bfloat16()
+    mine.train_step(x)
+    sums = {n: torch.zeros(p.shape) for n, p in low.named_parameters()}
+    for part in x.chunk(4):
+        (low(part) / 4).backward()
+        for n, p in low.named_parameters():
+            sums[n] += p.grad.float()
+            p.grad = None
+    assert all(g.dtype is FP32 and torch.equal(g, sums[n]) for n, g in seen.items()) and seen.keys() == sums.keys()
+    own = compiled(
+        precision="bf16", numerics="deepspeed"
+    )  # torch's optimizers want a gradient of the parameter's dtype
+    own(x).backward()
+    assert own.first.weight.grad.dtype is BF16
+    torch.optim.AdamW(own.parameters()).step()
 
 
 def test_optimizer_states_may_be_low():

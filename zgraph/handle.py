@@ -116,12 +116,12 @@ class Handle:
     @property
     def loss_scale(self) -> torch.Tensor | None:
         """fp16's loss scale, 0-dim float32 on the device; None without loss scaling."""
-        return self.runtime.updater.scale_state.get("scale")
+        return self.runtime.updater.states.scale("scale")
 
     @property
     def skipped_steps(self) -> torch.Tensor | None:
         """How many steps were skipped because a gradient overflowed: 0-dim int64 on the device; None without loss scaling."""
-        return self.runtime.updater.scale_state.get("skipped")
+        return self.runtime.updater.states.scale("skipped")
 
     def grad_norms(self) -> dict[str, torch.Tensor]:
         """The 2-norm of each parameter's gradient over all ranks, by name; all ranks must call it.

@@ -296,7 +296,7 @@ class Runtime:
             elif port.role is InputRole.KEPT:
                 values.append(kept[port.name])
             elif port.role is InputRole.SCALE:
-                values.append(self.updater.scale_state["scale"])
+                values.append(self.updater.states["/scale"])
             else:
                 values.append(self._input(port, flat))
         if clear:

@@ -93,6 +93,7 @@ class Shards:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
     _params: dict[str, nn.Parameter] = field(default_factory=dict)
+    _updates: dict[str, int] = field(default_factory=dict)
 
     def params(self) -> dict[str, nn.Parameter]:
         """The module's parameters by name, as they are now."""
@@ -116,14 +117,18 @@ class Shards:
 
     def local(self, name: str) -> torch.Tensor:
         """What a program takes for a parameter: its padded shard, or the whole where it is not sharded."""
-        param = self._params[name]
-        mine: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param.data
+        mine = self._mine(name)
         padded = self.buffers.get(name)
         if padded is None or mine.numel() == padded.numel():
-            return mine.detach()
+            return mine
         if mine.numel() and mine.data_ptr() != padded.data_ptr():  # replaced by the user: not padded
             padded[: mine.shape[0]].copy_(mine)
         return padded
+
+    def _mine(self, name: str) -> torch.Tensor:
+        """This rank's rows, without padding; a write to them is one to the parameter."""
+        param = self._params[name]
+        return (param._local_tensor if isinstance(param, DTensor) else param).detach()  # type: ignore[no-any-return]
 
     def version(self, name: str) -> tuple[int, ...]:
         """Changes when the parameter's value may have: by an in-place operator, or by an optimizer.
@@ -133,13 +138,24 @@ class Shards:
         """
         param = self._params[name]
         mine: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
-        return mine.data_ptr(), mine._version, param._version, _optimizer_steps.get(param, 0)
+        return (
+            mine.data_ptr(),
+            mine._version,
+            param._version,
+            _optimizer_steps.get(param, 0),
+            self._updates.get(name, 0),
+        )
 
     def count_update(self, names: Sequence[str]) -> None:
         """These parameters' values have changed by a program, which torch does not count."""
         for name in names:
-            param = self._params[name]
-            _optimizer_steps[param] = _optimizer_steps.get(param, 0) + 1
+            self._updates[name] = self._updates.get(name, 0) + 1
+
+    def keep_wide_gradients(self) -> None:
+        """Let `.grad` have the dtype that programs give, where autograd would round it to a low parameter's."""
+        for name, param in self._params.items():
+            if self.specs[name].grad_dtype is not param.dtype:
+                param.grad_dtype = self.specs[name].grad_dtype
 
     def local_gradient(self, name: str) -> torch.Tensor:
         """What an update program takes for a parameter's gradient: its local tensor in the layout of `local(name)`."""
@@ -147,9 +163,10 @@ class Shards:
         assert grad is not None
         spec = self.specs[name]
         mine: torch.Tensor = grad._local_tensor if isinstance(grad, DTensor) else grad
-        like = self.local(name)
-        if tuple(mine.shape) == tuple(like.shape) and mine.stride() == like.stride() and mine.dtype is spec.grad_dtype:
+        param = self.buffers.get(name, self._params[name])
+        if mine.shape == param.shape and mine.stride() == param.stride() and mine.dtype is spec.grad_dtype:
             return mine
+        like = self.local(name)
         padded = torch.zeros_like(like, dtype=spec.grad_dtype)
         padded[: mine.shape[0]].copy_(mine) if spec.shard_dim is not None else padded.copy_(mine)
         return padded

@@ -165,13 +165,9 @@ class _Builder:
             }
         results: list[tuple[Port, fx.Node]] = []
         scalars = self._select(names, vector)
-        given = dict(grads)
-        if self.options.factor:
-            given = {
-                n: self.assembler.of(n, lambda g, f: (g * f.to(g.dtype),), [g, scalars[-1, "factor"]])[0]
-                for n, g in given.items()
-            }
-        given, norm = self._clip(given)
+        # Scaled for the norm and again for the update: kept between the two it would be as large as all gradients.
+        norm = self._norm(self._scaled(grads, scalars)) if self.options.clip_norm is not None else None
+        given = self._clip(self._scaled(grads, scalars), norm)
         if norm is not None:
             results.append((Port(OutputRole.OUTPUT, "grad_norm"), norm))
         overflow = self._overflow(grads) if scaling else None
@@ -278,23 +274,29 @@ class _Builder:
         return {n: self.assembler.numbers(lambda v, i=i: (v[i],), [vector])[0] for i, n in enumerate(names)}
 
     # -- gradients ----------------------------------------------------------------------------------------------------
-    def _clip(self, grads: dict[str, fx.Node]) -> tuple[dict[str, fx.Node], fx.Node | None]:
-        norm: fx.Node | None = None
-        if self.options.clip_norm is not None:
-            limit, p = self.options.clip_norm, self.options.norm_type
-            norm = self.norm(grads, p)
+    def _scaled(self, grads: dict[str, fx.Node], scalars: dict[tuple[int, str], fx.Node]) -> dict[str, fx.Node]:
+        if not self.options.factor:
+            return dict(grads)
+        return {
+            n: self.assembler.of(n, lambda g, f: (g * f.to(g.dtype),), [g, scalars[-1, "factor"]])[0]
+            for n, g in grads.items()
+        }
+
+    def _clip(self, grads: dict[str, fx.Node], norm: fx.Node | None) -> dict[str, fx.Node]:
+        limit, bound = self.options.clip_norm, self.options.clip_value
+        if limit is not None and norm is not None:
             (coefficient,) = self.assembler.numbers(lambda n: (torch.clamp(limit / (n + 1e-6), max=1.0),), [norm])
             grads = {
                 n: self.assembler.of(n, lambda g, c: (g * c.to(g.dtype),), [g, coefficient])[0]
                 for n, g in grads.items()
             }
-        if self.options.clip_value is not None:
-            bound = self.options.clip_value
+        if bound is not None:
             grads = {n: self.assembler.of(n, lambda g: (g.clamp(-bound, bound),), [g])[0] for n, g in grads.items()}
-        return grads, norm
+        return grads
 
-    def norm(self, grads: dict[str, fx.Node], p: float) -> fx.Node:
+    def _norm(self, grads: dict[str, fx.Node]) -> fx.Node:
         """The norm of all gradients together, over all ranks: 0-dim float32."""
+        p = self.options.norm_type
         if math.isinf(p):
             return self._over_ranks(
                 grads,

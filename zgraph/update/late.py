@@ -1,0 +1,36 @@
+"""What the device knows of the loss scale, read one step late (see [Note: no waiting] in updater.py)."""
+
+from __future__ import annotations
+
+import torch
+
+KEYS = ("skipped", "scale", "exhausted")
+
+
+class Late:
+    """`skipped`, `scale` and `exhausted` as they were after the update before the last `read`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.skipped = 0
+        self.scale = 0.0
+        self.exhausted = False
+        pinned = device.type == "cuda"
+        self._held = torch.zeros(3, dtype=torch.float64, pin_memory=pinned)
+        self._event = torch.cuda.Event() if pinned else None
+        self._started = False
+
+    def start(self, values: list[torch.Tensor]) -> None:
+        """Let the device copy the values of `KEYS` to the host when it gets there."""
+        self._held.copy_(torch.stack([v.to(torch.float64) for v in values]), non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        self._started = True
+
+    def read(self) -> None:
+        """Wait for the copy that was started last."""
+        if not self._started:
+            return
+        if self._event is not None:
+            self._event.synchronize()
+        skipped, self.scale, exhausted = self._held.tolist()
+        self.skipped, self.exhausted = int(skipped), bool(exhausted)

@@ -1,0 +1,118 @@
+"""What an update keeps from step to step, by the names of its program's STATE ports.
+
+"layers.0.weight/exp_avg" is a state of one parameter's (this rank's rows, with padding), made when first needed; "/step" a
+count of updates; "/scale" and its like half precision's loss scale.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from zgraph.sharding import Shards
+from zgraph.update import scaler
+from zgraph.update.build import EMA, MASTER, UpdateOptions, states_of
+from zgraph.update.groups import STEP, Member
+from zgraph.update.optimizer import PlanOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+class States:
+    """The tensors of one updater. `members` say which count each parameter's updates have."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        shards: Shards,
+        options: UpdateOptions,
+        device: torch.device,
+        optimizer: PlanOptimizer | None,
+    ) -> None:
+        self.members = {m.name: m for m in members}
+        self.shards = shards
+        self.options = options
+        self.device = device
+        self.optimizer = optimizer
+        self.tensors: dict[str, torch.Tensor] = {STEP: torch.zeros((), dtype=torch.float64, device=device)}
+        if options.loss_scale is not None:
+            first = scaler.initial(options.loss_scale)
+            self.tensors |= {f"/{key}": value.to(device) for key, value in first.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found = self.tensors.get(name)
+        if found is None:
+            self._make(name.rpartition("/")[0])
+            found = self.tensors[name]
+        return found
+
+    def scale(self, key: str) -> torch.Tensor | None:
+        """A tensor of the loss scale's (see `zgraph.update.scaler`); None without one."""
+        return self.tensors.get(f"/{key}")
+
+    def own(self) -> dict[str, torch.Tensor]:
+        """Those of single parameters that were made so far."""
+        return {n: t for n, t in self.tensors.items() if not n.startswith("/")}
+
+    def _make(self, param: str) -> None:
+        """Make a parameter's states, but for those that are there, and show them in the optimizer."""
+        local = self.shards.local(param)
+        member = self.members[param]
+        shown: dict[str, torch.Tensor] = {"step": self.tensors[member.count]}
+        for key, state in states_of(member, self.shards.specs[param], self.options).items():
+            name = f"{param}/{key}"
+            like = tuple(state.shape) == tuple(local.shape)
+            if name not in self.tensors:
+                if like:
+                    made = torch.full_like(local, state.fill, dtype=state.dtype)
+                else:
+                    made = torch.full(state.shape, state.fill, dtype=state.dtype, device=self.device)
+                self.tensors[name] = made.copy_(local) if key in (MASTER, EMA) else made
+            shown[key] = self.shards.gradient(param, self.tensors[name]) if like else self.tensors[name]
+        if self.optimizer is not None:
+            self.optimizer.state[self.shards.params()[param]] = shown
+
+    def count_apart(self, names: Iterable[str]) -> None:
+        """Parameters that have no gradient this time count their updates apart from those that have, as torch does."""
+        chosen = set(names)
+        for count in sorted({m.count for m in self.members.values()}):
+            sharing = [n for n, m in self.members.items() if m.count == count]
+            left_out = [n for n in sharing if n not in chosen]
+            if not left_out or len(left_out) == len(sharing):
+                continue
+            number = 1
+            while (apart := f"{STEP}{number}") in self.tensors:
+                number += 1
+            self.tensors[apart] = self.tensors[count].clone()
+            for name in left_out:
+                self.members[name] = replace(self.members[name], count=apart)
+                if self.optimizer is not None and (shown := self.optimizer.state.get(self.shards.params()[name])):
+                    shown["step"] = self.tensors[apart]
+
+    def adopt(self, old: States, *, copies: bool) -> None:
+        """Take over another's tensors (copies of them). What this plan's optimizer does not keep is left out, what it alone
+        keeps begins anew; a warning says so."""
+        wanted = {
+            f"{name}/{key}"
+            for name, m in self.members.items()
+            for key in states_of(m, self.shards.specs[name], self.options)
+        }
+        had = old.own()
+        touched = {n.rpartition("/")[0] for n in had}
+        if any(n not in wanted for n in had) or any(n.rpartition("/")[0] in touched and n not in had for n in wanted):
+            logger.warning("the plan's optimizer keeps other states than the one before: those begin anew")
+        self.members = {n: replace(m, count=old.members[n].count) for n, m in self.members.items() if n in old.members}
+        same_scale = self.options.loss_scale == old.options.loss_scale
+        for name, tensor in old.tensors.items():
+            count = name.startswith(STEP)
+            if name in wanted or count or (name.startswith("/") and same_scale):
+                self.tensors[name] = tensor.clone() if copies else tensor
+        for param in touched & self.members.keys():
+            self._make(param)
+
+    def averaged(self) -> list[str]:
+        """The parameters that have an average apart from themselves by now."""
+        return [n for n in self.members if f"{n}/{EMA}" in self.tensors]
