@@ -341,6 +341,22 @@ def test_two_ranks_agree_with_each_other_and_with_one_process_at_every_stage(tmp
         assert first["validation"][1]["loss"] < 4
 
 
+@pytest.mark.inductor
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_half_precision_learns_what_float32_does():
+    """The plans' whole steps, 60 of the 400; benchmarks/results/precision.md has the runs to their end."""
+    ends = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        plan = EXAMPLES / "plans" / f"step_{precision}.toml"
+        options = ["--device=cpu", "--batch=8", "--steps=60", "--eval-every=60", "--sample=0", f"--plan={plan}"]
+        record = train_lm.train(train_lm.parse(options), say=lambda line: None)
+        ends[precision] = record.validation[-1]["loss"]
+    assert ends["fp32"] < 3
+    assert ends["bf16"] == pytest.approx(ends["fp32"], abs=0.03)
+    assert ends["fp16"] == pytest.approx(ends["fp32"], abs=0.03)
+
+
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_ctrl_c_ends_every_rank():

@@ -8,11 +8,11 @@
 | with numerics "deepspeed" | low + fp32 master | low | low | float32 | low | as they are | as computed |
 
 "fsdp2" is `fully_shard` with `MixedPrecisionPolicy(param_dtype=low)` (torch 2.13): shards are float32, gathered and
-reduced in the low dtype. "deepspeed" is `bf16: {enabled: true}` or `fp16: {enabled: true}` (0.19): the model itself is
-made low, buffers too, the optimizer keeps fp32 master weights made from the low ones, gradients are averaged in the low
-dtype and accumulated in float32 (in the parameter's dtype for an optimizer of the user's own). fp16 outputs are float32 by default, so that a loss computed outside the model has a
-tangent that half precision can hold once it is scaled. Loss scaling belongs to fp16 in every mode. Nothing here imports
-torch.
+reduced in the low dtype. "deepspeed" is `bf16: {enabled: true}` or `fp16: {enabled: true}` (0.19): the model itself
+is made low, buffers too, the optimizer keeps fp32 master weights made from the low ones, gradients are averaged in
+the low dtype and accumulated in float32 (in the parameter's dtype for an optimizer of the user's own). fp16 outputs
+are float32 by default, so that a loss computed outside the model has a tangent that half precision can hold once it
+is scaled. Loss scaling belongs to fp16 in every mode. Nothing here imports torch.
 """
 
 from __future__ import annotations
