@@ -149,6 +149,16 @@ def test_an_output_without_a_loss_is_refused():
         compiled(Logits).train_step(*batch())
 
 
+def test_a_complex_parameter_is_refused_rather_than_left_alone():
+    class Complex(Net):
+        def __init__(self):
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    with pytest.raises(PlanError, match="'phase' is complex64"):
+        compiled(Complex, optimizer=zgraph.AdamW())
+
+
 def test_a_decay_that_was_left_out_cannot_be_switched_on():
     model = compiled(optimizer=zgraph.AdamW(weight_decay=0.0))
     model.zgraph.optimizer.param_groups[0]["weight_decay"] = 0.1

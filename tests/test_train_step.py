@@ -1,8 +1,8 @@
 """A training step is torch's own loop: accumulation, clipping, update and schedule give the same numbers.
 
 With `backend="eager"` a step does torch's operations in torch's order, so where a plan only updates, weights are compared
-bit for bit. Where it clips, the norm is summed in another order than torch's; where a batch is cut, its sums are. Then
-float32's rounding (6e-8) is what differs, and 1e-6 of a tensor's norm is a dozen times that.
+bit for bit, with clipping as well. Where a batch is cut, its sums have another order: then float32's rounding (6e-8) is
+what differs, and 1e-6 of a tensor's norm is a dozen times that.
 """
 
 from __future__ import annotations
@@ -237,6 +237,30 @@ def test_a_hundred_clipped_accumulated_steps_are_torchs(name):
     record, make = PAIRS[name]
     # A norm's last bit (6e-8) enters a hundred updates, of which each is some hundredth of a weight.
     assert hundred_steps(Net, record, lambda m: [make(m.parameters())]) < 1e-5
+
+
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_a_float64_model_is_updated_in_float64(name):
+    record, make = PAIRS[name]
+    plan = zgraph.Plan(backend="eager", optimizer=record, grad_clip=0.1, ema=0.9)
+    mine, other = zgraph.compile(built().double(), plan), built().double()
+    batches = [(x.double(), targets) for x, targets in feed(5)]
+    for values in batches:
+        mine.train_step(*values)
+    torchs_loop(other, [make(other.parameters())], iter(batches), clip=0.1)
+    assert equal(weights(mine), weights(other)) and mine.first.weight.dtype is torch.float64
+    states = mine.zgraph.optimizer.state[mine.first.weight]
+    assert all(s.dtype is torch.float64 for s in states.values())
+
+
+@pytest.mark.parametrize("record", [zgraph.Lion(), zgraph.LAMB(), zgraph.Muon(), zgraph.AdamW8bit(min_row_size=4)])
+def test_every_optimizer_updates_a_float64_model(record):
+    mine = zgraph.compile(built().double(), zgraph.Plan(backend="eager", optimizer=record))
+    before = weights(mine)
+    x, targets = batch()
+    mine.train_step(x.double(), targets)
+    after = weights(mine)
+    assert all(after[n].dtype is torch.float64 and not torch.equal(after[n], before[n]) for n in before)
 
 
 def torchs_muon(params, **numbers):

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from zgraph._version import __version__
 from zgraph.cli.dump import dump
+from zgraph.cli.forecast import forecast
 from zgraph.cli.passes import passes
 from zgraph.cli.verify import verify
 from zgraph.errors import ZgraphError
@@ -47,6 +48,7 @@ app = typer.Typer(
 app.command()(dump)
 app.command()(passes)
 app.command()(verify)
+app.command()(forecast)
 
 
 def _show_version(wanted: bool) -> None:

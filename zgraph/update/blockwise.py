@@ -48,11 +48,11 @@ def blockwise(rule: Rule) -> Rule:
         if not coded:
             return rule.update(record, p, g, old, s, step, part)
         block = record.block_size
-        wide = {name: dequantize(old[name], old[_scale(name)], name in SIGNED, block) for name in coded}
+        wide = {name: dequantize(old[name], old[_scale(name)], name in SIGNED, block).to(p.dtype) for name in coded}
         new, changed = rule.update(record, p, g, wide, s, step, part)
         results: dict[str, Tensor] = {}
         for name in coded:
-            results[name], results[_scale(name)] = quantize(changed[name], name in SIGNED, block)
+            results[name], results[_scale(name)] = quantize(changed[name].to(torch.float32), name in SIGNED, block)
         return new, results
 
     return Rule(rule.scalars, states, update)

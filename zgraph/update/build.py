@@ -11,7 +11,7 @@ Programs are pure here: new values are outputs, which the pass `write_in_place` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from zgraph.loss_scaling import LossScale
 from zgraph.program import collectives
+from zgraph.program.node import tensor
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.update import scaler
 from zgraph.update.assembler import Assembler
@@ -54,14 +55,15 @@ class UpdateOptions:
 def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[str, State]:
     """What is kept for one parameter on this rank, padding rows included, the fp32 master weight first."""
     held: dict[str, State] = {}
+    wide = torch.float64 if spec.dtype is torch.float64 else torch.float32
     if spec.dtype in (torch.float16, torch.bfloat16):
         held[MASTER] = State(spec.shard_shape)
     rule = RULES[member.record.name]
-    for name, state in rule.states(member.record, spec.shard_shape, torch.float32).items():
+    for name, state in rule.states(member.record, spec.shard_shape, wide).items():
         low = state.dtype is torch.float32 and len(state.shape) == len(spec.shape)
         held[name] = State(state.shape, options.state_dtype, state.fill) if low else state
     if options.ema is not None:
-        held[EMA] = State(spec.shard_shape)
+        held[EMA] = State(spec.shard_shape, wide)
     return held
 
 
@@ -295,52 +297,58 @@ class _Builder:
         return grads
 
     def _norm(self, grads: dict[str, fx.Node]) -> fx.Node:
-        """The norm of all gradients together, over all ranks: 0-dim float32."""
-        p = self.options.norm_type
-        if math.isinf(p):
-            return self._over_ranks(
-                grads,
-                lambda g: g.abs().max().to(torch.float32) if g.numel() else g.new_zeros((), dtype=torch.float32),
-                "max",
-            )
-        power = (lambda g: (g * g).sum()) if p == 2 else (lambda g: g.abs().pow(p).sum())
-        total = self._over_ranks(grads, lambda g: power(g.to(torch.float32)), "sum")
-        (root,) = self.assembler.numbers(lambda t: (t.sqrt() if p == 2 else t.pow(1 / p),), [total])
-        return root
+        """The norm of all gradients together, over all ranks: 0-dim float32 (float64 of such gradients alone).
 
-    def _overflow(self, grads: dict[str, fx.Node]) -> fx.Node:
-        """0-dim bool: is any gradient of any rank infinite or no number?"""
-        found = self._over_ranks(grads, lambda g: (~g.isfinite()).any().to(torch.float32), "max")
-        (flag,) = self.assembler.numbers(lambda t: (t > 0,), [found])
-        return flag
-
-    def _over_ranks(self, grads: dict[str, fx.Node], local: Callable[[Tensor], Tensor], op: str) -> fx.Node:
-        """One number for all gradients: `local` of each, added or the largest taken over parameters and ranks.
-
-        What every rank has whole counts once.
+        The norm of each gradient's norm, as torch.nn.utils.get_total_norm has it: where nothing is sharded, bit for bit.
+        Between ranks, powers of norms are added.
         """
+        p = self.options.norm_type
+        wide = all(tensor(g).dtype is torch.float64 for g in grads.values())
+        dtype = torch.float64 if wide else torch.float32
         by_dim: dict[str | None, list[fx.Node]] = {}
         for name, grad in grads.items():
-            by_dim.setdefault(self.specs[name].shard_dim, []).append(
-                self.assembler.of(name, lambda g: (local(g),), [grad], key=(local.__code__, op))[0]
-            )
-        totals: list[fx.Node] = []
-        for dim, parts in by_dim.items():
-            if op == "max":  # a rank that saw an overflow alone must not update alone
-                dims = [d for d in DATA_DIMS if self.mesh.get(d, 1) > 1]
-            else:
-                dims = [dim] if dim is not None else []
-            totals.append(
-                self.assembler.total(
-                    lambda *v, dims=dims: (_reduced(torch.stack(v), op, dims),),
-                    parts,
-                )[0]
-            )
-        if len(totals) == 1:
-            return totals[0]
-        return self.assembler.numbers(
-            lambda *v: (torch.stack(v).sum() if op == "sum" else torch.stack(v).max(),), totals
-        )[0]
+            (one,) = self.assembler.of(name, lambda g: (_norm_of(g, p, dtype),), [grad], key=("norm", p, dtype))
+            by_dim.setdefault(self.specs[name].shard_dim, []).append(one)
+        norms = {
+            dim: self.assembler.total(lambda *v: (_norm_of(torch.stack(v), p, dtype),), ones)[0]
+            for dim, ones in by_dim.items()
+        }
+        if list(norms) == [None]:
+            return norms[None]
+        dims = list(norms)
+
+        def together(*values: Tensor) -> tuple[Tensor]:
+            if math.isinf(p):
+                # A transport's largest of NaN and a number may be the number: it is infinite here.
+                safe = [torch.where(v.isnan(), math.inf, v) for v in values]
+                found = [v if d is None else _all_reduce(v, "max", d) for d, v in zip(dims, safe, strict=True)]
+                return (torch.stack(found).max(),)
+            found = [v**p if d is None else _all_reduce(v**p, "sum", d) for d, v in zip(dims, values, strict=True)]
+            return (torch.stack(found).sum() ** (1 / p),)
+
+        return self.assembler.total(together, list(norms.values()))[0]
+
+    def _overflow(self, grads: dict[str, fx.Node]) -> fx.Node:
+        """0-dim bool: is any gradient of any rank infinite or no number? A rank that saw it alone must not skip alone."""
+        found = [
+            self.assembler.of(n, lambda g: ((~g.isfinite()).any().to(torch.float32),), [g], key="overflow")[0]
+            for n, g in grads.items()
+        ]
+        dims = [d for d in DATA_DIMS if self.mesh.get(d, 1) > 1]
+
+        def anywhere(*values: Tensor) -> tuple[Tensor]:
+            largest = torch.stack(values).max()
+            for dim in dims:
+                largest = _all_reduce(largest, "max", dim)
+            return (largest > 0,)
+
+        return self.assembler.total(anywhere, found)[0]
+
+
+def _norm_of(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    if not x.numel():
+        return x.new_zeros((), dtype=dtype)
+    return torch.linalg.vector_norm(x, p, dtype=dtype)
 
 
 def _member(
@@ -365,15 +373,8 @@ def _member(
         results[MASTER] = new
     if EMA in states:
         assert options.ema is not None
-        results[EMA] = torch.lerp(states[EMA], new.to(torch.float32), 1.0 - options.ema)
+        results[EMA] = torch.lerp(states[EMA], new.to(states[EMA].dtype), 1.0 - options.ema)
     out = [new.to(param.dtype), *(results[k] for k in states)]
     if overflow is not None:
         out = [torch.where(overflow, old, value) for old, value in zip([param, *states.values()], out, strict=True)]
     return tuple(out)
-
-
-def _reduced(x: Tensor, op: str, dims: list[str]) -> Tensor:
-    x = x.sum() if op == "sum" else x.max()
-    for dim in dims:
-        x = _all_reduce(x, op, dim)
-    return x

@@ -33,7 +33,7 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
 
     Groups are numbered from 0 in order of use.
 
-    Raises `PlanError` for a parameter that two groups match, and for a group that matches none.
+    Raises `PlanError` for a parameter that two groups match, a group that matches none, and a complex parameter.
     """
     records = [(_patterns(g), g) for g in optimizer.groups]
     used = [False] * len(records)
@@ -52,6 +52,12 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
         for i in matching:
             used[i] = True
         if not spec.dtype.is_floating_point:
+            if spec.requires_grad:
+                raise PlanError(
+                    f"parameter {name!r} is {str(spec.dtype).removeprefix('torch.')}, which no optimizer of a plan updates",
+                    where="optimizer",
+                    hint="hold it as two real parameters, or leave the optimizer out of the plan and use torch's",
+                )
             continue
         record = _record(optimizer, name, spec, module)
         if matching:

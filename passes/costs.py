@@ -1,0 +1,227 @@
+"""What a node costs: a roofline for operators, latency and bandwidth for collectives, or what was measured.
+
+An operator takes as long as its arithmetic or its memory traffic, whichever is more (Williams et al., 2009, "Roofline").
+Pointwise operators and reductions are taken as fused, as Inductor fuses them: what one of them makes for another goes
+through no memory. A collective over n ranks takes (n - 1) latencies and sends (n - 1) / n of its bytes, an all-reduce twice that
+(the ring algorithm: Thakur et al., 2005, "Optimization of Collective Communication Operations in MPICH").
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import fx
+
+from zgraph.errors import PlanError
+from zgraph.passes.aliases import aliased_input
+from zgraph.program import collectives, ops
+from zgraph.program.node import info, tensors, value
+from zgraph.program.program import Program
+from zgraph.record import Record, did_you_mean
+
+Rate = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Link(Record, frozen=True):
+    """The connection of one rank to the others over a mesh dimension."""
+
+    bandwidth: Rate = Field(description="bytes per second that one rank sends")
+    latency: Seconds = Field(default=0.0, description="seconds that each message takes besides")
+
+
+class Hardware(Record, frozen=True):
+    """One device and its links: rates are those of data sheets, dense, and are reached by nothing."""
+
+    name: str = Field(description="what it is called")
+    flops: dict[str, Rate] = Field(description="FLOP/s of products by dtype; float32 is that of every other")
+    memory: Rate = Field(description="bytes per second of the device's memory")
+    launch: Seconds = Field(default=0.0, description="seconds that a kernel takes besides")
+    capacity: Annotated[int, Field(gt=0)] = Field(description="bytes of the device's memory")
+    host: Rate = Field(description="bytes per second between host and device, each way")
+    nvme: Rate = Field(default=3e9, description="bytes per second of a local NVMe disk")
+    links: dict[str, Link] = Field(description='by mesh dimension; "*" for those without one of their own')
+
+    def link(self, dim: str) -> Link:
+        """The link of a mesh dimension. Raises `PlanError` if there is none."""
+        found = self.links.get(dim) or self.links.get("*")
+        if found is None:
+            raise PlanError(
+                f"hardware {self.name!r} has no link for mesh dimension {dim!r}",
+                where=f"links.{dim}",
+                hint=f'it has {", ".join(self.links) or "none"}; "*" stands for all others',
+            )
+        return found
+
+
+NVLINK4, NVLINK3 = Link(bandwidth=450e9, latency=3e-6), Link(bandwidth=300e9, latency=3e-6)
+KNOWN = {
+    h.name: h
+    for h in (
+        Hardware(
+            name="h100-80g",
+            flops={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
+            memory=3.35e12,
+            launch=3e-6,
+            capacity=80 * 10**9,
+            host=64e9,
+            links={"*": NVLINK4},
+        ),
+        Hardware(
+            name="h200-141g",
+            flops={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
+            memory=4.8e12,
+            launch=3e-6,
+            capacity=141 * 10**9,
+            host=64e9,
+            links={"*": NVLINK4},
+        ),
+        Hardware(
+            name="a100-80g",
+            flops={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+            memory=2.04e12,
+            launch=3e-6,
+            capacity=80 * 10**9,
+            host=32e9,
+            links={"*": NVLINK3},
+        ),
+        Hardware(
+            name="cpu",  # one core with AVX-512 of a server, and 1 Gbit/s
+            flops={"float32": 150e9, "float64": 75e9},
+            memory=13e9,
+            launch=2e-6,
+            capacity=16 * 10**9,
+            host=13e9,
+            links={"*": Link(bandwidth=125e6, latency=50e-6)},
+        ),
+    )
+}
+
+
+def hardware(name: str) -> Hardware:
+    """A known device by name, or one described by a TOML file. Raises `PlanError` for neither, or a file with faults."""
+    if name in KNOWN:
+        return KNOWN[name]
+    path = Path(name)
+    if path.suffix != ".toml":
+        raise PlanError(f"there is no hardware {name!r}", where="hardware", hint=did_you_mean(name, KNOWN))
+    try:
+        return Hardware.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise PlanError("the hardware's file can't be read", where=name, why=str(error)) from error
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds by node. `measured` holds those of operators that were timed, by `signature`; `fused` says whether the
+    backend fuses."""
+
+    hardware: Hardware
+    fused: bool = True
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+    def transfer(self, start: fx.Node, ranks: int) -> float:
+        """A collective's time on its link, alone."""
+        link = self.hardware.link(str(info(start).mesh_dim))
+        rounds = 2 if start.target is collectives.ALL_REDUCE else 1
+        whole = max(size_of(start), sum(size_of(a) for a in start.all_input_nodes))
+        return rounds * (ranks - 1) * (link.latency + whole / ranks / link.bandwidth)
+
+    def compute(self, program: Program) -> dict[fx.Node, float]:
+        """The time of every operator that is no collective."""
+        return {n: self._operator(n) for n in program.graph.nodes if _computes(n)}
+
+    def _operator(self, node: fx.Node) -> float:
+        known = self.measured.get(signature(node)) if self.measured else None
+        if known is not None:
+            return known
+        moved = self._traffic(node)
+        rate = self.hardware.flops.get(_dtype(node), self.hardware.flops.get("float32", 1e12))
+        launched = self.hardware.launch if moved else 0.0
+        return max(flops_of(node) / rate, moved / self.hardware.memory) + launched
+
+    def _traffic(self, node: fx.Node) -> int:
+        """The bytes that a node reads and writes, less those that stay inside a fused kernel."""
+        mine = self.fused and fusible(node)
+        roots = dict.fromkeys(_root(a) for a in node.all_input_nodes)
+        read = sum(size_of(r) for r in roots if not (mine and _together(r, node)))
+        users = list(_readers(node))
+        kept = mine and users and all(fusible(u) and _together(node, u) for u in users)
+        return read + (0 if kept else size_of(node))
+
+
+def size_of(node: fx.Node) -> int:
+    """Bytes of a node's own tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors(node))
+
+
+def flops_of(node: fx.Node) -> int:
+    """Floating-point operations of products, by torch's formulas; 0 for all else."""
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args: Any = fx.node.map_arg(node.args, value)
+    kwargs: Any = fx.node.map_arg(node.kwargs, value)
+    return int(formula(*args, **kwargs, out_val=value(node)))
+
+
+def signature(node: fx.Node) -> str:
+    """Equal for operators that do the same on values of the same types."""
+
+    def shown(n: fx.Node) -> str:
+        return "; ".join(f"{t.dtype}{list(t.shape)}{list(t.stride())}" for t in tensors(n))
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), shown)
+    return f"{node.target} {args!r} {kwargs!r}"
+
+
+_REDUCTIONS = {"sum", "mean", "amax", "amin", "any", "var_mean", "var", "_softmax", "_log_softmax"}
+
+
+def fusible(node: fx.Node) -> bool:
+    """Does Inductor put this operator into a kernel with its neighbours?"""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims"):
+        return False
+    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket.__name__ in _REDUCTIONS
+
+
+def _computes(node: fx.Node) -> bool:
+    free = collectives.is_start(node) or collectives.is_wait(node) or node.target is ops.RELEASE
+    return node.op == "call_function" and not free and aliased_input(node) is None
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a view looks at."""
+    while (base := aliased_input(node)) is not None:
+        node = base
+    return node
+
+
+def _readers(node: fx.Node) -> dict[fx.Node, None]:
+    """Who reads a node's memory, also through views."""
+    found: dict[fx.Node, None] = {}
+    stack = list(node.users)
+    while stack:
+        user = stack.pop()
+        if aliased_input(user) is not None:
+            stack.extend(user.users)
+        else:
+            found[user] = None
+    return found
+
+
+def _together(a: fx.Node, b: fx.Node) -> bool:
+    return fusible(a) and fusible(b) and info(a).phase is info(b).phase
+
+
+def _dtype(node: fx.Node) -> str:
+    first = next((t for a in node.all_input_nodes for t in tensors(a)), None)
+    return str(first.dtype).removeprefix("torch.") if first is not None else "float32"

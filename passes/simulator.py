@@ -1,0 +1,150 @@
+"""Replays a program on streams, without running it: step time, what communication is exposed, memory at every node.
+
+One compute stream runs the nodes in order. A collective runs on its link from its start, or from when the link is free;
+its wait holds the compute stream up until it is done. What the compute stream waits for is exposed. All of a program's
+collectives share the link of their mesh dimension, and dimensions without a link of their own share one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import fx
+
+from zgraph.passes.aliases import aliased_input
+from zgraph.passes.costs import Costs, size_of
+from zgraph.program import collectives
+from zgraph.program.node import Phase, Role, info
+from zgraph.program.program import InputRole, OutputRole, Port, Program
+
+_INPUTS = {
+    InputRole.PARAMETER: "parameters",
+    InputRole.STATE: "states",
+    InputRole.KEPT: "gathered",
+    InputRole.GRADIENT: "gradients",
+    InputRole.ACCUMULATOR: "gradients",
+    InputRole.SAVED: "activations",
+}
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The compute stream waits at `node` for `seconds`, for a collective with this role."""
+
+    node: str
+    role: Role
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one run of a program will take.
+
+    `seconds` from the first node to the end of the last one and of every collective; `busy` seconds by stream; `stalls`
+    where communication is exposed, in order. `memory` has the live bytes by category after each node of the program, in
+    order: inputs count for as long as the program runs, other values to their last reader, views with what they look at.
+    """
+
+    program: str
+    seconds: float
+    busy: dict[str, float]
+    stalls: tuple[Stall, ...]
+    memory: tuple[dict[str, int], ...]
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds that the compute stream waits, by what for: "gather", "reduce"."""
+        found: Counter[str] = Counter()
+        for stall in self.stalls:
+            found[stall.role.value] += stall.seconds  # type: ignore[assignment]
+        return dict(found)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by category where they are most."""
+        return max(self.memory, key=lambda m: sum(m.values()), default={})
+
+    def __str__(self) -> str:
+        lines = [f"{self.program}: {self.seconds * 1e3:.3f} ms"]
+        lines += [f"  {name:12} {t * 1e3:10.3f} ms  {t / self.seconds:6.1%}" for name, t in sorted(self.busy.items())]
+        lines += [f"  exposed {name:4}{t * 1e3:11.3f} ms  {t / self.seconds:6.1%}" for name, t in self.exposed.items()]
+        lines.append(f"  peak memory  {sum(self.peak.values()) / 2**20:10.1f} MiB")
+        lines += [f"    {k:12} {v / 2**20:8.1f} MiB" for k, v in sorted(self.peak.items(), key=lambda i: -i[1]) if v]
+        return "\n".join(lines)
+
+
+def simulate(program: Program, costs: Costs) -> Forecast:
+    """Replay a program of any level. Raises `PlanError` where the hardware has no link for a mesh dimension."""
+    compute = costs.compute(program)
+    clock = 0.0
+    free: dict[str, float] = {}
+    done: dict[fx.Node, float] = {}
+    busy: Counter[str] = Counter()
+    stalls: list[Stall] = []
+    for node in program.graph.nodes:
+        if collectives.is_start(node):
+            dim = str(info(node).mesh_dim)
+            name = f"link:{dim if dim in costs.hardware.links else '*'}"
+            seconds = costs.transfer(node, program.mesh[dim])
+            done[node] = free[name] = max(clock, free.get(name, 0.0)) + seconds
+            busy[name] += seconds  # type: ignore[assignment]
+        elif collectives.is_wait(node):
+            start = node.all_input_nodes[0]
+            if done[start] > clock:
+                stalls.append(Stall(node.name, info(start).role, done[start] - clock))
+                clock = done[start]
+        elif node in compute:
+            clock += compute[node]
+            busy["compute"] += compute[node]  # type: ignore[assignment]
+    end = max([clock, *free.values()])
+    return Forecast(program.name, end, dict(busy), tuple(stalls), tuple(memory_of(program)))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+def memory_of(program: Program) -> list[dict[str, int]]:
+    """Live bytes by category after each node, in order."""
+    nodes = list(program.graph.nodes)
+    at = {n: i for i, n in enumerate(nodes)}
+    roots: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    backward: set[fx.Node] = set()
+    for node in nodes:
+        base = node.all_input_nodes[0] if collectives.is_wait(node) else aliased_input(node)
+        roots[node] = roots[base] if base is not None else node
+        for used in node.all_input_nodes:
+            last[roots[used]] = at[node]
+            if info(node).phase is Phase.BACKWARD:
+                backward.add(roots[used])
+        last.setdefault(roots[node], at[node])
+    categories = {node: _INPUTS.get(port.role, "inputs") for port, node in program.input_items()}  # type: ignore[arg-type]
+    given = {roots[n]: p for p, n in program.output_items() if n in roots}
+    for node in categories:
+        last[roots[node]] = len(nodes)
+    changes: list[Counter[str]] = [Counter() for _ in range(len(nodes) + 1)]
+    for node in nodes:
+        if roots[node] is not node or node.op == "output":
+            continue
+        category = categories.get(node) or _category(node, given, node in backward)
+        size = size_of(node)
+        changes[at[node]][category] += size
+        if last[node] < len(nodes) and node not in given:
+            changes[last[node] + 1][category] -= size
+    live: Counter[str] = Counter()
+    found = []
+    for change in changes[: len(nodes)]:
+        live.update(change)
+        found.append(dict(live))
+    return found
+
+
+def _category(node: fx.Node, given: dict[fx.Node, Port], read_in_backward: bool) -> str:
+    record = info(node)
+    if collectives.is_start(node) and record.role is Role.GATHER:
+        return "gathered"
+    port = given.get(node)
+    if port is not None and port.role is OutputRole.GRADIENT:
+        return "gradients"
+    if record.phase is Phase.FORWARD and read_in_backward:
+        return "activations"
+    return "outputs" if port is not None else "temporaries"

@@ -1,0 +1,73 @@
+"""`zgraph forecast`: how long a step will take on some hardware, and how much memory, without running it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zgraph.cli.targets import (
+    JsonOption,
+    PlanOption,
+    TargetArgument,
+    WorldOption,
+    history_of,
+    load_plan,
+    load_target,
+    resolve_world,
+)
+
+if TYPE_CHECKING:
+    from zgraph.passes.simulator import Forecast
+
+
+def forecast(
+    target: TargetArgument,
+    plan: PlanOption = None,
+    world: WorldOption = None,
+    hardware: Annotated[
+        str,
+        typer.Option(
+            "--hardware", metavar="NAME", help="h100-80g, h200-141g, a100-80g, cpu, or a TOML file like theirs."
+        ),
+    ] = "h100-80g",
+    as_json: JsonOption = False,
+) -> None:
+    """Forecast a step: time by stream, exposed communication, peak memory.
+
+    From data-sheet rates, which nothing reaches: a lower bound on time. Good for comparing plans, not for a schedule.
+    """
+    the_plan = load_plan(plan)
+    ranks = resolve_world(the_plan, world)
+
+    from zgraph.passes.costs import Costs
+    from zgraph.passes.costs import hardware as hardware_of
+    from zgraph.passes.simulator import simulate
+
+    costs = Costs(hardware_of(hardware), fused=the_plan.backend == "inductor")
+    for dim in the_plan.resolve_mesh(ranks):
+        costs.hardware.link(dim)
+    found = load_target(target)
+    histories = [history_of(found, the_plan, ranks, update=False)]
+    if the_plan.optimizer is not None:
+        histories.append(history_of(found, the_plan, ranks, update=True))
+    forecasts = [simulate(h.program, costs) for h in histories]
+    if as_json:
+        head = {"world": ranks, "hardware": costs.hardware.model_dump(mode="json")}
+        typer.echo(json.dumps({**head, "programs": [_row(f) for f in forecasts]}, indent=1))
+        return
+    typer.echo(f"{ranks} rank(s) of {costs.hardware.name}, at data-sheet rates")
+    for made in forecasts:
+        typer.echo(str(made))
+
+
+def _row(made: Forecast) -> dict[str, Any]:
+    return {
+        "name": made.program,
+        "seconds": made.seconds,
+        "busy": made.busy,
+        "exposed": made.exposed,
+        "stalls": [{"node": s.node, "for": s.role.value, "seconds": s.seconds} for s in made.stalls],
+        "peak": made.peak,
+    }
