@@ -7,6 +7,7 @@ collectives share the link of their mesh dimension, and dimensions without a lin
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass
 
@@ -109,8 +110,11 @@ def memory_of(program: Program) -> list[dict[str, int]]:
     roots: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, int] = {}
     backward: set[fx.Node] = set()
+    born = dict(at)
     for node in nodes:
         base = node.all_input_nodes[0] if collectives.is_wait(node) else aliased_input(node)
+        if node.target is operator.getitem and base is None:  # made by the operator that gives several values
+            born[node] = born[node.all_input_nodes[0]]
         roots[node] = roots[base] if base is not None else node
         for used in node.all_input_nodes:
             last[roots[used]] = at[node]
@@ -126,8 +130,8 @@ def memory_of(program: Program) -> list[dict[str, int]]:
         if roots[node] is not node or node.op == "output":
             continue
         category = categories.get(node) or _category(node, given, node in backward)
-        size = size_of(node)
-        changes[at[node]][category] += size
+        size = size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and roots[u] is u)
+        changes[born[node]][category] += size
         if last[node] < len(nodes) and node not in given:
             changes[last[node] + 1][category] -= size
     live: Counter[str] = Counter()

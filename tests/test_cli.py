@@ -76,7 +76,7 @@ def test_help_is_answered_within_a_third_of_a_second():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("command", ["dump", "passes", "verify"])
+@pytest.mark.parametrize("command", ["dump", "passes", "verify", "forecast"])
 def test_the_help_of_a_command_does_not_load_torch(command):
     code = f"import sys; from zgraph.cli.app import app; app([{command!r}, '--help'], standalone_mode=False)"
     done = subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"])
@@ -358,3 +358,27 @@ def test_verify_gives_every_rank_other_rows_of_the_batch():
 def test_verify_says_when_a_batch_of_one_row_hides_reductions():
     done = zgraph("verify", "cli_targets:one_row", "--world", 2)
     assert done.exit_code == 0 and "all ranks see the same data" in done.stderr
+
+
+# forecast
+
+
+@pytest.mark.core
+def test_forecast_tells_time_and_memory_of_step_and_update(plan):
+    path = plan('optimizer = {name = "AdamW", lr = 1e-3}\n')
+    text = ok("forecast", SMALL, "--plan", path, "--world", 8, "--hardware", "h200-141g")
+    assert text.startswith("8 rank(s) of h200-141g") and "train:" in text and "update:" in text
+    assert "exposed gather" in text and "peak memory" in text
+    found = json.loads(ok("forecast", SMALL, "--plan", path, "--world", 8, "--json"))
+    assert found["hardware"]["name"] == "h100-80g" and [p["name"] for p in found["programs"]] == ["train", "update"]
+    train = found["programs"][0]
+    assert sum(train["exposed"].values()) == pytest.approx(sum(s["seconds"] for s in train["stalls"]))
+
+
+@pytest.mark.core
+def test_forecast_refuses_hardware_that_is_not_there(tmp_path, plan):
+    assert "did you mean 'h200-141g'?" in refused("forecast", SMALL, "--hardware", "h200")
+    path = tmp_path / "mine.toml"
+    rates = "memory = 1e12\ncapacity = 1\nhost = 1e9\nflops = {float32 = 1e12}\n"
+    path.write_text(f'name = "mine"\n{rates}[links.replicate]\nbandwidth = 1e9\n')
+    assert "has no link for mesh dimension 'dp'" in refused("forecast", SMALL, "--hardware", path)
