@@ -150,7 +150,7 @@ def test_dump_after_a_pass_is_the_program_as_that_pass_left_it(after, holds):
 def test_the_update_is_shown_for_any_world(plan):
     path = plan('grad_clip = 1.0\noptimizer = {name = "AdamW", lr = 1e-3}\n')
     text = ok("dump", SMALL, "--plan", path, "--world", 8, "--update")
-    assert "# program update" in text and 'dist.all_reduce(sum_5, "sum", "dp")' in text
+    assert "# program update" in text and re.search(r'dist\.all_reduce\(\w+, "sum", "dp"\)', text)
     assert "first_weight_exp_avg" in text and "aten.copy_(" in text
     before = ok("dump", SMALL, "--plan", path, "--update", "--after", "capture")
     assert "aten.copy_(" not in before

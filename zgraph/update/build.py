@@ -324,7 +324,8 @@ class _Builder:
                 found = [v if d is None else _all_reduce(v, "max", d) for d, v in zip(dims, safe, strict=True)]
                 return (torch.stack(found).max(),)
             found = [v**p if d is None else _all_reduce(v**p, "sum", d) for d, v in zip(dims, values, strict=True)]
-            return (torch.stack(found).sum() ** (1 / p),)
+            total = torch.stack(found).sum()
+            return (total.sqrt() if p == 2 else total ** (1 / p),)
 
         return self.assembler.total(together, list(norms.values()))[0]
 
