@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -184,6 +186,25 @@ def schedulers_of_torch() -> float:
     return furthest(model, plain)
 
 
+def resumed(name: str, arguments: dict[str, Any], zero: int, folder: str) -> float:
+    """A run that is saved by torch.distributed.checkpoint and loaded into another stage, against one without a break."""
+    plans = [
+        zgraph.Plan(backend="eager", zero=z, optimizer=getattr(zgraph, name)(**arguments), ema=0.9) for z in (3, zero)
+    ]
+    straight, other = (zgraph.compile(built(), plan) for plan in plans)
+    for values in batches(3, 8):
+        straight.train_step(*mine(values))
+    dcp.save(dict(zip("mo", get_state_dict(straight, straight.zgraph.optimizer), strict=True)), checkpoint_id=folder)
+    loaded = dict(zip("mo", get_state_dict(other, other.zgraph.optimizer), strict=True))
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(other, other.zgraph.optimizer, model_state_dict=loaded["m"], optim_state_dict=loaded["o"])
+    for values in batches(3, 8):
+        straight.train_step(*mine(values))
+        other.train_step(*mine(values))
+    pairs = list(zip(straight.parameters(), other.parameters(), strict=True))
+    return max(float((whole(a) - whole(b)).norm() / whole(b).norm()) for a, b in pairs)
+
+
 def timed() -> tuple[str, list[dict[str, float]]]:
     model = zgraph.compile(built(), zgraph.Plan(backend="eager", zero=3, optimizer=zgraph.AdamW(), grad_clip=1.0))
     for values in batches(4, 8):
@@ -262,6 +283,14 @@ def test_ranks_that_would_update_other_parameters_are_told(two):
 
 def test_the_users_own_optimizer_and_scheduler_work_on_clipped_gradients(two):
     assert max(two.run(schedulers_of_torch)) < 1e-5
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("AdamW", {"lr": 1e-2}), ("AdamW8bit", {"lr": 1e-2, "min_row_size": 8, "block_size": 4})]
+)
+def test_a_checkpoint_goes_on_in_another_stage(two, tmp_path, name, arguments, zero):
+    assert two.run(resumed, name, arguments, zero, str(tmp_path)) == [0.0, 0.0]
 
 
 def test_timings_have_every_ranks_phases_and_what_was_waited_for(two):

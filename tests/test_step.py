@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy, gelu
 
 import zgraph
@@ -271,6 +272,96 @@ def test_another_optimizer_begins_anew_and_says_so(caplog):
     assert "begin anew" in caplog.text
     model.train_step(*batch())
     assert set(model.zgraph.optimizer.state[model.first.weight]) == {"step", "exp_avg"}
+
+
+EVERY = [
+    zgraph.AdamW(lr=1e-2, amsgrad=True),
+    zgraph.SGD(lr=0.1),
+    zgraph.SGD(lr=0.1, momentum=0.9),
+    zgraph.Muon(lr=1e-2),
+    zgraph.AdamW8bit(lr=1e-2, min_row_size=4, block_size=4),
+]
+SCHEDULES = [
+    zgraph.Cosine(total_steps=9, warmup_steps=2),
+    zgraph.TorchSchedule(scheduler="CosineAnnealingWarmRestarts", args={"T_0": 4}),
+]
+
+
+@pytest.mark.parametrize("through", ["state_dict", "checkpoint"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+@pytest.mark.parametrize("record", EVERY, ids=lambda r: f"{r.name} {getattr(r, 'momentum', '')}")
+def test_a_run_goes_on_from_its_state_dicts_as_if_there_had_been_no_break(record, schedule, through):
+    plan = {"optimizer": record, "lr_schedule": schedule, "ema": 0.9}
+    one, other = compiled(**plan), compiled(**plan)
+    for seed in range(3):
+        one.train_step(*batch(seed=seed))
+    if through == "state_dict":
+        saved = copy.deepcopy((one.state_dict(), one.zgraph.optimizer.state_dict()))
+        other.load_state_dict(saved[0])
+        other.zgraph.optimizer.load_state_dict(saved[1])
+    else:
+        saved = copy.deepcopy(get_state_dict(one, one.zgraph.optimizer))
+        set_state_dict(other, other.zgraph.optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+    for seed in range(3, 6):
+        one.train_step(*batch(seed=seed))
+        other.train_step(*batch(seed=seed))
+        assert one.zgraph.optimizer.param_groups[0]["lr"] == other.zgraph.optimizer.param_groups[0]["lr"]
+    assert equal(weights(one), weights(other)) and equal(averages(one), averages(other))
+
+
+def test_a_state_dict_of_another_optimizer_is_refused_and_changes_nothing():
+    one, other = compiled(optimizer=zgraph.AdamW()), compiled(optimizer=zgraph.SGD(lr=0.1, momentum=0.9))
+    for model in (one, other):
+        model.train_step(*batch())
+    before = one.zgraph.optimizer.state[one.first.weight]["exp_avg"].clone()
+    with pytest.raises(ModelError, match="saved state"):
+        one.zgraph.optimizer.load_state_dict(other.zgraph.optimizer.state_dict())
+    grouped = compiled(optimizer=zgraph.AdamW(groups=(zgraph.ParamGroup(match="*bias", lr=0.1),)))
+    with pytest.raises(ModelError, match="groups of"):
+        one.zgraph.optimizer.load_state_dict(grouped.zgraph.optimizer.state_dict())
+    assert torch.equal(one.zgraph.optimizer.state[one.first.weight]["exp_avg"], before)
+
+
+def test_asking_for_a_state_dict_before_the_first_step_changes_nothing():
+    one, other = compiled(**PLAN), compiled(**PLAN)
+    get_state_dict(one, one.zgraph.optimizer)
+    assert equal(weights(one), weights(built())) and float(one.zgraph.optimizer.state[one.first.weight]["step"]) == 0
+    for model in (one, other):
+        model.train_step(*batch())
+    assert equal(weights(one), weights(other))
+
+
+def test_low_weights_that_were_loaded_are_not_undone_by_the_next_update():
+    plan = {"precision": "bf16", "numerics": "deepspeed", "optimizer": zgraph.SGD(lr=0.25)}
+    one, other = compiled(**plan), compiled(**plan)
+    x, targets = batch()
+    for _ in range(2):
+        one.train_step(x.bfloat16(), targets)
+    loaded = {n: p.clone() * 2 for n, p in built().bfloat16().state_dict().items()}
+    for model in (one, other):  # one has float32 weights of its own by now
+        model.load_state_dict(loaded)
+        model.train_step(x.bfloat16(), targets)
+    assert equal(weights(one), weights(other))
+
+
+def test_looking_at_the_average_of_low_weights_does_not_round_it():
+    model = compiled(precision="bf16", numerics="deepspeed", optimizer=zgraph.SGD(lr=0.25), ema=0.9)
+    x, targets = batch()
+    for _ in range(3):
+        model.train_step(x.bfloat16(), targets)
+    states = model.zgraph.runtime.updater.states
+    before = {n: states[f"{n}/ema"].clone() for n, _ in model.named_parameters()}
+    now = weights(model)
+    with model.zgraph.averaged_weights():
+        assert not equal(now, weights(model))
+    assert equal(now, weights(model))
+    assert all(torch.equal(states[f"{n}/ema"], before[n]) for n in before)
+
+
+def test_a_schedule_that_wants_a_metric_is_refused():
+    schedule = zgraph.TorchSchedule(scheduler="ReduceLROnPlateau")
+    with pytest.raises(PlanError, match="wants metrics"):
+        compiled(optimizer=zgraph.AdamW(), lr_schedule=schedule)
 
 
 # -- what one can look at ---------------------------------------------------------------------------------------------------

@@ -219,6 +219,19 @@ class Shards:
             stride=spec.stride,
         )
 
+    def shown(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """What a program keeps for a parameter, in the form of the parameter: with its rows, as a DTensor cut like it.
+
+        A `value` without such rows is shown as it is.
+        """
+        spec = self.specs[name]
+        if self.mesh is None or not value.dim() or spec.shard_dim is None or value.shape[0] != spec.rows:
+            return value if self.mesh is None or value.shape != torch.Size(spec.shape) else self.gradient(name, value)
+        shape = torch.Size((spec.shape[0], *value.shape[1:]))
+        stride = spec.stride if shape == torch.Size(spec.shape) else torch.empty(shape, device="meta").stride()
+        mine = value[: self.rows(spec)]
+        return DTensor.from_local(mine, self.mesh, self.placements(spec), run_check=False, shape=shape, stride=stride)
+
     def install(self, name: str, whole: torch.Tensor) -> nn.Parameter:
         """Cut this rank's part out of a whole parameter; the module then holds the part under every name it had."""
         spec = self.specs[name]

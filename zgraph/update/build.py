@@ -365,7 +365,10 @@ def _member(
     overflow: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """One parameter's update, with what stands around its rule: master weight, average, skipping."""
-    weight = states.get(MASTER, param).to(torch.float32) if param.dtype is not torch.float64 else param
+    weight = param
+    if MASTER in states:  # where it does not round to the parameter, the user has loaded or changed that
+        unchanged = states[MASTER].to(param.dtype) == param
+        weight = torch.where(unchanged, states[MASTER], param.to(torch.float32))
     own = {k: v for k, v in states.items() if k not in (MASTER, EMA)}
     wide = {k: v.to(torch.float32) if v.dtype in (torch.float16, torch.bfloat16) else v for k, v in own.items()}
     new, changed = rule.update(record, weight, grad.to(weight.dtype), wide, scalars, step, part)

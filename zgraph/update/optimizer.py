@@ -6,15 +6,53 @@ without padding. `step()` is the model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zgraph.errors import PlanError
+from zgraph.errors import ModelError, PlanError
 from zgraph.update.groups import Member
 from zgraph.update.rules import RULES
+
+
+class Updates(Protocol):
+    """What stands behind the optimizer."""
+
+    def step(self) -> Any: ...
+
+    def make_states(self) -> None: ...
+
+    def resume(self, counts: dict[torch.Tensor, float]) -> None: ...
+
+
+class _MadeWhenAsked(defaultdict[torch.Tensor, Any]):
+    """An optimizer's state, which is never empty to who asks: torch.distributed.checkpoint would else make it by a step."""
+
+    def __init__(self, updater: Updates) -> None:
+        super().__init__(dict)
+        self._updater = updater
+
+    def __bool__(self) -> bool:
+        self._updater.make_states()
+        return len(self) > 0
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def _copy(mine: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a saved state, whole or cut in any way, into one that is cut like its parameter."""
+    with torch.no_grad():
+        if isinstance(mine, DTensor):
+            if not isinstance(value, DTensor):
+                value = distribute_tensor(value.to(mine.device), mine.device_mesh, mine.placements)
+            mine.copy_(value.redistribute(mine.device_mesh, mine.placements))
+        else:
+            mine.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 class PlanOptimizer(torch.optim.Optimizer):
@@ -23,10 +61,12 @@ class PlanOptimizer(torch.optim.Optimizer):
     `param_groups` has one group for each of the plan's that has parameters: "params", "names" and the fields of its
     record ("lr", "betas", …). A number may be changed at any time; nothing is compiled again. A weight decay or momentum
     that was zero in the plan can't become another number, since the program has no such operation: `PlanError`.
+    `state_dict()` and `load_state_dict()` are torch's, so torch.distributed.checkpoint works; half precision's loss scale
+    is not in them.
     """
 
-    def __init__(self, members: Sequence[Member], params: dict[str, nn.Parameter], step: Callable[[], Any]) -> None:
-        self._update = step
+    def __init__(self, members: Sequence[Member], params: dict[str, nn.Parameter], updater: Updates) -> None:
+        self._updater = updater
         self._records = {m.group: m.record for m in members}
         groups = []
         for number, record in self._records.items():
@@ -34,12 +74,59 @@ class PlanOptimizer(torch.optim.Optimizer):
             values = {k: v for k, v in record.model_dump().items() if k not in ("groups", "decay", "companion")}
             groups.append({"params": [params[n] for n in names], "names": names, **values})
         super().__init__(groups, {})
+        self.state = _MadeWhenAsked(updater)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update; the same as `model.step()`."""
         if closure is not None:
             raise PlanError("the plan's optimizer takes no closure", hint="run forward and backward before step()")
-        return self._update()
+        return self._updater.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every state of every parameter that trains, as torch's optimizers have it; those not made yet are made."""
+        self._updater.make_states()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over states, counts of updates and the groups' numbers; a schedule goes on from the count.
+
+        Tensors may be DTensors of any placement or whole ones. Raises `ModelError` for other groups, parameters, states
+        or shapes; then nothing was changed.
+        """
+        self._updater.make_states()
+        pairs = list(self._pairs(state_dict))
+        for param, saved in pairs:
+            mine = self.state[param]
+            for key in saved.keys() | mine.keys():
+                shapes = [tuple(s[key].shape) if key in s else None for s in (saved, mine) if key != "step"]
+                if len(set(shapes)) > 1:
+                    raise ModelError(
+                        f"the optimizer's saved state {key!r} has shape {shapes[0]}, this plan's {shapes[1]}",
+                        why="it was saved by another optimizer, or of another model",
+                        hint="load it with the plan that it was saved with",
+                    )
+        counts: dict[torch.Tensor, float] = {}
+        for param, saved in pairs:
+            counts[param] = float(saved["step"]) if "step" in saved else 0.0
+            for key, value in saved.items():
+                if key != "step":
+                    _copy(self.state[param][key], value)
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in other.items() if k not in ("params", "names")})
+        self._updater.resume(counts)
+
+    def _pairs(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        saved_groups = state_dict["param_groups"]
+        sizes = [[len(g["params"]) for g in groups] for groups in (saved_groups, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise ModelError(
+                f"the saved optimizer has groups of {sizes[0]} parameters, this one of {sizes[1]}",
+                hint="load it with the plan and the model that it was saved with",
+            )
+        for saved, mine in zip(saved_groups, self.param_groups, strict=True):
+            for key, param in zip(saved["params"], mine["params"], strict=True):
+                if key in state_dict["state"] and param in self.state:
+                    yield param, state_dict["state"][key]
 
     def numbers(self, wanted: Sequence[tuple[int, str]]) -> list[float]:
         """The values of (group, "lr" or "betas.0") as they are now."""

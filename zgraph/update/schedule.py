@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> 
     module, _, name = record.scheduler.rpartition(":")
     try:
         found = getattr(importlib.import_module(module or "torch.optim.lr_scheduler"), name)
-        return found(optimizer, **record.args)
+        made = found(optimizer, **record.args)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise PlanError(
             f"the schedule {record.scheduler!r} can't be made",
@@ -27,3 +28,16 @@ def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> 
             why=f"{type(error).__name__}: {error}",
             hint="a class of torch.optim.lr_scheduler, or 'package.module:Class', with its own arguments in args",
         ) from error
+    kinds = inspect.Parameter
+    needs = [
+        p.name
+        for p in inspect.signature(made.step).parameters.values()
+        if p.default is p.empty and p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    if needs:
+        raise PlanError(
+            f"the schedule {record.scheduler!r} wants {', '.join(needs)} at each step, which a plan can't give",
+            where="lr_schedule",
+            hint=f"make it yourself: {name}(model.zgraph.optimizer, …), and call its step",
+        )
+    return made

@@ -7,7 +7,7 @@ count of updates; "/scale" and its like half precision's loss scale.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -71,9 +71,32 @@ class States:
                 else:
                     made = torch.full(state.shape, state.fill, dtype=state.dtype, device=self.device)
                 self.tensors[name] = made.copy_(local) if key in (MASTER, EMA) else made
-            shown[key] = self.shards.gradient(param, self.tensors[name]) if like else self.tensors[name]
+            shown[key] = self.shards.shown(param, self.tensors[name])
         if self.optimizer is not None:
             self.optimizer.state[self.shards.params()[param]] = shown
+
+    def fill(self) -> None:
+        """Make the states of every parameter that trains, before its first update."""
+        for name, param in self.shards.params().items():
+            if (
+                name in self.members
+                and param.requires_grad
+                and (self.optimizer is None or param not in self.optimizer.state)
+            ):
+                self._make(name)
+
+    def set_counts(self, counts: Mapping[str, float]) -> None:
+        """Let each parameter have had so many updates (none, if it is not named)."""
+        numbers = sorted({counts.get(n, 0.0) for n in self.members}, reverse=True)
+        names = {value: STEP if i == 0 else f"{STEP}{i}" for i, value in enumerate(numbers)}
+        self.tensors = {n: t for n, t in self.tensors.items() if not n.startswith(STEP)}
+        for value, name in names.items():
+            self.tensors[name] = torch.full((), value, dtype=torch.float64, device=self.device)
+        for name, member in self.members.items():
+            count = names[counts.get(name, 0.0)]
+            self.members[name] = replace(member, count=count)
+            if self.optimizer is not None and (shown := self.optimizer.state.get(self.shards.params()[name])):
+                shown["step"] = self.tensors[count]
 
     def count_apart(self, names: Iterable[str]) -> None:
         """Parameters that have no gradient this time count their updates apart from those that have, as torch does."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ class Updater:
         self.scheduler: Any = None
         if plan.optimizer is not None:
             runtime.shards.keep_wide_gradients()
-            self.optimizer = PlanOptimizer(members, runtime.shards.params(), self.step)
+            self.optimizer = PlanOptimizer(members, runtime.shards.params(), self)
             self._base = [dict(g) for g in self.optimizer.param_groups]
             if isinstance(plan.lr_schedule, TorchSchedule):
                 self.scheduler = torch_scheduler(plan.lr_schedule, self.optimizer)
@@ -92,6 +92,29 @@ class Updater:
                 mine.update({k: v for k, v in theirs.items() if k not in ("params", "names")})
         if self.scheduler is not None and old.scheduler is not None:
             self.scheduler.load_state_dict(old.scheduler.state_dict())
+
+    def make_states(self) -> None:
+        """Make what is otherwise made by the first update."""
+        self.runtime.shards.refresh()
+        self.states.fill()
+
+    def resume(self, counts: dict[torch.Tensor, float]) -> None:
+        """Go on from a checkpoint: how many updates each parameter has had says where a schedule is, too."""
+        params = {name: param for name, param in self.runtime.shards.params().items()}
+        self.states.set_counts({n: counts[p] for n, p in params.items() if p in counts})
+        self._last = None
+        done = int(max(counts.values(), default=0.0))
+        self.calls = done + self.skipped()
+        if self.scaling is not None:
+            logger.warning("an optimizer's state dict holds no loss scale: it goes on where it is")
+        record = self.runtime.plan.lr_schedule
+        if self.optimizer is not None and isinstance(record, TorchSchedule):
+            for base, group in zip(self._base, self.optimizer.param_groups, strict=True):
+                group.update({k: v for k, v in base.items() if k not in ("params", "names")})
+                group.pop("initial_lr", None)
+            self.scheduler = torch_scheduler(record, self.optimizer)
+            for _ in range(done):
+                self._advance_scheduler()
 
     # -- programs -----------------------------------------------------------------------------------------------------
     def histories(self) -> dict[str, History]:
@@ -242,25 +265,21 @@ class Updater:
     # -- averages -----------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Swap the weights with their averages."""
+        """Put the averages in place of the weights, which are kept aside."""
         if self.options.ema is None:
             raise StepError("the plan keeps no average of the weights", where="ema", hint="ema=0.999 in the plan")
-        names = self.states.averaged()
-        self._swap(names)
+        shards, names = self.runtime.shards, self.states.averaged()
+        shards.refresh()
+        kept = {n: shards.local(n).clone() for n in names}
+        for name in names:
+            shards.local(name).copy_(self.states[f"{name}/{EMA}"])
+        self.runtime.weights_changed(names)
         try:
             yield
         finally:
-            self._swap(names)
-
-    def _swap(self, names: Sequence[str]) -> None:
-        shards = self.runtime.shards
-        shards.refresh()
-        for name in names:
-            weight, average = shards.local(name), self.states[f"{name}/{EMA}"]
-            before = weight.clone()
-            weight.copy_(average)
-            average.copy_(before)
-        self.runtime.weights_changed(names)
+            for name, weight in kept.items():
+                shards.local(name).copy_(weight)
+            self.runtime.weights_changed(names)
 
     # -- schedules and half precision ---------------------------------------------------------------------------------
     def _schedule(self) -> None:
