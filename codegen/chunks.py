@@ -80,9 +80,10 @@ def compile_chunks(program: Program, compile_one: Callable[[Program], Executable
 
 def compile_chunk(part: Program, groups: dict[str, str]) -> Executable:
     """Compile a chunk with Inductor. On CUDA the updates of several parameters become one kernel; numbers do not (torch
-    2.13 fails to combine those of half precision)."""
+    2.13 fails to combine those of half precision). Muon's iteration in bfloat16 rounds as torch's does: what a kernel
+    keeps in float32 would be another 1% of an update."""
     own = any(info(n).param is not None for n in part.graph.nodes if n.op == "call_function")
-    return compile_inductor(part, groups, fix_saved=True, combine=own)
+    return compile_inductor(part, groups, fix_saved=True, combine=own, round_each=True)
 
 
 def _cut(program: Program) -> list[list[fx.Node]]:

@@ -25,11 +25,13 @@ def compile_inductor(
     is_backward: bool = False,
     fix_saved: bool = False,
     combine: bool = False,
+    round_each: bool = False,
 ) -> Executable:
     """Compile `program`; `groups` gives each mesh dimension's process group by name.
 
     With `fix_saved` saved values keep the strides that they have in the program; else Inductor chooses. With `combine`
-    kernels that do not depend on each other are launched as one (on CUDA). Raises
+    kernels that do not depend on each other are launched as one (on CUDA), with `round_each` low dtypes are rounded to as
+    often as operators one by one would. Raises
     `LoweringError` with the operator and the user's line if Inductor can't lower it, or if the generated code
     communicates in another order than the program: nothing falls back.
     """
@@ -40,7 +42,7 @@ def compile_inductor(
     ready.output_node().meta["user_visible_output_idxs"] = fixed
     try:
         function, source, strides = torch_private.compile_with_inductor(
-            ready.module, inputs, ready.fake_mode, is_backward, combine
+            ready.module, inputs, ready.fake_mode, is_backward, combine, round_each
         )
     except Exception as error:
         raise _lowering_error(error, program) from error

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zgraph
-from zgraph.codegen.chunks import CHUNK, compile_chunks
+from zgraph.codegen.chunks import CHUNK, compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
 from zgraph.compiler import update_program
 from zgraph.passes.virtual import run_virtual
@@ -62,6 +62,18 @@ def test_chunks_compute_what_the_whole_program_does(name, more):
     found = made.run(list(cut))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(cut, whole, strict=True)), "what was written in place"
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_compiled_chunks_round_as_operators_one_by_one(name):
+    plan = zgraph.Plan(optimizer=OPTIMIZERS[name], grad_clip=0.5)
+    program = update_program(Many(), plan, 1).program
+    whole, cut = inputs(program), inputs(program)
+    run_virtual(program, [whole])
+    compile_chunks(program, lambda part: compile_chunk(part, {})).run(list(cut))
+    for node, a, b in zip(program.placeholders(), cut, whole, strict=True):
+        assert (a.double() - b.double()).norm() <= 1e-6 * b.double().norm(), node.name  # products contract into sums
 
 
 def test_equal_chunks_are_compiled_once():
