@@ -5,6 +5,7 @@ Functions at the top of this file run on the ranks; each returns what the test c
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -205,6 +207,43 @@ def resumed(name: str, arguments: dict[str, Any], zero: int, folder: str) -> flo
     return max(float((whole(a) - whole(b)).norm() / whole(b).norm()) for a, b in pairs)
 
 
+class Cast(nn.Module):
+    """FSDP2 casts inputs; its loss is in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(10, 13), nn.LayerNorm(13), nn.Linear(13, 6)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x)))).float().square().mean()
+
+
+def fsdp2_in_bfloat16() -> list[str]:
+    """What differs from `fully_shard` with a policy of bfloat16, over five steps."""
+    torch.manual_seed(0)
+    plain = Cast()
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager", precision="bf16", numerics="fsdp2"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    fully_shard(plain, mp_policy=policy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (mine, plain)]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    wrong = []
+    for step in range(5):
+        x = torch.randn(4, 10, generator=generator)
+        losses = [m(x) for m in (mine, plain)]
+        for loss in losses:
+            loss.backward()
+        wrong += [f"loss {step}"] if not torch.equal(*losses) else []
+        for (name, a), b in zip(mine.named_parameters(), plain.parameters(), strict=True):
+            wrong += [f"gradient {name} {step}"] if not torch.equal(whole(a.grad), whole(b.grad)) else []
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, a), b in zip(mine.named_parameters(), plain.parameters(), strict=True):
+            wrong += [f"weight {name} {step}"] if not torch.equal(whole(a), whole(b)) else []
+    return wrong
+
+
 def timed() -> tuple[str, list[dict[str, float]]]:
     model = zgraph.compile(built(), zgraph.Plan(backend="eager", zero=3, optimizer=zgraph.AdamW(), grad_clip=1.0))
     for values in batches(4, 8):
@@ -283,6 +322,10 @@ def test_ranks_that_would_update_other_parameters_are_told(two):
 
 def test_the_users_own_optimizer_and_scheduler_work_on_clipped_gradients(two):
     assert max(two.run(schedulers_of_torch)) < 1e-5
+
+
+def test_fsdp2s_numerics_are_fully_shards_bit_for_bit(two):
+    assert two.run(fsdp2_in_bfloat16) == [[], []]
 
 
 @pytest.mark.parametrize("zero", [0, 2])
