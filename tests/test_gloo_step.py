@@ -5,6 +5,7 @@ Functions at the top of this file run on the ranks; each returns what the test c
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
@@ -130,6 +131,31 @@ def by_token(zero: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
     return furthest(model, plain)
+
+
+def a_rank_without_targets() -> tuple[bool, float]:
+    plan = zgraph.Plan(backend="eager", optimizer=zgraph.SGD(lr=0.5), micro_batches=2, loss_average="token")
+    model, plain = zgraph.compile(built(), plan), built()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for words, targets in batches(3, 8):
+        targets[4:] = -100  # the second rank's
+        model.train_step(*mine((words, targets)))
+        plain(words, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return True, furthest(model, plain)
+
+
+def refused_then_compiled() -> bool:
+    """A plan that does not fit leaves the model as it was, to be compiled by another."""
+    model = built()
+    wrong = zgraph.AdamW(groups=(zgraph.ParamGroup(match="nope", lr=0.1),))
+    with contextlib.suppress(zgraph.errors.PlanError):
+        zgraph.compile(model, zgraph.Plan(backend="eager", optimizer=wrong))
+    plain = not any(isinstance(p, DTensor) for p in model.parameters())
+    (values,) = batches(1, 4)
+    zgraph.compile(model, zgraph.Plan(backend="eager", optimizer=zgraph.AdamW())).train_step(*mine(values))
+    return plain
 
 
 class Scaled(nn.Module):
@@ -305,6 +331,14 @@ def test_stages_do_not_change_an_update(two, name, arguments, tolerance):
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_by_token_uneven_ranks_and_micro_batches_are_one_batch(two, zero):
     assert max(two.run(by_token, zero)) < 1e-6  # a sum in another order
+
+
+def test_a_rank_without_targets_takes_part(two):
+    assert all(done and far < 1e-6 for done, far in two.run(a_rank_without_targets))  # a sum in another order
+
+
+def test_a_model_that_was_refused_can_be_compiled(two):
+    assert two.run(refused_then_compiled) == [True, True]
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])

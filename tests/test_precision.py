@@ -208,6 +208,58 @@ def test_half_precision_trains_as_float32_does(precision, numerics):
     assert ends[1] < 0.3 and abs(ends[0] - ends[1]) < 0.03, ends
 
 
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+
+    def forward(self, x):
+        return super().forward(x).float().square().mean()
+
+
+@pytest.mark.parametrize(
+    "plan", [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "numerics": "fsdp2"}]
+)
+def test_batch_norms_with_float32_statistics_stay_in_float32(plan):
+    mine = compiled(Convolutions, optimizer=zgraph.SGD(lr=0.1), **plan)
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    assert mine.train_step(x).isfinite() and mine[1].running_mean.dtype is FP32
+    plain = built(Convolutions)
+    plain(x)
+    assert (mine[1].running_mean - plain[1].running_mean).abs().max() < 2**-8
+
+
+@pytest.mark.parametrize("pattern", ["*.bias", "norm.weight", "first.weight"])
+def test_a_pattern_of_one_parameter_keeps_its_whole_module(pattern):
+    kept = zgraph.Precision(compute="bfloat16", keep_fp32=(pattern,))
+    mine = compiled(precision=kept, optimizer=zgraph.SGD(lr=0.1))
+    assert mine.train_step(batch()).isfinite()
+
+
+def test_a_module_that_stays_may_return_any_structure():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.LSTM(6, 5), nn.Linear(5, 2)
+
+        def forward(self, x):
+            hidden, (state, _) = self.inner(x)
+            return (self.last(hidden) + self.last(state)).float().mean()
+
+    kept = zgraph.Precision(compute="bfloat16", keep_fp32=("inner",))
+    assert compiled(Recurrent, precision=kept)(batch()[None]).isfinite()
+
+
+def test_half_precision_by_its_parameters_alone_has_a_scale_and_refuses_what_it_cannot_hold():
+    low = zgraph.Precision(parameter="float16", cast_inputs=False)
+    mine = compiled(precision=low, optimizer=zgraph.SGD(lr=0.1))
+    mine.train_step(batch().half())
+    assert float(mine.zgraph.loss_scale) > 0
+    model = built()
+    model.first.weight.data[0] = 1e6
+    with pytest.raises(ModelError, match="float16 can't hold"):
+        zgraph.compile(model, zgraph.Plan(backend="eager", precision=low, optimizer=zgraph.SGD()))
+
+
 # -- fp16 -----------------------------------------------------------------------------------------------------------------
 def half(**scale) -> zgraph.Precision:
     return zgraph.Precision(

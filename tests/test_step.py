@@ -133,6 +133,73 @@ def test_what_needs_an_optimizer_is_refused_without(plan):
     assert caught.value.where in plan
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"optimizer": zgraph.AdamW(groups=(zgraph.ParamGroup(match="nope"),))},
+        {"optimizer": zgraph.AdamW(), "lr_schedule": zgraph.TorchSchedule(scheduler="Nothing")},
+        {"precision": zgraph.Precision(parameter="bfloat16", keep_fp32=("nope",))},
+    ],
+    ids=["group", "schedule", "keep_fp32"],
+)
+def test_a_model_that_is_refused_is_as_it_was(plan):
+    model = built()
+    before = weights(model)
+    with pytest.raises(PlanError):
+        zgraph.compile(model, zgraph.Plan(backend="eager", **plan))
+    assert equal(before, weights(model)) and not any(m._forward_pre_hooks for m in model.modules())
+    zgraph.compile(model, zgraph.Plan(backend="eager", optimizer=zgraph.SGD(lr=0.1))).train_step(*batch())
+    assert not equal(before, weights(model))
+
+
+def test_an_optimizers_bare_name_is_told_how_to_be_written():
+    with pytest.raises(PlanError, match="not the name 'AdamW'") as caught:
+        zgraph.Plan(optimizer="AdamW")
+    assert "zgraph.AdamW" in str(caught.value.hint)
+
+
+def test_an_error_on_infinite_norms_and_a_loss_scale_do_not_go_together():
+    with pytest.raises(PlanError, match="together with a loss scale"):
+        zgraph.Plan(
+            precision="fp16", optimizer=zgraph.SGD(), grad_clip=zgraph.GradClip(norm=1.0, error_if_nonfinite=True)
+        )
+
+
+def test_a_step_inside_averaged_weights_is_refused():
+    model = compiled(optimizer=zgraph.SGD(lr=0.1), ema=0.9)
+    model.train_step(*batch())
+    model(*batch()).backward()
+    with model.zgraph.averaged_weights(), pytest.raises(StepError, match=r"inside averaged_weights"):
+        model.step()
+    model.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("OneCycleLR", {"max_lr": 0.1, "total_steps": 10}),
+        ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1}),
+        ("LambdaLR", {"lr_lambda": "math:sqrt"}),
+        ("MultiStepLR", {"milestones": [2, 4]}),
+    ],
+)
+def test_torchs_schedulers_that_look_into_an_optimizer_work(name, args):
+    schedule = zgraph.TorchSchedule(scheduler=name, args=args)
+    model = compiled(optimizer=zgraph.AdamW(lr=1e-2), lr_schedule=schedule)
+    plain = built()
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    given = {"lr_lambda": math.sqrt} if name == "LambdaLR" else args
+    scheduler = getattr(torch.optim.lr_scheduler, name)(theirs, **given)
+    for seed in range(6):
+        model.train_step(*batch(seed=seed))
+        plain(*batch(seed=seed)).backward()
+        theirs.step()
+        theirs.zero_grad()
+        scheduler.step()
+        assert model.zgraph.optimizer.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    assert equal(weights(model), weights(plain))
+
+
 def test_a_scheduler_that_torch_does_not_have_is_refused():
     schedule = zgraph.TorchSchedule(scheduler="CosineAnealing", args={"T_max": 3})
     with pytest.raises(PlanError, match="can't be made"):
@@ -177,8 +244,7 @@ def test_an_infinite_gradient_raises_where_the_plan_says_so():
     with pytest.raises(StepError, match="the norm of the gradients is"):
         model.train_step(x * math.inf, targets)
     assert equal(before, weights(model))
-    model.zero_grad()
-    model.train_step(x, targets)
+    model.train_step(x, targets)  # those gradients are gone
     assert not equal(before, weights(model))
 
 
@@ -396,6 +462,38 @@ def test_the_average_is_in_place_of_the_weights_only_inside():
     assert torch.equal(plain(*batch()), expected)
     with pytest.raises(StepError, match="no average"), compiled(optimizer=zgraph.SGD()).zgraph.averaged_weights():
         pass
+
+
+def test_hooks_see_averages_under_a_token_average_too():
+    model, plain = compiled(optimizer=zgraph.SGD(lr=0.1), micro_batches=4, loss_average="token"), built()
+    seen: dict[str, torch.Tensor] = {}
+    norms: dict[str, torch.Tensor] = {}
+    model.zgraph.on_gradients(lambda grads: seen.update({n: g.clone() for n, g in grads.items()}))
+    model.zgraph.on_gradients(lambda grads: norms.update(model.zgraph.grad_norms()))
+    model.train_step(*batch())
+    plain(*batch()).backward()
+    for name, p in plain.named_parameters():
+        assert (seen[name] - p.grad).norm() < 1e-6 * p.grad.norm()
+        assert abs(norms[name] - p.grad.norm()) < 1e-6 * p.grad.norm()
+
+
+def test_timings_of_a_loop_with_the_users_own_optimizer():
+    model = compiled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        model.eval_step(*batch())  # (is no part of a step)
+        for _ in range(2):
+            with model.no_sync():
+                model(*batch()).backward()
+        model(*batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    timings = model.zgraph.timings(peak_flops=1e9)
+    (mine,) = timings.ranks
+    assert mine["forwards"] == 3 and mine["forward"] > 0 and mine["backward"] > 0
+    products = 2 * 8 * (7 * 12 + 12 * 5) * 3 - 2 * 8 * 7 * 12
+    assert timings.mfu == pytest.approx(3 * products / mine["step"] / 1e9)
+    assert len(model.zgraph.runtime.clock._open) <= 6
 
 
 def test_timings_tell_the_phases_of_a_step_and_rates_when_asked():

@@ -501,6 +501,72 @@ def test_loss_fn_gets_named_arguments_that_forward_does_not_know():
     assert equal(gradients(mine), gradients(other))
 
 
+class Keyed(Net):
+    """What it computes does not need the targets, which only its loss function takes."""
+
+    def forward(self, x, targets=None, **more):
+        return self.logits(x)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda out, targets: cross_entropy(out, targets),
+        lambda out, x, targets: cross_entropy(out, targets) + 0 * x.sum(),
+        lambda out, *, targets: cross_entropy(out, targets),
+    ],
+    ids=["positional", "all", "by name"],
+)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_loss_fn_gets_named_arguments_by_their_names(loss_fn, backwards):
+    x, targets = batch()
+    named = {"targets": targets, "x": x} if backwards else {"x": x, "targets": targets}
+    mine = compiled(Keyed, loss_fn=loss_fn, micro_batches=2)
+    mine.train_step(**named)
+    whole = built()
+    whole(x, targets).backward()
+    assert furthest(gradients(mine), gradients(whole)) < ROUNDING
+
+
+def test_a_loss_fn_that_wants_what_is_not_given_is_refused():
+    mine = compiled(Keyed, loss_fn=lambda out, x, answers: out.sum())
+    with pytest.raises(zgraph.errors.StepError, match="wants 'answers'"):
+        mine.train_step(batch()[0])
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_tokens_are_counted_however_arguments_are_ordered(backwards):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.last = nn.Embedding(7, 6), nn.Linear(6, 5)
+
+        def forward(self, ids, y):
+            return cross_entropy(self.last(self.embed(ids)), y)
+
+    ids, y = torch.tensor([1, 2, 3, 4]), torch.tensor([0, -100, 2, 1])
+    named = {"y": y, "ids": ids} if backwards else {"ids": ids, "y": y}
+    mine, whole = compiled(Words, micro_batches=2, loss_average="token"), built(Words)
+    mine.train_step(**named)
+    whole(**named).backward()
+    assert furthest(gradients(mine), gradients(whole)) < ROUNDING
+
+
+def test_outputs_that_are_plain_objects_are_put_together():
+    class Out:
+        def __init__(self, loss, logits):
+            self.loss, self.logits, self.name = loss, logits, "out"
+
+    class Objects(Net):
+        def forward(self, x, targets):
+            logits = self.logits(x)
+            return Out(cross_entropy(logits, targets), logits)
+
+    out, whole = compiled(Objects, micro_batches=2).train_step(*batch()), built(Objects)(*batch())
+    assert not out.loss.requires_grad and abs(out.loss - whole.loss) < ROUNDING * whole.loss
+    assert out.logits.shape == whole.logits.shape and out.name == "out"
+
+
 def test_eval_step_is_the_eval_model_and_keeps_modes():
     class Dropped(Net):
         def __init__(self) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
 
 from zgraph.errors import ModelError, PlanError
 from zgraph.precision import Precision
@@ -24,7 +26,7 @@ def with_precision(spec: ParamSpec, precision: Precision, module: nn.Module) -> 
         return spec
     if precision.compute is None and precision.parameter is None and precision.reduce is None:
         return spec
-    if stays(spec.name, precision.keep_fp32):
+    if _stays(module, spec.name.rpartition(".")[0], precision):
         return replace(spec, dtype=torch.float32)
     held = precision.dtype("parameter") or spec.dtype
     low = held in (torch.bfloat16, torch.float16)
@@ -37,18 +39,27 @@ def with_precision(spec: ParamSpec, precision: Precision, module: nn.Module) -> 
     )
 
 
-def stays(name: str, patterns: tuple[str, ...]) -> bool:
-    """Does a parameter of this name stay in float32: does a pattern match it, its module, or a module above that?"""
+def _stays(module: nn.Module, path: str, precision: Precision) -> bool:
+    """Does the module of this path compute in float32? Where a pattern matches it, one above it, or a parameter of its own.
+
+    So does a norm with running statistics that stay in float32, since torch has no operator for such a mixture.
+    """
+    own = module.get_submodule(path)
+    names = [f"{path}.{key}" if path else key for key in own._parameters]
+    if any(matches(n, precision.keep_fp32) for n in [path, *names]):
+        return True
+    return isinstance(own, _NormBase) and own.running_mean is not None and precision.buffer is None
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Does a pattern match this name, or that of a module above it?"""
     parts = name.split(".")
     paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
     return any(fnmatch.fnmatchcase(path, p) for path in paths for p in patterns)
 
 
-def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> None:
-    """Cast buffers, and let the modules that stay in float32 take and give what the others compute in.
-
-    Raises `PlanError` for a pattern that matches nothing.
-    """
+def check(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> None:
+    """Raises `PlanError` for a pattern of `keep_fp32` that matches nothing."""
     names = [*specs, *(n for n, _ in module.named_modules())]
     for pattern in precision.keep_fp32:
         if not any(fnmatch.fnmatchcase(n, pattern) for n in names):
@@ -57,7 +68,12 @@ def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]
                 where="precision.keep_fp32",
                 hint=f"names look like {next(iter(specs), 'none')!r}",
             )
+
+
+def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> None:
+    """Cast buffers, and let the modules that stay in float32 take and give what the others compute in."""
     buffer = precision.dtype("buffer")
+    low = precision.dtype("compute") or precision.dtype("parameter")
     for path, child in module.named_modules():
         for key, held in list(child._buffers.items()):
             name = f"{path}.{key}" if path else key
@@ -65,12 +81,11 @@ def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]
                 buffer is not None
                 and held is not None
                 and held.is_floating_point()
-                and not stays(name, precision.keep_fp32)
+                and not matches(name, precision.keep_fp32)
             ):
                 child._buffers[key] = held.to(buffer)
-        own = [f"{path}.{key}" if path else key for key, p in child._parameters.items() if p is not None]
-        low = precision.dtype("compute")
-        if low is not None and any(stays(n, precision.keep_fp32) for n in own):
+        own = any(p is not None for p in child._parameters.values())
+        if low in (torch.bfloat16, torch.float16) and own and _stays(module, path, precision):
             child.register_forward_pre_hook(_Cast(torch.float32).before, with_kwargs=True)
             child.register_forward_hook(_Cast(low).after)
 
@@ -82,12 +97,10 @@ class _Cast:
         self.dtype = dtype
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tuple(self._cast(a) for a in args), {k: self._cast(v) for k, v in kwargs.items()}
+        return pytree.tree_map(self._cast, (args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, (tuple, list)):
-            return type(output)(self._cast(o) for o in output)
-        return self._cast(output)
+        return pytree.tree_map(self._cast, output)
 
     def _cast(self, x: Any) -> Any:
         return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -95,7 +108,7 @@ class _Cast:
 
 def refuse_overflow(module: nn.Module, precision: Precision) -> list[str]:
     """The parameters of this rank that float16 can't hold: infinite, no number, or above 65504."""
-    if precision.compute != "float16":
+    if (precision.compute or precision.parameter) != "float16":
         return []
     largest = torch.finfo(torch.float16).max
     found = []

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zgraph.agreement import Agreement
 from zgraph.capture import trace
-from zgraph.casts import overflow_error, prepare, refuse_overflow
+from zgraph.casts import check, overflow_error, prepare, refuse_overflow
 from zgraph.errors import MeshError, ModelError, PlanError
 from zgraph.handle import attach, is_compiled
 from zgraph.passes import History, PassManager
@@ -22,9 +22,12 @@ from zgraph.pipeline import build
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.runtime import Runtime
+from zgraph.schedules import TorchSchedule
 from zgraph.sharding import layout, shard
 from zgraph.update.groups import members_of
+from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.program import update_history
+from zgraph.update.schedule import torch_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +98,11 @@ def compile(
             why="it was replaced on the instance",
             hint="define forward in the model's class",
         )
+    check(model, precision, specs)
+    if plan.optimizer is not None:  # (what can be refused is refused while the model is as it was)
+        optimizer = PlanOptimizer(members_of(model, specs, plan.optimizer), dict(model.named_parameters()), None)
+        if isinstance(plan.lr_schedule, TorchSchedule):
+            torch_scheduler(plan.lr_schedule, optimizer)
     too_large = refuse_overflow(model, precision)
     if agreement.any(bool(too_large)):
         raise overflow_error(too_large or ["(of another rank)"])

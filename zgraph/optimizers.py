@@ -240,6 +240,9 @@ _NAMES = {str(record.model_fields["name"].default): record for record in _ALL}
 
 def _known(value: Any) -> Any:
     """A record, or a table whose name says which."""
+    if isinstance(value, str):
+        known = f"zgraph.{value}(lr=…)" if value in _NAMES else did_you_mean(value, _NAMES)
+        raise PlanError(f"an optimizer is a record or a table, not the name {short(value)}", hint=known)
     if not isinstance(value, dict):
         return value
     name = value.get("name")

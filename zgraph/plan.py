@@ -212,6 +212,13 @@ class Plan(Record, frozen=True):
                 where="lr_schedule",
                 hint="give the plan an optimizer, or use a scheduler of torch.optim.lr_scheduler on your own",
             )
+        if self.grad_clip is not None and self.grad_clip.error_if_nonfinite and self.loss_scale() is not None:
+            raise PlanError(
+                "error_if_nonfinite together with a loss scale",
+                where="grad_clip.error_if_nonfinite",
+                why="gradients that overflow are how the scale is found; such steps are skipped and counted",
+                hint="leave it out: at the smallest scale an error says so",
+            )
         if self.ema is not None and self.optimizer is None:
             raise PlanError("a moving average without an optimizer", where="ema", hint="give the plan an optimizer")
         if self.numerics is not None and not isinstance(self.precision, str):

@@ -51,7 +51,7 @@ class Precision(Record, frozen=True):
 
     def scaling(self) -> LossScale | None:
         """The loss scale to use, None for none."""
-        return self.loss_scale or (LossScale() if self.compute == "float16" else None)
+        return self.loss_scale or (LossScale() if (self.compute or self.parameter) == "float16" else None)
 
     def dtype(self, field: str) -> Any:
         """The torch dtype of a field, None where it is None."""

@@ -71,7 +71,10 @@ class Runtime:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         key, entry = self.entry(args, kwargs)
-        with self.clock.timed("forward"):
+        if self.plan.optimizer is None and self.clock.reduced:
+            self.clock.end_step()  # the user's own update lies between
+        trains = entry.program().differentiated and torch.is_grad_enabled()
+        with self.clock.timed("forward") if trains else contextlib.nullcontext():
             result = self._calls[key](self.module, *args, **kwargs)
         if not entry.settled:
             self._settle(entry)
@@ -312,6 +315,7 @@ class Runtime:
             self.reduce_leftovers()
         if not self.accumulating:
             self.drop_kept()  # an update follows
+            self.clock.reduced = True
         return gradients
 
     def _reduction(self, step: StepProgram) -> tuple[bool, bool]:
@@ -347,9 +351,8 @@ class Runtime:
         self.clock.wants_sample = True
         ranks = self.agreement.gather(mine)
         step = max((r["step"] for r in ranks if "step" in r), default=0.0)
-        flops = (
-            sum(model_flops(e.program().captured) for e in list(self.entries.values())[:1]) * self.plan.micro_batches
-        )
+        trained = [e.program().captured for e in self.entries.values() if e.program().differentiated]
+        flops = model_flops(trained[-1]) * mine.get("forwards", 1.0) if trained else 0.0
         return Timings(
             tuple(ranks),
             min(len(self.clock.steps), KEEP),

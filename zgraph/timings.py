@@ -36,6 +36,7 @@ class Clock:
     steps: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=KEEP))
     sampled: dict[str, float] | None = None
     wants_sample: bool = False
+    reduced: bool = False  # has a backward of this step reduced its gradients?
     _open: list[tuple[str, Any, Any]] = field(default_factory=list)
     _pending: deque[tuple[list[tuple[str, Any, Any]], Any, Any]] = field(default_factory=lambda: deque(maxlen=KEEP))
     _begin: Any = None
@@ -68,6 +69,7 @@ class Clock:
 
     def end_step(self) -> None:
         """An update is over."""
+        self.reduced = False
         if self._begin is None:
             return
         self._pending.append((self._open, self._begin, self._now()))
@@ -83,6 +85,7 @@ class Clock:
             for phase, start, stop in parts:
                 times[phase] += self._between(start, stop)
             times["step"] = self._between(begin, end)
+            times["forwards"] = float(sum(phase == "forward" for phase, _, _ in parts))
             self.steps.append(times)
 
     def _now(self) -> Any:
@@ -164,7 +167,8 @@ class Timings:
     """The median step of the last ones, on every rank; `str()` is a table of min, median and max over ranks.
 
     `ranks[r]` has seconds by name: "step", "forward", "backward", "update", and, once a step was sampled, "gather" and
-    "reduce": what of them was waited for, which is part of the phases. `tokens` is tokens per second over all ranks,
+    "reduce": what of them was waited for, which is part of the phases; and "forwards", their number in a step. Where the
+    user's own optimizer updates, a step ends with the next forward, and "update" is 0. `tokens` is tokens per second over all ranks,
     `mfu` the share of the peak that the model's products reach; None where not asked for.
     """
 

@@ -38,6 +38,7 @@ def train_step(
     """See `zgraph.handle.Handle.train_step`."""
     plan = runtime.plan
     tokens = plan.loss_average == "token"
+    kwargs = _in_order(runtime, kwargs)
     calls = split_batch(args, kwargs, plan.micro_batches, uneven=tokens)
     weights = _weights(runtime, calls) if tokens else [1.0 / len(calls)] * len(calls)
     outputs = []
@@ -45,7 +46,7 @@ def train_step(
         with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
             given, rest, others = _for_forward(runtime, some, named)
             output = model(*given[0], **given[1])
-            loss = loss_of(output, loss_fn, given, rest, others)
+            loss = loss_of(output, loss_fn, _named(runtime, given), rest, others)
             if weight == 1.0:
                 loss.backward()
             else:
@@ -56,15 +57,24 @@ def train_step(
     else:
         runtime.updater.clip_only()
     sizes = [_batch_size(*call) for call in calls]
-    shares = [float(w) / sum(float(v) for v in weights) for w in weights] if len(calls) > 1 else [1.0]
+    total = sum(weights)
+    # (a rank without a single target shows the plain mean of what its micro-batches gave)
+    shares = [w / total for w in weights] if total else [1.0 / len(calls)] * len(calls)
     return join_outputs(outputs, shares, sizes)
+
+
+def _in_order(runtime: Runtime, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Named arguments in the order of forward's signature: what is first must not depend on how they are written."""
+    known = list(inspect.signature(runtime.forward_function).parameters)
+    return {k: kwargs[k] for k in [n for n in known if n in kwargs] + [n for n in kwargs if n not in known]}
 
 
 # -- in ---------------------------------------------------------------------------------------------------------------
 def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, uneven: bool) -> list[Call]:
     """The calls of the micro-batches: tensors with the batch's size are cut on dimension 0, all else is given to each.
 
-    The batch's size is that of the first tensor that has a dimension. Raises `StepError` if `parts` do not divide it,
+    The batch's size is that of the first tensor that has a dimension, in the order of forward's arguments: a tensor that is
+    no part of the batch, but has its size, is cut too (keep such a mask in a buffer). Raises `StepError` if `parts` do not divide it,
     unless `uneven`: then the last ones are smaller.
     """
     if parts == 1:
@@ -160,13 +170,35 @@ def _for_forward(
     return (args[:room], {k: v for k, v in kwargs.items() if k not in others}), args[room:], others
 
 
+def _named(runtime: Runtime, given: Call) -> dict[str, Any]:
+    """What forward is given, by its parameters' names, in their order (`*args` and `**kwargs` taken apart)."""
+    parameters = inspect.signature(runtime.forward_function).parameters
+    bound = inspect.signature(runtime.forward_function).bind(runtime.module, *given[0], **given[1])
+    found: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            found |= {f"{name}[{i}]": v for i, v in enumerate(value)}
+        elif parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        else:
+            found[name] = value
+    return found
+
+
 def loss_of(
-    output: Any, loss_fn: Callable[..., Any] | None, given: Call, rest: tuple[Any, ...], others: dict[str, Any]
+    output: Any,
+    loss_fn: Callable[..., Any] | None,
+    given: dict[str, Any],
+    rest: tuple[Any, ...],
+    others: dict[str, Any],
 ) -> torch.Tensor:
-    """The loss in an output, or `loss_fn`'s of it. Raises `StepError` where there is none, or more than a number."""
+    """The loss in an output, or `loss_fn`'s of it: of what forward did not take, else of forward's arguments by name.
+
+    Raises `StepError` where there is none, or more than a number.
+    """
     if loss_fn is None:
         if rest or others:
-            names = [*(f"argument {len(given[0]) + i + 1}" for i in range(len(rest))), *others]
+            names = [*(f"argument {len(given) + i + 1}" for i in range(len(rest))), *others]
             raise StepError(
                 f"the model's forward does not take {', '.join(names)}",
                 hint="what forward does not take is for loss_fn: zgraph.compile(model, plan, loss_fn=…)",
@@ -181,25 +213,33 @@ def loss_of(
     elif rest or others:
         loss = loss_fn(output, *rest, **others)
     else:
-        loss = loss_fn(output, *_room(loss_fn, given))
+        positional, by_name = _room(loss_fn, given)
+        loss = loss_fn(output, *positional, **by_name)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shown = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise StepError(f"the loss is no single number but {shown}", hint="take its mean")
     return loss.reshape(()) if loss.dim() else loss
 
 
-def _room(loss_fn: Callable[..., Any], given: Call) -> tuple[Any, ...]:
-    """The model's own arguments, as many as loss_fn takes after the output."""
-    values = (*given[0], *given[1].values())
+def _room(loss_fn: Callable[..., Any], given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Forward's own arguments for what loss_fn needs besides the output: by name, or in order where no name is forward's."""
     try:
-        parameters = inspect.signature(loss_fn).parameters.values()
+        parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):
-        return ()
+        return [], {}
     kinds = inspect.Parameter
-    needed = [
-        p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-    return values[: max(0, len(needed) - 1)]
+    simple = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in simple and p.default is p.empty][1:]
+    only = [p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY and p.default is p.empty]
+    if any(name in given for name in needed) or not needed:
+        missing = [name for name in [*needed, *only] if name not in given]
+        if missing:
+            raise StepError(
+                f"loss_fn wants {missing[0]!r}, which forward is not given",
+                hint=f"forward has {', '.join(given) or 'nothing'}; give train_step what only loss_fn takes besides",
+            )
+        return [given[name] for name in needed], {name: given[name] for name in only}
+    return list(given.values())[: len(needed)], {name: given[name] for name in only if name in given}
 
 
 # -- out --------------------------------------------------------------------------------------------------------------
@@ -238,6 +278,10 @@ def _mapped(function: Callable[..., Any], values: Sequence[Any]) -> Any:
         return made
     leaves, spec = pytree.tree_flatten(first)
     if len(leaves) == 1 and leaves[0] is first:
+        if any(isinstance(v, torch.Tensor) for v in getattr(first, "__dict__", {}).values()):  # a plain object
+            plain = copy.copy(first)
+            plain.__dict__.update({k: _mapped(function, [vars(v)[k] for v in values]) for k in vars(first)})
+            return plain
         if not isinstance(first, dict):
             return first
         known: dict[Any, Any] = copy.copy(first)  # a kind of dict that pytree does not know, as a ModelOutput may be

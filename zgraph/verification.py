@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zgraph.capture import find_loss
-from zgraph.casts import prepare
+from zgraph.casts import check, prepare
 from zgraph.compiled import Entry
 from zgraph.compiler import Inputs, split_inputs
 from zgraph.errors import ModelError, SignatureError
@@ -122,6 +122,7 @@ def verify(
     model = copy.deepcopy(model)
     precision = plan.resolved_precision()
     specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, precision)
+    check(model, precision, specs)
     prepare(model, precision, specs)
     plain = _in_precision(model, specs)
     batches = [_part(inputs, r, world) for r in range(world)]

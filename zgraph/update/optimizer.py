@@ -32,12 +32,13 @@ class Updates(Protocol):
 class _MadeWhenAsked(defaultdict[torch.Tensor, Any]):
     """An optimizer's state, which is never empty to who asks: torch.distributed.checkpoint would else make it by a step."""
 
-    def __init__(self, updater: Updates) -> None:
+    def __init__(self, updater: Updates | None) -> None:
         super().__init__(dict)
         self._updater = updater
 
     def __bool__(self) -> bool:
-        self._updater.make_states()
+        if self._updater is not None:
+            self._updater.make_states()
         return len(self) > 0
 
     def __reduce__(self) -> Any:
@@ -65,26 +66,31 @@ class PlanOptimizer(torch.optim.Optimizer):
     is not in them.
     """
 
-    def __init__(self, members: Sequence[Member], params: dict[str, nn.Parameter], updater: Updates) -> None:
-        self._updater = updater
+    def __init__(self, members: Sequence[Member], params: dict[str, nn.Parameter], updater: Updates | None) -> None:
+        self._behind = updater
         self._records = {m.group: m.record for m in members}
         groups = []
         for number, record in self._records.items():
             names = [m.name for m in members if m.group == number]
             values = {k: v for k, v in record.model_dump().items() if k not in ("groups", "decay", "companion")}
             groups.append({"params": [params[n] for n in names], "names": names, **values})
-        super().__init__(groups, {})
+        first = groups[0] if groups else {}
+        super().__init__(groups, {k: v for k, v in first.items() if k not in ("params", "names")})
         self.state = _MadeWhenAsked(updater)
+
+    def _updater(self) -> Updates:
+        assert self._behind is not None
+        return self._behind
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update; the same as `model.step()`."""
         if closure is not None:
             raise PlanError("the plan's optimizer takes no closure", hint="run forward and backward before step()")
-        return self._updater.step()
+        return self._updater().step()
 
     def state_dict(self) -> dict[str, Any]:
         """Every state of every parameter that trains, as torch's optimizers have it; those not made yet are made."""
-        self._updater.make_states()
+        self._updater().make_states()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -93,7 +99,7 @@ class PlanOptimizer(torch.optim.Optimizer):
         Tensors may be DTensors of any placement or whole ones. Raises `ModelError` for other groups, parameters, states
         or shapes; then nothing was changed.
         """
-        self._updater.make_states()
+        self._updater().make_states()
         pairs = list(self._pairs(state_dict))
         for param, saved in pairs:
             mine = self.state[param]
@@ -113,7 +119,7 @@ class PlanOptimizer(torch.optim.Optimizer):
                     _copy(self.state[param][key], value)
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in other.items() if k not in ("params", "names")})
-        self._updater.resume(counts)
+        self._updater().resume(counts)
 
     def _pairs(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         saved_groups = state_dict["param_groups"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from typing import Any
 
 import torch
 
 from zgraph.errors import PlanError
 from zgraph.schedules import TorchSchedule
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> Any:
@@ -20,7 +23,7 @@ def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> 
     module, _, name = record.scheduler.rpartition(":")
     try:
         found = getattr(importlib.import_module(module or "torch.optim.lr_scheduler"), name)
-        made = found(optimizer, **record.args)
+        made = found(optimizer, **{k: _resolved(v) for k, v in record.args.items()})
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise PlanError(
             f"the schedule {record.scheduler!r} can't be made",
@@ -41,3 +44,13 @@ def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> 
             hint=f"make it yourself: {name}(model.zgraph.optimizer, …), and call its step",
         )
     return made
+
+
+def _resolved(value: Any) -> Any:
+    """A function, where a plan names one: "package.module:function"."""
+    if isinstance(value, (list, tuple)):
+        return [_resolved(v) for v in value]
+    if not isinstance(value, str) or not _FUNCTION.fullmatch(value):
+        return value
+    module, _, name = value.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -71,6 +71,7 @@ class Updater:
         self.hooks: list[Callable[[dict[str, torch.Tensor]], None]] = []
         self.factor: torch.Tensor | float = 1.0
         self.calls = 0
+        self._averages_shown = False
         self._late: Late | None = None
         self._programs: dict[tuple[tuple[str, str], ...], CompiledUpdate] = {}
         self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
@@ -161,15 +162,23 @@ class Updater:
                 where="optimizer",
                 hint="give the plan one (zgraph.AdamW(lr=…)), or call your own optimizer's step",
             )
+        if self._averages_shown:
+            raise StepError(
+                "step() inside averaged_weights()",
+                why="the weights are their averages there, and come back when it ends: the update would be lost",
+                hint="leave the with block first",
+            )
         names = self._with_gradients()
         runtime.agreement.vote("an update", f"{len(names)} gradients: {' '.join(names)}")
         self._settle_previous()
         self._run_hooks(names)
         self._schedule()
         with runtime.clock.timed("update"):
-            norm = self._run(names)
-            for name in names:
-                runtime.shards.params()[name].grad = None
+            try:
+                norm = self._run(names)
+            finally:
+                for name in names:
+                    runtime.shards.params()[name].grad = None
             runtime.weights_changed(names)
         self.calls += 1
         self._after()
@@ -226,7 +235,7 @@ class Updater:
             raise StepError(
                 f"the norm of the gradients is {float(self.grad_norm)}",
                 where="grad_clip.error_if_nonfinite",
-                hint="look for the loss that became infinite; this step has changed neither weights nor states",
+                hint="look for the loss that became infinite; this step has changed neither weights nor states; its gradients are gone",
             )
         return self.grad_norm
 
@@ -274,9 +283,11 @@ class Updater:
         for name in names:
             shards.local(name).copy_(self.states[f"{name}/{EMA}"])
         self.runtime.weights_changed(names)
+        self._averages_shown = True
         try:
             yield
         finally:
+            self._averages_shown = False
             for name, weight in kept.items():
                 shards.local(name).copy_(weight)
             self.runtime.weights_changed(names)
@@ -337,12 +348,17 @@ class Updater:
                 continue
             grad = param.grad
             norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
-            found[name] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            found[name] = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * self._factor()
         return found
+
+    def _factor(self) -> float:
+        """What the update program will multiply gradients with; people who look at them before shall not see less."""
+        return float(self.factor) if self.options.factor else 1.0
 
     def _run_hooks(self, names: tuple[str, ...]) -> None:
         if self.hooks:
             params = self.runtime.shards.params()
-            grads = {n: g for n in names if (g := params[n].grad) is not None}
+            factor = self._factor()
+            grads = {n: g if factor == 1.0 else g * factor for n in names if (g := params[n].grad) is not None}
             for hook in self.hooks:
                 hook(grads)
