@@ -351,7 +351,7 @@ def test_half_precision_learns_what_float32_does(tmp_path):
         text = (EXAMPLES / "plans" / f"step_{precision}.toml").read_text()
         plan = tmp_path / f"{precision}.toml"
         plan.write_text(text.replace("warmup_steps = 20, total_steps = 400", "warmup_steps = 10, total_steps = 80"))
-        options = ["--device=cpu", "--batch=4", "--steps=80", "--eval-every=80", "--sample=0", f"--plan={plan}"]
+        options = ["--device=cpu", "--batch=8", "--steps=80", "--eval-every=80", "--sample=0", f"--plan={plan}"]
         record = train_lm.train(train_lm.parse(options), say=lambda line: None)
         ends[precision] = record.validation[-1]["loss"]
         assert record.train[-1]["lr"] < 4e-4
