@@ -248,6 +248,23 @@ def test_an_infinite_gradient_raises_where_the_plan_says_so():
     assert not equal(before, weights(model))
 
 
+@pytest.mark.parametrize(
+    ("record", "key", "value"),
+    [
+        (zgraph.SGD(lr=0.1), "maximize", True),
+        (zgraph.Muon(), "ns_steps", 3),
+        (zgraph.LAMB(), "max_coeff", 0.5),
+        (zgraph.AdamW(), "amsgrad", True),
+    ],
+)
+def test_a_field_that_the_program_was_made_for_cannot_be_changed_in_silence(record, key, value):
+    model = compiled(optimizer=record)
+    model.train_step(*batch())
+    model.zgraph.optimizer.param_groups[0][key] = value
+    with pytest.raises(PlanError, match=f"{key} of group 0 was"):
+        model.train_step(*batch())
+
+
 # -- parameters that have no gradient in some steps -----------------------------------------------------------------------
 def test_each_parameter_counts_its_own_updates_as_torch_does():
     model, plain = compiled(TwoBranches, optimizer=zgraph.AdamW(lr=1e-2)), built(TwoBranches)

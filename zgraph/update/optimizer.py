@@ -60,8 +60,10 @@ class PlanOptimizer(torch.optim.Optimizer):
     """The optimizer of a compiled model: `model.zgraph.optimizer`.
 
     `param_groups` has one group for each of the plan's that has parameters: "params", "names" and the fields of its
-    record ("lr", "betas", …). A number may be changed at any time; nothing is compiled again. A weight decay or momentum
-    that was zero in the plan can't become another number, since the program has no such operation: `PlanError`.
+    record ("lr", "betas", …). A number that the program takes (rates, betas, decay, …) may be changed at any time; nothing is
+    compiled again. Other fields can't (`maximize`, say), nor can a weight decay or momentum that was zero in the plan become
+    another number, since the program has no such operation: `PlanError` by the next step. A plan's `lr_schedule` sets what it
+    schedules before each step.
     `state_dict()` and `load_state_dict()` are torch's, so torch.distributed.checkpoint works; half precision's loss scale
     is not in them.
     """
@@ -69,11 +71,16 @@ class PlanOptimizer(torch.optim.Optimizer):
     def __init__(self, members: Sequence[Member], params: dict[str, nn.Parameter], updater: Updates | None) -> None:
         self._behind = updater
         self._records = {m.group: m.record for m in members}
+        self._fixed: dict[int, dict[str, Any]] = {}
         groups = []
         for number, record in self._records.items():
             names = [m.name for m in members if m.group == number]
             values = {k: v for k, v in record.model_dump().items() if k not in ("groups", "decay", "companion")}
             groups.append({"params": [params[n] for n in names], "names": names, **values})
+            inputs = {path.partition(".")[0] for path in RULES[record.name].scalars}
+            self._fixed[number] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k not in inputs
+            }
         first = groups[0] if groups else {}
         super().__init__(groups, {k: v for k, v in first.items() if k not in ("params", "names")})
         self.state = _MadeWhenAsked(updater)
@@ -137,6 +144,16 @@ class PlanOptimizer(torch.optim.Optimizer):
     def numbers(self, wanted: Sequence[tuple[int, str]]) -> list[float]:
         """The values of (group, "lr" or "betas.0") as they are now."""
         groups = dict(zip(self._records, self.param_groups, strict=True))
+        for number, fixed in self._fixed.items():
+            for key, before in fixed.items():
+                now = groups[number].get(key)
+                if (tuple(now) if isinstance(now, list) else now) != before:
+                    raise PlanError(
+                        f"{key} of group {number} was {before} in the plan and is {now} now",
+                        where=f"optimizer.{key}",
+                        why="the update program was made for it: only numbers of its inputs can be changed",
+                        hint="model.zgraph.recompile(plan) with another plan",
+                    )
         found: list[float] = []
         for number, path in wanted:
             key, _, at = path.partition(".")
