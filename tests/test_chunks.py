@@ -67,6 +67,8 @@ def test_chunks_compute_what_the_whole_program_does(name, more):
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_compiled_chunks_round_as_operators_one_by_one(name):
+    if name == "Muon" and torch.__version__ < "2.13":
+        pytest.skip("this torch's CPU kernels keep Muon's bfloat16 in float32, whatever they are told")
     plan = zgraph.Plan(optimizer=OPTIMIZERS[name], grad_clip=0.5)
     program = update_program(Many(), plan, 1).program
     whole, cut = inputs(program), inputs(program)
