@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from zgraph.codegen.transport import fit
 from zgraph.errors import CollectiveError
 from zgraph.program import collectives, ops
 from zgraph.program.node import info
-from zgraph.program.program import Program
+from zgraph.program.program import OutputRole, Program
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class Executable:
     library: tuple[Kernel, ...] = ()
     strides: list[Any] = field(default_factory=list)
 
+    @functools.cached_property
+    def flying(self) -> tuple[str, ...]:
+        """Names of the saved values that are still on their way when this program ends: the next one waits for them."""
+        items = self.program.output_items()
+        return tuple(port.name for port, node in items if port.role is OutputRole.SAVED and collectives.is_start(node))
+
     def run(self, values: list[Any]) -> Sequence[Any]:
         try:
             with torch.autograd.profiler.record_function(f"zgraph:{self.program.name}"):
@@ -52,7 +60,7 @@ def explain(error: Exception, executable: Executable) -> Exception:
     node = failing_node(error, executable)
     if node is None or not (collectives.is_start(node) or collectives.is_wait(node)):
         return error
-    start = node if collectives.is_start(node) else node.all_input_nodes[0]
+    start = node if collectives.is_start(node) else collectives.start_of(node)
     record = info(start)
     what = f"collective {start.name!r} over {record.mesh_dim!r} failed in {executable.program.name}"
     return CollectiveError(
@@ -91,12 +99,10 @@ def _node_at(lines: list[str], at: int, by_name: dict[str, fx.Node]) -> fx.Node 
 
 
 def lowered(program: Program, groups: dict[str, str]) -> Program:
-    """A copy for code generation: process groups' names for mesh dimensions, no release marks."""
+    """A copy for code generation: collectives as their transport takes them, no release marks."""
     copy = program.snapshot()
-    for node in copy.nodes:
-        if collectives.is_start(node):
-            collectives.set_group(node, groups.get(collectives.group_of(node), collectives.group_of(node)))
-        elif node.op == "call_function" and node.target is ops.RELEASE:
-            copy.graph.erase_node(node)
+    for node in copy.graph.find_nodes(op="call_function", target=ops.RELEASE):
+        copy.graph.erase_node(node)
+    fit(copy, groups)
     copy.recompile()
     return copy

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zgraph.errors import CaptureError
-from zgraph.program import ops, torch_private
+from zgraph.program import collectives, ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
 
@@ -64,6 +64,10 @@ def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node])
     for node in [*(u for n in backward for u in n.all_input_nodes), *gradients]:
         if info(node).phase is Phase.FORWARD and node.op != "get_attr":
             found[node] = None
+    for start in [n for n in found if collectives.is_start(n)]:  # its operand must live until it is waited for
+        operand = start.all_input_nodes[0]
+        if operand.op != "placeholder":
+            found[operand] = None
     for node in found:
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise CaptureError(

@@ -1,4 +1,4 @@
-"""What a node costs: a roofline for operators, latency and bandwidth for collectives, or what was measured.
+"""What a node costs: a roofline for operators, latency and bandwidth for collectives, or what was measured here.
 
 An operator takes as long as its arithmetic or its memory traffic, whichever is more (Williams et al., 2009, "Roofline").
 Pointwise operators and reductions are taken as fused, as Inductor fuses them: what one of them makes for another goes
@@ -8,9 +8,10 @@ through no memory. A collective over n ranks takes (n - 1) latencies and sends (
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,8 @@ class Link(Record, frozen=True):
 
     bandwidth: Rate = Field(description="bytes per second that one rank sends")
     latency: Seconds = Field(default=0.0, description="seconds that each message takes besides")
+    scatter: Rate = Field(default=1.0, description="how many times its bytes a reduce-scatter moves (gloo: 2)")
+    work: Seconds = Field(default=0.0, description="seconds of computing that each byte costs the rank besides")
 
 
 class Hardware(Record, frozen=True):
@@ -47,6 +50,9 @@ class Hardware(Record, frozen=True):
     host: Rate = Field(description="bytes per second between host and device, each way")
     nvme: Rate = Field(default=3e9, description="bytes per second of a local NVMe disk")
     links: dict[str, Link] = Field(description='by mesh dimension; "*" for those without one of their own')
+    operators: dict[str, Seconds] = Field(
+        default={}, description="seconds of operators that were timed, by zgraph.passes.costs.signature"
+    )
 
     def link(self, dim: str) -> Link:
         """The link of a mesh dimension. Raises `PlanError` if there is none."""
@@ -61,9 +67,19 @@ class Hardware(Record, frozen=True):
 
 
 NVLINK4, NVLINK3 = Link(bandwidth=450e9, latency=3e-6), Link(bandwidth=300e9, latency=3e-6)
+CPU = Hardware(
+    name="cpu",  # one core with AVX-512 of a server, and 1 Gbit/s
+    flops={"float32": 150e9, "float64": 75e9},
+    memory=13e9,
+    launch=2e-6,
+    capacity=16 * 10**9,
+    host=13e9,
+    links={"*": Link(bandwidth=125e6, latency=50e-6, scatter=2)},
+)
 KNOWN = {
     h.name: h
     for h in (
+        CPU,
         Hardware(
             name="h100-80g",
             flops={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
@@ -91,15 +107,6 @@ KNOWN = {
             host=32e9,
             links={"*": NVLINK3},
         ),
-        Hardware(
-            name="cpu",  # one core with AVX-512 of a server, and 1 Gbit/s
-            flops={"float32": 150e9, "float64": 75e9},
-            memory=13e9,
-            launch=2e-6,
-            capacity=16 * 10**9,
-            host=13e9,
-            links={"*": Link(bandwidth=125e6, latency=50e-6)},
-        ),
     )
 }
 
@@ -109,36 +116,54 @@ def hardware(name: str) -> Hardware:
     if name in KNOWN:
         return KNOWN[name]
     path = Path(name)
-    if path.suffix != ".toml":
+    if path.suffix not in (".toml", ".json"):
         raise PlanError(f"there is no hardware {name!r}", where="hardware", hint=did_you_mean(name, KNOWN))
     try:
-        return Hardware.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        return Hardware.model_validate(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
+    except (OSError, ValueError) as error:
         raise PlanError("the hardware's file can't be read", where=name, why=str(error)) from error
+    except PlanError as error:
+        raise PlanError(
+            f"the hardware's file has a fault: {error.what}",
+            where=f"{name}: {error.where}",
+            why=error.why,
+            hint=error.hint,
+        ) from error
+
+
+def hardware_like(device: str, name: str = "") -> Hardware:
+    """What is known of a device of this type and `name` (as torch.cuda.get_device_name gives it)."""
+    if device == "cpu":
+        return CPU
+    return next((h for key, h in KNOWN.items() if key.split("-")[0] in name.lower()), KNOWN["h100-80g"])
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds by node. `measured` holds those of operators that were timed, by `signature`; `fused` says whether the
-    backend fuses."""
+    """Seconds by node; `fused` says whether the backend fuses."""
 
     hardware: Hardware
     fused: bool = True
-    measured: Mapping[str, float] = field(default_factory=dict)
 
-    def transfer(self, start: fx.Node, ranks: int) -> float:
-        """A collective's time on its link, alone."""
-        link = self.hardware.link(str(info(start).mesh_dim))
-        rounds = 2 if start.target is collectives.ALL_REDUCE else 1
-        whole = max(size_of(start), sum(size_of(a) for a in start.all_input_nodes))
-        return rounds * (ranks - 1) * (link.latency + whole / ranks / link.bandwidth)
+    def transfer(self, starts: Sequence[fx.Node], ranks: int) -> float:
+        """The time on its link, alone, of a bucket: collectives of one kind that start together."""
+        link = self.hardware.link(str(info(starts[0]).mesh_dim))
+        rounds = {"all_reduce": 2.0, "reduce_scatter": link.scatter}.get(collectives.kind(starts[0]), 1.0)
+        whole = sum(max(size_of(s), sum(size_of(a) for a in s.all_input_nodes)) for s in starts)
+        return (ranks - 1) * (max(1, round(rounds)) * link.latency + rounds * whole / ranks / link.bandwidth)
+
+    def work(self, starts: Sequence[fx.Node]) -> float:
+        """The time that a bucket takes from the compute stream (on CPUs, which move the bytes themselves)."""
+        link = self.hardware.link(str(info(starts[0]).mesh_dim))
+        return link.work * sum(max(size_of(s), sum(size_of(a) for a in s.all_input_nodes)) for s in starts)
 
     def compute(self, program: Program) -> dict[fx.Node, float]:
         """The time of every operator that is no collective."""
         return {n: self._operator(n) for n in program.graph.nodes if _computes(n)}
 
     def _operator(self, node: fx.Node) -> float:
-        known = self.measured.get(signature(node)) if self.measured else None
+        known = self.hardware.operators.get(signature(node)) if self.hardware.operators else None
         if known is not None:
             return known
         moved = self._traffic(node)

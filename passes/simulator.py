@@ -85,14 +85,20 @@ def simulate(program: Program, costs: Costs) -> Forecast:
     stalls: list[Stall] = []
     for node in program.graph.nodes:
         if collectives.is_start(node):
+            if node in done:  # (with the bucket)
+                continue
+            starts = bucket_of(node)
             dim = str(info(node).mesh_dim)
             name = f"link:{dim if dim in costs.hardware.links else '*'}"
-            seconds = costs.transfer(node, program.mesh[dim])
-            done[node] = free[name] = max(clock, free.get(name, 0.0)) + seconds
+            seconds, work = costs.transfer(starts, program.mesh[dim]), costs.work(starts)
+            clock += work
+            free[name] = max(clock, free.get(name, 0.0)) + seconds
+            done.update(dict.fromkeys(starts, free[name]))
             busy[name] += seconds  # type: ignore[assignment]
+            busy["compute"] += work  # type: ignore[assignment]
         elif collectives.is_wait(node):
-            start = node.all_input_nodes[0]
-            if done[start] > clock:
+            start = collectives.start_of(node)
+            if done.get(start, 0.0) > clock:
                 stalls.append(Stall(node.name, info(start).role, done[start] - clock))
                 clock = done[start]
         elif node in compute:
@@ -100,6 +106,15 @@ def simulate(program: Program, costs: Costs) -> Forecast:
             busy["compute"] += compute[node]  # type: ignore[assignment]
     end = max([clock, *free.values()])
     return Forecast(program.name, end, dict(busy), tuple(stalls), tuple(memory_of(program)))
+
+
+def bucket_of(start: fx.Node) -> list[fx.Node]:
+    """The starts from this one on that are one transfer with it."""
+    found = [start]
+    name = info(start).bucket
+    while name is not None and collectives.is_start(found[-1].next) and info(found[-1].next).bucket == name:
+        found.append(found[-1].next)
+    return found
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -258,6 +258,9 @@ def check_waits(program: Program) -> None:
     for node in program.graph.nodes:
         if collectives.is_start(node):
             waits = [u for u in node.users if collectives.is_wait(u)]
+            leaves = program.level is Level.EXECUTABLE and not waits and node in program.output_values()
+            if leaves:  # the next program waits for it
+                continue
             if len(waits) != 1:
                 raise _fault(
                     program,
@@ -273,13 +276,21 @@ def check_waits(program: Program) -> None:
                     f"node {others[0].name!r} reads {node.name!r} without waiting for it",
                     "its bytes have not arrived there",
                 )
-        if collectives.is_wait(node) and not (isinstance(node.args[0], fx.Node) and collectives.is_start(node.args[0])):
+        if collectives.is_wait(node) and not _starts(node.args[0], program):
             raise _fault(
                 program,
                 node,
                 f"node {node.name!r} waits for no collective",
                 f"{node.args[0]} starts none (or was waited for already)",
             )
+
+
+def _starts(node: Any, program: Program) -> bool:
+    """Does this node start a collective, or bring in one that an earlier program started?"""
+    if not isinstance(node, fx.Node):
+        return False
+    came_in = node.op == "placeholder" and info(node).role in (Role.GATHER, Role.REDUCE)
+    return collectives.is_start(node) or (came_in and program.level is Level.EXECUTABLE)
 
 
 def check_groups(program: Program) -> None:
@@ -357,24 +368,24 @@ def check_reductions(program: Program) -> None:
             )
 
 
-def check_gloo(program: Program) -> None:
-    """After `wait_for_gloo`, no collective is in flight beside a reduce-scatter on CPU."""
-    if "gloo_safe" not in program.facts:
-        return
-    flying: dict[fx.Node, None] = {}
+def check_buckets(program: Program) -> None:
+    """The starts of a bucket stand side by side and are of one kind, over one mesh dimension, in one dtype."""
+    last: dict[str, fx.Node] = {}
     for node in program.graph.nodes:
-        if collectives.is_wait(node):
-            flying.pop(node.all_input_nodes[0], None)
-        elif collectives.is_start(node) and all(t.device.type == "cpu" for t in tensors(node)):
-            flying[node] = None
-            beside = [n for n in flying if n is not node]
-            if beside and any(n.target is collectives.REDUCE_SCATTER for n in flying):
-                raise _fault(
-                    program,
-                    node,
-                    f"collective {node.name!r} starts while {beside[0].name!r} is in flight",
-                    "gloo's reduce-scatter corrupts memory beside another collective (see passes/gloo.py)",
-                )
+        if not collectives.is_start(node) or (name := info(node).bucket) is None:
+            continue
+        before = last.get(name)
+        last[name] = node
+        if before is None:
+            continue
+        alike = [(n.target, collectives.group_of(n), value(n).dtype) for n in (before, node)]
+        if before.next is not node or alike[0] != alike[1]:
+            raise _fault(
+                program,
+                node,
+                f"collective {node.name!r} does not fit its bucket {name!r}",
+                f"{before.name!r} is in it, and {'is of another kind' if before.next is node else 'stands elsewhere'}",
+            )
 
 
 # -- lifetimes ------------------------------------------------------------------------------------------------------
@@ -398,7 +409,7 @@ def check_releases(program: Program) -> None:
             if not (
                 isinstance(buffer, fx.Node)
                 and collectives.is_wait(buffer)
-                and info(buffer.all_input_nodes[0]).role is Role.GATHER
+                and info(collectives.start_of(buffer)).role is Role.GATHER
             ):
                 raise _fault(
                     program,
@@ -456,7 +467,7 @@ RULES: tuple[Rule, ...] = (
     check_waits,
     check_groups,
     check_reductions,
-    check_gloo,
+    check_buckets,
     check_releases,
     check_random,
     check_mutation,

@@ -40,6 +40,16 @@ class KeepOptions:
 
 
 @dataclass(frozen=True)
+class RegatherOptions:
+    """Weights that are held from the forward to the backward: those named in `keep`, and those between whose two uses no
+    more than `reuse_bytes` of other weights are used (DeepSpeed's stage3_max_reuse_distance): at the turn from forward to
+    backward a weight would be let go just to be gathered again."""
+
+    reuse_bytes: int = 0
+    keep: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class ReduceOptions:
     """`reduce`: False leaves each gradient as this rank's own, for a later program to add and reduce.
     `accumulated`: such gradients of earlier micro-batches come in and are added before the reduction."""
@@ -93,16 +103,22 @@ def _enter(program: Program, node: fx.Node, spec: ParamSpec) -> None:
 @graph_pass(
     "regather",
     "what the forward gathered is gathered again for the backward, not kept",
+    options=RegatherOptions,
     requires=("sharded",),
     provides=("regathered",),
     conflicts=("kept",),
 )
-def regather(program: Program) -> dict[str, int]:
-    regathered = 0
-    for name, whole in gathered(program, Phase.FORWARD).items():
+def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
+    regathered = held = 0
+    wholes = gathered(program, Phase.FORWARD)
+    reuse = _Reuse(program, wholes)
+    for name, whole in wholes.items():
         chain = _forward_chain(whole)
         late = sorted({user for link in chain for user in _backward_users(link)})
         if not late:
+            continue
+        if name in options.keep or reuse.distance(name) <= options.reuse_bytes:
+            held += 1
             continue
         spec = program.params[name]
         shard = program.input_nodes(InputRole.PARAMETER)[name]
@@ -115,7 +131,34 @@ def regather(program: Program) -> dict[str, int]:
             for link, copied in copies.items():
                 user.replace_input_with(link, copied)
         regathered += 1
-    return {"regathered": regathered}
+    return {"regathered": regathered, "held": held}
+
+
+class _Reuse:
+    """How much else is used between a weight's last use in the forward and its first in the backward."""
+
+    def __init__(self, program: Program, wholes: dict[str, fx.Node]) -> None:
+        at = {node: i for i, node in enumerate(program.graph.nodes)}
+        self._sizes = {
+            name: program.params[name].numel * program.params[name].compute_dtype.itemsize for name in wholes
+        }
+        self._readers = {name: self._positions(whole, at) for name, whole in wholes.items()}
+
+    @staticmethod
+    def _positions(whole: fx.Node, at: dict[fx.Node, int]) -> tuple[list[int], list[int]]:
+        """Where the forward and the backward read a weight."""
+        users = {u for link in _forward_chain(whole) for u in link.users if u.op != "output" and not is_view(u)}
+        forward = sorted(at[u] for u in users if info(u).phase is Phase.FORWARD)
+        return forward, sorted(at[u] for u in users if info(u).phase is Phase.BACKWARD)
+
+    def distance(self, name: str) -> int:
+        """Bytes of the other weights that are read in between."""
+        forward, backward = self._readers[name]
+        if not forward or not backward:
+            return sum(self._sizes.values())
+        low, high = forward[-1], backward[0]
+        others = ((n, f + b) for n, (f, b) in self._readers.items() if n != name)
+        return sum(self._sizes[n] for n, reads in others if any(low < r < high for r in reads))
 
 
 @graph_pass(

@@ -21,6 +21,7 @@ from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import Parts, split
 from zgraph.passes import History, PassManager, verify_program
 from zgraph.passes.aliases import is_random
+from zgraph.passes.costs import Costs
 from zgraph.pipeline import PLAIN, Variant, build
 from zgraph.plan import Plan
 from zgraph.program import torch_private
@@ -32,11 +33,12 @@ logger = logging.getLogger(__name__)
 class StepProgram:
     """The programs for one signature and one choice of differentiated outputs."""
 
-    def __init__(self, name: str, captured: Program, plan: Plan, groups: dict[str, str]) -> None:
+    def __init__(self, name: str, captured: Program, plan: Plan, groups: dict[str, str], costs: Costs) -> None:
         self.name = name
         self.captured = captured
         self.plan = plan
         self.groups = groups
+        self.costs = costs
         self.random = any(is_random(n) for n in captured.graph.nodes)
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
@@ -56,7 +58,7 @@ class StepProgram:
     def history(self, variant: Variant = PLAIN) -> History:
         """The way of this program through the pipeline."""
         if variant not in self._histories:
-            manager = PassManager(build(self.plan, variant, training=self.differentiated))
+            manager = PassManager(build(self.plan, variant, training=self.differentiated, costs=self.costs))
             self._histories[variant] = manager.run(self.captured.snapshot())
         return self._histories[variant]
 
@@ -120,6 +122,7 @@ class Entry:
         mesh: dict[str, int],
         plan: Plan,
         groups: dict[str, str],
+        costs: Costs,
         device: torch.device,
     ) -> None:
         start = time.perf_counter()
@@ -127,6 +130,7 @@ class Entry:
         self.shown = shown
         self.plan = plan
         self.groups = groups
+        self.costs = costs
         self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device, plan.resolved_precision())
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
         self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
@@ -144,7 +148,7 @@ class Entry:
             decompositions = torch_private.inductor_decompositions() if self.plan.backend == "inductor" else {}
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
             captured = self.trace.joint(chosen, decompositions, name)
-            self._programs[chosen] = StepProgram(name, captured, self.plan, self.groups)
+            self._programs[chosen] = StepProgram(name, captured, self.plan, self.groups, self.costs)
         return self._programs[chosen]
 
     def programs(self) -> list[StepProgram]:

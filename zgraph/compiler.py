@@ -18,10 +18,11 @@ from zgraph.casts import check, overflow_error, prepare, refuse_overflow
 from zgraph.errors import MeshError, ModelError, PlanError
 from zgraph.handle import attach, is_compiled
 from zgraph.passes import History, PassManager
+from zgraph.passes.costs import Costs
 from zgraph.pipeline import build
 from zgraph.plan import Plan
 from zgraph.program import torch_private
-from zgraph.runtime import Runtime
+from zgraph.runtime import Runtime, agreed_costs
 from zgraph.schedules import TorchSchedule
 from zgraph.sharding import layout, shard
 from zgraph.update.groups import members_of
@@ -81,6 +82,7 @@ def compile(
     precision = plan.resolved_precision()
     specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, precision)
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
+    agreed_costs(plan, device, agreement)
     agreement.vote(
         "the model",
         "; ".join(f"{s.name}: {s.dtype}{list(s.shape)}{'' if s.requires_grad else ' frozen'}" for s in specs.values()),
@@ -125,10 +127,10 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise TypeError(f"inputs are a tuple of args or a dict of kwargs, not {type(inputs).__name__}")
 
 
-def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> History:
+def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Costs | None = None) -> History:
     """Capture `model` (not compiled, on any device) and run the plan's pipeline for `world` ranks, without any.
 
-    `inputs` are one rank's own batch. The history's first record is the captured program, the last one the finished
+    `inputs` are one rank's own batch; decisions are made from `costs` (by default the plan's). The history's first record is the captured program, the last one the finished
     program, not yet split into forward and backward; it is the same on every rank. Raises what `compile` does, but
     for `LoweringError`: nothing is compiled, and the model is not changed.
     """
@@ -142,7 +144,7 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Histor
     pattern = frozenset({traced.loss}) if traced.loss is not None else traced.differentiable
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     captured = traced.joint(pattern, decompositions, "train" if pattern else "eval")
-    return PassManager(build(plan, training=bool(pattern))).run(captured)
+    return PassManager(build(plan, training=bool(pattern), costs=costs)).run(captured)
 
 
 def update_program(model: nn.Module, plan: Plan, world: int) -> History:

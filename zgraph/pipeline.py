@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 
 from zgraph.errors import PlanError
 from zgraph.passes import Pass, PassType
+from zgraph.passes.bucket import BucketOptions, bucket
 from zgraph.passes.cleanup import cleanup
-from zgraph.passes.gloo import wait_for_gloo
+from zgraph.passes.costs import Costs, hardware, hardware_like
 from zgraph.passes.in_place import write_in_place
 from zgraph.passes.inductor_prepare import inductor_prepare
 from zgraph.passes.loss_scale import scale_loss
+from zgraph.passes.overlap import OverlapOptions, overlap
 from zgraph.passes.recompute import recompute
 from zgraph.passes.release import release
 from zgraph.passes.zero import (
     KeepOptions,
     ReduceOptions,
+    RegatherOptions,
     keep_gathered,
     reduce_gradients,
     regather,
@@ -41,23 +44,38 @@ class Variant:
 PLAIN = Variant()  # a step of one micro-batch
 
 
-def build(plan: Plan, variant: Variant = PLAIN, *, training: bool = True) -> list[Pass]:
+def costs_of(plan: Plan, device: str = "cpu", name: str = "") -> Costs:
+    """What passes decide from: the plan's hardware, else that of a device ("cuda") of this `name`. Raises `PlanError` for
+    hardware that is not known, a file that can't be read, and a mesh dimension without a link."""
+    found = hardware(plan.hardware) if plan.hardware is not None else hardware_like(device, name)
+    for dim in plan.mesh:
+        found.link(dim)
+    return Costs(found, fused=plan.backend == "inductor")
+
+
+def build(plan: Plan, variant: Variant = PLAIN, *, training: bool = True, costs: Costs | None = None) -> list[Pass]:
     """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there.
 
-    A program that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
+    Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU). A program that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
     """
+    costs = costs or costs_of(plan)
     keep = training and plan.zero in (1, 2)
     passes = [cleanup()]
     if plan.backend == "inductor":
         passes += [inductor_prepare(), recompute()]
     passes.append(shard_parameters())
-    passes.append(keep_gathered(KeepOptions(variant.gathered_before)) if keep else regather())
+    if keep:
+        passes.append(keep_gathered(KeepOptions(variant.gathered_before)))
+    else:
+        passes.append(regather(RegatherOptions(plan.prefetch.reuse_bytes)))
     if training and plan.loss_scale() is not None:
         passes.append(scale_loss())
     passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
+    passes.append(bucket(BucketOptions(plan.bucket.gather, plan.bucket.reduce, costs)))
+    early = plan.prefetch
+    passes.append(overlap(OverlapOptions(early.max_bytes, early.ahead_bytes, early.reduce_bytes, early.enabled, costs)))
     if not keep:
         passes.append(release())
-    passes.append(wait_for_gloo())  # the last one: whatever order the others chose, it must be safe to run
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
     return passes
@@ -72,7 +90,8 @@ def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | Non
     mine = load_pass(ref)
     names = [p.name for p in passes]
     if anchor is None:
-        position, anchor = "before", "wait_for_gloo"
+        passes.append(mine)
+        return
     if anchor not in names:
         raise PlanError(
             f"pass {ref!r} is to stand {position} {anchor!r}, which is not in the pipeline",

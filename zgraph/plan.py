@@ -30,6 +30,7 @@ from pydantic import (
 )
 
 from zgraph import planfile
+from zgraph.communication import Bucket, Bytes, Prefetch
 from zgraph.errors import MeshError, PlanError
 from zgraph.loss_scaling import LossScale
 from zgraph.optimizers import AnyOptimizer
@@ -101,7 +102,7 @@ _PASS = re.compile(
 
 @dataclass(frozen=True)
 class UserPass:
-    """A pass of the user's own and its place in the pipeline: without a position, after all but `wait_for_gloo`."""
+    """A pass of the user's own and its place in the pipeline: without a position, after all others."""
 
     ref: str
     """`"package.module:function"`."""
@@ -195,6 +196,15 @@ class Plan(Record, frozen=True):
     )
     loss_average: Literal["batch", "token"] = Field(
         default="batch", description="whether micro-batches and ranks count equally, or by their targets"
+    )
+    bucket: Bucket = Field(default=Bucket(), description="how much one gather or reduction carries, as a record")
+    prefetch: Prefetch = Field(default=Prefetch(), description="how early gathers start, as a record")
+    memory_budget: Bytes | None = Field(
+        default=None, description='bytes of device memory that a step may take, or "20GiB"; none: no bound'
+    )
+    hardware: str | None = Field(
+        default=None,
+        description="what schedules are made for: a name, or the file of zgraph calibrate; none: by the device",
     )
     passes: tuple[
         Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)],

@@ -23,7 +23,10 @@ from torch.distributed.tensor.placement_types import Placement
 from zgraph.agreement import Agreement
 from zgraph.compiled import Entry, StepProgram
 from zgraph.errors import CaptureError, ModelError, SignatureError, UnsupportedError
+from zgraph.passes.costs import Costs
+from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
+from zgraph.program import collectives
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.program import InputRole, OutputRole, Port, Program
 from zgraph.program.torch_private import keeps_graph
@@ -33,6 +36,14 @@ from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.update.updater import Updater
 
 logger = logging.getLogger(__name__)
+
+
+def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement) -> Costs:
+    """What the ranks schedule from, equal on all: else they would wait for each other's collectives for ever."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    costs = costs_of(plan, device.type, name)
+    agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
+    return costs
 
 
 class Runtime:
@@ -60,6 +71,7 @@ class Runtime:
         self.groups = (
             {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()} if mesh is not None else {}
         )
+        self.costs = agreed_costs(plan, device, agreement)
         self.entries: dict[str, Entry] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
         self.kept: dict[str, torch.Tensor] = {}
@@ -142,6 +154,7 @@ class Runtime:
             self.sizes,
             self.plan,
             self.groups,
+            self.costs,
             self.device,
         )
         if entry.program().differentiated:
@@ -219,19 +232,21 @@ class Runtime:
     # -- forward ----------------------------------------------------------------------------------------------------
     def run_forward(
         self, entry: Entry, step: StepProgram, flat: Sequence[Any], *, mutate: bool = True
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], _Saved]:
         """(the flat outputs, the saved values) of one forward; buffers are updated unless `mutate` is False."""
         gathered_before = step.keeps and self._kept_valid(step)
         executable = step.forward(gathered_before)
         self.clock.ran(executable.program)
         values = executable.run([self._input(p, flat) for p in executable.program.inputs])
         outputs = list(entry.constants)
-        saved: list[Any] = []
+        saved = _Saved()
         given = {id(v) for v in flat}
         with torch.no_grad():
             for port, value in zip(executable.program.outputs, values, strict=True):
                 if port.role is OutputRole.SAVED:
                     saved.append(value)
+                    if port.name in executable.flying:
+                        saved.flying.append(value)
                 elif port.role is OutputRole.KEPT:
                     self.kept[port.name] = value
                 elif port.role is OutputRole.OUTPUT and port.index is not None:
@@ -276,7 +291,7 @@ class Runtime:
     def run_backward(
         self,
         step: StepProgram,
-        saved: list[Any],
+        saved: _Saved,
         flat: Sequence[Any],
         tangents: dict[int, torch.Tensor],
         kept: dict[str, torch.Tensor],
@@ -370,6 +385,24 @@ class Runtime:
             self.accumulating = before
 
 
+class _Saved(list[Any]):
+    """What a forward saved. Gathers that it started and no backward waits for are waited for when this goes: torch
+    holds a transfer, and its buffers, until someone has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flying: list[torch.Tensor] = []
+
+    def clear(self) -> None:
+        super().clear()
+        self.flying.clear()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # (the process group may be gone)
+            for value in self.flying:
+                collectives.WAIT(value)
+
+
 def _is_partial(grad: torch.Tensor) -> bool:
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
@@ -446,7 +479,7 @@ class _Step(torch.autograd.Function):
         return (None, None, None, None, None, *of_params, *of_inputs)
 
 
-def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, list[Any], Sequence[Any]]:
+def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, _Saved, Sequence[Any]]:
     """Run the forward again by the program that has tangents for just these outputs; later calls use it at once."""
     runtime, entry = ctx.runtime, ctx.entry
     logger.warning("%s: the backward starts from other outputs than expected; compiling a program for them", entry.name)

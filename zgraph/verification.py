@@ -24,6 +24,7 @@ from zgraph.compiled import Entry
 from zgraph.compiler import Inputs, split_inputs
 from zgraph.errors import ModelError, SignatureError
 from zgraph.passes.virtual import coordinates, run_virtual
+from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
@@ -128,7 +129,7 @@ def verify(
     batches = [_part(inputs, r, world) for r in range(world)]
     args, kwargs = split_inputs(batches[0])
     forward = getattr(model.forward, "__func__", None)
-    entry = Entry("verify", "", model, forward, args, kwargs, specs, sizes, plan, {}, _device(model))
+    entry = Entry("verify", "", model, forward, args, kwargs, specs, sizes, plan, {}, costs_of(plan), _device(model))
     state = torch.get_rng_state()
     try:
         runs = [_Rank(model, plain, entry, b, loss_fn) for b in batches]

@@ -21,6 +21,19 @@ WAIT = _functional.wait_tensor.default
 _GROUP_ARG = {ALL_GATHER: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2, ALL_TO_ALL: 3}
 _SIZE_ARG = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
 _REDUCE_ARG = {REDUCE_SCATTER: 1, ALL_REDUCE: 1}
+_KINDS = {
+    ALL_GATHER: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_REDUCE: "all_reduce",
+    ALL_TO_ALL: "all_to_all",
+}
+
+# One operator for several tensors, by that for one.
+COALESCED = {
+    ALL_GATHER: _functional.all_gather_into_tensor_coalesced.default,
+    REDUCE_SCATTER: _functional.reduce_scatter_tensor_coalesced.default,
+    ALL_REDUCE: _functional.all_reduce_coalesced.default,
+}
 
 
 def is_start(node: fx.Node) -> bool:
@@ -31,6 +44,21 @@ def is_start(node: fx.Node) -> bool:
 def is_wait(node: fx.Node) -> bool:
     """Does this node wait for one?"""
     return node.op == "call_function" and node.target is WAIT
+
+
+def start_of(wait: fx.Node) -> fx.Node:
+    """The start that a wait ends; in a program that another one's transfers come into, the placeholder of one."""
+    return wait.all_input_nodes[0]
+
+
+def wait_of(start: fx.Node) -> fx.Node | None:
+    """The wait of a start; None where another program waits for it."""
+    return next((u for u in start.users if is_wait(u)), None)
+
+
+def kind(start: fx.Node) -> str:
+    """ "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"."""
+    return _KINDS[start.target]  # type: ignore[index]
 
 
 def group_of(start: fx.Node) -> str:

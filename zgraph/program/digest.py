@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zgraph.program import collectives
-from zgraph.program.node import value
+from zgraph.program.node import has_info, info, value
 from zgraph.program.program import Level, Program
 
 
@@ -44,7 +44,8 @@ def first_difference(mine: list[tuple[str, str]], theirs: list[tuple[str, str]])
 
 
 def _describe(node: fx.Node) -> str:
-    return f"{node.name} = {_target(node)}{_text(node.args)} {_text(dict(node.kwargs))} -> {_type(value(node))}"
+    bucket = f" in {info(node).bucket}" if has_info(node) and info(node).bucket else ""
+    return f"{node.name} = {_target(node)}{_text(node.args)} {_text(dict(node.kwargs))} -> {_type(value(node))}{bucket}"
 
 
 def _target(node: fx.Node) -> str:

@@ -41,7 +41,8 @@ class NodeInfo:
     `module` is the path of the user's module ("" for the root), `source` the user's "file:line" ("" if unknown),
     `param` the parameter that a gather, reduction or layout node serves, `mesh_dim` the mesh dimension of a
     collective, `stream` the name of the stream it is meant for, `made_by` the pass that made it ("capture" for the
-    user's own nodes), `copy_of` the node that it repeats.
+    user's own nodes), `copy_of` the node that it repeats. Starts of collectives that stand side by side with the same
+    `bucket` are one transfer.
     """
 
     phase: Phase
@@ -53,6 +54,7 @@ class NodeInfo:
     stream: str = "compute"
     made_by: str = "capture"
     copy_of: str | None = None
+    bucket: str | None = None
 
     def but(self, **changes: Any) -> NodeInfo:
         """This record with some fields changed."""
@@ -103,7 +105,7 @@ def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_ROOT = re.compile(r"^L\[(?:'|\")self(?:'|\")\]\.?")
+_ROOT = re.compile(r"^L\[(?:'|\")\w+(?:'|\")\]\.?")
 _INDEX = re.compile(r"\[(?:'|\")?([^\]'\"]+)(?:'|\")?\]")
 
 

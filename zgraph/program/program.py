@@ -14,6 +14,7 @@ from torch import fx
 
 from zgraph.program import torch_private
 from zgraph.program.node import NodeInfo, set_info, value
+from zgraph.program.remark import Remark
 
 # The mesh dimensions over which ranks see different data, innermost first: gradients are averaged over them.
 DATA_DIMS = ("dp", "replicate")
@@ -128,7 +129,8 @@ class Program:
     `inputs` are in the order of the graph's placeholders, `outputs` in that of its output node, whose argument is a
     flat tuple of nodes. `mesh` gives the sizes of the mesh dimensions by name, outermost first, in ranks. `params` has
     the layout of every parameter of the model by name, used here or not. `fake_mode` made the nodes' fake values, and
-    makes those of inserted nodes. `facts` are what passes have provided so far (their contracts speak of these).
+    makes those of inserted nodes. `facts` are what passes have provided so far (their contracts speak of these), `remarks`
+    what they would have liked to do and could not.
 
     Shapes are those of one rank: from the level distributed on, a sharded parameter enters with its `shard_shape`.
     """
@@ -142,6 +144,7 @@ class Program:
     fake_mode: Any
     level: Level = Level.CAPTURED
     facts: set[str] = field(default_factory=set)
+    remarks: list[Remark] = field(default_factory=list)
 
     # -- reading ---------------------------------------------------------------------------------------------------
     @property
@@ -258,6 +261,7 @@ class Program:
             fake_mode=self.fake_mode,
             level=self.level,
             facts=set(self.facts),
+            remarks=list(self.remarks),
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:

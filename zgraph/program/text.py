@@ -187,6 +187,8 @@ def _comment(node: fx.Node) -> str:
     if record.role is not Role.COMPUTE:
         served = [record.role, record.param, record.mesh_dim and f"@{record.mesh_dim}"]
         parts.append(" ".join(text for text in served if text))
+    if record.bucket:
+        parts.append(f"in {record.bucket}")
     if record.copy_of:
         parts.append(f"again {record.copy_of}")
     if record.module:

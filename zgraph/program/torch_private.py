@@ -326,6 +326,17 @@ def boxed(graph: fx.Graph) -> None:
     graph.set_codegen(_BoxedCodeGen())
 
 
+def backend_of(group: str, device: torch.device) -> tuple[str, int]:
+    """("gloo", this process's rank) of the process group of that name; ("", 0) if there is none."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        found = distributed_c10d._resolve_process_group(group)
+        return found._get_backend(device).name(), found.rank()
+    except (RuntimeError, KeyError, LookupError):
+        return "", 0
+
+
 def lazy_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     """A graph module whose Python code is written when someone reads or calls it, not at each change."""
     from torch.fx._lazy_graph_module import _LazyGraphModule

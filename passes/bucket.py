@@ -1,0 +1,153 @@
+"""Puts transfers together that are needed, or ready, one after another: each start of a transfer costs the link's latency.
+
+*Contract.* On entry every parameter is gathered and every gradient reduced by a transfer of its own. On exit starts of
+the same `bucket` stand side by side, and code generation makes one coalesced collective of them: no tensor is copied.
+
+A bucket has one phase, one dtype and one mesh dimension, and never spans two layers: what ZeRO-3 lets go after a layer
+is not held for the next one. It grows until it has so many bytes that the latency is 5% of the transfer (or as many as the
+plan says), so most consist of a few small tensors and a large one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zgraph.passes.contract import graph_pass
+from zgraph.passes.costs import CPU, Costs, size_of
+from zgraph.passes.transfers import Transfer, gathers_of, layers_of, reductions_of
+from zgraph.program.node import info, set_info, tensor
+from zgraph.program.program import Program
+
+LATENCY_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class BucketOptions:
+    """Bytes that a bucket of gathers and one of reductions grow to; None: by the link. `costs` know the links."""
+
+    gather: int | None = None
+    reduce: int | None = None
+    costs: Costs = field(default_factory=lambda: Costs(CPU))
+
+
+@graph_pass(
+    "bucket",
+    "small transfers of a layer become one",
+    options=BucketOptions,
+    requires=("sharded", "reduced"),
+    provides=("bucketed",),
+    conflicts=("bucketed",),
+)
+def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
+    layers = layers_of(program)
+    gathers = sorted(gathers_of(program), key=_first_reader)
+    reductions = reductions_of(program)
+    found = [_grown(list(g), options.gather, options, program) for g in _alike(gathers, layers)]
+    buckets = [b for group in found for b in group]
+    for number, members in enumerate(buckets):
+        _join(members, f"gathers{number}", _together_before)
+    first = [t for t in reductions if t.source is None or t.source not in {r.wait for r in reductions}]
+    rest = [t for t in reductions if t not in first]
+    later = []
+    for stage in (first, rest):  # (the second dimension's start from what the first one's end in)
+        later += [b for g in _alike(stage, layers) for b in _grown(list(g), options.reduce, options, program)]
+    for number, members in enumerate(later):
+        _join(members, f"reductions{number}", _together_after)
+    return {
+        "gathers": len(gathers),
+        "gather_buckets": len(buckets),
+        "reductions": len(reductions),
+        "reduction_buckets": len(later),
+    }
+
+
+def _first_reader(gather: Transfer) -> fx.Node:
+    return min(gather.readers(), default=gather.last)
+
+
+def _alike(transfers: Iterable[Transfer], layers: dict[str, str]) -> list[list[Transfer]]:
+    """Runs of transfers, in their order, that may share a bucket."""
+    groups: list[list[Transfer]] = []
+    last: tuple[object, ...] | None = None
+    for transfer in transfers:
+        start = transfer.start
+        key = (info(start).phase, info(start).mesh_dim, start.target, tensor(start).dtype, _layer(transfer, layers))
+        if key != last:
+            groups.append([])
+        groups[-1].append(transfer)
+        last = key
+    return groups
+
+
+def _layer(transfer: Transfer, layers: dict[str, str]) -> str:
+    return layers.get(transfer.name, transfer.name.rpartition(".")[0])
+
+
+def _grown(
+    transfers: list[Transfer], wanted: int | None, options: BucketOptions, program: Program
+) -> list[list[Transfer]]:
+    """Cut a run into buckets of at least the wanted bytes; what is left over joins the last."""
+    if wanted == 0:
+        return [[t] for t in transfers]
+    dim = str(info(transfers[0].start).mesh_dim)
+    if wanted is None:
+        link, ranks = options.costs.hardware.link(dim), program.mesh[dim]
+        enough = int(link.latency * link.bandwidth / LATENCY_SHARE) * ranks
+    else:
+        enough = wanted
+    buckets: list[list[Transfer]] = [[]]
+    size = 0
+    for transfer in transfers:
+        mine = size_of(transfer.wait)
+        if wanted is not None and buckets[-1] and size + mine > wanted:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(transfer)
+        size += mine
+        if wanted is None and size >= enough:
+            buckets.append([])
+            size = 0
+    if not buckets[-1]:
+        buckets.pop()
+    elif wanted is None and len(buckets) > 1 and size < enough:
+        buckets[-2] += buckets.pop()
+    return buckets
+
+
+def _join(members: list[Transfer], name: str, together: Callable[[list[Transfer]], None]) -> None:
+    if len(members) == 1:
+        return
+    together(members)
+    for member in members:
+        set_info(member.start, info(member.start).but(bucket=name))
+
+
+def _together_before(members: list[Transfer]) -> None:
+    """All starts where the first one is: gathers start from shards, which are there at any time."""
+    first = min(members, key=lambda t: t.start)
+    _place(first.before[0].prev if first.before else first.start.prev, members)
+
+
+def _together_after(members: list[Transfer]) -> None:
+    """All starts where the last one is, and their waits behind them."""
+    last = max(members, key=lambda t: t.start)
+    cursor = _place(last.before[0].prev if last.before else last.start.prev, members)
+    for member in members:
+        if member.wait < cursor:
+            for node in (member.wait, *member.after):
+                cursor.append(node)
+                cursor = node
+
+
+def _place(cursor: fx.Node, members: list[Transfer]) -> fx.Node:
+    """Put what the members' operands need, then their starts, after `cursor`; returns the last start."""
+    moved = [n for m in members for n in m.before] + [m.start for m in members]
+    while cursor in moved:
+        cursor = cursor.prev
+    for node in moved:
+        cursor.append(node)
+        cursor = node
+    return cursor

@@ -1,0 +1,390 @@
+"""Decides when each transfer starts and when it is waited for: a list scheduler over a simulated step.
+
+*Contract.* Computation keeps its order. On exit each gather starts as early as the link and the cap on gathered bytes
+allow and is waited for just before its first reader; each reduction starts once its gradient is there and the link has
+nothing more urgent, and is waited for as late as the cap on waiting gradients allows. The level is *scheduled*: order has
+meaning from here on.
+
+    for each operator, in order, at the simulated time t:
+        start what it needs and what has not started; wait for it (the clock stands still until it has arrived)
+        while the link would run dry before the operator ends:
+            start the next gather, if the cap allows and it is due before a reduction would be done with the link,
+            else the oldest reduction that is ready, else the next gather
+        run it; what it read for the last time is free again; gradients that it made are ready
+    start and await the reductions that are left
+
+The queue on the link is kept just long enough to bridge the operator that runs: what is urgent never stands behind a long
+queue, and all ranks decide from the same table of costs. List scheduling by deadlines is Graham's (1969, "Bounds on
+Multiprocessing Timing Anomalies"); prefetch under a bound on gathered bytes is DeepSpeed's (stage3_max_live_parameters),
+bounded here at every position. Since forward and backward are one graph, the backward's first gathers start in the forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zgraph.errors import PlanError
+from zgraph.passes.aliases import is_view
+from zgraph.passes.contract import graph_pass
+from zgraph.passes.costs import CPU, Costs
+from zgraph.passes.transfers import Transfer, gathers_of, largest_layer, reductions_of
+from zgraph.program import collectives
+from zgraph.program.node import Phase, Role, info, set_info
+from zgraph.program.program import Level, Program
+from zgraph.program.remark import Remark
+
+SLACK = 1.25  # what is wanted on the link while an operator runs, in its own (simulated) time: costs are estimates
+MARGIN = 5e-4  # seconds on top of it: how late a rank may start its part
+NOTEWORTHY = 1e-6  # seconds: stalls below it are no remark
+
+
+@dataclass(frozen=True)
+class OverlapOptions:
+    """See `zgraph.communication.Prefetch` for the bounds (bytes; None: as said there). With `ahead` false every
+    transfer is waited for where it starts. `costs` are what the simulated step is made of."""
+
+    max_bytes: int | None = None
+    ahead_bytes: int | None = None
+    reduce_bytes: int | None = None
+    ahead: bool = True
+    costs: Costs = field(default_factory=lambda: Costs(CPU))
+
+
+@graph_pass(
+    "overlap",
+    "transfers start and are awaited where they cost least time, within a bound on memory",
+    options=OverlapOptions,
+    requires=("sharded", "reduced"),
+    provides=("scheduled",),
+    conflicts=("released",),
+    level=Level.SCHEDULED,
+)
+def overlap(program: Program, options: OverlapOptions) -> dict[str, int]:
+    scheduler = _Scheduler(program, options)
+    scheduler.run()
+    scheduler.apply()
+    program.remarks += scheduler.remarks
+    return scheduler.counts
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Transfers that start together."""
+
+    members: list[Transfer]
+    seconds: float
+    work: float
+    held: int  # bytes, from the start on
+    counted: bool  # does the cap on gathered bytes count it? (not what outlives the program)
+    first: int = -1  # position of the first reader (gathers), of the source (reductions), among the operators
+    started: bool = False
+    awaited: bool = False
+    done: float = 0.0
+    blocked: tuple[str, int] | None = None  # the operator above which it could not start for the cap, and the bytes
+
+
+class _Scheduler:
+    def __init__(self, program: Program, options: OverlapOptions) -> None:
+        self.program = program
+        self.options = options
+        costs = options.costs
+        gathers, reductions = gathers_of(program), reductions_of(program)
+        moved = {n for t in (*gathers, *reductions) for n in t.nodes}
+        self._sink_views(gathers)
+        nodes = [n for n in program.graph.nodes if n.op not in ("placeholder", "output") and n not in moved]
+        self.operators = nodes
+        self.at = {n: i for i, n in enumerate(nodes)}
+        compute = costs.compute(program)
+        self.cost = [compute.get(n, 0.0) for n in nodes]
+        self.before = [0.0]  # the clock at each operator, were there no communication
+        for seconds in self.cost:
+            self.before.append(self.before[-1] + seconds)
+        self.gathers = [self._bucket(b) for b in _buckets(gathers)]
+        self.reductions = [self._bucket(b) for b in _buckets(reductions)]
+        results = {n for _, n in program.output_items()}
+        self.last: dict[Transfer, int] = {}
+        for bucket in self.gathers:
+            ends = []
+            for member in bucket.members:
+                readers = [r for r in member.readers() if r in self.at]
+                leaves = any(alias in results for alias in _all_views(member.last)) or member.last in results
+                self.last[member] = len(nodes) if leaves else max((self.at[r] for r in readers), default=0)
+                ends.append(leaves)
+                aliases = [n for n in _all_views(member.last) if n in self.at]
+                first = min((self.at[n] for n in [*readers, *aliases]), default=len(nodes) if leaves else 0)
+                bucket.first = first if bucket.first < 0 else min(bucket.first, first)
+            bucket.counted = not all(ends)
+        self.gathers.sort(key=lambda b: b.first)
+        arrives = {n: b.first for b in self.gathers for m in b.members for n in m.nodes}
+        waits = {t.wait for t in reductions}
+        for bucket in self.reductions:
+            sources = [m.source for m in bucket.members if m.source is not None and m.source not in waits]
+            bucket.first = max((self.at[s] if s in self.at else arrives[s] for s in sources), default=-1)
+        self.chained: dict[fx.Node, _Bucket] = {  # by the wait that a second reduction starts from
+            m.source: b for b in self.reductions for m in b.members if m.source in waits and m.source is not None
+        }
+        self.order: list[fx.Node] = []
+        self.phases: dict[fx.Node, Phase] = {}
+        self.remarks: list[Remark] = []
+        self.clock = self.free = 0.0
+        self.live = self.ahead = self.waiting = self.peak = 0
+        self.early = 0
+        self.queue: list[_Bucket] = []  # reductions in flight, oldest first
+
+    def _bucket(self, members: list[Transfer]) -> _Bucket:
+        costs = self.options.costs
+        starts = [m.start for m in members]
+        ranks = self.program.mesh[collectives.group_of(starts[0])]
+        return _Bucket(members, costs.transfer(starts, ranks), costs.work(starts), sum(m.bytes for m in members), True)
+
+    def _sink_views(self, gathers: list[Transfer]) -> None:
+        """Views of a gathered parameter stand before their first reader: a view is no reason to gather."""
+        for gather in gathers:
+            for view in reversed([n for n in _all_views(gather.last) if n not in gather.nodes]):
+                users = [u for u in view.users if u.op != "output"]
+                if users and info(min(users)).phase is info(view).phase:
+                    min(users).prepend(view)
+
+    # -- bounds ---------------------------------------------------------------------------------------------------------
+    def _needed(self) -> tuple[int, list[_Bucket]]:
+        """The gathered bytes that the program needs at once if each bucket starts where it is needed, and which they are."""
+        worst, which = 0, []
+        for at in sorted({b.first for b in self.gathers}):
+            alive = [
+                b for b in self.gathers if b.counted and b.first <= at and max(self.last[m] for m in b.members) >= at
+            ]
+            size = sum(m.bytes for b in alive for m in b.members if self.last[m] >= at)
+            if size > worst:
+                worst, which = size, alive
+        return worst, which
+
+    def _bounds(self) -> tuple[int, int, int]:
+        """The caps on gathered bytes, on those that wait for their use, and on gradients that wait to be scattered."""
+        options = self.options
+        layer = largest_layer(self.program)
+        needed, which = self._needed()
+        cap = needed + layer if options.max_bytes is None else options.max_bytes
+        if needed > cap:
+            names = [m.name for b in which for m in b.members]
+            raise PlanError(
+                f"gathered parameters can't be held within {_mib(cap)}",
+                where="prefetch.max_bytes",
+                why=f"{self.program.name} needs {_mib(needed)} at once: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}",
+                hint=f"the smallest that works is {needed} bytes, with no prefetch at all; smaller buckets may need less",
+            )
+        ahead = cap if options.ahead_bytes is None else options.ahead_bytes
+        return cap, ahead, 2 * layer if options.reduce_bytes is None else options.reduce_bytes
+
+    # -- the step, simulated ---------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        self.cap, self.cap_ahead, self.cap_reduce = self._bounds()
+        upcoming = list(self.gathers)  # in the order of their first use
+        ready = [b for b in self.reductions if b.first < 0 and not self._is_chained(b)]
+        by_first: dict[int, list[_Bucket]] = {}
+        for bucket in self.gathers:
+            by_first.setdefault(bucket.first, []).append(bucket)
+        by_source: dict[int, list[_Bucket]] = {}
+        for bucket in self.reductions:
+            if bucket.first >= 0:
+                by_source.setdefault(bucket.first, []).append(bucket)
+        ends: dict[int, list[Transfer]] = {}
+        for member, last in self.last.items():
+            ends.setdefault(last, []).append(member)
+        counted = {m for b in self.gathers if b.counted for m in b.members}
+        for i, node in enumerate(self.operators):
+            needed = by_first.get(i, [])
+            for bucket in needed:
+                if not bucket.started:
+                    self._start(bucket, node)
+                    upcoming.remove(bucket)
+            self._fill(i, upcoming, ready)
+            for bucket in needed:
+                self._await_gather(bucket, node)
+            if needed:
+                self._fill(i, upcoming, ready)
+            self.order.append(node)
+            self.clock += self.cost[i]
+            self.live -= sum(m.bytes for m in ends.get(i, []) if m in counted)
+            for bucket in by_source.get(i, []):
+                ready.append(bucket)
+                self.waiting += bucket.held
+            while ready and not self.options.ahead:
+                self._start(ready.pop(0), node)
+                self._await_oldest(ready)
+            while self.waiting > self.cap_reduce and self.queue:
+                self._await_oldest(ready)
+            while self.waiting > self.cap_reduce and ready:
+                self._start(ready.pop(0), node)
+                self._await_oldest(ready)
+        for bucket in upcoming:  # read by nothing but the program's results
+            self._start(bucket, None)
+            self._await_gather(bucket, None)
+        ready += by_source.get(len(self.operators), [])
+        while ready or self.queue:
+            while ready:
+                self._start(ready.pop(0), None)
+            self._await_oldest(ready)
+
+    def _is_chained(self, bucket: _Bucket) -> bool:
+        return any(m.source in self.chained for m in bucket.members)
+
+    def _fill(self, i: int, upcoming: list[_Bucket], ready: list[_Bucket]) -> None:
+        """Start transfers until the link is busy for as long as operator `i` will take."""
+        if not self.options.ahead:
+            return
+        node = self.operators[i]
+        while self.free < self.clock + SLACK * self.cost[i] + MARGIN:
+            gather = upcoming[0] if upcoming else None
+            if gather is not None and not self._fits(gather):
+                if gather.blocked is None:
+                    gather.blocked = (node.name, self.live + gather.held)
+                gather = None
+            if gather is not None and ready:
+                due = self.clock + self.before[max(gather.first, i)] - self.before[i]
+                if due - max(self.free, self.clock) > gather.seconds * SLACK + ready[0].seconds + MARGIN:
+                    gather = None
+            if gather is not None:
+                self._start(upcoming.pop(0), node)
+            elif ready:
+                self._start(ready.pop(0), node)
+            else:
+                return
+
+    def _fits(self, gather: _Bucket) -> bool:
+        if not gather.counted:
+            return True
+        return self.live + gather.held <= self.cap and self.ahead + gather.held <= self.cap_ahead
+
+    def _start(self, bucket: _Bucket, node: fx.Node | None) -> None:
+        phase = info(node).phase if node is not None else None
+        for member in bucket.members:
+            self.order += member.before
+        for member in bucket.members:
+            self.order.append(member.start)
+        if phase is not None:
+            for member in bucket.members:
+                for moved in (*member.before, member.start):
+                    if info(moved).phase is Phase.BACKWARD and phase is Phase.FORWARD:
+                        self.phases[moved] = phase
+        bucket.started = True
+        self.clock += bucket.work
+        self.free = bucket.done = max(self.clock, self.free) + bucket.seconds
+        if info(bucket.members[0].start).role is Role.REDUCE:
+            self.queue.append(bucket)
+        elif bucket.counted:
+            self.live += bucket.held
+            self.ahead += bucket.held
+            self.peak = max(self.peak, self.live)
+        if node is None or bucket.first != self.at.get(node, -1):
+            self.early += 1
+
+    def _await_gather(self, bucket: _Bucket, node: fx.Node | None) -> None:
+        for member in bucket.members:
+            self.order += [member.wait, *member.after]
+        if bucket.counted:
+            self.ahead -= bucket.held
+        late = bucket.done - self.clock
+        if late > NOTEWORTHY:
+            self._remark_gather(bucket, node, late)
+        self.clock = max(self.clock, bucket.done)
+        bucket.awaited = True
+
+    def _await_oldest(self, ready: list[_Bucket]) -> None:
+        """Wait for the reduction that started first; a second one over another dimension starts where it ends."""
+        if not self.queue:
+            return
+        bucket = self.queue.pop(0)
+        follow: list[_Bucket] = []
+        for member in bucket.members:
+            self.order += [member.wait, *member.after]
+            following = self.chained.get(member.wait)
+            if following is not None and following not in follow:
+                follow.append(following)
+        bucket.awaited = True
+        late = bucket.done - self.clock
+        if late > NOTEWORTHY:
+            self._remark_reduction(bucket, late)
+        self.clock = max(self.clock, bucket.done)
+        self.waiting -= bucket.held
+        for following in follow:
+            if all(m.source is None or m.source in self._placed() for m in following.members):
+                ready.insert(0, following)
+
+    def _placed(self) -> set[fx.Node]:
+        return {m.wait for b in self.reductions if b.awaited for m in b.members}
+
+    # -- the result ------------------------------------------------------------------------------------------------------
+    def apply(self) -> None:
+        """Put the graph's nodes into the decided order."""
+        program = self.program
+        output = program.output_node()
+        assert len(self.order) == len(set(self.order)) == len(program.graph.nodes) - len(program.inputs) - 1
+        for node in self.order:
+            output.prepend(node)
+        for node, phase in self.phases.items():
+            set_info(node, info(node).but(phase=phase))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        crossing = sum(info(n).role is Role.GATHER for n in self.phases)
+        return {
+            "early": self.early,
+            "across_the_turn": crossing,
+            "gathered_bytes": self.peak,
+            "cap_bytes": self.cap,
+            "missed": len(self.remarks),
+        }
+
+    def _remark_gather(self, bucket: _Bucket, node: fx.Node | None, late: float) -> None:
+        first = bucket.members[0]
+        module = info(node).module or "(root)" if node is not None else "the end"
+        if not self.options.ahead:
+            why, remedy = "prefetch is off", "prefetch.enabled=True"
+        elif bucket.blocked is not None:
+            above, size = bucket.blocked
+            why = f"not hoisted above {above}: gathered bytes would reach {_mib(size)}, cap {_mib(self.cap)}"
+            remedy = f"prefetch.max_bytes={size}"
+        else:
+            why = "the link is busy until then"
+            remedy = "a faster link, or a memory_budget that lets weights be kept"
+        what = f"gather of {first.name} is waited for at {module}"
+        self.remarks.append(Remark("overlap", first.start.name, what, why, late, remedy))
+
+    def _remark_reduction(self, bucket: _Bucket, late: float) -> None:
+        first = bucket.members[0]
+        if not self.options.ahead:
+            why, remedy = "prefetch is off", "prefetch.enabled=True"
+        elif self.waiting > self.cap_reduce:
+            why = f"gradients that wait to be scattered would reach {_mib(self.waiting)}, cap {_mib(self.cap_reduce)}"
+            remedy = f"prefetch.reduce_bytes={self.waiting}"
+        else:
+            why = "there is nothing left to compute beside it"
+            remedy = "a faster link, or more micro-batches"
+        what = f"reduction of {first.name}'s gradient is waited for"
+        self.remarks.append(Remark("overlap", first.start.name, what, why, late, remedy))
+
+
+def _buckets(transfers: list[Transfer]) -> list[list[Transfer]]:
+    """Transfers by bucket; one without a bucket is by itself."""
+    found: dict[object, list[Transfer]] = {}
+    for transfer in transfers:
+        found.setdefault(info(transfer.start).bucket or transfer, []).append(transfer)
+    return list(found.values())
+
+
+def _all_views(node: fx.Node) -> list[fx.Node]:
+    """The views of a value, and theirs, in graph order; not the value itself."""
+    found: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if is_view(user) and user not in found:
+                found[user] = None
+                stack.append(user)
+    return sorted(found)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
