@@ -113,7 +113,8 @@ def _grown(
     if not buckets[-1]:
         buckets.pop()
     elif wanted is None and len(buckets) > 1 and size < enough:
-        buckets[-2] += buckets.pop()
+        rest = buckets.pop()
+        buckets[-1] += rest
     return buckets
 
 
