@@ -8,7 +8,7 @@ graphs share one executable. Chunks of 16 keep the calls' cost below 1% (benchma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,12 @@ CHUNK = 16
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of an update: the names of the values it takes and gives, and what runs it."""
+    """A part of an update: the names of the values it takes and gives, what runs it, the parameters whose shards it writes."""
 
     executable: Executable
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+    writes: tuple[str, ...] = ()
 
 
 class UpdateExecutable:
@@ -44,8 +45,9 @@ class UpdateExecutable:
         results = {node.name for node in program.output_values()}
         self._drops = [[n for n in chunk.takes if last[n] == i and n not in results] for i, chunk in enumerate(chunks)]
 
-    def run(self, values: list[Any]) -> list[Any]:
-        """The values of the program's outputs; `values`, those of its inputs in order, is emptied."""
+    def run(self, values: list[Any], written: Callable[[Sequence[str]], None] = lambda names: None) -> list[Any]:
+        """The values of the program's outputs; `values`, those of its inputs in order, is emptied. `written` is told the
+        parameters that are done."""
         held = dict(zip((n.name for n in self.program.placeholders()), values, strict=True))
         values.clear()
         for chunk, drops in zip(self.chunks, self._drops, strict=True):
@@ -54,6 +56,7 @@ class UpdateExecutable:
                 del held[name]
             results = chunk.executable.run(taken)
             held.update(zip(chunk.gives, results, strict=True))
+            written(chunk.writes)
         return [held[n.name] for n in self.program.output_values()]
 
     @property
@@ -62,11 +65,15 @@ class UpdateExecutable:
         return list({id(c.executable.function): c.executable for c in self.chunks}.values())
 
 
-def compile_chunks(program: Program, compile_one: Callable[[Program], Executable]) -> UpdateExecutable:
-    """Cut `program` (in place already, see `write_in_place`) and compile each kind of chunk once."""
+def compile_chunks(
+    program: Program, compile_one: Callable[[Program], Executable], first: Sequence[str] = ()
+) -> UpdateExecutable:
+    """Cut `program` (in place already, see `write_in_place`) and compile each kind of chunk once. The parameters named in
+    `first` are updated as early as they can be, in this order."""
     made: dict[str, Executable] = {}
     chunks: list[Chunk] = []
-    for nodes in _cut(program):
+    places = {node: port.name for port, node in program.input_items() if port.role is InputRole.PARAMETER}
+    for nodes in _cut(program, first):
         part = _part(program, nodes, len(chunks))
         key = _canonical(part)
         if key not in made:
@@ -74,7 +81,8 @@ def compile_chunks(program: Program, compile_one: Callable[[Program], Executable
         same = made[key]
         executable = Executable(part, same.function, same.source, same.kernels, same.library, same.strides)
         gives = tuple(p.name for p in part.outputs)
-        chunks.append(Chunk(executable, tuple(p.name for p in part.inputs), gives))
+        writes = tuple(places[n.all_input_nodes[0]] for n in nodes if is_write(n) and n.all_input_nodes[0] in places)
+        chunks.append(Chunk(executable, tuple(p.name for p in part.inputs), gives, writes))
     return UpdateExecutable(program, chunks)
 
 
@@ -86,7 +94,7 @@ def compile_chunk(part: Program, groups: dict[str, str]) -> Executable:
     return compile_inductor(part, groups, fix_saved=True, combine=own, round_each=True)
 
 
-def _cut(program: Program) -> list[list[fx.Node]]:
+def _cut(program: Program, first: Sequence[str]) -> list[list[fx.Node]]:
     """The nodes of each chunk, chunks in an order in which they can run."""
     found: dict[int, dict[str | None, list[fx.Node]]] = {}
     stages = _stages(program)
@@ -94,9 +102,10 @@ def _cut(program: Program) -> list[list[fx.Node]]:
         if node in stages:
             found.setdefault(stages[node], {}).setdefault(info(node).param, []).append(node)
     chunks: list[list[fx.Node]] = []
+    rank = {name: at for at, name in enumerate(first)}
     for stage in sorted(found):
         kinds: dict[str, list[list[fx.Node]]] = {}
-        for nodes in found[stage].values():
+        for _, nodes in sorted(found[stage].items(), key=lambda item: rank.get(str(item[0]), len(rank))):
             kinds.setdefault(_kind(nodes), []).append(nodes)
         for alike in kinds.values():
             for at in range(0, len(alike), CHUNK):

@@ -3,7 +3,8 @@
 Passes have already said which phase each node belongs to, so the split decides nothing: what the backward reads of
 the forward is saved, placeholders that both read are inputs of both.
 
-    forward:  parameters, buffers, inputs            -> outputs, mutations, kept weights, saved values
+    ahead:    shards                                 -> gathers on their way, one program for each bucket
+    forward:  parameters, buffers, inputs, gathers   -> outputs, mutations, kept weights, saved values
     backward: saved values, inputs, tangents, sums   -> gradients
 """
 
@@ -24,15 +25,18 @@ _BACKWARD_ONLY = (InputRole.TANGENT, InputRole.ACCUMULATOR, InputRole.SCALE)
 
 @dataclass
 class Parts:
-    """The executable programs of one joint program. `backward` is None for a forward without gradients."""
+    """The executable programs of one joint program. `backward` is None for a forward without gradients; `ahead` are those
+    that run before the forward, in order."""
 
     forward: Program
     backward: Program | None
+    ahead: tuple[Program, ...] = ()
 
 
 def split(program: Program) -> Parts:
     """Split `program`; it is not changed. Raises `PassError` if a value that crosses is no tensor."""
     joint = program.snapshot()
+    ahead = _cut_ahead(joint)
     gradients = [item for item in joint.output_items() if item[0].role is OutputRole.GRADIENT]
     results = [item for item in joint.output_items() if item[0].role is not OutputRole.GRADIENT]
     kept = {node: port for port, node in results if port.role is OutputRole.KEPT}
@@ -43,6 +47,7 @@ def split(program: Program) -> Parts:
     ports = dict(zip(joint.placeholders(), joint.inputs, strict=True))
     crossing = _protect_mutated(joint, crossing, ports, backward_nodes, gradients)
     saved = [n for n in crossing if n.op != "placeholder" and n not in kept]
+    saved.sort(key=lambda n: n.name)  # (variants of a program may have views in other places)
     forward = _extract(
         joint,
         "forward",
@@ -50,12 +55,41 @@ def split(program: Program) -> Parts:
         outputs=[*results, *((Port(OutputRole.SAVED, n.name), n) for n in saved)],
     )
     if not gradients:
-        return Parts(forward, None)
+        return Parts(forward, None, ahead)
     taken: list[tuple[Port, fx.Node]] = [(Port(InputRole.SAVED, n.name), n) for n in saved]
     taken += [(Port(InputRole.KEPT, kept[n].name), n) for n in crossing if n in kept]
     taken += [(ports[n], n) for n in crossing if n.op == "placeholder"]
     taken += [(p, n) for n, p in ports.items() if p.role in _BACKWARD_ONLY]
-    return Parts(forward, _extract(joint, "backward", inputs=taken, outputs=gradients))
+    return Parts(forward, _extract(joint, "backward", inputs=taken, outputs=gradients), ahead)
+
+
+def _cut_ahead(joint: Program) -> tuple[Program, ...]:
+    """Take the gathers that start before the forward out of `joint`, which gets them as inputs instead."""
+    buckets: dict[str, list[fx.Node]] = {}
+    for node in joint.graph.nodes:
+        if collectives.is_start(node) and info(node).ahead:
+            buckets.setdefault(info(node).bucket or node.name, []).append(node)
+    ports = dict(zip(joint.placeholders(), joint.inputs, strict=True))
+    made = []
+    for number, starts in enumerate(buckets.values()):
+        shards: dict[fx.Node, None] = {}
+        for start in starts:
+            operand = start.all_input_nodes[0]
+            while operand.op != "placeholder":
+                operand = operand.all_input_nodes[0]
+            shards[operand] = None
+        outputs = [(Port(OutputRole.FLYING, str(info(s).param)), s) for s in starts]
+        made.append(_extract(joint, f"ahead{number}", [(ports[n], n) for n in shards], outputs, Phase.FORWARD))
+    for starts in buckets.values():
+        for start in starts:
+            port = Port(InputRole.FLYING, str(info(start).param))
+            came = joint.add_input(port, start.meta["val"], info(start), name=start.name)
+            start.replace_all_uses_with(came)
+            while start.op != "placeholder" and not start.users:
+                operand = start.all_input_nodes[0]
+                joint.graph.erase_node(start)
+                start = operand
+    return tuple(made)
 
 
 def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node]) -> list[fx.Node]:
@@ -108,8 +142,13 @@ def _protect_mutated(
 
 
 def _extract(
-    joint: Program, phase: str, inputs: list[tuple[Port, fx.Node]], outputs: list[tuple[Port, fx.Node]]
+    joint: Program,
+    name: str,
+    inputs: list[tuple[Port, fx.Node]],
+    outputs: list[tuple[Port, fx.Node]],
+    phase: Phase | None = None,
 ) -> Program:
+    phase = phase or Phase(name)
     graph = fx.Graph()
     memo: dict[fx.Node, fx.Node] = {}
     for _, node in inputs:
@@ -121,9 +160,9 @@ def _extract(
             memo[node] = graph.node_copy(node, lambda n: memo[n])
             memo[node].meta = dict(node.meta)
     result = graph.output(tuple(memo[n] for _, n in outputs))
-    set_info(result, NodeInfo(Phase(phase)))
+    set_info(result, NodeInfo(phase))
     part = Program(
-        name=f"{joint.name}.{phase}",
+        name=f"{joint.name}.{name}",
         module=torch_private.lazy_module(joint.module, graph),
         inputs=[p for p, _ in inputs],
         outputs=[p for p, _ in outputs],
@@ -137,8 +176,8 @@ def _extract(
     return part
 
 
-def _needed(roots: list[fx.Node], given: set[fx.Node], joint: Program, phase: str) -> set[fx.Node]:
-    marks = [n for n in joint.graph.nodes if n.target is ops.RELEASE and info(n).phase == phase]
+def _needed(roots: list[fx.Node], given: set[fx.Node], joint: Program, phase: Phase) -> set[fx.Node]:
+    marks = [n for n in joint.graph.nodes if n.target is ops.RELEASE and info(n).phase is phase]
     stack = list(roots)
     found: set[fx.Node] = set()
     while stack:

@@ -16,7 +16,8 @@ meaning from here on.
 The queue on the link is kept just long enough to bridge the operator that runs: what is urgent never stands behind a long
 queue, and all ranks decide from the same table of costs. List scheduling by deadlines is Graham's (1969, "Bounds on
 Multiprocessing Timing Anomalies"); prefetch under a bound on gathered bytes is DeepSpeed's (stage3_max_live_parameters),
-bounded here at every position. Since forward and backward are one graph, the backward's first gathers start in the forward.
+bounded here at every position. Since forward and backward are one graph, the backward's first gathers start in the forward;
+the forward's first ones stand before it, marked `ahead`: the update of the step before starts them.
 """
 
 from __future__ import annotations
@@ -28,27 +29,30 @@ from torch import fx
 from zgraph.errors import PlanError
 from zgraph.passes.aliases import is_view
 from zgraph.passes.contract import graph_pass
-from zgraph.passes.costs import CPU, Costs
+from zgraph.passes.costs import CPU, Costs, size_of
 from zgraph.passes.transfers import Transfer, gathers_of, largest_layer, reductions_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info, set_info
-from zgraph.program.program import Level, Program
+from zgraph.program.program import InputRole, Level, Program
 from zgraph.program.remark import Remark
 
 SLACK = 1.25  # what is wanted on the link while an operator runs, in its own (simulated) time: costs are estimates
 MARGIN = 5e-4  # seconds on top of it: how late a rank may start its part
+UPDATE_TRAFFIC = 4  # how often an update reads and writes the bytes of all shards, at least
 NOTEWORTHY = 1e-6  # seconds: stalls below it are no remark
 
 
 @dataclass(frozen=True)
 class OverlapOptions:
     """See `zgraph.communication.Prefetch` for the bounds (bytes; None: as said there). With `ahead` false every
-    transfer is waited for where it starts. `costs` are what the simulated step is made of."""
+    transfer is waited for where it starts. With `across` the first gathers start before the forward.
+    `costs` are what the simulated step is made of."""
 
     max_bytes: int | None = None
     ahead_bytes: int | None = None
     reduce_bytes: int | None = None
     ahead: bool = True
+    across: bool = False
     costs: Costs = field(default_factory=lambda: Costs(CPU))
 
 
@@ -193,6 +197,8 @@ class _Scheduler:
         for member, last in self.last.items():
             ends.setdefault(last, []).append(member)
         counted = {m for b in self.gathers if b.counted for m in b.members}
+        if self.options.across and self.options.ahead:
+            self._begin(upcoming)
         for i, node in enumerate(self.operators):
             needed = by_first.get(i, [])
             for bucket in needed:
@@ -226,6 +232,28 @@ class _Scheduler:
             while ready:
                 self._start(ready.pop(0), None)
             self._await_oldest(ready)
+
+    def _begin(self, upcoming: list[_Bucket]) -> None:
+        """Start the first gathers before the forward, as many as the link carries during the update."""
+        shards = sum(size_of(n) for n in self.program.input_nodes(InputRole.PARAMETER).values())
+        update = UPDATE_TRAFFIC * shards / self.options.costs.hardware.memory
+        room = min(self.cap, self.cap_ahead) if any(b.counted for b in upcoming) else 2 * largest_layer(self.program)
+        seconds = held = 0.0
+        while upcoming and seconds <= SLACK * update + MARGIN:
+            bucket = upcoming[0]
+            held += bucket.held
+            if held > room or info(bucket.members[0].start).phase is not Phase.FORWARD:
+                break
+            upcoming.pop(0)
+            for member in bucket.members:
+                for node in (*member.before, member.start):
+                    set_info(node, info(node).but(ahead=True))
+            self._start(bucket, None)
+            seconds += bucket.seconds
+        self.clock = 0.0
+        self.free = max(0.0, seconds - update)
+        for bucket in self.gathers:
+            bucket.done = max(0.0, bucket.done - update)
 
     def _is_chained(self, bucket: _Bucket) -> bool:
         return any(m.source in self.chained for m in bucket.members)

@@ -16,7 +16,7 @@ from torch import fx
 from zgraph.errors import VerifyError
 from zgraph.passes.aliases import aliased_input, is_random, is_write, mutates
 from zgraph.program import collectives, ops
-from zgraph.program.node import Phase, Role, has_info, info, tensors, value
+from zgraph.program.node import Phase, Role, has_info, info, value
 from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Port, Program
 
 AROUND = 5  # nodes shown on each side of a fault
@@ -110,7 +110,13 @@ def check_ports(program: Program) -> None:
         if port.role is InputRole.GRADIENT:
             spec = program.params[port.name]
             _same_tensor(program, node, value(node), spec.shard_shape, spec.grad_dtype)
-        if port.role in (InputRole.PARAMETER, InputRole.KEPT, InputRole.ACCUMULATOR, InputRole.GRADIENT):
+        if port.role in (
+            InputRole.PARAMETER,
+            InputRole.KEPT,
+            InputRole.ACCUMULATOR,
+            InputRole.GRADIENT,
+            InputRole.FLYING,
+        ):
             _serves(program, node, port, "inputs")
         if port.role is InputRole.TANGENT and info(node).phase is not Phase.BACKWARD:
             raise _fault(program, node, f"tangent {node.name!r} is not of the backward", "its record was changed")
@@ -388,6 +394,22 @@ def check_buckets(program: Program) -> None:
             )
 
 
+def check_ahead(program: Program) -> None:
+    """What runs before the forward reads parameters' shards alone."""
+    shards = set(program.input_nodes(InputRole.PARAMETER).values())
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not info(node).ahead:
+            continue
+        wrong = next((a for a in node.all_input_nodes if a not in shards and not info(a).ahead), None)
+        if wrong is not None:
+            raise _fault(
+                program,
+                node,
+                f"node {node.name!r} runs ahead of the forward and reads {wrong.name!r}",
+                "only shards are there before the forward",
+            )
+
+
 # -- lifetimes ------------------------------------------------------------------------------------------------------
 def check_releases(program: Program) -> None:
     """Nothing reads a gathered buffer, or a view of it, after its release; each is released at most once."""
@@ -468,6 +490,7 @@ RULES: tuple[Rule, ...] = (
     check_groups,
     check_reductions,
     check_buckets,
+    check_ahead,
     check_releases,
     check_random,
     check_mutation,

@@ -43,6 +43,7 @@ class StepProgram:
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
         self._parts: dict[Variant, Parts] = {}
+        self._ahead: list[Executable] | None = None
         self._forwards: dict[bool, Executable] = {}
         self._backwards: dict[tuple[bool, bool], Executable] = {}
 
@@ -65,7 +66,7 @@ class StepProgram:
     def parts(self, variant: Variant = PLAIN) -> Parts:
         if variant not in self._parts:
             parts = split(self.history(variant).program)
-            for part in (parts.forward, parts.backward):
+            for part in (*parts.ahead, parts.forward, parts.backward):
                 if part is not None:
                     verify_program(part)
             self._parts[variant] = parts
@@ -91,6 +92,12 @@ class StepProgram:
             adopt_strides(part, first)
             self._backwards[reduce, accumulated] = self._compile(part, is_backward=True)
         return self._backwards[reduce, accumulated]
+
+    def ahead(self) -> list[Executable]:
+        """What starts the first gathers, in order. A cast and a start are nothing that compiling could make faster."""
+        if self._ahead is None:
+            self._ahead = [compile_eager(p, self.groups) for p in self.parts().ahead]
+        return self._ahead
 
     def executables(self) -> list[Executable]:
         """Those compiled so far."""

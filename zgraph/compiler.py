@@ -130,7 +130,8 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Costs | None = None) -> History:
     """Capture `model` (not compiled, on any device) and run the plan's pipeline for `world` ranks, without any.
 
-    `inputs` are one rank's own batch; decisions are made from `costs` (by default the plan's). The history's first record is the captured program, the last one the finished
+    `inputs` are one rank's own batch; decisions are made from `costs` (by default the plan's).
+    The history's first record is the captured program, the last one the finished
     program, not yet split into forward and backward; it is the same on every rank. Raises what `compile` does, but
     for `LoweringError`: nothing is compiled, and the model is not changed.
     """

@@ -56,7 +56,8 @@ def costs_of(plan: Plan, device: str = "cpu", name: str = "") -> Costs:
 def build(plan: Plan, variant: Variant = PLAIN, *, training: bool = True, costs: Costs | None = None) -> list[Pass]:
     """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there.
 
-    Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU). A program that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
+    Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU). A program
+    that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
     """
     costs = costs or costs_of(plan)
     keep = training and plan.zero in (1, 2)
@@ -73,7 +74,9 @@ def build(plan: Plan, variant: Variant = PLAIN, *, training: bool = True, costs:
     passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
     passes.append(bucket(BucketOptions(plan.bucket.gather, plan.bucket.reduce, costs)))
     early = plan.prefetch
-    passes.append(overlap(OverlapOptions(early.max_bytes, early.ahead_bytes, early.reduce_bytes, early.enabled, costs)))
+    across = training and plan.optimizer is not None and early.across_steps
+    bounds = OverlapOptions(early.max_bytes, early.ahead_bytes, early.reduce_bytes, early.enabled, across, costs)
+    passes.append(overlap(bounds))
     if not keep:
         passes.append(release())
     for user in plan.user_passes():

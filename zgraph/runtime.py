@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from zgraph.agreement import Agreement
+from zgraph.ahead import Ahead
 from zgraph.compiled import Entry, StepProgram
 from zgraph.errors import CaptureError, ModelError, SignatureError, UnsupportedError
 from zgraph.passes.costs import Costs
@@ -76,6 +77,7 @@ class Runtime:
         self._calls: dict[str, Callable[..., Any]] = {}
         self.kept: dict[str, torch.Tensor] = {}
         self.accumulating = False
+        self.ahead = Ahead(shards, agreement, device)
         self.clock = Clock(device)
         self.updater = Updater(self)
 
@@ -165,6 +167,8 @@ class Runtime:
     def prepare(self, step: StepProgram) -> None:
         """Compile what a plain step needs, and let the ranks compare it before anything runs."""
         parts = step.parts()
+        for part in parts.ahead:
+            self.agree(part)
         self.agree(parts.forward)
         if parts.backward is not None:
             self.agree(parts.backward)
@@ -236,11 +240,16 @@ class Runtime:
         """(the flat outputs, the saved values) of one forward; buffers are updated unless `mutate` is False."""
         gathered_before = step.keeps and self._kept_valid(step)
         executable = step.forward(gathered_before)
+        flying = self.ahead.take(step) if step.ahead() and not gathered_before else {}
         self.clock.ran(executable.program)
-        values = executable.run([self._input(p, flat) for p in executable.program.inputs])
+        given = [
+            flying.pop(p.name) if p.role is InputRole.FLYING else self._input(p, flat)
+            for p in executable.program.inputs
+        ]
+        values = executable.run(given)
         outputs = list(entry.constants)
         saved = _Saved()
-        given = {id(v) for v in flat}
+        seen = {id(v) for v in flat}
         with torch.no_grad():
             for port, value in zip(executable.program.outputs, values, strict=True):
                 if port.role is OutputRole.SAVED:
@@ -250,8 +259,8 @@ class Runtime:
                 elif port.role is OutputRole.KEPT:
                     self.kept[port.name] = value
                 elif port.role is OutputRole.OUTPUT and port.index is not None:
-                    outputs[port.index] = value.view_as(value) if id(value) in given else value
-                    given.add(id(value))
+                    outputs[port.index] = value.view_as(value) if id(value) in seen else value
+                    seen.add(id(value))
             for port, value in zip(executable.program.outputs, values, strict=True):
                 if mutate and port.role is OutputRole.MUTATION and port.index is not None:
                     flat[port.index].copy_(value)

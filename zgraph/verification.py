@@ -250,8 +250,13 @@ def _compare(
         return [_input(p, rank, runs[rank], specs, sizes, params, extra) for p in program.inputs]
 
     states = [r.random.clone() for r in runs]
-    results = run_virtual(parts.forward, [given(r, parts.forward, {}) for r in range(len(runs))], states)
     extras: list[dict[tuple[Any, str], Any]] = [{} for _ in runs]
+    for part in parts.ahead:
+        for extra, values in zip(
+            extras, run_virtual(part, [given(r, part, {}) for r in range(len(runs))]), strict=True
+        ):
+            extra.update({(InputRole.FLYING, p.name): v for p, v in zip(part.outputs, values, strict=True)})
+    results = run_virtual(parts.forward, [given(r, parts.forward, extras[r]) for r in range(len(runs))], states)
     for rank, (run, values) in enumerate(zip(runs, results, strict=True)):
         for port, value in zip(parts.forward.outputs, values, strict=True):
             if port.role is OutputRole.SAVED:

@@ -42,7 +42,7 @@ class NodeInfo:
     `param` the parameter that a gather, reduction or layout node serves, `mesh_dim` the mesh dimension of a
     collective, `stream` the name of the stream it is meant for, `made_by` the pass that made it ("capture" for the
     user's own nodes), `copy_of` the node that it repeats. Starts of collectives that stand side by side with the same
-    `bucket` are one transfer.
+    `bucket` are one transfer. What is `ahead` runs before the forward: during the update before it, if there is one.
     """
 
     phase: Phase
@@ -55,6 +55,7 @@ class NodeInfo:
     made_by: str = "capture"
     copy_of: str | None = None
     bucket: str | None = None
+    ahead: bool = False
 
     def but(self, **changes: Any) -> NodeInfo:
         """This record with some fields changed."""

@@ -38,6 +38,7 @@ class InputRole(StrEnum):
     KEPT = "kept"  # a whole parameter that an earlier program gathered
     ACCUMULATOR = "accumulator"  # this rank's unreduced gradient of earlier micro-batches
     SAVED = "saved"  # from the forward program to the backward one
+    FLYING = "flying"  # a gather that was started before the forward program, which waits for it
     SCALE = "scale"  # the loss scale of half precision, 0-dim float32
     GRADIENT = "gradient"  # an update's: the reduced gradient, in the layout of its parameter
     STATE = "state"  # what an optimizer keeps: "parameter/name", or "/name" for a number of the whole step
@@ -51,6 +52,7 @@ class OutputRole(StrEnum):
     GRADIENT = "gradient"
     KEPT = "kept"
     SAVED = "saved"
+    FLYING = "flying"  # a gather that this program starts and the forward waits for
 
 
 @dataclass(frozen=True, slots=True)

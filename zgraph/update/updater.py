@@ -138,7 +138,7 @@ class Updater:
             history = update_history(runtime.plan, chosen, runtime.shards.specs, runtime.sizes, runtime.device, name)
             runtime.agree(history.program)
             compiler = self._compile if runtime.plan.backend == "inductor" else self._run_eagerly
-            executable = compile_chunks(history.program, compiler)
+            executable = compile_chunks(history.program, compiler, runtime.ahead.order())
             for chunk in executable.chunks:
                 verify_program(chunk.executable.program)
             clipped = tuple(m.name for m in chosen if m.record is None)
@@ -175,11 +175,16 @@ class Updater:
         self._schedule()
         with runtime.clock.timed("update"):
             try:
+                runtime.ahead.begin(names)
                 norm = self._run(names)
+            except Exception:
+                runtime.ahead.drop()
+                raise
             finally:
                 for name in names:
                     runtime.shards.params()[name].grad = None
             runtime.weights_changed(names)
+            runtime.ahead.finish()
         self.calls += 1
         self._after()
         runtime.clock.end_step()
@@ -258,7 +263,7 @@ class Updater:
                 values.append(self._indices[name])
             else:
                 values.append(self._scalars(update.numbers))
-        return update.executable.run(values), clipped
+        return update.executable.run(values, self.runtime.ahead.written), clipped
 
     def _scalars(self, wanted: list[tuple[int, str]]) -> torch.Tensor:
         values = self.optimizer.numbers([w for w in wanted if w[0] >= 0]) if self.optimizer is not None else []

@@ -1,0 +1,119 @@
+"""The gathers that a forward begins with, started by the update before it as soon as their shards are written.
+
+[Note: what was sent] Between an update and the forward a user may change a weight. What was sent is then dropped and gathered
+again. Torch counts most changes (`Shards.version`), but not a write through `.data`: so what was sent is kept, and compared
+bit by bit with the shards when the forward comes. On CUDA the result is read a step later, so that nothing waits for the
+device: a weight that was changed behind torch's back is then an error that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zgraph.agreement import Agreement
+from zgraph.errors import StepError
+from zgraph.program import collectives
+from zgraph.sharding import Shards
+
+if TYPE_CHECKING:
+    from zgraph.codegen.executable import Executable
+    from zgraph.compiled import StepProgram
+
+
+class Ahead:
+    """Starts and holds the first gathers of `step`, the training program that ran last."""
+
+    def __init__(self, shards: Shards, agreement: Agreement, device: torch.device) -> None:
+        self.shards = shards
+        self.agreement = agreement
+        self.device = device
+        self.step: StepProgram | None = None
+        self.flying: dict[str, torch.Tensor] = {}
+        self._sent: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, tuple[int, ...]] = {}
+        self._left: list[Executable] = []
+        self._unwritten: set[str] = set()
+        self._differs: torch.Tensor | None = None  # (pinned)
+        self._read: Any = None
+
+    # -- the update's side --------------------------------------------------------------------------------------------
+    def order(self) -> list[str]:
+        """The parameters that the next forward needs first, in order."""
+        return [p.name for e in self.step.ahead() for p in e.program.inputs] if self.step is not None else []
+
+    def begin(self, names: Sequence[str]) -> None:
+        """An update of these parameters begins."""
+        self.drop()
+        self._left = list(self.step.ahead()) if self.step is not None else []
+        self._unwritten = set(names)
+        self.written(())
+
+    def written(self, names: Sequence[str]) -> None:
+        """These shards have their new values: start what waited for them alone."""
+        self._unwritten.difference_update(names)
+        while self._left and not any(p.name in self._unwritten for p in self._left[0].program.inputs):
+            executable = self._left.pop(0)
+            self._start(executable)
+            for port in executable.program.inputs:
+                self._sent[port.name] = self.shards.local(port.name).detach().clone()
+
+    def finish(self) -> None:
+        """The update is over, and counted."""
+        self.written(tuple(self._unwritten))
+        self._versions = {n: self.shards.version(n) for n in self._sent}
+
+    # -- the forward's side -------------------------------------------------------------------------------------------
+    def take(self, step: StepProgram) -> dict[str, torch.Tensor]:
+        """The first gathers of a forward, on their way; all ranks must call it."""
+        if self.flying and (self.step is not step or self.agreement.any(self._changed())):
+            self.drop()
+        if not self.flying:
+            for executable in step.ahead():
+                self._start(executable)
+        flying = self.flying
+        self.flying, self._sent, self._versions = {}, {}, {}
+        self.step = step
+        return flying
+
+    def drop(self) -> None:
+        """Let what is on its way arrive, and forget it: torch holds a transfer until someone has waited for it."""
+        for value in self.flying.values():
+            collectives.WAIT(value)
+        self.flying, self._sent, self._versions, self._left = {}, {}, {}, []
+
+    def _start(self, executable: Executable) -> None:
+        values = [self.shards.local(p.name) for p in executable.program.inputs]
+        outputs = executable.run(values)
+        self.flying.update({p.name: v for p, v in zip(executable.program.outputs, outputs, strict=True)})
+
+    def _changed(self) -> bool:
+        if any(self.shards.version(n) != v for n, v in self._versions.items()):
+            return True
+        differ = [(self.shards.local(n) != v).any() for n, v in self._sent.items()]
+        if not differ:
+            return False
+        if self.device.type != "cuda":
+            return bool(torch.stack(differ).any())
+        self._check_late()
+        self._differs = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._differs.copy_(torch.stack(differ).any(), non_blocking=True)
+        self._read = torch.cuda.Event()
+        self._read.record()
+        return False
+
+    def _check_late(self) -> None:
+        """What the last comparison said: the device has long been given the next step."""
+        if self._differs is None:
+            return
+        self._read.synchronize()
+        differs, self._differs = bool(self._differs), None
+        if differs:
+            raise StepError(
+                "weights were changed between step() and the forward in a way that torch does not count",
+                where="prefetch.across_steps",
+                why="a write through .data, or a foreach operator: the last forward used some weights as they were before",
+                hint="change weights by in-place operators under torch.no_grad(), or set prefetch.across_steps=False",
+            )
