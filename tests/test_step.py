@@ -357,6 +357,45 @@ def test_another_optimizer_begins_anew_and_says_so(caplog):
     assert set(model.zgraph.optimizer.state[model.first.weight]) == {"step", "exp_avg"}
 
 
+def test_an_optimizer_that_a_recompile_brings_updates_the_weights():
+    model, plain = compiled(), built()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    model.zgraph.recompile(zgraph.Plan(backend="eager", optimizer=zgraph.SGD(lr=0.1, momentum=0.9)))
+    for seed in range(3):
+        model.train_step(*batch(seed=seed))
+        plain(*batch(seed=seed)).backward()
+        theirs.step()
+        theirs.zero_grad()
+        assert equal(weights(model), weights(plain))
+        assert float(model.zgraph.optimizer.state[model.first.weight]["step"]) == seed + 1
+
+
+def test_an_optimizer_that_a_recompile_brings_takes_low_gradients_that_are_there():
+    low = {"precision": "bf16", "numerics": "deepspeed"}
+    model = compiled(**low)
+    x, targets = batch()
+    model(x.bfloat16(), targets).backward()
+    before, grad = weights(model), model.first.weight.grad.clone()
+    model.zgraph.recompile(zgraph.Plan(backend="eager", optimizer=zgraph.SGD(lr=0.1), **low))
+    model.step()
+    assert torch.equal(model.first.weight, (before["first.weight"].float() - 0.1 * grad.float()).bfloat16())
+
+
+def test_an_optimizer_that_comes_back_counts_its_updates_anew():
+    """What a plan without an optimizer left out is gone: states, and the counts that belong to them."""
+    model = compiled(optimizer=zgraph.AdamW(lr=1e-2))
+    for seed in range(3):
+        model.train_step(*batch(seed=seed))
+    model.zgraph.recompile(zgraph.Plan(backend="eager"))
+    model.zgraph.recompile(zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(lr=1e-2)))
+    fresh = built()
+    fresh.load_state_dict(model.state_dict())
+    zgraph.compile(fresh, zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(lr=1e-2)))
+    for m in (model, fresh):
+        m.train_step(*batch(seed=3))
+    assert equal(weights(model), weights(fresh))
+
+
 EVERY = [
     zgraph.AdamW(lr=1e-2, amsgrad=True),
     zgraph.SGD(lr=0.1),
