@@ -265,6 +265,45 @@ def test_a_field_that_the_program_was_made_for_cannot_be_changed_in_silence(reco
         model.train_step(*batch())
 
 
+def test_gradients_of_a_refused_step_are_there_for_the_next():
+    model, straight = (compiled(optimizer=zgraph.SGD(lr=0.1)) for _ in range(2))
+    for m in (model, straight):
+        m(*batch()).backward()
+    group, before = model.zgraph.optimizer.param_groups[0], weights(model)
+    group["maximize"] = True
+    with pytest.raises(PlanError, match="maximize of group 0 was"):
+        model.step()
+    assert equal(before, weights(model)) and all(p.grad is not None for p in model.parameters())
+    group["maximize"] = False
+    for m in (model, straight):
+        m.step()
+    assert equal(weights(model), weights(straight)) and all(p.grad is None for p in model.parameters())
+
+
+def test_a_refused_step_moves_a_schedule_once():
+    schedule = zgraph.TorchSchedule(scheduler="StepLR", args={"step_size": 1, "gamma": 0.5})
+    scale = zgraph.LossScale(initial_scale_power=4)
+    half = zgraph.Precision(parameter="float32", compute="float16", reduce="float32", loss_scale=scale)
+    model = compiled(optimizer=zgraph.SGD(lr=0.1), lr_schedule=schedule, precision=half)
+    model.train_step(*batch())
+    model(*batch()).backward()
+    group = model.zgraph.optimizer.param_groups[0]
+    group["maximize"] = True
+    with pytest.raises(PlanError, match="maximize of group 0 was"):
+        model.step()
+    group["maximize"] = False
+    model.step()
+    assert group["lr"] == 0.05
+
+
+def test_gradients_that_are_only_clipped_stay_when_their_norm_is_infinite():
+    model = compiled(grad_clip=zgraph.GradClip(norm=1.0, error_if_nonfinite=True))
+    x, targets = batch()
+    with pytest.raises(StepError, match="the norm of the gradients is") as caught:
+        model.train_step(x * math.inf, targets)
+    assert all(p.grad is not None for p in model.parameters()) and "as they were" in str(caught.value.hint)
+
+
 # -- parameters that have no gradient in some steps -----------------------------------------------------------------------
 def test_each_parameter_counts_its_own_updates_as_torch_does():
     model, plain = compiled(TwoBranches, optimizer=zgraph.AdamW(lr=1e-2)), built(TwoBranches)

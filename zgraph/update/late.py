@@ -26,11 +26,13 @@ class Late:
             self._event.record()
         self._started = True
 
-    def read(self) -> None:
-        """Wait for the copy that was started last."""
+    def read(self) -> bool:
+        """Wait for the copy that was started last. Was there one since the last `read`?"""
         if not self._started:
-            return
+            return False
+        self._started = False
         if self._event is not None:
             self._event.synchronize()
         skipped, self.scale, exhausted = self._held.tolist()
         self.skipped, self.exhausted = int(skipped), bool(exhausted)
+        return True
