@@ -18,7 +18,7 @@ import zgraph
 from zgraph.compiler import programs
 from zgraph.errors import CaptureError, ModelError, OverflowError, PlanError
 from zgraph.program import collectives
-from zgraph.program.node import info, tensor
+from zgraph.program.node import info, tensor, tensors
 
 pytestmark = pytest.mark.core
 
@@ -226,6 +226,45 @@ def test_batch_norms_with_float32_statistics_stay_in_float32(plan):
     plain = built(Convolutions)
     plain(x)
     assert (mine[1].running_mean - plain[1].running_mean).abs().max() < 2**-8
+
+
+def nodes(program) -> list[tuple[str, list[tuple[torch.dtype, torch.Size]]]]:
+    return [(str(n.target), [(t.dtype, t.shape) for t in tensors(n)]) for n in program.nodes]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"precision": "bf16"},
+        {"precision": "bf16", "numerics": "deepspeed"},
+        {"precision": zgraph.Precision(compute="bfloat16", buffer="bfloat16", keep_fp32=("0",))},
+    ],
+    ids=["statistics in float32", "all in bfloat16", "a pattern"],
+)
+def test_the_program_that_is_dumped_is_the_one_that_runs(plan):
+    plan = zgraph.Plan(backend="eager", **plan)
+    x = torch.randn(4, 3, 8, 8, dtype=BF16 if plan.numerics == "deepspeed" else FP32)
+    model = built(Convolutions)
+    buffers = {n: (b, b.dtype) for n, b in model.named_buffers()}
+    dumped = programs(model, plan, (x,), 1)
+    assert all(b is buffers[n][0] and b.dtype is buffers[n][1] for n, b in model.named_buffers())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    mine = zgraph.compile(model, plan, inputs=(x,)).zgraph.programs["train0"].history()
+    assert nodes(dumped.records[0].program) == nodes(mine.records[0].program)
+    assert nodes(dumped.program) == nodes(mine.program)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_a_program_is_dumped():
+    plan = zgraph.Plan(precision=zgraph.Precision(compute="bfloat16", keep_fp32=("nrom",)))
+    with pytest.raises(PlanError, match="matches no parameter and no module"):
+        programs(built(), plan, (batch(),), 2)
+
+
+def test_a_model_that_can_not_be_dumped_is_as_it_was():
+    model = built(Convolutions)
+    with pytest.raises(CaptureError):
+        programs(model, zgraph.Plan(precision="bf16"), (torch.randn(4, 5),), 2)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("pattern", ["*.bias", "norm.weight", "first.weight"])
