@@ -8,9 +8,10 @@ import math
 
 import pytest
 import torch
+from models import Net, batch, built, compiled, equal, weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy
 
 import zgraph
 from zgraph.errors import ModelError, PlanError, StepError
@@ -18,17 +19,6 @@ from zgraph.timings import uncovered
 from zgraph.train import count_targets, split_batch
 
 pytestmark = pytest.mark.core
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 12)
-        self.norm = nn.LayerNorm(12)
-        self.last = nn.Linear(12, 5)
-
-    def forward(self, x, targets):
-        return cross_entropy(self.last(gelu(self.norm(self.first(x)))), targets)
 
 
 class TwoBranches(nn.Module):
@@ -41,28 +31,6 @@ class TwoBranches(nn.Module):
     def forward(self, x, targets, other: bool):
         hidden = self.other(x) if other else self.one(x)
         return cross_entropy(self.last(torch.tanh(hidden)), targets)
-
-
-def built(cls=Net) -> nn.Module:
-    torch.manual_seed(0)
-    return cls()
-
-
-def compiled(cls=Net, **plan) -> nn.Module:
-    return zgraph.compile(built(cls), zgraph.Plan(backend="eager", **plan))
-
-
-def batch(rows: int = 8, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, 7, generator=generator), torch.randint(5, (rows,), generator=generator)
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in b)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------------

@@ -101,8 +101,7 @@ class Updater:
 
     def resume(self, counts: dict[torch.Tensor, float]) -> None:
         """Go on from a checkpoint: how many updates each parameter has had says where a schedule is, too."""
-        params = {name: param for name, param in self.runtime.shards.params().items()}
-        self.states.set_counts({n: counts[p] for n, p in params.items() if p in counts})
+        self.states.set_counts({n: counts[p] for n, p in self.runtime.shards.params().items() if p in counts})
         self._last = None
         done = int(max(counts.values(), default=0.0))
         self.calls = done + self.skipped()
