@@ -225,9 +225,10 @@ def test_muon_and_its_companion_are_two_optimizers_of_torchs():
 
 
 @pytest.mark.inductor
-def test_a_hundred_steps_compiled_by_inductor_are_torchs():
-    record, make = PAIRS["AdamW"]
-    # Kernels fuse and contract products, so each gradient's rounding is another, and Adam divides by its size.
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_a_hundred_steps_compiled_by_inductor_are_torchs(name):
+    record, make = PAIRS[name]
+    # Kernels fuse and contract products, so each gradient's rounding is another, and all but SGD divide by its size.
     assert hundred_steps(Net, record, lambda m: [make(m.parameters())], "inductor") < 1e-4
 
 
