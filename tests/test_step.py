@@ -354,6 +354,21 @@ def test_half_precision_goes_on_with_its_scale_in_a_copy():
     assert float(twin.zgraph.loss_scale) == 64.0 and float(model.zgraph.loss_scale) == 32.0
 
 
+def test_steps_that_a_copy_skips_are_not_the_models():
+    scale = zgraph.LossScale(initial_scale_power=4, hysteresis=1)
+    half = zgraph.Precision(parameter="float32", compute="float16", reduce="float32", loss_scale=scale)
+    schedule = zgraph.Linear(total_steps=10)
+    model = compiled(optimizer=zgraph.SGD(lr=1.0), lr_schedule=schedule, precision=half)
+    x, targets = batch()
+    model.train_step(x, targets)
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        twin.train_step(x * math.inf, targets)
+    assert int(twin.zgraph.skipped_steps) == 2
+    model.train_step(x, targets)
+    assert model.zgraph.optimizer.param_groups[0]["lr"] == schedule.at(1, 1.0, 0.0).lr
+
+
 def test_another_optimizer_begins_anew_and_says_so(caplog):
     model = compiled(optimizer=zgraph.AdamW())
     model.train_step(*batch())

@@ -8,7 +8,6 @@ long been given the next forward and backward. Only half precision's end of the 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -85,8 +84,8 @@ class Updater:
         """Go on where another updater of the same parameters is: states (or copies of them), counts, numbers, the scale."""
         self.states.adopt(old.states, copies=copies)
         self.calls, self.hooks = old.calls, list(old.hooks)
-        if self.scaling == old.scaling:
-            self._late = copy.copy(old._late)
+        if self.scaling == old.scaling and old._late is not None:
+            self._late = old._late.copy()
         same = self.runtime.plan.optimizer == old.runtime.plan.optimizer
         if same and self.optimizer is not None and old.optimizer is not None:
             for mine, theirs in zip(self.optimizer.param_groups, old.optimizer.param_groups, strict=True):
