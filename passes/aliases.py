@@ -33,6 +33,13 @@ def is_view(node: fx.Node) -> bool:
     return aliased_input(node) is not None
 
 
+def root_of(node: fx.Node) -> fx.Node:
+    """What a view looks at in the end, through all views between; the node itself if it is no view."""
+    while (base := aliased_input(node)) is not None:
+        node = base
+    return node
+
+
 def mutates(node: fx.Node) -> bool:
     """Does this node write to one of its arguments?"""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import fx
 
 from zgraph.errors import PlanError
-from zgraph.passes.aliases import aliased_input
+from zgraph.passes.aliases import aliased_input, root_of
 from zgraph.program import collectives, ops
 from zgraph.program.node import info, tensors, value
 from zgraph.program.program import Program
@@ -76,28 +76,21 @@ CPU = Hardware(
     host=13e9,
     links={"*": Link(bandwidth=125e6, latency=50e-6, scatter=2)},
 )
+H100 = Hardware(
+    name="h100-80g",
+    flops={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
+    memory=3.35e12,
+    launch=3e-6,
+    capacity=80 * 10**9,
+    host=64e9,
+    links={"*": NVLINK4},
+)
 KNOWN = {
     h.name: h
     for h in (
         CPU,
-        Hardware(
-            name="h100-80g",
-            flops={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
-            memory=3.35e12,
-            launch=3e-6,
-            capacity=80 * 10**9,
-            host=64e9,
-            links={"*": NVLINK4},
-        ),
-        Hardware(
-            name="h200-141g",
-            flops={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
-            memory=4.8e12,
-            launch=3e-6,
-            capacity=141 * 10**9,
-            host=64e9,
-            links={"*": NVLINK4},
-        ),
+        H100,
+        H100.model_copy(update={"name": "h200-141g", "memory": 4.8e12, "capacity": 141 * 10**9}),
         Hardware(
             name="a100-80g",
             flops={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
@@ -174,7 +167,7 @@ class Costs:
     def _traffic(self, node: fx.Node) -> int:
         """The bytes that a node reads and writes, less those that stay inside a fused kernel."""
         mine = self.fused and fusible(node)
-        roots = dict.fromkeys(_root(a) for a in node.all_input_nodes)
+        roots = dict.fromkeys(root_of(a) for a in node.all_input_nodes)
         read = sum(size_of(r) for r in roots if not (mine and _together(r, node)))
         users = list(_readers(node))
         kept = mine and users and all(fusible(u) and _together(node, u) for u in users)
@@ -221,13 +214,6 @@ def fusible(node: fx.Node) -> bool:
 def _computes(node: fx.Node) -> bool:
     free = collectives.is_start(node) or collectives.is_wait(node) or node.target is ops.RELEASE
     return node.op == "call_function" and not free and aliased_input(node) is None
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """What a view looks at."""
-    while (base := aliased_input(node)) is not None:
-        node = base
-    return node
 
 
 def _readers(node: fx.Node) -> dict[fx.Node, None]:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zgraph.errors import VerifyError
-from zgraph.passes.aliases import aliased_input, is_random, is_write, mutates
+from zgraph.passes.aliases import is_random, is_write, mutates, root_of
 from zgraph.program import collectives, ops
 from zgraph.program.node import Phase, Role, has_info, info, value
 from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Port, Program
@@ -416,16 +416,14 @@ def check_releases(program: Program) -> None:
     released: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
-            root: fx.Node | None = used
-            while root is not None:
-                if root in released:
-                    raise _fault(
-                        program,
-                        node,
-                        f"node {node.name!r} reads {used.name!r} after its release",
-                        f"{released[root].name!r} released {root.name!r}",
-                    )
-                root = aliased_input(root)
+            root = root_of(used)
+            if root in released:
+                raise _fault(
+                    program,
+                    node,
+                    f"node {node.name!r} reads {used.name!r} after its release",
+                    f"{released[root].name!r} released {root.name!r}",
+                )
         if node.op == "call_function" and node.target is ops.RELEASE:
             buffer = node.args[0]
             if not (
@@ -459,16 +457,14 @@ def check_mutation(program: Program) -> None:
     written: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
-            root: fx.Node | None = used
-            while root is not None:
-                if root in written:
-                    raise _fault(
-                        program,
-                        node,
-                        f"node {node.name!r} reads {root.name!r} after it was written",
-                        f"{written[root].name!r} put its new value there",
-                    )
-                root = aliased_input(root)
+            root = root_of(used)
+            if root in written:
+                raise _fault(
+                    program,
+                    node,
+                    f"node {node.name!r} reads {root.name!r} after it was written",
+                    f"{written[root].name!r} put its new value there",
+                )
         if is_write(node):
             written[node.all_input_nodes[0]] = node
         elif mutates(node):

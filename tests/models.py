@@ -1,4 +1,4 @@
-"""Small models with random weights and a global batch for each, shared by tests.
+"""Small models with random weights and a global batch for each, shared by tests; at the end, what tests of steps train.
 
 Sizes are odd on purpose: few dimensions are a multiple of the worlds that tests run at (2, 3, 4 and 8), all of which
 divide the batch of 24. Each factory seeds its own weights and batch, so that a case is the same wherever it is used.
@@ -6,7 +6,7 @@ divide the batch of 24. Each factory seeds its own weights and batch, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+import zgraph
 
 BATCH = 24
 WORDS = 97
@@ -604,3 +606,51 @@ def stack(depth: int, dim: int = 7) -> Case:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Case(Stack(depth, dim), (torch.randn(BATCH, dim), torch.randn(BATCH, dim)))
+
+
+# -- training steps -------------------------------------------------------------------------------------------------
+class Net(nn.Module):
+    """Its output is its loss, a mean over rows: what tests of training steps train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 12)
+        self.norm = nn.LayerNorm(12)
+        self.last = nn.Linear(12, 5)
+
+    def logits(self, x):
+        return self.last(F.gelu(self.norm(self.first(x))))
+
+    def forward(self, x, targets):
+        return F.cross_entropy(self.logits(x), targets)
+
+
+def built(cls: Callable[[], nn.Module] = Net) -> nn.Module:
+    """A model that has the same weights whenever it is made; sets the global generator."""
+    torch.manual_seed(0)
+    return cls()
+
+
+def compiled(cls: Callable[[], nn.Module] = Net, *, loss_fn: Any = None, backend: str = "eager", **plan) -> nn.Module:
+    """`built(cls)`, compiled by the plan of these fields."""
+    return zgraph.compile(built(cls), zgraph.Plan(backend=backend, **plan), loss_fn=loss_fn)
+
+
+def feed(count: int, rows: int = 8, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches for `Net`."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randn(rows, 7, generator=generator), torch.randint(5, (rows,), generator=generator)
+
+
+def batch(rows: int = 8, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return next(feed(1, rows, seed))
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Are they bit for bit the same tensors, by name?"""
+    return mine.keys() == other.keys() and all(torch.equal(mine[n], other[n]) for n in other)

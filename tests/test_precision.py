@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from models import built, compiled, weights
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -18,14 +19,14 @@ import zgraph
 from zgraph.compiler import programs
 from zgraph.errors import CaptureError, ModelError, OverflowError, PlanError
 from zgraph.program import collectives
-from zgraph.program.node import info, tensor
+from zgraph.program.node import info, tensor, tensors
 
 pytestmark = pytest.mark.core
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-class Net(nn.Module):
+class Shifted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 10)
@@ -49,15 +50,6 @@ class Scaled(nn.Module):
         return (self.inner(x).float() * factor).mean()
 
 
-def built(cls=Net) -> nn.Module:
-    torch.manual_seed(0)
-    return cls()
-
-
-def compiled(cls=Net, **plan) -> nn.Module:
-    return zgraph.compile(built(cls), zgraph.Plan(backend="eager", **plan))
-
-
 def batch() -> torch.Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
@@ -66,7 +58,7 @@ def batch() -> torch.Tensor:
 def wire(**plan) -> dict[str, set[torch.dtype]]:
     """The dtypes of what is gathered and reduced, and of the gradients that come out, on two ranks."""
     x = batch().bfloat16() if plan.get("numerics") == "deepspeed" else batch()  # where casting is the user's
-    history = programs(built(), zgraph.Plan(backend="eager", **plan), (x,), 2)
+    history = programs(built(Shifted), zgraph.Plan(backend="eager", **plan), (x,), 2)
     found: dict[str, set[torch.dtype]] = {}
     for node in history.program.nodes:
         if collectives.is_start(node):
@@ -99,20 +91,20 @@ def test_weights_are_cast_before_the_gather_and_gradients_before_the_reduction(p
 
 def test_a_module_that_stays_in_float32_is_gathered_and_reduced_so():
     kept = zgraph.Precision(compute="bfloat16", reduce="bfloat16", keep_fp32=("norm",))
-    history = programs(built(), zgraph.Plan(backend="eager", precision=kept), (batch(),), 2)
+    history = programs(built(Shifted), zgraph.Plan(backend="eager", precision=kept), (batch(),), 2)
     for node in history.program.nodes:
         if collectives.is_start(node):
             name = info(node).param
             assert tensor(node.all_input_nodes[0]).dtype is (FP32 if name.startswith("norm") else BF16), name
     with pytest.raises(PlanError, match="matches no parameter and no module") as caught:
-        compiled(precision=zgraph.Precision(compute="bfloat16", keep_fp32=("nrom",)))
+        compiled(Shifted, precision=zgraph.Precision(compute="bfloat16", keep_fp32=("nrom",)))
     assert caught.value.where == "precision.keep_fp32"
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------------
 def test_bf16_is_a_cast_model_with_float32_weights():
-    mine = compiled(precision="bf16")
-    plain = built()
+    mine = compiled(Shifted, precision="bf16")
+    plain = built(Shifted)
     low = copy.deepcopy(plain)
     for p in low.parameters():
         p.data = p.data.bfloat16()
@@ -127,8 +119,8 @@ def test_bf16_is_a_cast_model_with_float32_weights():
 
 
 def test_deepspeeds_bf16_keeps_low_weights_buffers_and_float32_masters():
-    mine = compiled(precision="bf16", numerics="deepspeed", optimizer=zgraph.SGD(lr=0.25))
-    low = built().bfloat16()
+    mine = compiled(Shifted, precision="bf16", numerics="deepspeed", optimizer=zgraph.SGD(lr=0.25))
+    low = built(Shifted).bfloat16()
     masters = [p.detach().float() for p in low.parameters()]  # DeepSpeed makes them of the weights that are low already
     assert mine.shift.dtype is BF16 and mine.seen.dtype is torch.int64
     x = batch().bfloat16()
@@ -146,8 +138,8 @@ def test_deepspeeds_bf16_keeps_low_weights_buffers_and_float32_masters():
 
 
 def test_gradients_of_low_parameters_add_up_in_float32_where_the_plan_updates():
-    mine = compiled(precision="bf16", numerics="deepspeed", optimizer=zgraph.SGD(lr=0.0), micro_batches=4)
-    low = built().bfloat16()
+    mine = compiled(Shifted, precision="bf16", numerics="deepspeed", optimizer=zgraph.SGD(lr=0.0), micro_batches=4)
+    low = built(Shifted).bfloat16()
     seen: dict[str, torch.Tensor] = {}
     mine.zgraph.on_gradients(lambda grads: seen.update({n: g.clone() for n, g in grads.items()}))
     x = batch().bfloat16()
@@ -160,7 +152,7 @@ def test_gradients_of_low_parameters_add_up_in_float32_where_the_plan_updates():
             p.grad = None
     assert all(g.dtype is FP32 and torch.equal(g, sums[n]) for n, g in seen.items()) and seen.keys() == sums.keys()
     own = compiled(
-        precision="bf16", numerics="deepspeed"
+        Shifted, precision="bf16", numerics="deepspeed"
     )  # torch's optimizers want a gradient of the parameter's dtype
     own(x).backward()
     assert own.first.weight.grad.dtype is BF16
@@ -168,14 +160,14 @@ def test_gradients_of_low_parameters_add_up_in_float32_where_the_plan_updates():
 
 
 def test_optimizer_states_may_be_low():
-    mine = compiled(precision=zgraph.Precision(optimizer_state="bfloat16"), optimizer=zgraph.AdamW())
+    mine = compiled(Shifted, precision=zgraph.Precision(optimizer_state="bfloat16"), optimizer=zgraph.AdamW())
     mine.train_step(batch())
     states = mine.zgraph.optimizer.state[mine.first.weight]
     assert states["exp_avg"].dtype is states["exp_avg_sq"].dtype is BF16 and mine.first.weight.dtype is FP32
 
 
 def test_the_models_own_autocast_is_respected():
-    class Auto(Net):
+    class Auto(Shifted):
         def forward(self, x):
             with torch.autocast("cpu", dtype=BF16):
                 return super().forward(x)
@@ -184,7 +176,7 @@ def test_the_models_own_autocast_is_respected():
     loss, expected = mine(batch()), plain(batch())
     loss.backward()
     expected.backward()
-    assert torch.equal(loss, expected) and not torch.equal(expected, built()(batch()))
+    assert torch.equal(loss, expected) and not torch.equal(expected, built(Shifted)(batch()))
     for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
@@ -228,10 +220,49 @@ def test_batch_norms_with_float32_statistics_stay_in_float32(plan):
     assert (mine[1].running_mean - plain[1].running_mean).abs().max() < 2**-8
 
 
+def nodes(program) -> list[tuple[str, list[tuple[torch.dtype, torch.Size]]]]:
+    return [(str(n.target), [(t.dtype, t.shape) for t in tensors(n)]) for n in program.nodes]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"precision": "bf16"},
+        {"precision": "bf16", "numerics": "deepspeed"},
+        {"precision": zgraph.Precision(compute="bfloat16", buffer="bfloat16", keep_fp32=("0",))},
+    ],
+    ids=["statistics in float32", "all in bfloat16", "a pattern"],
+)
+def test_the_program_that_is_dumped_is_the_one_that_runs(plan):
+    plan = zgraph.Plan(backend="eager", **plan)
+    x = torch.randn(4, 3, 8, 8, dtype=BF16 if plan.numerics == "deepspeed" else FP32)
+    model = built(Convolutions)
+    buffers = {n: (b, b.dtype) for n, b in model.named_buffers()}
+    dumped = programs(model, plan, (x,), 1)
+    assert all(b is buffers[n][0] and b.dtype is buffers[n][1] for n, b in model.named_buffers())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    mine = zgraph.compile(model, plan, inputs=(x,)).zgraph.programs["train0"].history()
+    assert nodes(dumped.records[0].program) == nodes(mine.records[0].program)
+    assert nodes(dumped.program) == nodes(mine.program)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_a_program_is_dumped():
+    plan = zgraph.Plan(precision=zgraph.Precision(compute="bfloat16", keep_fp32=("nrom",)))
+    with pytest.raises(PlanError, match="matches no parameter and no module"):
+        programs(built(Shifted), plan, (batch(),), 2)
+
+
+def test_a_model_that_can_not_be_dumped_is_as_it_was():
+    model = built(Convolutions)
+    with pytest.raises(CaptureError):
+        programs(model, zgraph.Plan(precision="bf16"), (torch.randn(4, 5),), 2)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
 @pytest.mark.parametrize("pattern", ["*.bias", "norm.weight", "first.weight"])
 def test_a_pattern_of_one_parameter_keeps_its_whole_module(pattern):
     kept = zgraph.Precision(compute="bfloat16", keep_fp32=(pattern,))
-    mine = compiled(precision=kept, optimizer=zgraph.SGD(lr=0.1))
+    mine = compiled(Shifted, precision=kept, optimizer=zgraph.SGD(lr=0.1))
     assert mine.train_step(batch()).isfinite()
 
 
@@ -251,10 +282,10 @@ def test_a_module_that_stays_may_return_any_structure():
 
 def test_half_precision_by_its_parameters_alone_has_a_scale_and_refuses_what_it_cannot_hold():
     low = zgraph.Precision(parameter="float16", cast_inputs=False)
-    mine = compiled(precision=low, optimizer=zgraph.SGD(lr=0.1))
+    mine = compiled(Shifted, precision=low, optimizer=zgraph.SGD(lr=0.1))
     mine.train_step(batch().half())
     assert float(mine.zgraph.loss_scale) > 0
-    model = built()
+    model = built(Shifted)
     model.first.weight.data[0] = 1e6
     with pytest.raises(ModelError, match="float16 can't hold"):
         zgraph.compile(model, zgraph.Plan(backend="eager", precision=low, optimizer=zgraph.SGD()))
@@ -268,8 +299,8 @@ def half(**scale) -> zgraph.Precision:
 
 
 def test_gradients_are_never_scaled_to_the_user():
-    mine = compiled(precision=half(initial_scale_power=12), optimizer=zgraph.SGD(lr=0.0))
-    plain = built()
+    mine = compiled(Shifted, precision=half(initial_scale_power=12), optimizer=zgraph.SGD(lr=0.0))
+    plain = built(Shifted)
     seen = {}
     mine.zgraph.on_gradients(lambda grads: seen.update({n: g.clone() for n, g in grads.items()}))
     mine.train_step(batch())
@@ -294,7 +325,7 @@ def test_a_step_that_overflows_is_skipped_and_counted_and_the_next_one_is_not():
     mine = compiled(Scaled, precision=half(initial_scale_power=4, hysteresis=1), optimizer=zgraph.AdamW(lr=0.1))
     x = batch()
     mine.train_step(x, torch.tensor(1.0))
-    before = {n: p.detach().clone() for n, p in mine.named_parameters()}
+    before = weights(mine)
     mine.train_step(x, torch.tensor(math.inf))
     assert all(torch.equal(p, before[n]) for n, p in mine.named_parameters())
     assert int(mine.zgraph.skipped_steps) == 1 and float(mine.zgraph.loss_scale) == 8.0
@@ -325,10 +356,10 @@ def test_at_the_smallest_scale_an_error_says_so():
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 7e4])
 def test_a_parameter_that_float16_cannot_hold_is_refused(value):
-    model = built()
+    model = built(Shifted)
     with torch.no_grad():
         model.norm.weight[3] = value
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = weights(model)
     with pytest.raises(ModelError, match=r"'norm\.weight' has values that float16 can't hold"):
         zgraph.compile(model, zgraph.Plan(backend="eager", precision="fp16", optimizer=zgraph.AdamW()))
     assert all(torch.equal(p, before[n]) or value != value for n, p in model.named_parameters())
@@ -336,14 +367,14 @@ def test_a_parameter_that_float16_cannot_hold_is_refused(value):
 
 
 def test_fp16_without_an_optimizer_in_the_plan_is_refused_before_training_only():
-    mine = compiled(precision="fp16")
+    mine = compiled(Shifted, precision="fp16")
     with pytest.raises(PlanError, match="needs an optimizer in the plan"):
         mine(batch())
     assert mine.eval_step(batch()).isfinite()
 
 
 def test_a_buffer_that_makes_activations_float32_is_told_with_the_line():
-    class Promoted(Net):
+    class Promoted(Shifted):
         def forward(self, x):
             return self.last(self.first(x + self.shift)).mean()
 
@@ -378,4 +409,4 @@ def test_verify_finds_mixed_precision_to_be_plain_pytorchs(precision, numerics, 
         backend="eager", zero=zero, precision=precision, numerics=numerics, optimizer=zgraph.AdamW(), micro_batches=2
     )
     x = batch().to({"bf16": BF16, "fp16": FP16}[precision]) if numerics == "deepspeed" else batch()
-    assert zgraph.verify(built(), plan, world=4, inputs=(x,)).ok
+    assert zgraph.verify(built(Shifted), plan, world=4, inputs=(x,)).ok

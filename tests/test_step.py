@@ -8,9 +8,10 @@ import math
 
 import pytest
 import torch
+from models import Net, batch, built, compiled, equal, weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy
 
 import zgraph
 from zgraph.errors import ModelError, PlanError, StepError
@@ -18,17 +19,6 @@ from zgraph.timings import uncovered
 from zgraph.train import count_targets, split_batch
 
 pytestmark = pytest.mark.core
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 12)
-        self.norm = nn.LayerNorm(12)
-        self.last = nn.Linear(12, 5)
-
-    def forward(self, x, targets):
-        return cross_entropy(self.last(gelu(self.norm(self.first(x)))), targets)
 
 
 class TwoBranches(nn.Module):
@@ -41,28 +31,6 @@ class TwoBranches(nn.Module):
     def forward(self, x, targets, other: bool):
         hidden = self.other(x) if other else self.one(x)
         return cross_entropy(self.last(torch.tanh(hidden)), targets)
-
-
-def built(cls=Net) -> nn.Module:
-    torch.manual_seed(0)
-    return cls()
-
-
-def compiled(cls=Net, **plan) -> nn.Module:
-    return zgraph.compile(built(cls), zgraph.Plan(backend="eager", **plan))
-
-
-def batch(rows: int = 8, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, 7, generator=generator), torch.randint(5, (rows,), generator=generator)
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in b)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------------
@@ -265,6 +233,45 @@ def test_a_field_that_the_program_was_made_for_cannot_be_changed_in_silence(reco
         model.train_step(*batch())
 
 
+def test_gradients_of_a_refused_step_are_there_for_the_next():
+    model, straight = (compiled(optimizer=zgraph.SGD(lr=0.1)) for _ in range(2))
+    for m in (model, straight):
+        m(*batch()).backward()
+    group, before = model.zgraph.optimizer.param_groups[0], weights(model)
+    group["maximize"] = True
+    with pytest.raises(PlanError, match="maximize of group 0 was"):
+        model.step()
+    assert equal(before, weights(model)) and all(p.grad is not None for p in model.parameters())
+    group["maximize"] = False
+    for m in (model, straight):
+        m.step()
+    assert equal(weights(model), weights(straight)) and all(p.grad is None for p in model.parameters())
+
+
+def test_a_refused_step_moves_a_schedule_once():
+    schedule = zgraph.TorchSchedule(scheduler="StepLR", args={"step_size": 1, "gamma": 0.5})
+    scale = zgraph.LossScale(initial_scale_power=4)
+    half = zgraph.Precision(parameter="float32", compute="float16", reduce="float32", loss_scale=scale)
+    model = compiled(optimizer=zgraph.SGD(lr=0.1), lr_schedule=schedule, precision=half)
+    model.train_step(*batch())
+    model(*batch()).backward()
+    group = model.zgraph.optimizer.param_groups[0]
+    group["maximize"] = True
+    with pytest.raises(PlanError, match="maximize of group 0 was"):
+        model.step()
+    group["maximize"] = False
+    model.step()
+    assert group["lr"] == 0.05
+
+
+def test_gradients_that_are_only_clipped_stay_when_their_norm_is_infinite():
+    model = compiled(grad_clip=zgraph.GradClip(norm=1.0, error_if_nonfinite=True))
+    x, targets = batch()
+    with pytest.raises(StepError, match="the norm of the gradients is") as caught:
+        model.train_step(x * math.inf, targets)
+    assert all(p.grad is not None for p in model.parameters()) and "as they were" in str(caught.value.hint)
+
+
 # -- parameters that have no gradient in some steps -----------------------------------------------------------------------
 def test_each_parameter_counts_its_own_updates_as_torch_does():
     model, plain = compiled(TwoBranches, optimizer=zgraph.AdamW(lr=1e-2)), built(TwoBranches)
@@ -347,6 +354,21 @@ def test_half_precision_goes_on_with_its_scale_in_a_copy():
     assert float(twin.zgraph.loss_scale) == 64.0 and float(model.zgraph.loss_scale) == 32.0
 
 
+def test_steps_that_a_copy_skips_are_not_the_models():
+    scale = zgraph.LossScale(initial_scale_power=4, hysteresis=1)
+    half = zgraph.Precision(parameter="float32", compute="float16", reduce="float32", loss_scale=scale)
+    schedule = zgraph.Linear(total_steps=10)
+    model = compiled(optimizer=zgraph.SGD(lr=1.0), lr_schedule=schedule, precision=half)
+    x, targets = batch()
+    model.train_step(x, targets)
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        twin.train_step(x * math.inf, targets)
+    assert int(twin.zgraph.skipped_steps) == 2
+    model.train_step(x, targets)
+    assert model.zgraph.optimizer.param_groups[0]["lr"] == schedule.at(1, 1.0, 0.0).lr
+
+
 def test_another_optimizer_begins_anew_and_says_so(caplog):
     model = compiled(optimizer=zgraph.AdamW())
     model.train_step(*batch())
@@ -355,6 +377,45 @@ def test_another_optimizer_begins_anew_and_says_so(caplog):
     assert "begin anew" in caplog.text
     model.train_step(*batch())
     assert set(model.zgraph.optimizer.state[model.first.weight]) == {"step", "exp_avg"}
+
+
+def test_an_optimizer_that_a_recompile_brings_updates_the_weights():
+    model, plain = compiled(), built()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    model.zgraph.recompile(zgraph.Plan(backend="eager", optimizer=zgraph.SGD(lr=0.1, momentum=0.9)))
+    for seed in range(3):
+        model.train_step(*batch(seed=seed))
+        plain(*batch(seed=seed)).backward()
+        theirs.step()
+        theirs.zero_grad()
+        assert equal(weights(model), weights(plain))
+        assert float(model.zgraph.optimizer.state[model.first.weight]["step"]) == seed + 1
+
+
+def test_an_optimizer_that_a_recompile_brings_takes_low_gradients_that_are_there():
+    low = {"precision": "bf16", "numerics": "deepspeed"}
+    model = compiled(**low)
+    x, targets = batch()
+    model(x.bfloat16(), targets).backward()
+    before, grad = weights(model), model.first.weight.grad.clone()
+    model.zgraph.recompile(zgraph.Plan(backend="eager", optimizer=zgraph.SGD(lr=0.1), **low))
+    model.step()
+    assert torch.equal(model.first.weight, (before["first.weight"].float() - 0.1 * grad.float()).bfloat16())
+
+
+def test_an_optimizer_that_comes_back_counts_its_updates_anew():
+    """What a plan without an optimizer left out is gone: states, and the counts that belong to them."""
+    model = compiled(optimizer=zgraph.AdamW(lr=1e-2))
+    for seed in range(3):
+        model.train_step(*batch(seed=seed))
+    model.zgraph.recompile(zgraph.Plan(backend="eager"))
+    model.zgraph.recompile(zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(lr=1e-2)))
+    fresh = built()
+    fresh.load_state_dict(model.state_dict())
+    zgraph.compile(fresh, zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(lr=1e-2)))
+    for m in (model, fresh):
+        m.train_step(*batch(seed=3))
+    assert equal(weights(model), weights(fresh))
 
 
 EVERY = [

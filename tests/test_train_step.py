@@ -8,14 +8,15 @@ what differs, and 1e-6 of a tensor's norm is a dozen times that.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from models import Net, batch, built, compiled, equal, feed, weights
 from torch import nn
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 import zgraph
@@ -23,22 +24,6 @@ import zgraph
 pytestmark = pytest.mark.core
 
 ROUNDING = 1e-6  # a sum in another order, in float32 (see above)
-
-
-class Net(nn.Module):
-    """Its output is its loss, a mean over rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 12)
-        self.norm = nn.LayerNorm(12)
-        self.last = nn.Linear(12, 5)
-
-    def logits(self, x):
-        return self.last(gelu(self.norm(self.first(x))))
-
-    def forward(self, x, targets):
-        return cross_entropy(self.logits(x), targets)
 
 
 class Logits(Net):
@@ -54,52 +39,6 @@ class Matrices(Net):
         self.first = nn.Linear(7, 12, bias=False)
         self.norm = nn.Identity()
         self.last = nn.Linear(12, 5, bias=False)
-
-
-class Scaled(Net):
-    """Its loss is multiplied by an argument, which may be infinite."""
-
-    def forward(self, x, targets, factor):
-        return cross_entropy(self.logits(x), targets) * factor
-
-
-class TwoBranches(Net):
-    """One of two linear layers is used: the other has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(7, 12)
-
-    def forward(self, x, targets, other: bool):
-        hidden = self.other(x) if other else self.first(x)
-        return cross_entropy(self.last(hidden), targets)
-
-
-def built(cls: Callable[[], nn.Module] = Net) -> nn.Module:
-    torch.manual_seed(0)
-    return cls()
-
-
-def compiled(cls: Callable[[], nn.Module] = Net, *, loss_fn: Any = None, backend: str = "eager", **plan) -> nn.Module:
-    return zgraph.compile(built(cls), zgraph.Plan(backend=backend, **plan), loss_fn=loss_fn)
-
-
-def feed(count: int, rows: int = 8) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        yield torch.randn(rows, 7, generator=generator), torch.randint(5, (rows,), generator=generator)
-
-
-def batch(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    return next(feed(1, rows))
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return mine.keys() == other.keys() and all(torch.equal(mine[n], other[n]) for n in other)
 
 
 def furthest(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -286,9 +225,10 @@ def test_muon_and_its_companion_are_two_optimizers_of_torchs():
 
 
 @pytest.mark.inductor
-def test_a_hundred_steps_compiled_by_inductor_are_torchs():
-    record, make = PAIRS["AdamW"]
-    # Kernels fuse and contract products, so each gradient's rounding is another, and Adam divides by its size.
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_a_hundred_steps_compiled_by_inductor_are_torchs(name):
+    record, make = PAIRS[name]
+    # Kernels fuse and contract products, so each gradient's rounding is another, and all but SGD divide by its size.
     assert hundred_steps(Net, record, lambda m: [make(m.parameters())], "inductor") < 1e-4
 
 

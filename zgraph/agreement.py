@@ -101,12 +101,12 @@ class Agreement:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
         return bool(flag.item())
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, subject: str, mine: Any) -> list[Any]:
         """What each rank gives (any picklable object), in order."""
         if self.group is None:
             return [mine]
         views: list[Any] = [None] * len(self.ranks)
-        with _named("the exchange of timings", ""):
+        with _named(f"the exchange of {subject} (all_gather_object)", ""):
             dist.all_gather_object(views, mine, group=self.group)
         return views
 

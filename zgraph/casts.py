@@ -6,6 +6,7 @@ What programs cast (weights before their gather, gradients before their reductio
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from dataclasses import replace
 from typing import Any
@@ -70,24 +71,30 @@ def check(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) 
             )
 
 
-def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> None:
-    """Cast buffers, and let the modules that stay in float32 take and give what the others compute in."""
+def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> contextlib.ExitStack:
+    """Cast buffers, and let the modules that stay in float32 take and give what the others compute in.
+
+    Where what it returns is closed (or a `with` block around it ends), the module is as it was.
+    """
     buffer = precision.dtype("buffer")
     low = precision.dtype("compute") or precision.dtype("parameter")
-    for path, child in module.named_modules():
-        for key, held in list(child._buffers.items()):
-            name = f"{path}.{key}" if path else key
-            if (
-                buffer is not None
-                and held is not None
-                and held.is_floating_point()
-                and not matches(name, precision.keep_fp32)
-            ):
-                child._buffers[key] = held.to(buffer)
-        own = any(p is not None for p in child._parameters.values())
-        if low in (torch.bfloat16, torch.float16) and own and _stays(module, path, precision):
-            child.register_forward_pre_hook(_Cast(torch.float32).before, with_kwargs=True)
-            child.register_forward_hook(_Cast(low).after)
+    with contextlib.ExitStack() as undo:
+        for path, child in module.named_modules():
+            for key, held in list(child._buffers.items()):
+                name = f"{path}.{key}" if path else key
+                if (
+                    buffer is not None
+                    and held is not None
+                    and held.is_floating_point()
+                    and not matches(name, precision.keep_fp32)
+                ):
+                    child._buffers[key] = held.to(buffer)
+                    undo.callback(child._buffers.__setitem__, key, held)
+            own = any(p is not None for p in child._parameters.values())
+            if low in (torch.bfloat16, torch.float16) and own and _stays(module, path, precision):
+                undo.callback(child.register_forward_pre_hook(_Cast(torch.float32).before, with_kwargs=True).remove)
+                undo.callback(child.register_forward_hook(_Cast(low).after).remove)
+        return undo.pop_all()
 
 
 class _Cast:

@@ -141,7 +141,9 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
     device = _device(model)
     args, kwargs = split_inputs(inputs)
     forward = getattr(model.forward, "__func__", None)
-    traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)  # type: ignore[arg-type]
+    check(model, precision, specs)
+    with prepare(model, precision, specs):
+        traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)  # type: ignore[arg-type]
     pattern = frozenset({traced.loss}) if traced.loss is not None else traced.differentiable
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     captured = traced.joint(pattern, decompositions, "train" if pattern else "eval")

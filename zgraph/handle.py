@@ -79,8 +79,9 @@ class Handle:
 
         By the plan's `optimizer`, after clipping (`grad_clip`), with the learning rate of `lr_schedule`. Returns the norm
         of all gradients before clipping (0-dim float32, on the device) where the plan clips by it, else None. All ranks
-        must call it. Raises `StepError` without a backward before it or an optimizer in the plan, and `OverflowError`
-        when fp16's loss scale can't get smaller.
+        must call it. Raises `StepError` without a backward before it or an optimizer in the plan, `OverflowError` when
+        fp16's loss scale can't get smaller, and `PlanError` where a field of the optimizer was changed that can't be: then
+        the gradients are still there, for another `step()`.
         """
         return self.runtime.updater.step()
 

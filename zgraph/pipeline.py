@@ -84,8 +84,8 @@ def build(plan: Plan, variant: Variant = PLAIN, *, training: bool = True, costs:
     return passes
 
 
-def build_update_passes(plan: Plan) -> list[Pass]:
-    """The pipeline of a plan's update programs."""
+def build_update_passes() -> list[Pass]:
+    """The pipeline of update programs, whatever the plan."""
     return [write_in_place()]
 
 

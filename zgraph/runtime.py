@@ -373,7 +373,7 @@ class Runtime:
         """See `zgraph.handle.Handle.timings`."""
         mine = median_step(self.clock)
         self.clock.wants_sample = True
-        ranks = self.agreement.gather(mine)
+        ranks = self.agreement.gather("timings", mine)
         step = max((r["step"] for r in ranks if "step" in r), default=0.0)
         trained = [e.program().captured for e in self.entries.values() if e.program().differentiated]
         flops = model_flops(trained[-1]) * mine.get("forwards", 1.0) if trained else 0.0

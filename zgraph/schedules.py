@@ -293,7 +293,31 @@ def _done(step: int, warmup: int, total: int) -> float:
     return 1.0 if step >= total else max(0, step - warmup) / max(1, total - warmup)
 
 
-class Cosine(Record, frozen=True):
+class _Decay(Record, frozen=True):
+    """Up in a straight line to the group's rate, then down to a part of it, in a way that each kind has of its own."""
+
+    name: str
+    warmup_steps: _Count = Field(default=0, description=_WARMUP_STEPS)
+    total_steps: _Steps = Field(description=_TOTAL)
+    min_ratio: _Ratio = Field(default=0.0, description=_MIN_RATIO)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_length("warmup_steps", self.warmup_steps, "total_steps", self.total_steps)
+        return self
+
+    def at(self, step: int, lr: float, momentum: float) -> Point:
+        """What update `step`, from 0, uses in a group with this rate and momentum."""
+        height = self._height(_done(step, self.warmup_steps, self.total_steps))
+        ratio = self.min_ratio + (1 - self.min_ratio) * height
+        return Point(lr * _ramp(step, self.warmup_steps) * ratio, momentum)
+
+    def _height(self, done: float) -> float:
+        """How high the rate is above its end, from 1 to 0, when so much of the way down is done."""
+        raise NotImplementedError
+
+
+class Cosine(_Decay, frozen=True):
     """Up in a straight line to the group's rate, then down along half a cosine to `min_ratio` of it.
 
     Update k has the rate times (k + 1) / (warmup + 1) while k < warmup, then times m + (1 - m) (1 + cos(pi p)) / 2,
@@ -302,43 +326,21 @@ class Cosine(Record, frozen=True):
     """
 
     name: Literal["Cosine"] = "Cosine"
-    warmup_steps: _Count = Field(default=0, description=_WARMUP_STEPS)
-    total_steps: _Steps = Field(description=_TOTAL)
-    min_ratio: _Ratio = Field(default=0.0, description=_MIN_RATIO)
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_length("warmup_steps", self.warmup_steps, "total_steps", self.total_steps)
-        return self
-
-    def at(self, step: int, lr: float, momentum: float) -> Point:
-        """What update `step`, from 0, uses in a group with this rate and momentum."""
-        height = (1 + math.cos(math.pi * _done(step, self.warmup_steps, self.total_steps))) / 2
-        ratio = self.min_ratio + (1 - self.min_ratio) * height
-        return Point(lr * _ramp(step, self.warmup_steps) * ratio, momentum)
+    def _height(self, done: float) -> float:
+        return (1 + math.cos(math.pi * done)) / 2
 
 
-class Linear(Record, frozen=True):
+class Linear(_Decay, frozen=True):
     """Up in a straight line to the group's rate, then down in another to `min_ratio` of it.
 
     As `Cosine`, with 1 - p in the place of (1 + cos(pi p)) / 2.
     """
 
     name: Literal["Linear"] = "Linear"
-    warmup_steps: _Count = Field(default=0, description=_WARMUP_STEPS)
-    total_steps: _Steps = Field(description=_TOTAL)
-    min_ratio: _Ratio = Field(default=0.0, description=_MIN_RATIO)
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_length("warmup_steps", self.warmup_steps, "total_steps", self.total_steps)
-        return self
-
-    def at(self, step: int, lr: float, momentum: float) -> Point:
-        """What update `step`, from 0, uses in a group with this rate and momentum."""
-        height = 1 - _done(step, self.warmup_steps, self.total_steps)
-        ratio = self.min_ratio + (1 - self.min_ratio) * height
-        return Point(lr * _ramp(step, self.warmup_steps) * ratio, momentum)
+    def _height(self, done: float) -> float:
+        return 1 - done
 
 
 class Constant(Record, frozen=True):

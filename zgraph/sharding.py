@@ -154,8 +154,11 @@ class Shards:
     def keep_wide_gradients(self) -> None:
         """Let `.grad` have the dtype that programs give, where autograd would round it to a low parameter's."""
         for name, param in self._params.items():
-            if self.specs[name].grad_dtype is not param.dtype:
-                param.grad_dtype = self.specs[name].grad_dtype
+            wide = self.specs[name].grad_dtype
+            if wide is not param.dtype:
+                grad, param.grad = param.grad, None  # torch takes another dtype only where there is none
+                param.grad_dtype = wide
+                param.grad = grad.to(wide) if grad is not None else None
 
     def local_gradient(self, name: str) -> torch.Tensor:
         """What an update program takes for a parameter's gradient: its local tensor in the layout of `local(name)`."""

@@ -11,6 +11,7 @@ class Late:
     """`skipped`, `scale` and `exhausted` as they were after the update before the last `read`."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.skipped = 0
         self.scale = 0.0
         self.exhausted = False
@@ -19,6 +20,16 @@ class Late:
         self._event = torch.cuda.Event() if pinned else None
         self._started = False
 
+    def copy(self) -> Late:
+        """Another that knows as much, and goes on by itself."""
+        made = Late(self.device)
+        made.skipped, made.scale, made.exhausted = self.skipped, self.scale, self.exhausted
+        if self._event is not None:
+            self._event.synchronize()
+        made._held.copy_(self._held)
+        made._started = self._started
+        return made
+
     def start(self, values: list[torch.Tensor]) -> None:
         """Let the device copy the values of `KEYS` to the host when it gets there."""
         self._held.copy_(torch.stack([v.to(torch.float64) for v in values]), non_blocking=True)
@@ -26,11 +37,13 @@ class Late:
             self._event.record()
         self._started = True
 
-    def read(self) -> None:
-        """Wait for the copy that was started last."""
+    def read(self) -> bool:
+        """Wait for the copy that was started last. Was there one since the last `read`?"""
         if not self._started:
-            return
+            return False
+        self._started = False
         if self._event is not None:
             self._event.synchronize()
         skipped, self.scale, exhausted = self._held.tolist()
         self.skipped, self.exhausted = int(skipped), bool(exhausted)
+        return True

@@ -41,7 +41,7 @@ def update_history(
     device: torch.device,
     name: str = "update",
 ) -> History:
-    """Build the update of `members` and run the plan's passes for it."""
+    """Build the update of `members` and run the passes for it."""
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     program = build_update(members, specs, sizes, device, update_options(plan), decompositions, name)
-    return PassManager(build_update_passes(plan)).run(program)
+    return PassManager(build_update_passes()).run(program)

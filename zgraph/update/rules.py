@@ -29,6 +29,17 @@ def _bias_corrections(s: Mapping[str, Tensor], step: Tensor) -> tuple[Tensor, Te
     return 1 - s["betas.0"] ** step, 1 - s["betas.1"] ** step
 
 
+def _followed(record: Any, p: Tensor, g: Tensor, s: Mapping[str, Tensor], *, decays: bool = True) -> Tensor:
+    """The gradient that an update follows: of what is made small, with the weight decay's own (the L2 penalty's)."""
+    g = -g if record.maximize else g
+    return torch.addcmul(g, p, _as(s["weight_decay"], g)) if record.weight_decay and decays else g
+
+
+def _decayed(record: Any, p: Tensor, s: Mapping[str, Tensor]) -> Tensor:
+    """The weight after a decay that is decoupled from the gradient."""
+    return p * _as(1 - s["lr"] * s["weight_decay"], p) if record.weight_decay else p
+
+
 # -- Adam, AdamW --------------------------------------------------------------------------------------------------------
 def _adam_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, State]:
     names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if record.amsgrad else [])]
@@ -38,12 +49,9 @@ def _adam_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dic
 def _adam(
     record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    g = -g if record.maximize else g
-    if record.weight_decay:
-        if record.name != "Adam" or record.decoupled_weight_decay:
-            p = p * _as(1 - s["lr"] * s["weight_decay"], p)
-        else:
-            g = torch.addcmul(g, p, _as(s["weight_decay"], p))
+    decoupled = record.name != "Adam" or record.decoupled_weight_decay
+    g = _followed(record, p, g, s, decays=not decoupled)
+    p = _decayed(record, p, s) if decoupled else p
     new = {
         "exp_avg": torch.lerp(old["exp_avg"], g, _as(1 - s["betas.0"], g)),
         "exp_avg_sq": torch.addcmul(old["exp_avg_sq"] * _as(s["betas.1"], g), _as(1 - s["betas.1"], g) * g, g),
@@ -64,9 +72,7 @@ def _sgd_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 def _sgd(
     record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    g = -g if record.maximize else g
-    if record.weight_decay:
-        g = torch.addcmul(g, p, _as(s["weight_decay"], g))
+    g = _followed(record, p, g, s)
     new: dict[str, Tensor] = {}
     if record.momentum:
         held = torch.addcmul(old["momentum_buffer"] * _as(s["momentum"], g), g, _as(1 - s["dampening"], g))
@@ -84,9 +90,7 @@ def _adagrad_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> 
 def _adagrad(
     record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    g = -g if record.maximize else g
-    if record.weight_decay:
-        g = torch.addcmul(g, p, _as(s["weight_decay"], g))
+    g = _followed(record, p, g, s)
     rate = s["lr"] / (1 + (step - 1) * s["lr_decay"])
     total = torch.addcmul(old["sum"], g, g)
     return torch.addcdiv(p, _as(-rate, p) * g, total.sqrt() + _as(s["eps"], g)), {"sum": total}
@@ -100,8 +104,7 @@ def _lion_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dic
 def _lion(
     record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if record.weight_decay:
-        p = p * _as(1 - s["lr"] * s["weight_decay"], p)
+    p = _decayed(record, p, s)
     held = old["exp_avg"]
     direction = (held * _as(s["betas.0"], g) + _as(1 - s["betas.0"], g) * g).sign()
     return p - _as(s["lr"], p) * direction, {"exp_avg": held * _as(s["betas.1"], g) + _as(1 - s["betas.1"], g) * g}

@@ -117,7 +117,7 @@ class States:
 
     def adopt(self, old: States, *, copies: bool) -> None:
         """Take over another's tensors (copies of them). What this plan's optimizer does not keep is left out, what it alone
-        keeps begins anew; a warning says so."""
+        keeps begins anew; a warning says so. So do counts of updates that no parameter of the other's had."""
         wanted = {
             f"{name}/{key}"
             for name, m in self.members.items()
@@ -127,11 +127,13 @@ class States:
         touched = {n.rpartition("/")[0] for n in had}
         if any(n not in wanted for n in had) or any(n.rpartition("/")[0] in touched and n not in had for n in wanted):
             logger.warning("the plan's optimizer keeps other states than the one before: those begin anew")
-        self.members = {n: replace(m, count=old.members[n].count) for n, m in self.members.items() if n in old.members}
+        for name in self.members.keys() & old.members.keys():  # (without an optimizer a plan has no members)
+            self.members[name] = replace(self.members[name], count=old.members[name].count)
+        counts = {m.count for m in old.members.values()}
         same_scale = self.options.loss_scale == old.options.loss_scale
         for name, tensor in old.tensors.items():
-            count = name.startswith(STEP)
-            if name in wanted or count or (name.startswith("/") and same_scale):
+            of_scale = name.startswith("/") and not name.startswith(STEP)
+            if name in wanted or name in counts or (of_scale and same_scale):
                 self.tensors[name] = tensor.clone() if copies else tensor
         for param in touched & self.members.keys():
             self._make(param)

@@ -8,7 +8,6 @@ long been given the next forward and backward. Only half precision's end of the 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -85,8 +84,8 @@ class Updater:
         """Go on where another updater of the same parameters is: states (or copies of them), counts, numbers, the scale."""
         self.states.adopt(old.states, copies=copies)
         self.calls, self.hooks = old.calls, list(old.hooks)
-        if self.scaling == old.scaling:
-            self._late = copy.copy(old._late)
+        if self.scaling == old.scaling and old._late is not None:
+            self._late = old._late.copy()
         same = self.runtime.plan.optimizer == old.runtime.plan.optimizer
         if same and self.optimizer is not None and old.optimizer is not None:
             for mine, theirs in zip(self.optimizer.param_groups, old.optimizer.param_groups, strict=True):
@@ -101,8 +100,7 @@ class Updater:
 
     def resume(self, counts: dict[torch.Tensor, float]) -> None:
         """Go on from a checkpoint: how many updates each parameter has had says where a schedule is, too."""
-        params = {name: param for name, param in self.runtime.shards.params().items()}
-        self.states.set_counts({n: counts[p] for n, p in params.items() if p in counts})
+        self.states.set_counts({n: counts[p] for n, p in self.runtime.shards.params().items() if p in counts})
         self._last = None
         done = int(max(counts.values(), default=0.0))
         self.calls = done + self.skipped()
@@ -176,13 +174,13 @@ class Updater:
         with runtime.clock.timed("update"):
             try:
                 runtime.ahead.begin(names)
-                norm = self._run(names)
+                norm = self._run(names)  # (where a changed field is refused, gradients stay for the next step)
+                for name in names:
+                    runtime.shards.params()[name].grad = None
+                self._refuse_infinite("this step has changed neither weights nor states; its gradients are gone")
             except Exception:
                 runtime.ahead.drop()
                 raise
-            finally:
-                for name in names:
-                    runtime.shards.params()[name].grad = None
             runtime.weights_changed(names)
             runtime.ahead.finish()
         self.calls += 1
@@ -204,7 +202,9 @@ class Updater:
         """Clip (and scale) the gradients where they are, for an optimizer of the user's own."""
         if self.options.clip_norm is None and self.options.clip_value is None and not self.options.factor:
             return None
-        return self._run(self._with_gradients())
+        norm = self._run(self._with_gradients())
+        self._refuse_infinite("the gradients are as they were: zero them before the next step")
+        return norm
 
     def _with_gradients(self) -> tuple[str, ...]:
         runtime = self.runtime
@@ -230,19 +230,17 @@ class Updater:
         for port, value in zip(program.outputs, results, strict=True):
             if port.role is OutputRole.OUTPUT and port.name == "grad_norm":
                 self.grad_norm = value
-        clip = self.runtime.plan.grad_clip
-        if (
-            self.grad_norm is not None
-            and clip is not None
-            and clip.error_if_nonfinite
-            and not self.grad_norm.isfinite()
-        ):
-            raise StepError(
-                f"the norm of the gradients is {float(self.grad_norm)}",
-                where="grad_clip.error_if_nonfinite",
-                hint="look for the loss that became infinite; this step has changed neither weights nor states; its gradients are gone",
-            )
         return self.grad_norm
+
+    def _refuse_infinite(self, left: str) -> None:
+        """Raise if the last norm is to be finite and is not; `left` says how the step leaves things."""
+        clip, norm = self.runtime.plan.grad_clip, self.grad_norm
+        if clip is not None and clip.error_if_nonfinite and norm is not None and not norm.isfinite():
+            raise StepError(
+                f"the norm of the gradients is {float(norm)}",
+                where="grad_clip.error_if_nonfinite",
+                hint=f"look for the loss that became infinite; {left}",
+            )
 
     def _results(self, update: CompiledUpdate) -> tuple[list[Any], list[tuple[str, torch.Tensor]]]:
         """What the program gives, and the gradients that it wrote into."""
@@ -328,7 +326,7 @@ class Updater:
         if self._late is None:
             return
         before = self._late.skipped
-        self._late.read()
+        new = self._late.read()
         if self._late.exhausted:
             raise OverflowError(
                 "the loss scale is at its minimum already, and the gradients still overflow",
@@ -336,7 +334,7 @@ class Updater:
                 why=f"the scale is {self._late.scale}; {self._late.skipped} steps were skipped so far",
                 hint="look for infinite losses or inputs, lower the learning rate, or use bf16, which needs no scale",
             )
-        if self._late.skipped == before:
+        if new and self._late.skipped == before:
             self._advance_scheduler()
 
     def _advance_scheduler(self) -> None:
