@@ -44,11 +44,13 @@ NOTEWORTHY = 1e-6  # seconds: stalls below it are no remark
 
 @dataclass(frozen=True)
 class OverlapOptions:
-    """See `zgraph.communication.Prefetch` for the bounds (bytes; None: as said there). With `ahead` false every
+    """See `zgraph.communication.Prefetch` for the bounds (bytes; None: as said there); `room_bytes` are
+    those beyond what is needed at once, where `max_bytes` says nothing (None: the largest layer's). With `ahead` false every
     transfer is waited for where it starts. With `across` the first gathers start before the forward.
     `costs` are what the simulated step is made of."""
 
     max_bytes: int | None = None
+    room_bytes: int | None = None
     ahead_bytes: int | None = None
     reduce_bytes: int | None = None
     ahead: bool = True
@@ -169,7 +171,8 @@ class _Scheduler:
         options = self.options
         layer = largest_layer(self.program)
         needed, which = self._needed()
-        cap = needed + layer if options.max_bytes is None else options.max_bytes
+        room = layer if options.room_bytes is None else options.room_bytes
+        cap = needed + room if options.max_bytes is None else options.max_bytes
         if needed > cap:
             names = [m.name for b in which for m in b.members]
             raise PlanError(

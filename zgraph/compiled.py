@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from zgraph.budget import run_passes
 from zgraph.capture import Trace, trace
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import Parts, split
-from zgraph.passes import History, PassManager, verify_program
+from zgraph.passes import History, verify_program
 from zgraph.passes.aliases import is_random
 from zgraph.passes.costs import Costs
-from zgraph.pipeline import PLAIN, Variant, build
+from zgraph.pipeline import PLAIN, Variant
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
@@ -33,12 +34,13 @@ logger = logging.getLogger(__name__)
 class StepProgram:
     """The programs for one signature and one choice of differentiated outputs."""
 
-    def __init__(self, name: str, captured: Program, plan: Plan, groups: dict[str, str], costs: Costs) -> None:
+    def __init__(self, name: str, captured: Program, plan: Plan, groups: dict[str, str], costs: Costs, held: int) -> None:
         self.name = name
         self.captured = captured
         self.plan = plan
         self.groups = groups
         self.costs = costs
+        self.held = held
         self.random = any(is_random(n) for n in captured.graph.nodes)
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
@@ -59,8 +61,9 @@ class StepProgram:
     def history(self, variant: Variant = PLAIN) -> History:
         """The way of this program through the pipeline."""
         if variant not in self._histories:
-            manager = PassManager(build(self.plan, variant, training=self.differentiated, costs=self.costs))
-            self._histories[variant] = manager.run(self.captured.snapshot())
+            self._histories[variant] = run_passes(
+                self.captured.snapshot(), self.plan, self.costs, variant, training=self.differentiated, held=self.held
+            )
         return self._histories[variant]
 
     def parts(self, variant: Variant = PLAIN) -> Parts:
@@ -130,6 +133,7 @@ class Entry:
         plan: Plan,
         groups: dict[str, str],
         costs: Costs,
+        held: int,
         device: torch.device,
     ) -> None:
         start = time.perf_counter()
@@ -138,6 +142,7 @@ class Entry:
         self.plan = plan
         self.groups = groups
         self.costs = costs
+        self.held = held
         self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device, plan.resolved_precision())
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
         self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
@@ -155,7 +160,7 @@ class Entry:
             decompositions = torch_private.inductor_decompositions() if self.plan.backend == "inductor" else {}
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
             captured = self.trace.joint(chosen, decompositions, name)
-            self._programs[chosen] = StepProgram(name, captured, self.plan, self.groups, self.costs)
+            self._programs[chosen] = StepProgram(name, captured, self.plan, self.groups, self.costs, self.held)
         return self._programs[chosen]
 
     def programs(self) -> list[StepProgram]:

@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zgraph.agreement import Agreement
+from zgraph.budget import run_passes
 from zgraph.capture import trace
 from zgraph.casts import check, overflow_error, prepare, refuse_overflow
 from zgraph.errors import MeshError, ModelError, PlanError
 from zgraph.handle import attach, is_compiled
-from zgraph.passes import History, PassManager
+from zgraph.passes import History
 from zgraph.passes.costs import Costs
-from zgraph.pipeline import build
+from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.runtime import Runtime, agreed_costs
@@ -27,7 +28,7 @@ from zgraph.schedules import TorchSchedule
 from zgraph.sharding import layout, shard
 from zgraph.update.groups import members_of
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.program import update_history
+from zgraph.update.program import held_bytes, update_history
 from zgraph.update.schedule import torch_scheduler
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,8 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
     pattern = frozenset({traced.loss}) if traced.loss is not None else traced.differentiable
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     captured = traced.joint(pattern, decompositions, "train" if pattern else "eval")
-    return PassManager(build(plan, training=bool(pattern), costs=costs)).run(captured)
+    held = held_bytes(model, specs, plan)
+    return run_passes(captured, plan, costs or costs_of(plan), training=bool(pattern), held=held)
 
 
 def update_program(model: nn.Module, plan: Plan, world: int) -> History:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zgraph.errors import PlanError
@@ -44,6 +45,19 @@ class Variant:
 PLAIN = Variant()  # a step of one micro-batch
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What is decided under a memory budget: bytes of gathered weights beyond what is needed at once and of gradients that
+    wait (None: as the plan says), and the weights that are held from the forward to the backward."""
+
+    room: int | None = None
+    reduce: int | None = None
+    keep: frozenset[str] = frozenset()
+
+    def but(self, keep: Sequence[str]) -> Choice:
+        return replace(self, keep=frozenset(keep))
+
+
 def costs_of(plan: Plan, device: str = "cpu", name: str = "") -> Costs:
     """What passes decide from: the plan's hardware, else that of a device ("cuda") of this `name`. Raises `PlanError` for
     hardware that is not known, a file that can't be read, and a mesh dimension without a link."""
@@ -53,7 +67,14 @@ def costs_of(plan: Plan, device: str = "cpu", name: str = "") -> Costs:
     return Costs(found, fused=plan.backend == "inductor")
 
 
-def build(plan: Plan, variant: Variant = PLAIN, *, training: bool = True, costs: Costs | None = None) -> list[Pass]:
+def build(
+    plan: Plan,
+    variant: Variant = PLAIN,
+    *,
+    training: bool = True,
+    costs: Costs | None = None,
+    choice: Choice = Choice(),  # noqa: B008 (it is frozen)
+) -> list[Pass]:
     """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there.
 
     Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU). A program
@@ -68,14 +89,15 @@ def build(plan: Plan, variant: Variant = PLAIN, *, training: bool = True, costs:
     if keep:
         passes.append(keep_gathered(KeepOptions(variant.gathered_before)))
     else:
-        passes.append(regather(RegatherOptions(plan.prefetch.reuse_bytes)))
+        passes.append(regather(RegatherOptions(plan.prefetch.reuse_bytes, choice.keep)))
     if training and plan.loss_scale() is not None:
         passes.append(scale_loss())
     passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
     passes.append(bucket(BucketOptions(plan.bucket.gather, plan.bucket.reduce, costs)))
     early = plan.prefetch
     across = training and plan.optimizer is not None and early.across_steps
-    bounds = OverlapOptions(early.max_bytes, early.ahead_bytes, early.reduce_bytes, early.enabled, across, costs)
+    waiting = choice.reduce if early.reduce_bytes is None else early.reduce_bytes
+    bounds = OverlapOptions(early.max_bytes, choice.room, early.ahead_bytes, waiting, early.enabled, across, costs)
     passes.append(overlap(bounds))
     if not keep:
         passes.append(release())

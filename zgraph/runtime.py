@@ -34,6 +34,7 @@ from zgraph.program.torch_private import keeps_graph
 from zgraph.sharding import Shards, still_unset, with_requires_grad
 from zgraph.signature import brief, shared, signature
 from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
+from zgraph.update.program import held_bytes
 from zgraph.update.updater import Updater
 
 logger = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ class Runtime:
             self.plan,
             self.groups,
             self.costs,
+            held_bytes(self.module, specs, self.plan),
             self.device,
         )
         if entry.program().differentiated:

@@ -29,6 +29,7 @@ from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.sharding import layout
+from zgraph.update.program import held_bytes
 
 # Relative errors, norm-wise, by dtype: a few hundred roundings of that dtype, as sums of a model's length make.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -129,7 +130,7 @@ def verify(
     batches = [_part(inputs, r, world) for r in range(world)]
     args, kwargs = split_inputs(batches[0])
     forward = getattr(model.forward, "__func__", None)
-    entry = Entry("verify", "", model, forward, args, kwargs, specs, sizes, plan, {}, costs_of(plan), _device(model))
+    entry = Entry("verify", "", model, forward, args, kwargs, specs, sizes, plan, {}, costs_of(plan), held_bytes(model, specs, plan), _device(model))
     state = torch.get_rng_state()
     try:
         runs = [_Rank(model, plain, entry, b, loss_fn) for b in batches]

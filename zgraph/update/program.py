@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,8 @@ from zgraph.passes import History, PassManager
 from zgraph.pipeline import build_update_passes
 from zgraph.program import torch_private
 from zgraph.program.program import ParamSpec
-from zgraph.update.build import UpdateOptions, build_update
-from zgraph.update.groups import Member
+from zgraph.update.build import UpdateOptions, build_update, states_of
+from zgraph.update.groups import Member, members_of
 
 if TYPE_CHECKING:
     from zgraph.plan import Plan
@@ -31,6 +32,22 @@ def update_options(plan: Plan) -> UpdateOptions:
         finite_norm=clip is not None and clip.error_if_nonfinite,
         state_dtype=plan.resolved_precision().state_dtype(),
     )
+
+
+def held_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
+    """Bytes that a rank holds besides what forward and backward take and make: optimizer states, gradients between
+    micro-batches."""
+    total = 0
+    if plan.optimizer is not None:
+        options = update_options(plan)
+        for member in members_of(module, specs, plan.optimizer):
+            if specs[member.name].requires_grad:
+                states = states_of(member, specs[member.name], options).values()
+                total += sum(math.prod(s.shape) * s.dtype.itemsize for s in states)
+    if plan.micro_batches > 1:
+        shapes = [(math.prod(s.shard_shape), s.grad_dtype) for s in specs.values() if s.requires_grad]
+        total += sum(count * dtype.itemsize for count, dtype in shapes)
+    return total
 
 
 def update_history(
