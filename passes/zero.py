@@ -146,8 +146,14 @@ class _Reuse:
 
     @staticmethod
     def _positions(whole: fx.Node, at: dict[fx.Node, int]) -> tuple[list[int], list[int]]:
-        """Where the forward and the backward read a weight."""
-        users = {u for link in _forward_chain(whole) for u in link.users if u.op != "output" and not is_view(u)}
+        """Where the forward and the backward read a weight, also through views of either."""
+        links = dict.fromkeys(_forward_chain(whole))
+        stack = list(links)
+        while stack:
+            views = [u for u in stack.pop().users if is_view(u) and u not in links]
+            links |= dict.fromkeys(views)
+            stack += views
+        users = {u for link in links for u in link.users if u.op != "output" and not is_view(u)}
         forward = sorted(at[u] for u in users if info(u).phase is Phase.FORWARD)
         return forward, sorted(at[u] for u in users if info(u).phase is Phase.BACKWARD)
 
