@@ -49,13 +49,15 @@ def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
     buckets = [b for group in found for b in group]
     for number, members in enumerate(buckets):
         _join(members, f"gathers{number}", _together_before)
-    first = [t for t in reductions if t.source is None or t.source not in {r.wait for r in reductions}]
-    rest = [t for t in reductions if t not in first]
-    later = []
-    for stage in (first, rest):  # (the second dimension's start from what the first one's end in)
-        later += [b for g in _alike(stage, layers) for b in _grown(list(g), options.reduce, options, program)]
-    for number, members in enumerate(later):
-        _join(members, f"reductions{number}", _together_after)
+    waits = {t.wait for t in reductions}
+    chained = {t.source: t for t in reductions if t.source in waits}  # over the second dimension, by where it starts
+    later: list[list[Transfer]] = []
+    for stage in ([t for t in reductions if t.source not in waits], list(chained.values())):
+        stage.sort(key=lambda t: t.start)
+        grown = [b for g in _alike(stage, layers) for b in _grown(list(g), options.reduce, options, program)]
+        for members in grown:
+            _join(members, f"reductions{len(later)}", lambda members: _together_after(members, chained))
+            later.append(members)
     return {
         "gathers": len(gathers),
         "gather_buckets": len(buckets),
@@ -101,7 +103,7 @@ def _grown(
     buckets: list[list[Transfer]] = [[]]
     size = 0
     for transfer in transfers:
-        mine = size_of(transfer.wait)
+        mine = max(size_of(transfer.wait), size_of(transfer.start.all_input_nodes[0]))
         if wanted is not None and buckets[-1] and size + mine > wanted:
             buckets.append([])
             size = 0
@@ -132,13 +134,14 @@ def _together_before(members: list[Transfer]) -> None:
     _place(first.before[0].prev if first.before else first.start.prev, members)
 
 
-def _together_after(members: list[Transfer]) -> None:
-    """All starts where the last one is, and their waits behind them."""
+def _together_after(members: list[Transfer], chained: dict[fx.Node | None, Transfer]) -> None:
+    """All starts where the last one is, and behind them their waits and what starts from these."""
     last = max(members, key=lambda t: t.start)
     cursor = _place(last.before[0].prev if last.before else last.start.prev, members)
     for member in members:
         if member.wait < cursor:
-            for node in (member.wait, *member.after):
+            following = chained.get(member.wait)
+            for node in (member.wait, *member.after, *(following.nodes if following is not None else ())):
                 cursor.append(node)
                 cursor = node
 

@@ -125,12 +125,14 @@ class _Scheduler:
         self.gathers.sort(key=lambda b: b.first)
         arrives = {n: b.first for b in self.gathers for m in b.members for n in m.nodes}
         waits = {t.wait for t in reductions}
-        for bucket in self.reductions:
-            sources = [m.source for m in bucket.members if m.source is not None and m.source not in waits]
-            bucket.first = max((self.at[s] if s in self.at else arrives[s] for s in sources), default=-1)
         self.chained: dict[fx.Node, _Bucket] = {  # by the wait that a second reduction starts from
             m.source: b for b in self.reductions for m in b.members if m.source in waits and m.source is not None
         }
+        # A reduction belongs to the backward, also of what the forward has made or of what comes into the backward.
+        turn = max((i for i, n in enumerate(nodes) if info(n).phase is Phase.FORWARD), default=-1)
+        for bucket in self.reductions:
+            sources = [m.source for m in bucket.members if m.source is not None and m.source not in waits]
+            bucket.first = max([turn, *(self.at[s] if s in self.at else arrives[s] for s in sources)])
         self.order: list[fx.Node] = []
         self.phases: dict[fx.Node, Phase] = {}
         self.remarks: list[Remark] = []
@@ -188,12 +190,14 @@ class _Scheduler:
     def run(self) -> None:
         self.cap, self.cap_ahead, self.cap_reduce = self._bounds()
         upcoming = list(self.gathers)  # in the order of their first use
-        ready = [b for b in self.reductions if b.first < 0 and not self._is_chained(b)]
+        unchained = [b for b in self.reductions if not any(m.source in self.chained for m in b.members)]
+        ready = [b for b in unchained if b.first < 0]
+        self.waiting = sum(b.held for b in ready)
         by_first: dict[int, list[_Bucket]] = {}
         for bucket in self.gathers:
             by_first.setdefault(bucket.first, []).append(bucket)
         by_source: dict[int, list[_Bucket]] = {}
-        for bucket in self.reductions:
+        for bucket in unchained:
             if bucket.first >= 0:
                 by_source.setdefault(bucket.first, []).append(bucket)
         ends: dict[int, list[Transfer]] = {}
@@ -258,9 +262,6 @@ class _Scheduler:
         for bucket in self.gathers:
             bucket.done = max(0.0, bucket.done - update)
 
-    def _is_chained(self, bucket: _Bucket) -> bool:
-        return any(m.source in self.chained for m in bucket.members)
-
     def _fill(self, i: int, upcoming: list[_Bucket], ready: list[_Bucket]) -> None:
         """Start transfers until the link is busy for as long as operator `i` will take."""
         if not self.options.ahead:
@@ -289,27 +290,24 @@ class _Scheduler:
         return self.live + gather.held <= self.cap and self.ahead + gather.held <= self.cap_ahead
 
     def _start(self, bucket: _Bucket, node: fx.Node | None) -> None:
-        phase = info(node).phase if node is not None else None
+        """Start a bucket before the operator `node`, or at the end."""
         for member in bucket.members:
             self.order += member.before
-        for member in bucket.members:
-            self.order.append(member.start)
-        if phase is not None:
-            for member in bucket.members:
-                for moved in (*member.before, member.start):
-                    if info(moved).phase is Phase.BACKWARD and phase is Phase.FORWARD:
-                        self.phases[moved] = phase
+        self.order += [member.start for member in bucket.members]
         bucket.started = True
         self.clock += bucket.work
         self.free = bucket.done = max(self.clock, self.free) + bucket.seconds
         if info(bucket.members[0].start).role is Role.REDUCE:
             self.queue.append(bucket)
-        elif bucket.counted:
+            return
+        if node is not None and info(node).phase is Phase.FORWARD:
+            moved = [n for m in bucket.members for n in (*m.before, m.start)]
+            self.phases.update((n, Phase.FORWARD) for n in moved if info(n).phase is Phase.BACKWARD)
+        if bucket.counted:
             self.live += bucket.held
             self.ahead += bucket.held
             self.peak = max(self.peak, self.live)
-        if node is None or bucket.first != self.at.get(node, -1):
-            self.early += 1
+        self.early += node is None or bucket.first != self.at[node]
 
     def _await_gather(self, bucket: _Bucket, node: fx.Node | None) -> None:
         for member in bucket.members:

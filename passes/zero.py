@@ -25,6 +25,7 @@ from torch import fx
 
 from zgraph.passes.aliases import is_view
 from zgraph.passes.contract import graph_pass
+from zgraph.passes.transfers import largest_layer
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
 from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, ParamSpec, Port, Program
@@ -42,10 +43,10 @@ class KeepOptions:
 @dataclass(frozen=True)
 class RegatherOptions:
     """Weights that are held from the forward to the backward: those named in `keep`, and those between whose two uses no
-    more than `reuse_bytes` of other weights are used (DeepSpeed's stage3_max_reuse_distance): at the turn from forward to
-    backward a weight would be let go just to be gathered again."""
+    more than `reuse_bytes` of other weights are used (DeepSpeed's stage3_max_reuse_distance; None: 1% of the largest layer):
+    at the turn from forward to backward a weight would be let go just to be gathered again."""
 
-    reuse_bytes: int = 0
+    reuse_bytes: int | None = None
     keep: frozenset[str] = frozenset()
 
 
@@ -112,12 +113,13 @@ def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
     regathered = held = 0
     wholes = gathered(program, Phase.FORWARD)
     reuse = _Reuse(program, wholes)
+    close = largest_layer(program) // 100 if options.reuse_bytes is None else options.reuse_bytes
     for name, whole in wholes.items():
         chain = _forward_chain(whole)
         late = sorted({user for link in chain for user in _backward_users(link)})
         if not late:
             continue
-        if name in options.keep or reuse.distance(name) <= options.reuse_bytes:
+        if name in options.keep or reuse.distance(name) <= close:
             held += 1
             continue
         spec = program.params[name]
@@ -146,8 +148,14 @@ class _Reuse:
 
     @staticmethod
     def _positions(whole: fx.Node, at: dict[fx.Node, int]) -> tuple[list[int], list[int]]:
-        """Where the forward and the backward read a weight."""
-        users = {u for link in _forward_chain(whole) for u in link.users if u.op != "output" and not is_view(u)}
+        """Where the forward and the backward read a weight, also through views of either."""
+        links = dict.fromkeys(_forward_chain(whole))
+        stack = list(links)
+        while stack:
+            views = [u for u in stack.pop().users if is_view(u) and u not in links]
+            links |= dict.fromkeys(views)
+            stack += views
+        users = {u for link in links for u in link.users if u.op != "output" and not is_view(u)}
         forward = sorted(at[u] for u in users if info(u).phase is Phase.FORWARD)
         return forward, sorted(at[u] for u in users if info(u).phase is Phase.BACKWARD)
 

@@ -60,9 +60,10 @@ class Prefetch(Record, frozen=True):
     reduce_bytes: Bytes | None = Field(
         default=None, description="bytes of gradients that wait to be scattered; none: two of the largest layers"
     )
-    reuse_bytes: Bytes = Field(
-        default=0,
-        description="a weight is not gathered again for the backward if no more bytes of others than this are used between",
+    reuse_bytes: Bytes | None = Field(
+        default=None,
+        description="a weight is not gathered again for the backward if no more bytes of others than this are used between; "
+        "none: 1% of the largest layer",
     )
     across_steps: bool = Field(
         default=True, description="whether an update starts the first gathers of the next forward"
