@@ -1,14 +1,15 @@
 """Training steps of zgraph and of its peers over a modelled link: step time, exposed communication, peak memory.
 
     python benchmarks/overlap.py [--rates 0,2,1] [--variants ddp,zgraph-zero3] [--rounds 3] [--steps 7] [--out FOLDER]
-    python benchmarks/overlap.py --layers 2 --dim 64 --vocab 256 --seq 32 --steps 2 --rounds 1 --variants ddp-eager,zgraph
+    python benchmarks/overlap.py --layers 2 --dim 64 --vocab 256 --seq 32 --steps 2 --rounds 1 --tries 1 --variants ddp-eager
 
 The same model, data and link for all, on two ranks with a core and a thread each, in one run. A rate is in Gbit/s, 0 is
 unlimited; a variant may be named by how its name begins. Each variant has two processes of its own, which build it once
 and sleep while others are measured. A round goes through all rates and, in another order each time, all variants: a
-noisy minute hits one round of several variants, and not all of one. A step's time is that of the slower rank, from a
-barrier. Peak memory is that of torch's CPU allocator, counted exactly in steps that are not timed. The first three
-steps' losses of all variants are compared with those of data-parallel training in one process.
+noisy minute hits one round of several variants, and not all of one. A measurement beside which others used the
+processor is taken again. A step's time is that of the slower rank, from a barrier. Peak memory is that of torch's CPU
+allocator, counted exactly in steps that are not timed. The first three steps' losses of all variants are compared with
+those of data-parallel training in one process.
 
 The link (`benchmarks/link/zlink.cpp`) moves data by one copy between the processes and holds each collective back until a
 link of the rate would have carried it. Sleeping costs nothing, so what a step waits for is what it failed to overlap.
@@ -119,7 +120,8 @@ class Variant:
                 answers.append((self.processes.index(process), process.receive(deadline)))
                 waiting.remove(process)
         except Failed as failure:
-            self.found["status"] = f"failed: {failure}"
+            self.found |= {"status": "failed", "why": str(failure), "rates": {}}
+            print(f"{self.name} failed: {failure}", flush=True)
             self.stop()
             return []
         return [answer for _, answer in sorted(answers, key=lambda pair: pair[0])]
@@ -177,18 +179,26 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Variant:
 def measure(variant: Variant, rate: str, args: argparse.Namespace, memory: bool, compute: float | None) -> None:
     """One round of one variant at one rate, added to what was found."""
     request = {"rate": float(rate), "steps": args.steps, "warmup": args.warmup, "memory": memory, "compute": compute}
-    begin, machine = time.monotonic(), machine_seconds()
-    own = sum(p.processor() for p in variant.processes)
-    for process in variant.processes:
-        process.send(request)
-    answers = variant.receive(MEASURE_LIMIT)
-    if not answers:
-        return
-    own = sum(p.processor() for p in variant.processes) - own
-    elsewhere = (machine_seconds() - machine - own) / (time.monotonic() - begin) / (os.cpu_count() or 1)
+    quietest: tuple[float, list[dict[str, Any]]] | None = None
+    for _ in range(args.tries):
+        begin, machine = time.monotonic(), machine_seconds()
+        own = sum(p.processor() for p in variant.processes)
+        for process in variant.processes:
+            process.send(request)
+        answers = variant.receive(MEASURE_LIMIT)
+        if not answers:
+            return
+        own = sum(p.processor() for p in variant.processes) - own
+        elsewhere = (machine_seconds() - machine - own) / (time.monotonic() - begin) / (os.cpu_count() or 1)
+        if quietest is None or elsewhere < quietest[0]:
+            quietest = max(0.0, elsewhere), answers
+        if elsewhere <= args.quiet:
+            break
+    assert quietest is not None
+    elsewhere, answers = quietest
     found = variant.found["rates"].setdefault(rate, {"rounds": [], "elsewhere": []})
     found["rounds"].append([max(pair) for pair in zip(*(a["seconds"] for a in answers), strict=True)])
-    found["elsewhere"].append(max(0.0, elsewhere))
+    found["elsewhere"].append(elsewhere)
     found |= {key: answers[0][key] for key in ("ops", "wire_bytes", "link", "copy")}
     if memory:
         found |= {key: answers[0][key] for key in ("held", "peak")}
@@ -308,6 +318,10 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
+        "--quiet", type=float, default=0.1, help="measure again if others use more of all cores than this"
+    )
+    parser.add_argument("--tries", type=int, default=3, help="but so often at most; the quietest counts")
+    parser.add_argument(
         "--cores",
         type=lambda text: [int(core) for core in text.split(",")],
         default=[cores[rank % len(cores)] for rank in range(WORLD)],
@@ -325,7 +339,7 @@ def main() -> int:
             result = run(args, Path(folder))
     write(result, args.out)
     print("\n" + report.markdown(result))
-    failed = [name for name, v in result["variants"].items() if v["status"].startswith("failed")]
+    failed = [name for name, v in result["variants"].items() if v["status"] == "failed"]
     differ = [name for name, value in report.losses(result).items() if not value <= report.TOLERANCE]
     return 1 if failed or differ else 0
 

@@ -119,6 +119,7 @@ def made_up() -> dict[str, Any]:
             "fully_shard-compiled": variant(1.0, 240, {"0": 0.75, "2": 1.5}),
             "fsdp_async-compiled": variant(1.0, 260, {"0": 0.8, "2": 1.0}),
             "deepspeed-zero3": {"status": "not installed", "rates": {}},
+            "ddp-compiled": {"status": "failed", "why": "died: no | more", "rates": {}},
             "zgraph-zero3": variant(1.0, 216, {"0": 0.7, "2": 0.8}, loss=4.001),
         },
     }
@@ -153,7 +154,8 @@ def test_overlap_report_has_a_row_for_each_variant_and_tells_losses_that_differ(
     step, low, _, _, high, of_compute, link, ops, own, over, *_, held, peak = rows["zgraph-zero3"]
     assert (step, low, high, of_compute, link, ops) == ("0.800 s", "0.790", "9.000", "1.23", "1.000 s", "3")
     assert (own, over, held, peak) == ("10%", "15%", "100 MB", "0.000216 MB")
-    assert rows["deepspeed-zero3"][0] == "not installed"
+    assert (rows["deepspeed-zero3"][0], rows["ddp-compiled"][0]) == ("not installed", "failed")
+    assert "ddp-compiled failed: died: no | more" in text
     assert "MORE THAN 0.0001: zgraph-zero3." in text and "## At 2 Gbit/s" in text
     pytest.importorskip("matplotlib")
     report.plot(result, tmp_path / "overlap.svg")
@@ -164,7 +166,22 @@ def test_overlap_report_has_a_row_for_each_variant_and_tells_losses_that_differ(
 @pytest.mark.inductor
 @pytest.mark.slow
 def test_overlap_benchmark_measures_variants_side_by_side(tmp_path: Path) -> None:
-    tiny = ["--layers", "2", "--dim", "64", "--vocab", "256", "--seq", "32", "--steps", "2", "--rounds", "2"]
+    tiny = [
+        "--layers",
+        "2",
+        "--dim",
+        "64",
+        "--vocab",
+        "256",
+        "--seq",
+        "32",
+        "--steps",
+        "2",
+        "--rounds",
+        "2",
+        "--tries",
+        "1",
+    ]
     variants = "local-eager,ddp-eager,fully_shard-eager,deepspeed,zgraph-zero3"
     text = run(str(BENCHMARKS / "overlap.py"), *tiny, "--rates", "0,2", "--variants", variants, "--out", str(tmp_path))
     result = json.loads((tmp_path / "overlap.json").read_text())

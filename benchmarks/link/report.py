@@ -1,8 +1,8 @@
 """From what was measured to tables, goals and a plot.
 
-A result is plain data, as `overlap.py` writes it to JSON: `variants` has, by name, a `status` ("measured", or why not) and
-by rate (in Gbit/s, as text; "0" is unlimited) the seconds of each step in `rounds`, and `link`, `ops`, `held`, `peak` of one
-step. A step's time is the median over rounds of the medians of a round.
+A result is plain data, as `overlap.py` writes it to JSON: `variants` has, by name, a `status` ("measured", "not installed"
+or "failed") and by rate (in Gbit/s, as text; "0" is unlimited) the seconds of each step in `rounds`, and `link`, `ops`,
+`held`, `peak` of one step. A step's time is the median over rounds of the medians of a round.
 """
 
 from __future__ import annotations
@@ -250,6 +250,7 @@ def markdown(result: Result) -> str:
     parts = ["# Overlap: training steps over a modelled link", f"`{result['conditions']['command']}`"]
     for rate in result["rates"]:
         parts += [f"## {at_rate(rate)[0].upper()}{at_rate(rate)[1:]}", table(result, rate)]
+    parts += [f"{name} failed: {v['why']}" for name, v in result["variants"].items() if v["status"] == "failed"]
     parts += [LEGEND, "## Goals", goals_table(result), losses_text(result), conditions(result)]
     return "\n\n".join(parts) + "\n"
 
