@@ -1,5 +1,6 @@
 # make demo    a virtual environment, the package, and the example trained on two ranks
 # make test    the same environment with what the tests need, and the tests
+# make bench-overlap    training steps of zgraph and its peers over a modelled link, into benchmarks/results
 #
 # torch is pinned. PyPI's own Linux build of it is for CUDA; to take another (say the small CPU build):
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -19,7 +20,7 @@ NPROC ?= 2
 ARGS ?=
 PACKAGING := pyproject.toml setup.py
 
-.PHONY: help demo test lint types test-torch211 clean toolchain
+.PHONY: help demo test lint types test-torch211 bench-overlap clean toolchain
 
 help:
 	@grep '^# make' Makefile | cut -c3-
@@ -31,6 +32,9 @@ demo: $(VENV)/.demo toolchain
 
 test: $(VENV)/.dev toolchain
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+bench-overlap: $(VENV)/.bench toolchain
+	@$(VENV)/bin/python benchmarks/overlap.py $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(VENV)/bin/ruff check .
@@ -71,6 +75,10 @@ $(VENV)/.demo: $(PACKAGING) | $(VENV)/bin/python
 
 $(VENV)/.dev: $(PACKAGING) | $(VENV)/.demo
 	@$(VENV)/bin/python -m pip install --quiet -e '.[test,dev]'
+	touch $@
+
+$(VENV)/.bench: $(PACKAGING) | $(VENV)/.demo
+	@$(VENV)/bin/python -m pip install --quiet -e '.[bench]'
 	touch $@
 
 # Inductor compiles C++ on CPU, against Python's headers.

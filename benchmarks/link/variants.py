@@ -1,0 +1,203 @@
+"""The ways of training the model that are compared, each a function from the model to its training step.
+
+`fsdp_async` is `fully_shard` with what makes it overlap on a CPU, where streams do nothing and its collectives block:
+gathers are started asynchronously (`_set_unshard_async_op`), each block's before the one before it has run
+(`set_modules_to_forward_prefetch`), and reduce-scatters are waited for before the optimizer. It is the baseline that
+says something; `fully_shard` as it comes has no overlap here at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from link import gpt
+
+LR = 1e-3
+
+
+class NotInstalled(Exception):
+    """A variant needs a package that is not there."""
+
+
+@dataclass
+class Contender:
+    """`step` trains once on this rank's batch and returns its loss. `model` is there if zgraph compiled it."""
+
+    step: Callable[[], Tensor]
+    model: Any = None
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+def _trained(
+    model: nn.Module, batch: Batch, parameters: list[nn.Parameter], before_update: Callable[[], None] | None = None
+) -> Contender:
+    optimizer = torch.optim.SGD(parameters, lr=LR)
+
+    def step() -> Tensor:
+        loss = model(*batch)
+        loss.backward()
+        if before_update is not None:
+            before_update()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return Contender(step)
+
+
+def local(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
+    """No communication: what there is to compute. The ranks drift apart."""
+    if compiled:
+        model.compile(dynamic=False)
+    return _trained(model, batch, list(model.parameters()))
+
+
+def ddp(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
+    """Compiled as a whole, which dynamo cuts where buckets end."""
+    wrapped: nn.Module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if compiled:
+        wrapped.compile(dynamic=False)
+    return _trained(wrapped, batch, list(model.parameters()))
+
+
+def _sharded(model: gpt.GPT, compiled: bool) -> None:
+    if compiled:
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def fsdp(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
+    """fully_shard by block, as its documentation shows it."""
+    _sharded(model, compiled)
+    return _trained(model, batch, list(model.parameters()))
+
+
+class _Reductions:
+    """fully_shard's reduce-scatter (its interface): started here, waited for by `wait`."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Any, Tensor]] = []  # (an input stays as long as it may be read)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
+        self.started.append((work, input_tensor))
+
+    def wait(self) -> None:
+        for work, _ in self.started:
+            work.wait()
+        self.started.clear()
+
+
+def fsdp_async(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
+    _sharded(model, compiled)
+    sharded: Any = model
+    blocks: list[Any] = list(model.blocks)
+    reductions = _Reductions()
+    sharded._set_unshard_async_op(True)
+    sharded.set_modules_to_forward_prefetch([blocks[0]])
+    for block, following in itertools.pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+    for module in (sharded, *blocks):
+        module.set_custom_reduce_scatter(reductions)
+    return _trained(model, batch, list(model.parameters()), reductions.wait)
+
+
+def deepspeed_zero3(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
+    """As ZeRO-3 for a model this small: its defaults would put all gradients in one bucket, and keep all weights whole."""
+    try:
+        import deepspeed  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise NotInstalled("deepspeed") from error
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    config = {
+        "train_micro_batch_size_per_gpu": len(batch[0]),
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": block,
+            "stage3_prefetch_bucket_size": block,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 2 * block,
+        },
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step() -> Tensor:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Contender(step)
+
+
+def zgraph_zero(stage: int) -> Callable[[gpt.GPT, Batch, bool], Contender]:
+    def build(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
+        import zgraph
+
+        trained = zgraph.compile(model, zgraph.Plan(zero=stage, optimizer=zgraph.SGD(lr=LR)))
+        return Contender(lambda: trained.train_step(*batch), trained)
+
+    return build
+
+
+BUILDERS: dict[str, tuple[Callable[[gpt.GPT, Batch, bool], Contender], bool]] = {
+    "local-eager": (local, False),
+    "local-compiled": (local, True),
+    "ddp-eager": (ddp, False),
+    "ddp-compiled": (ddp, True),
+    "fully_shard-eager": (fsdp, False),
+    "fully_shard-compiled": (fsdp, True),
+    "fsdp_async-eager": (fsdp_async, False),
+    "fsdp_async-compiled": (fsdp_async, True),
+    "deepspeed-zero3": (deepspeed_zero3, False),
+    "zgraph-zero2": (zgraph_zero(2), True),
+    "zgraph-zero3": (zgraph_zero(3), True),
+}
+
+
+def build(name: str, size: gpt.Size, rank: int) -> Contender:
+    """Raises `NotInstalled` where a package is missing."""
+    builder, compiled = BUILDERS[name]
+    return builder(gpt.make(size), gpt.data(size, rank), compiled)
+
+
+def reference_losses(size: gpt.Size, rank: int, world: int, steps: int) -> list[float]:
+    """That rank's losses in data-parallel training, by one process that computes all ranks' batches one after another."""
+    model = gpt.make(size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    batches = [gpt.data(size, r) for r in range(world)]
+    losses = []
+    for _ in range(steps):
+        for r, batch in enumerate(batches):
+            loss = model(*batch)
+            (loss / world).backward()
+            if r == rank:
+                losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return losses
