@@ -45,7 +45,7 @@ NOTEWORTHY = 1e-6  # seconds: stalls below it are no remark
 @dataclass(frozen=True)
 class OverlapOptions:
     """See `zgraph.communication.Prefetch` for the bounds (bytes; None: as said there); `room_bytes` are
-    those beyond what is needed at once, where `max_bytes` says nothing (None: the largest layer's). With `ahead` false every
+    those beyond what is needed at once, where `max_bytes` says nothing (None: two of the largest layers). With `ahead` false every
     transfer is waited for where it starts. With `across` the first gathers start before the forward.
     `costs` are what the simulated step is made of."""
 
@@ -173,7 +173,7 @@ class _Scheduler:
         options = self.options
         layer = largest_layer(self.program)
         needed, which = self._needed()
-        room = layer if options.room_bytes is None else options.room_bytes
+        room = 2 * layer if options.room_bytes is None else options.room_bytes
         cap = needed + room if options.max_bytes is None else options.max_bytes
         if needed > cap:
             names = [m.name for b in which for m in b.members]

@@ -52,7 +52,7 @@ class Prefetch(Record, frozen=True):
     enabled: bool = Field(default=True, description="false: each collective is waited for where it starts")
     max_bytes: Bytes | None = Field(
         default=None,
-        description="gathered bytes alive at any time; none: what the program needs at once, and its largest layer",
+        description="gathered bytes alive at any time; none: what the program needs at once, and two of its largest layers",
     )
     ahead_bytes: Bytes | None = Field(
         default=None, description="of these, bytes gathered that nothing has used yet; none: no bound of its own"

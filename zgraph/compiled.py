@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 class StepProgram:
     """The programs for one signature and one choice of differentiated outputs."""
 
-    def __init__(self, name: str, captured: Program, plan: Plan, groups: dict[str, str], costs: Costs, held: int) -> None:
+    def __init__(
+        self, name: str, captured: Program, plan: Plan, groups: dict[str, str], costs: Costs, held: int
+    ) -> None:
         self.name = name
         self.captured = captured
         self.plan = plan

@@ -16,6 +16,7 @@ from zgraph.compiled import StepProgram
 from zgraph.errors import ModelError
 from zgraph.passes import History
 from zgraph.plan import Plan
+from zgraph.program.remark import Remark
 from zgraph.report import Report
 from zgraph.runtime import Runtime
 from zgraph.timings import Timings
@@ -62,6 +63,10 @@ class Handle:
     def report(self) -> Report:
         """What was compiled: layouts, passes, collectives, and the kernels with the operators that each fused."""
         return Report(self.runtime)
+
+    def remarks(self) -> list[Remark]:
+        """What passes would have liked to do and could not, with reason, cost and remedy; the costliest first."""
+        return self.runtime.remarks()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -13,6 +13,8 @@ from zgraph.program.program import Program
 if TYPE_CHECKING:
     from zgraph.runtime import Runtime
 
+SHOWN = 10  # remarks
+
 
 @dataclass(frozen=True)
 class PartReport:
@@ -69,6 +71,10 @@ class Report:
                     lines.append(
                         f"  pass {record.name:18} {record.seconds * 1e3:7.1f} ms  {record.nodes:6} nodes  {counts}"
                     )
+        remarks = runtime.remarks()
+        if remarks:
+            lines += ["", f"missed, {len(remarks)} remarks, the costliest first:"]
+            lines += [f"  {remark}" for remark in remarks[:SHOWN]]
         for part in self.parts:
             lines += [
                 "",

@@ -30,6 +30,7 @@ from zgraph.plan import Plan
 from zgraph.program import collectives
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.program import InputRole, OutputRole, Port, Program
+from zgraph.program.remark import Remark
 from zgraph.program.torch_private import keeps_graph
 from zgraph.sharding import Shards, still_unset, with_requires_grad
 from zgraph.signature import brief, shared, signature
@@ -370,6 +371,11 @@ class Runtime:
         for name, param in self.shards.params().items():
             if param.grad is not None and _is_partial(param.grad):
                 param.grad = param.grad.redistribute(placements=self.shards.placements(self.shards.specs[name]))  # type: ignore[attr-defined]
+
+    def remarks(self) -> list[Remark]:
+        """What passes would have liked to do for the programs made so far and could not, the costliest first."""
+        found = [r for e in self.entries.values() for step in e.programs() for r in step.history().program.remarks]
+        return sorted(found, key=lambda r: -r.seconds)
 
     def timings(self, tokens: int | None, peak_flops: float | None) -> Timings:
         """See `zgraph.handle.Handle.timings`."""

@@ -130,7 +130,21 @@ def verify(
     batches = [_part(inputs, r, world) for r in range(world)]
     args, kwargs = split_inputs(batches[0])
     forward = getattr(model.forward, "__func__", None)
-    entry = Entry("verify", "", model, forward, args, kwargs, specs, sizes, plan, {}, costs_of(plan), held_bytes(model, specs, plan), _device(model))
+    entry = Entry(
+        "verify",
+        "",
+        model,
+        forward,
+        args,
+        kwargs,
+        specs,
+        sizes,
+        plan,
+        {},
+        costs_of(plan),
+        held_bytes(model, specs, plan),
+        _device(model),
+    )
     state = torch.get_rng_state()
     try:
         runs = [_Rank(model, plain, entry, b, loss_fn) for b in batches]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,18 +40,23 @@ def passes(
 
     planned = [p for training in (False, True) for p in planned_passes(the_plan, update, training=training)]
     contracts = {p.name: p.contract for p in planned}
+    missed: list[dict[str, Any]] = []
     if target is None:
         rows = [_row(p.name, p.contract.summary, p.contract) for p in planned_passes(the_plan, update)]
     else:
         rows = []
-        for record in history_of(load_target(target), the_plan, ranks, update).records:
+        history = history_of(load_target(target), the_plan, ranks, update)
+        missed = [asdict(r) | {"text": str(r)} for r in history.program.remarks]
+        for record in history.records:
             row = _row(record.name, record.summary, contracts.get(record.name))
             row |= {"seconds": record.seconds, "verify_seconds": record.verify_seconds}
             rows.append(row | {"nodes": record.nodes, "stats": dict(record.stats)})
     if as_json:
-        typer.echo(json.dumps({"world": ranks, "passes": rows}, indent=1))
+        typer.echo(json.dumps({"world": ranks, "passes": rows, "remarks": missed}, indent=1))
         return
     typer.echo("\n".join(_text(row, max(len(r["name"]) for r in rows)) for row in rows))
+    for remark in sorted(missed, key=lambda r: -r["seconds"]):
+        typer.echo(f"missed by {remark['made_by']}: {remark['text']}")
 
 
 def _row(name: str, summary: str, contract: Contract | None) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class Program:
     fake_mode: Any
     level: Level = Level.CAPTURED
     facts: set[str] = field(default_factory=set)
-    remarks: list[Remark] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list, repr=False)
 
     # -- reading ---------------------------------------------------------------------------------------------------
     @property
