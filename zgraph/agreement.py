@@ -49,11 +49,10 @@ class Agreement:
             return
         self.ranks = [int(r) for r in mesh.mesh.flatten().tolist()]
         whole = self.ranks == list(range(dist.get_world_size()))
-        on_cpu = dist.get_backend() != "nccl"
-        # Votes are read on the host: over NCCL each would stop the GPU.
-        self.group = (
-            dist.group.WORLD if whole and on_cpu else dist.new_group(self.ranks, backend=None if on_cpu else "gloo")
-        )
+        backend = dist.get_backend()
+        fit = backend in ("gloo", "fake") or "cpu:gloo" in backend
+        # Votes are read on the host: over NCCL each would stop the GPU, over others wait behind transfers in flight.
+        self.group = dist.group.WORLD if whole and fit else dist.new_group(self.ranks, backend=None if fit else "gloo")
 
     def vote(
         self,

@@ -110,7 +110,7 @@ class _Budget:
                 f"{order[low]} and {len(order) - low - 1} other weights are gathered again for the backward",
                 f"kept, the peak would reach {_gib(peak)}, budget {_gib(self.budget)}",
                 seconds,
-                f"memory_budget={peak} keeps the first of them",
+                f"memory_budget={peak} has room for the first of them",
             )
         return (choice.but(order[:low]) if low else None), missed
 

@@ -73,7 +73,7 @@ def build(
     *,
     training: bool = True,
     costs: Costs | None = None,
-    choice: Choice = Choice(),  # noqa: B008 (it is frozen)
+    choice: Choice = Choice(),
 ) -> list[Pass]:
     """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there.
 

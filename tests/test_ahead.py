@@ -1,0 +1,150 @@
+"""The gathers that a forward begins with start during the update before it."""
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+
+import zgraph
+from zgraph.codegen.partition import split
+from zgraph.compiler import programs
+from zgraph.program import collectives
+from zgraph.program.program import InputRole, OutputRole
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(2) as two:
+        yield two
+
+
+def plan(across: bool, **fields):
+    return zgraph.Plan(
+        **{"zero": 3, "backend": "eager", "optimizer": zgraph.AdamW(lr=1e-2), **fields},
+        prefetch={"across_steps": across},
+    )
+
+
+def compiled(across: bool, **fields):
+    torch.manual_seed(0)
+    case = models.build("llama")
+    return zgraph.compile(case.model, plan(across, **fields)), case.inputs
+
+
+def losses(model, inputs, between=lambda model, step: None):
+    found = []
+    for step in range(5):
+        out = model.train_step(*inputs) if isinstance(inputs, tuple) else model.train_step(**inputs)
+        found.append(float(getattr(out, "loss", out)))
+        between(model, step)
+    return found, [p.full_tensor().tolist() if hasattr(p, "full_tensor") else p.tolist() for p in model.parameters()]
+
+
+def weight_of(model):
+    """A weight that the next forward gathers first: the embedding."""
+    return next(iter(model.named_parameters()))
+
+
+def in_place(model, step):
+    if step == 1:
+        with torch.no_grad():
+            weight_of(model)[1].mul_(1.5)
+
+
+def behind_torchs_back(model, step):
+    if step == 1 and dist.get_rank() == 1:  # (on one rank alone)
+        weight_of(model)[1].data._local_tensor.add_(0.25)
+
+
+def by_load(model, step):
+    if step == 1:
+        name, weight = weight_of(model)
+        model.load_state_dict({name: weight.detach() * 0.5}, strict=False)
+
+
+CHANGES = {
+    "nothing": lambda model, step: None,
+    "in place": in_place,
+    "behind torch's back": behind_torchs_back,
+    "a load": by_load,
+}
+
+
+def with_and_without(change, fields):
+    results = []
+    for across in (True, False):
+        model, inputs = compiled(across, **fields)
+        results.append(losses(model, inputs, CHANGES[change]))
+        started = model.zgraph.runtime.ahead.order()
+        assert bool(started) == across, started
+    return results[0] == results[1], results[0][0]
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize("zero", [1, 3])
+def test_numbers_are_those_without_it_bit_for_bit_whatever_happens_between(ranks, change, zero):
+    for equal, _ in ranks.run(with_and_without, change, {"zero": zero}):
+        assert equal
+
+
+def test_also_in_half_precision_with_micro_batches_and_clipping(ranks):
+    for equal, _ in ranks.run(with_and_without, "nothing", {"precision": "bf16", "micro_batches": 2, "grad_clip": 1.0}):
+        assert equal
+
+
+@pytest.mark.inductor
+def test_also_compiled_by_inductor(ranks):
+    for equal, _ in ranks.run(with_and_without, "in place", {"backend": "inductor"}):
+        assert equal
+
+
+def what_is_in_flight():
+    model, inputs = compiled(True)
+    losses(model, inputs)
+    ahead = model.zgraph.runtime.ahead
+    flying = sorted(ahead.flying)
+    model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    return flying, sorted(set(ahead.order())), sorted(ahead.flying)
+
+
+def test_an_update_leaves_them_in_flight_and_the_forward_takes_them(ranks):
+    for flying, order, after in ranks.run(what_is_in_flight):
+        assert flying == order and flying and after == []
+
+
+def a_step_that_fails():
+    model, inputs = compiled(True, grad_clip={"norm": 1.0, "error_if_nonfinite": True})
+    losses(model, inputs)
+    out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    getattr(out, "loss", out).backward()
+    next(p for p in model.parameters() if p.grad is not None).grad._local_tensor.fill_(float("inf"))
+    with pytest.raises(zgraph.errors.StepError):
+        model.step()
+    return sorted(model.zgraph.runtime.ahead.flying), losses(model, inputs)[0]
+
+
+def test_an_update_that_fails_leaves_nothing_in_flight(ranks):
+    for flying, after in ranks.run(a_step_that_fails):
+        assert flying == [] and all(torch.tensor(after).isfinite())
+
+
+def test_they_are_programs_of_their_own_cut_out_of_the_forward():
+    case = models.build("llama")
+    made = programs(case.model, plan(True, mesh={"dp": 2}), case.inputs, 2).program
+    parts = split(made)
+    assert parts.ahead
+    for part in parts.ahead:
+        assert {p.role for p in part.inputs} == {InputRole.PARAMETER}
+        assert {p.role for p in part.outputs} == {OutputRole.FLYING}
+        assert all(collectives.is_start(n) for _, n in part.output_items())
+    given = {p.name for p in parts.forward.inputs if p.role is InputRole.FLYING}
+    assert given == {p.name for part in parts.ahead for p in part.outputs}
+
+
+def test_without_a_plans_optimizer_no_update_could_start_them():
+    case = models.build("llama")
+    own = zgraph.Plan(zero=3, backend="eager", mesh={"dp": 2})
+    assert split(programs(case.model, own, case.inputs, 2).program).ahead == ()

@@ -1,0 +1,53 @@
+"""DeepSpeed's knobs of communication mean something in a plan."""
+
+import pytest
+
+import zgraph
+from zgraph.deepspeed import communication
+from zgraph.errors import PlanError
+from zgraph.pipeline import build
+
+SECTION = {
+    "stage": 3,
+    "overlap_comm": True,
+    "allgather_bucket_size": 5e8,
+    "reduce_bucket_size": 1e6,
+    "stage3_prefetch_bucket_size": 2e6,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 3e6,
+    "stage3_param_persistence_threshold": 1e4,
+}
+
+
+def test_every_knob_reaches_the_pass_that_it_means():
+    plan = zgraph.Plan(**communication(SECTION, itemsize=2), precision="bf16")
+    options = {p.name: p.options for p in build(plan)}
+    assert (options["bucket"].gather, options["bucket"].reduce) == (10**9, 2 * 10**6)
+    assert (options["overlap"].ahead_bytes, options["overlap"].max_bytes) == (4 * 10**6, 2 * 10**9)
+    assert options["overlap"].ahead and options["regather"].reuse_bytes == 6 * 10**6
+    assert plan.param_persistence_threshold == 10_000 and plan.zero == 3
+
+
+def test_sizes_are_elements_of_what_is_communicated():
+    fields = communication({"reduce_bucket_size": 100}, itemsize=4)
+    assert fields == {"bucket": {"reduce": 400}}
+
+
+def test_overlap_comm_false_waits_for_each_collective_where_it_starts():
+    plan = zgraph.Plan(**communication({"overlap_comm": False}))
+    assert not {p.name: p.options for p in build(plan)}["overlap"].ahead
+
+
+def test_auto_leaves_a_key_to_zgraph():
+    assert communication({"reduce_bucket_size": "auto", "overlap_comm": "auto"}) == {}
+
+
+def test_an_unknown_key_names_the_nearest_one():
+    with pytest.raises(PlanError, match="did you mean 'reduce_bucket_size'"):
+        communication({"reduce_bucket": 5})
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, "large", True, None])
+def test_a_size_that_is_no_number_of_elements_is_refused(value):
+    with pytest.raises(PlanError, match="no number of elements"):
+        communication({"reduce_bucket_size": value})
