@@ -481,7 +481,9 @@ def test_a_bucket_whose_starts_do_not_stand_side_by_side_is_refused(program, rol
 def test_a_bucket_of_two_dtypes_is_refused(kind):
     """The first layer is in float32, the second in bfloat16: their buckets made one."""
     program = good(kind, "mixed_dtypes")
-    one, two = (next(n for n in starts(program, Role.GATHER) if info(n).param == f"{m}.weight") for m in ("first", "middle"))
+    one, two = (
+        next(n for n in starts(program, Role.GATHER) if info(n).param == f"{m}.weight") for m in ("first", "middle")
+    )
     for start in starts(program, Role.GATHER):
         set_info(start, info(start).but(bucket=None))
     for start in (one, two):
