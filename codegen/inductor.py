@@ -38,8 +38,13 @@ def compile_inductor(
     ready = lowered(program, groups)
     torch_private.name_origins(ready.graph)
     inputs = [node.meta["val"] for node in ready.placeholders()]
-    fixed = [i for i, port in enumerate(program.outputs) if fix_saved or port.role is not OutputRole.SAVED]
+    fixed = [
+        i
+        for i, (port, node) in enumerate(program.output_items())
+        if fix_saved or port.role is not OutputRole.SAVED or _in_flight(node)
+    ]
     ready.output_node().meta["user_visible_output_idxs"] = fixed
+    ready.module.fixed_outputs = tuple(fixed)  # (for the key of Inductor's cache, which leaves out what nodes carry)
     try:
         function, source, strides = torch_private.compile_with_inductor(
             ready.module, inputs, ready.fake_mode, is_backward, combine, round_each
@@ -66,6 +71,12 @@ def adopt_strides(backward: Program, forward: Executable) -> None:
             if strides != val.stride():
                 with backward.fake_mode:
                     node.meta["val"] = val.as_strided(val.size(), strides)
+
+
+def _in_flight(saved: fx.Node) -> bool:
+    """Is a transfer at work on this value when the program ends? Other strides would be a copy, made while it is."""
+    starts = [n for n in (saved, *saved.users) if collectives.is_start(n)]
+    return any(collectives.wait_of(start) is None for start in starts)
 
 
 # -- what the generated code says ------------------------------------------------------------------------------------

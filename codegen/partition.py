@@ -93,9 +93,11 @@ def _cut_ahead(joint: Program) -> tuple[Program, ...]:
 
 
 def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node]) -> list[fx.Node]:
-    """The forward's nodes that the backward reads, in graph order."""
+    """The forward's nodes that the backward reads, in graph order. (A release reads nothing: the buffer of a weight that is
+    held goes with the view that the backward takes, and would outlive it as an input of its own.)"""
     found: dict[fx.Node, None] = {}
-    for node in [*(u for n in backward for u in n.all_input_nodes), *gradients]:
+    readers = [n for n in backward if n.target is not ops.RELEASE]
+    for node in [*(u for n in readers for u in n.all_input_nodes), *gradients]:
         if info(node).phase is Phase.FORWARD and node.op != "get_attr":
             found[node] = None
     for start in [n for n in found if collectives.is_start(n)]:  # its operand must live until it is waited for

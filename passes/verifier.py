@@ -261,20 +261,20 @@ def check_pure(program: Program) -> None:
 
 def check_waits(program: Program) -> None:
     """Each start of a collective is waited for exactly once, and nothing else reads it."""
+    saved = {n for p, n in program.output_items() if p.role is OutputRole.SAVED}
+    given = {n for p, n in program.output_items() if p.role is not OutputRole.SAVED}
+    handed_on = saved - given if program.level is Level.EXECUTABLE else set()  # the next program waits for these
     for node in program.graph.nodes:
         if collectives.is_start(node):
             waits = [u for u in node.users if collectives.is_wait(u)]
-            leaves = program.level is Level.EXECUTABLE and not waits and node in program.output_values()
-            if leaves:  # the next program waits for it
-                continue
-            if len(waits) != 1:
+            if len(waits) != 1 and not (node in handed_on and not waits):
                 raise _fault(
                     program,
                     node,
                     f"collective {node.name!r} is waited for {len(waits)} times",
                     "each start has exactly one wait",
                 )
-            others = [u for u in node.users if u not in waits]
+            others = [u for u in node.users if u not in waits and not (node in handed_on and u.op == "output")]
             if others:
                 raise _fault(
                     program,

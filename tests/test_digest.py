@@ -179,7 +179,7 @@ def rename_output(program: Program) -> None:
 
 
 def change_level(program: Program) -> None:
-    program.level = Level.SCHEDULED
+    program.level = Level.EXECUTABLE
 
 
 def change_mesh(program: Program) -> None:

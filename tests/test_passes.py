@@ -400,14 +400,14 @@ def layer_bytes(model: nn.Module, world: int) -> int:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("depth", [2, 5, 24])
-def test_zero3_never_holds_more_than_its_cap_which_is_two_layers_at_any_depth(depth, backend):
-    """By default: what is needed at once, which is a layer, and the largest layer."""
+def test_zero3_never_holds_more_than_its_cap_which_is_three_layers_at_any_depth(depth, backend):
+    """By default: what is needed at once, which is a layer, and two of the largest layers."""
     case = models.stack(depth)
     history = programs(case.model, Plan(zero=3, backend=backend), case.inputs, 3)
     stats = {r.name: r.stats for r in history.records}["overlap"]
     off = programs(case.model, Plan(zero=3, backend=backend, prefetch={"enabled": False}), case.inputs, 3)
     needed, layer = max(alive(off.program)), sum(4 * p.numel() for p in case.model.layers[0].parameters())
-    assert stats["cap_bytes"] == needed + layer <= 2 * layer_bytes(case.model, 3)
+    assert stats["cap_bytes"] == needed + 2 * layer <= 3 * layer_bytes(case.model, 3)
     assert needed < max(alive(history.program)) <= stats["cap_bytes"]
     assert stats["gathered_bytes"] == max(alive(history.program))
 
@@ -449,7 +449,7 @@ def test_a_run_holds_no_more_gathered_bytes_than_the_cap(four_ranks, stage, buck
     if stage == 3:
         records = model.zgraph.programs["train0"].history().records
         stats = {r.name: r.stats for r in records}["overlap"]
-        assert one / 2 <= seen.peak <= stats["cap_bytes"] <= 2 * one
+        assert one / 2 <= seen.peak <= stats["cap_bytes"] <= 3 * one
         assert seen.peak <= stats["gathered_bytes"]
     else:
         assert seen.peak >= 24 * one

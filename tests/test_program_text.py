@@ -51,7 +51,7 @@ def test_the_head_says_name_level_mesh_and_counts(captured, history):
     assert second == "# 4 parameters of 103 elements; facts: none"
     last = history.program
     text = render(last).splitlines()
-    assert text[0].startswith("# program train: distributed, mesh dp 4, ")
+    assert text[0].startswith("# program train: scheduled, mesh dp 4, ")
     assert text[1].endswith(f"facts: {', '.join(sorted(last.facts))}") and "sharded" in text[1]
 
 

@@ -43,8 +43,13 @@ def machine(**changes) -> Hardware:
     return Hardware(**{**values, **changes})
 
 
+ALONE = {"prefetch": {"enabled": False}, "bucket": {"gather": 0, "reduce": 0}}
+
+
 def program_of(model: nn.Module, zero: int, world: int = 2, **plan):
-    return programs(model, zgraph.Plan(zero=zero, backend="eager", **plan), (torch.randn(8, 16),), world).program
+    """The program in which nothing overlaps, unless the plan says otherwise."""
+    plan = zgraph.Plan(**{"zero": zero, "backend": "eager", **ALONE, **plan})
+    return programs(model, plan, (torch.randn(8, 16),), world).program
 
 
 PRODUCT = 2 * 8 * 16 * 32  # nanoseconds of one product
@@ -112,7 +117,36 @@ def test_collectives_take_the_rings_time(world):
             if collectives.is_start(node):
                 rounds = 2 if node.target is collectives.ALL_REDUCE else 1
                 expected = rounds * (world - 1) * (1e-4 + whole / world / 1e6)
-                assert costs.transfer(node, world) == pytest.approx(expected)
+                assert costs.transfer([node], world) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_bucket_is_one_transfer_which_pays_the_latency_once(zero):
+    hardware = machine(flops={"float32": 1e30}, links={"*": Link(bandwidth=1e6, latency=1e-4)})
+    one, alone = (
+        simulate(program_of(Two(), zero, 4, bucket={"gather": size, "reduce": size}), Costs(hardware))
+        for size in (10**6, 0)
+    )
+    starts = [n for n in program_of(Two(), zero, 4).nodes if collectives.is_start(n)]
+    joined = len(starts) // 2  # (a and b stand in one layer)
+    latencies = 3 * 1e-4 * (2 if zero == 0 else 1)
+    assert alone.busy["link:*"] - one.busy["link:*"] == pytest.approx(joined * latencies)
+
+
+def test_a_link_may_move_the_bytes_of_a_reduce_scatter_twice():
+    """As gloo does, whose reduce-scatter is an all-reduce."""
+    plain, twice = (Costs(machine(links={"*": Link(bandwidth=1e6, latency=1e-4, scatter=s)})) for s in (1, 2))
+    for node in program_of(Two(), 3, 4).nodes:
+        if collectives.is_start(node):
+            times = 2 if node.target is collectives.REDUCE_SCATTER else 1
+            assert twice.transfer([node], 4) == pytest.approx(times * plain.transfer([node], 4))
+
+
+def test_a_transfer_that_the_rank_computes_for_takes_time_from_computing():
+    program = program_of(Two(), 3)
+    found = [simulate(program, Costs(machine(links={"*": Link(bandwidth=1e9, work=w)}))) for w in (0.0, 1e-9)]
+    carried = sum(2 * 16 * 32 for n in program.nodes if collectives.is_start(n)) * 2  # bytes of whole weights
+    assert found[1].busy["compute"] - found[0].busy["compute"] == pytest.approx(carried * 1e-9)
 
 
 # -- operators --------------------------------------------------------------------------------------------------------------
@@ -143,7 +177,7 @@ def test_what_a_fused_kernel_keeps_to_itself_costs_no_memory_traffic():
 def test_what_was_measured_goes_before_what_is_reckoned():
     program = program_of(Two(), 0, 1)
     product = next(n for n in program.nodes if n.target is aten.mm.default)
-    costs = Costs(machine(), measured={signature(product): 7.0})
+    costs = Costs(machine(operators={signature(product): 7.0}))
     assert costs.compute(program)[product] == 7.0
 
 
@@ -198,6 +232,8 @@ def test_memory_is_told_by_category():
     found = memory_of(program)
     weight = 16 * 32 * 4
     assert max(m.get("gathered", 0) for m in found) == weight, "one whole weight at a time"
+    both = memory_of(program_of(Two(), 3, prefetch={"max_bytes": 2 * weight}))
+    assert max(m.get("gathered", 0) for m in both) == 2 * weight, "and one on its way"
     assert found[-1]["gradients"] == weight and found[-1]["parameters"] == weight  # two halves each
     assert max(m.get("gathered", 0) for m in memory_of(program_of(Two(), 2))) == 2 * weight
     update = update_program(Two(), zgraph.Plan(backend="eager", optimizer=zgraph.AdamW()), 2).program
@@ -219,6 +255,9 @@ def test_hardware_has_a_name_or_a_file(tmp_path):
         hardware(str(path))
     with pytest.raises(PlanError, match="can't be read"):
         hardware(str(tmp_path / "none.toml"))
+    path = tmp_path / "mine.json"
+    path.write_text(machine(operators={"mm": 7.0}).model_dump_json())
+    assert hardware(str(path)) == machine(operators={"mm": 7.0})
 
 
 def test_a_forecast_tells_its_parts():

@@ -459,22 +459,98 @@ def test_a_random_operator_that_is_repeated_is_refused(kind):
     refuses(program, node, "random", drawn.name)
 
 
-# -- gloo ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["stage 3", "stage 2", "Inductor"])
-def test_a_collective_beside_a_reduce_scatter_is_refused(kind):
-    program = good(kind)
-    scatter, following = starts(program, Role.REDUCE)[:2]
-    following.append(wait_of(scatter))
-    refuses(program, following, scatter.name, "in flight")
+# -- buckets ---------------------------------------------------------------------------------------------------------
+def bucketed(program: Program, role: Role):
+    """The starts of the first bucket of several with this role."""
+    found: dict[str, list] = {}
+    for start in starts(program, role):
+        if info(start).bucket is not None:
+            found.setdefault(str(info(start).bucket), []).append(start)
+    return next(members for members in found.values() if len(members) > 1)
 
 
-def test_a_reduce_scatter_beside_a_gather_is_refused():
-    program = good("stage 3")
-    scatter = first(program, lambda n: n.target is collectives.REDUCE_SCATTER)
-    gather = [n for n in program.nodes if info(n).role is Role.GATHER and collectives.is_start(n)]
-    early = next(n for n in gather if program.nodes.index(n) > program.nodes.index(scatter))
-    scatter.prepend(early)
-    refuses(program, scatter, early.name, "gloo's reduce-scatter corrupts memory")
+@pytest.mark.parametrize("role", [Role.GATHER, Role.REDUCE])
+def test_a_bucket_whose_starts_do_not_stand_side_by_side_is_refused(program, role):
+    one, two = bucketed(program, role)[:2]
+    with program.graph.inserting_before(two):
+        program.call(aten.clone.default, (one.args[0],), NodeInfo(info(one).phase), name="between")
+    refuses(program, two, one.name, "bucket", "stands elsewhere")
+
+
+@pytest.mark.parametrize("kind", ["stage 3", "HSDP"])
+def test_a_bucket_of_two_dtypes_is_refused(kind):
+    """The first layer is in float32, the second in bfloat16: their buckets made one."""
+    program = good(kind, "mixed_dtypes")
+    one, two = (
+        next(n for n in starts(program, Role.GATHER) if info(n).param == f"{m}.weight") for m in ("first", "middle")
+    )
+    for start in starts(program, Role.GATHER):
+        set_info(start, info(start).but(bucket=None))
+    for start in (one, two):
+        set_info(start, info(start).but(bucket="mixed"))
+    one.append(two)
+    refuses(program, two, one.name, "of another kind")
+
+
+def test_a_bucket_over_two_mesh_dimensions_is_refused():
+    program = good("HSDP")
+    scatter = next(n for n in starts(program, Role.REDUCE) if collectives.group_of(n) == "dp")
+    other = next(n for n in starts(program, Role.REDUCE) if collectives.group_of(n) == "replicate")
+    wait = wait_of(scatter)
+    for start in (scatter, other):
+        set_info(start, info(start).but(bucket="both"))
+    assert scatter < wait
+    following = [n for n in starts(program, Role.REDUCE) if n > scatter and n is not other]
+    for start in following:
+        set_info(start, info(start).but(bucket=None))
+    other.prepend(scatter) if info(other).param != info(scatter).param else None
+    with pytest.raises(VerifyError, match="does not fit its bucket"):
+        verifier.check_buckets(program)
+
+
+# -- what crosses from the forward to the backward --------------------------------------------------------------------
+@pytest.fixture
+def across() -> Program:
+    """A forward that ends while the backward's first gather is on its way."""
+    program = split(good("stage 3")).forward
+    verify_program(program)
+    assert flying(program)
+    return program
+
+
+def flying(program: Program):
+    saved = {n for p, n in program.output_items() if p.role is OutputRole.SAVED}
+    return [n for n in program.nodes if collectives.is_start(n) and n in saved]
+
+
+def test_a_start_that_is_saved_for_the_backward_needs_no_wait(across):
+    assert not any(collectives.is_wait(u) for start in flying(across) for u in start.users)
+
+
+def test_a_start_without_a_wait_that_nobody_takes_over_is_refused(across):
+    start = flying(across)[0]
+    across.set_outputs([(p, n) for p, n in across.output_items() if n is not start])
+    refuses(across, start, "waited for 0 times")
+
+
+def test_a_start_without_a_wait_is_refused_where_the_user_gets_it(across):
+    """An output of the model: nobody would wait for it."""
+    start = flying(across)[0]
+    items = [(p, n) for p, n in across.output_items() if n is not start]
+    at = next(i for i, (p, _) in enumerate(items) if p.role is OutputRole.OUTPUT)
+    items[at] = (items[at][0], start)
+    across.set_outputs(items)
+    with pytest.raises(VerifyError) as caught:
+        verifier.check_waits(across)
+    assert caught.value.node == start.name
+
+
+def test_a_joint_program_waits_for_all_that_it_starts(across):
+    """Only the split may part a start from its wait."""
+    across.level = Level.SCHEDULED
+    with pytest.raises(VerifyError) as caught:
+        verifier.check_waits(across)
+    assert caught.value.node == flying(across)[0].name
 
 
 # -- updates ---------------------------------------------------------------------------------------------------------
