@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -73,6 +74,36 @@ class Forecast:
         lines.append(f"  peak memory  {sum(self.peak.values()) / 2**20:10.1f} MiB")
         lines += [f"    {k:12} {v / 2**20:8.1f} MiB" for k, v in sorted(self.peak.items(), key=lambda i: -i[1]) if v]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """What a step of one micro-batch will take: its `programs` (forward and backward, then the update, if the plan has one)
+    one after another, and `besides` seconds of the run time around them, where the hardware was measured."""
+
+    programs: tuple[Forecast, ...]
+    besides: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(p.seconds for p in self.programs) + self.besides
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that nothing hides."""
+        return sum(sum(p.exposed.values()) for p in self.programs)
+
+    def __str__(self) -> str:
+        lines = [str(p) for p in self.programs]
+        if self.besides:
+            lines.append(f"besides: {self.besides * 1e3:.3f} ms")
+        exposed = f"{self.exposed * 1e3:.3f} ms ({self.exposed / self.seconds:.1%}) of it exposed communication"
+        return "\n".join([*lines, f"step: {self.seconds * 1e3:.3f} ms, {exposed}"])
+
+
+def simulate_step(programs: Sequence[Program], costs: Costs) -> StepForecast:
+    """Replay a step's programs one after another: forward and backward as one, then its update. Raises as `simulate`."""
+    return StepForecast(tuple(simulate(p, costs) for p in programs), costs.hardware.step)
 
 
 def simulate(program: Program, costs: Costs) -> Forecast:
