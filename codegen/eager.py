@@ -29,7 +29,7 @@ def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
     torch_private.boxed(ready.graph)
     ready.module.recompile()
     source = ready.module.code  # (written here: `forward` is that of this code from now on)
-    forward = ready.module.forward
+    forward: Any = ready.module.forward
 
     def run(values: list[Any]) -> Sequence[Any]:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]

@@ -126,15 +126,15 @@ def hardware(name: str) -> Hardware:
     try:
         text = path.read_text(encoding="utf-8")
         return Hardware.model_validate(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
-    except (OSError, ValueError) as error:
-        raise PlanError("the hardware's file can't be read", where=name, why=str(error)) from error
-    except PlanError as error:
+    except PlanError as error:  # (a ValueError as well)
         raise PlanError(
             f"the hardware's file has a fault: {error.what}",
-            where=f"{name}: {error.where}",
+            where=f"{name}: {error.where}" if error.where else name,
             why=error.why,
             hint=error.hint,
         ) from error
+    except (OSError, ValueError) as error:
+        raise PlanError("the hardware's file can't be read", where=name, why=str(error)) from error
 
 
 def hardware_like(device: str, name: str = "") -> Hardware:

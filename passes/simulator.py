@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -101,13 +100,19 @@ class StepForecast:
         return "\n".join([*lines, f"step: {self.seconds * 1e3:.3f} ms, {exposed}"])
 
 
-def simulate_step(programs: Sequence[Program], costs: Costs) -> StepForecast:
-    """Replay a step's programs one after another: forward and backward as one, then its update. Raises as `simulate`."""
-    return StepForecast(tuple(simulate(p, costs) for p in programs), costs.hardware.step)
+def simulate_step(program: Program, update: Program | None, costs: Costs) -> StepForecast:
+    """Replay a step: forward and backward as one `program`, then its `update`. The first gathers of the forward run beside
+    the update of the step before. Raises as `simulate`."""
+    after = () if update is None else (simulate(update, costs),)
+    first = simulate(program, costs, lead=sum(u.seconds for u in after))
+    return StepForecast((first, *after), costs.hardware.step)
 
 
-def simulate(program: Program, costs: Costs) -> Forecast:
-    """Replay a program of any level. Raises `PlanError` where the hardware has no link for a mesh dimension."""
+def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
+    """Replay a program of any level. What starts ahead of it (`NodeInfo.ahead`) has `lead` seconds before the first node.
+
+    Raises `PlanError` where the hardware has no link for a mesh dimension.
+    """
     compute = costs.compute(program)
     clock = 0.0
     free: dict[str, float] = {}
@@ -123,7 +128,7 @@ def simulate(program: Program, costs: Costs) -> Forecast:
             name = f"link:{dim if dim in costs.hardware.links else '*'}"
             seconds, work = costs.transfer(starts, program.mesh[dim]), costs.work(starts)
             clock += work
-            free[name] = max(clock, free.get(name, 0.0)) + seconds
+            free[name] = max(clock - lead if info(node).ahead else clock, free.get(name, -lead)) + seconds
             done.update(dict.fromkeys(starts, free[name]))
             busy[name] += seconds  # type: ignore[assignment]
             busy["compute"] += work  # type: ignore[assignment]

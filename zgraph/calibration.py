@@ -1,8 +1,8 @@
 """`zgraph.calibrate`: what schedules and forecasts are made from, measured on this machine with this model.
 
 A copy of the model is compiled by the plan and trained for a few steps, with every call of its programs timed
-(`zgraph.codegen.timed`); the links are timed by themselves (`zgraph.links`). The ranks' tables become one, of medians, so
-that all of them schedule alike.
+(`zgraph.codegen.timed`); the links are timed by themselves (`zgraph.links`). The ranks' tables become one, so that all of
+them schedule alike.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def calibrate(
         samples, besides = _time_steps(twin.zgraph, args, kwargs, steps)
     name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     base = hardware_like(runtime.device.type, name)
-    views = runtime.agreement.gather((samples, besides))
+    views = runtime.agreement.gather("times of operators", (samples, besides))
     found = _hardware(f"{name}, measured", base, links, [v[0] for v in views], min(v[1] for v in views))
     if path is not None:
         _write(found, Path(path), runtime.agreement)
@@ -142,7 +142,7 @@ def _executables(runtime: Runtime) -> Iterable[tuple[Executable, Program]]:
     """What a step runs, each with the program that it is a part of."""
     for entry in runtime.entries.values():
         for step in entry.programs():
-            for executable in step.executables():
+            for executable in (*step.ahead(), *step.executables()):
                 yield executable, step.history().program
     for update in runtime.updater.compiled():
         for chunk in update.executable.chunks:
@@ -166,11 +166,12 @@ def _sample(node: fx.Node, seconds: float, costs: Costs) -> _Sample:
 def _hardware(
     name: str, base: Hardware, links: dict[str, Link], ranks: list[list[_Sample]], besides: float
 ) -> Hardware:
-    """One record of what every rank measured: medians over ranks, means over nodes of equal signature."""
+    """One record of what every rank measured: of the slowest rank, since the others wait for it; means over nodes of equal
+    signature."""
     by_key: dict[str, list[float]] = {}
     rows: list[_Sample] = []
     for same in zip(*ranks, strict=True):  # (ranks run the same programs)
-        seconds = statistics.median(s.seconds for s in same)
+        seconds = max(s.seconds for s in same)
         by_key.setdefault(same[0].key, []).append(seconds)
         rows.append(_Sample(same[0].key, seconds, same[0].flops, same[0].moved, same[0].dtype))
     rates = _rates(rows)
@@ -230,6 +231,6 @@ def _write(hardware: Hardware, path: Path, agreement: Agreement) -> None:
         except OSError as error:
             problem = str(error)
             part.unlink(missing_ok=True)
-    problem = agreement.gather(problem)[0]
+    problem = agreement.gather("a file", problem)[0]
     if problem is not None:
         raise PlanError("the table of costs can't be written", where=str(path), why=problem)

@@ -166,8 +166,8 @@ class Handle:
         trained = [step for step in self.programs.values() if step.differentiated]
         if not trained:
             raise StepError("there is no training program yet", hint="zgraph.compile(…, inputs=…), or a first step")
-        programs = [trained[-1].history().program, *(h.program for h in list(self.updates.values())[-1:])]
-        return simulate_step(programs, self.runtime.costs)
+        updates = [history.program for history in self.updates.values()]
+        return simulate_step(trained[-1].history().program, updates[-1] if updates else None, self.runtime.costs)
 
     def recompile(self, plan: Plan) -> None:
         """Run the same weights by another plan (another stage, backend, passes or micro-batches) on the same mesh.

@@ -95,7 +95,7 @@ class _Bench:
             collectives.WAIT(value)
             moments.append(self.watch.now())
             rows.append((self.watch.between(*moments[:2]), self.watch.between(*moments[1:])))
-        views = self.agreement.gather(rows[1:])  # (the first one of a size may make buffers)
+        views = self.agreement.gather("times of transfers", rows[1:])  # (the first one of a size may make buffers)
         starts = statistics.median(s for rank in views for s, _ in rank)
         return starts, statistics.median(min(t for _, t in same) for same in zip(*views, strict=True))
 
@@ -120,7 +120,7 @@ class _Bench:
             for value in flying:
                 collectives.WAIT(value)
         stolen = max(statistics.median(beside) - statistics.median(alone), 0.0) / (2 * count * size)
-        return statistics.median(self.agreement.gather(stolen))
+        return statistics.median(self.agreement.gather("times of products", stolen))
 
     def _products(self, a: torch.Tensor, loops: int) -> tuple[float, torch.Tensor]:
         start = self.watch.now()

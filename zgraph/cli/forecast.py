@@ -21,17 +21,21 @@ from zgraph.cli.targets import (
 if TYPE_CHECKING:
     from zgraph.passes.simulator import Forecast
 
+DEFAULT = "h100-80g"
+
 
 def forecast(
     target: TargetArgument,
     plan: PlanOption = None,
     world: WorldOption = None,
     hardware: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--hardware", metavar="NAME", help="h100-80g, h200-141g, a100-80g, cpu, or the file of zgraph calibrate."
+            "--hardware",
+            metavar="NAME",
+            help="h100-80g, h200-141g, a100-80g, cpu, or the file of zgraph calibrate. [default: the plan's, else h100-80g]",
         ),
-    ] = "h100-80g",
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Forecast a step: time by stream, exposed communication, peak memory.
@@ -42,18 +46,17 @@ def forecast(
     the_plan = load_plan(plan)
     ranks = resolve_world(the_plan, world)
 
-    from zgraph.passes.costs import Costs
-    from zgraph.passes.costs import hardware as hardware_of
     from zgraph.passes.simulator import simulate_step
+    from zgraph.pipeline import costs_of
 
-    costs = Costs(hardware_of(hardware), fused=the_plan.backend == "inductor")
-    for dim in the_plan.resolve_mesh(ranks):
-        costs.hardware.link(dim)
+    the_plan = the_plan.model_copy(
+        update={"hardware": hardware or the_plan.hardware or DEFAULT}
+    )  # (schedules are for it)
+    costs = costs_of(the_plan)
     found = load_target(target)
-    histories = [history_of(found, the_plan, ranks, update=False)]
-    if the_plan.optimizer is not None:
-        histories.append(history_of(found, the_plan, ranks, update=True))
-    step = simulate_step([h.program for h in histories], costs)
+    program = history_of(found, the_plan, ranks, update=False).program
+    updates = the_plan.optimizer is not None
+    step = simulate_step(program, history_of(found, the_plan, ranks, update=True).program if updates else None, costs)
     if as_json:
         head = {"world": ranks, "hardware": costs.hardware.model_dump(mode="json")}
         body = {"seconds": step.seconds, "exposed": step.exposed, "programs": [_row(f) for f in step.programs]}
