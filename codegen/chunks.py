@@ -9,7 +9,7 @@ graphs share one executable. Chunks of 16 keep the calls' cost below 1% (benchma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def compile_chunks(
         if key not in made:
             made[key] = compile_one(part)
         same = made[key]
-        executable = Executable(part, same.function, same.source, same.kernels, same.library, same.strides)
+        executable = replace(same, program=part)
         gives = tuple(p.name for p in part.outputs)
         writes = tuple(places[n.all_input_nodes[0]] for n in nodes if is_write(n) and n.all_input_nodes[0] in places)
         chunks.append(Chunk(executable, tuple(p.name for p in part.inputs), gives, writes))

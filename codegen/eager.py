@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +29,26 @@ def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
     torch_private.boxed(ready.graph)
     ready.module.recompile()
     source = ready.module.code  # (written here: `forward` is that of this code from now on)
-    forward = ready.module.forward
+    forward: Any = ready.module.forward
 
     def run(values: list[Any]) -> Sequence[Any]:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return run_profiled(ready.module, values)
         return forward(values)  # type: ignore[no-any-return]
 
-    return Executable(program, run, source)
+    def rebuild(changed: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
+        scope = {**forward.__func__.__globals__, **names}
+        exec(compile(changed, f"<{program.name}>", "exec"), scope)
+        return functools.partial(scope["forward"], ready.module)
+
+    return Executable(program, run, source, calls=_calls(source, program), rebuild=rebuild)
+
+
+_CALL = re.compile(r"    (\w+)(?: : [^=]+)? = ")
+
+
+def _calls(source: str, program: Program) -> tuple[tuple[int, int], ...]:
+    """The line and the position of each operator."""
+    at = {n.name: i for i, n in enumerate(program.graph.nodes) if n.op == "call_function"}
+    found = [(line, _CALL.match(text)) for line, text in enumerate(source.splitlines())]
+    return tuple((line, at[match[1]]) for line, match in found if match and match[1] in at)

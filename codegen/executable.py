@@ -31,7 +31,9 @@ class Executable:
     """`run(values)` takes the inputs as one list, which it empties, and returns the outputs, in the program's order.
 
     `source` is the code that runs; `kernels` are what Inductor made, `library` what it calls instead (a BLAS product,
-    torch's own kernel): both empty for eager. `strides` are those of the outputs, where Inductor chose them.
+    torch's own kernel): both empty for eager. `strides` are those of the outputs, where Inductor chose them. `calls` has
+    the lines of the source (from 0) that run one node by itself, and its position in the program's graph; `rebuild`
+    gives the function of a changed source, in which it puts some names.
     """
 
     program: Program
@@ -40,6 +42,8 @@ class Executable:
     kernels: tuple[Kernel, ...] = ()
     library: tuple[Kernel, ...] = ()
     strides: list[Any] = field(default_factory=list)
+    calls: tuple[tuple[int, int], ...] = ()
+    rebuild: Callable[[str, dict[str, Any]], Callable[[list[Any]], Sequence[Any]]] | None = None
 
     @functools.cached_property
     def flying(self) -> tuple[str, ...]:

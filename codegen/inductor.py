@@ -7,6 +7,7 @@ for.
 
 from __future__ import annotations
 
+import functools
 import re
 
 from torch import fx
@@ -52,7 +53,17 @@ def compile_inductor(
     except Exception as error:
         raise _lowering_error(error, program) from error
     _check_order(source, program, ready)
-    return Executable(program, function, source, kernels(source, program), library_calls(source), strides)
+    at = {node: i for i, node in enumerate(program.graph.nodes)}
+    return Executable(
+        program,
+        function,
+        source,
+        kernels(source, program),
+        library_calls(source),
+        strides,
+        tuple((line, at[node]) for line, node in launch_lines(source, program)),
+        functools.partial(torch_private.rebuild_inductor, function),
+    )
 
 
 def adopt_strides(backward: Program, forward: Executable) -> None:
@@ -87,11 +98,14 @@ _COMMENT = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[([^\
 _COLLECTIVES = "_c10d_functional"
 
 
+def _start(lines: list[str]) -> int:
+    """Where the generated function that runs begins; the kernels' own code stands above."""
+    return next((i for i, line in enumerate(lines) if re.match(r"\s*def call\(", line)), 0)
+
+
 def _body(source: str) -> list[str]:
-    """The lines of the generated function that runs, without the kernels' own code."""
     lines = source.splitlines()
-    start = next((i for i, line in enumerate(lines) if re.match(r"\s*def call\(", line)), 0)
-    return lines[start:]
+    return lines[_start(lines) :]
 
 
 def kernels(source: str, program: Program) -> tuple[Kernel, ...]:
@@ -131,14 +145,20 @@ def library_calls(source: str) -> tuple[Kernel, ...]:
 def launches(source: str, program: Program) -> list[fx.Node]:
     """The program's nodes that the generated code runs by calls of their own (collectives, products, other library
     calls), in the order in which it does."""
+    return [node for _, node in launch_lines(source, program)]
+
+
+def launch_lines(source: str, program: Program) -> list[tuple[int, fx.Node]]:
+    """The same, each with the line (from 0) of its call."""
     by_name = {n.name: n for n in program.graph.nodes if n.op == "call_function"}
-    found: list[fx.Node] = []
+    found: list[tuple[int, fx.Node]] = []
     origins: list[str] = []
-    for line in _body(source):
+    lines = source.splitlines()
+    for at, line in enumerate(lines[_start(lines) :], _start(lines)):
         if comment := _COMMENT.search(line):
             origins = comment.group(1).split(", ")
         elif origins and (_EXTERN.search(line) or re.search(r"= torch\.ops\.|^\s*torch\.ops\.", line)):
-            found += [by_name[name] for name in origins if name in by_name][-1:]  # (a product's views stand before it)
+            found += [(at, by_name[n]) for n in origins if n in by_name][-1:]  # (a product's views stand before it)
             origins = []
     return found
 

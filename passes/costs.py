@@ -9,6 +9,7 @@ through no memory. A collective over n ranks takes (n - 1) latencies and sends (
 from __future__ import annotations
 
 import json
+import operator
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,10 +38,15 @@ class Link(Record, frozen=True):
     latency: Seconds = Field(default=0.0, description="seconds that each message takes besides")
     scatter: Rate = Field(default=1.0, description="how many times its bytes a reduce-scatter moves (gloo: 2)")
     work: Seconds = Field(default=0.0, description="seconds of computing that each byte costs the rank besides")
+    start: Seconds = Field(default=0.0, description="seconds of computing that each start of a transfer costs the rank")
 
 
 class Hardware(Record, frozen=True):
-    """One device and its links: rates are those of data sheets, dense, and are reached by nothing."""
+    """One device and its links.
+
+    The rates of known devices are those of data sheets, dense, and are reached by nothing; those of
+    `zgraph.calibrate` are what a model's own operators reached, and its `operators` what they took.
+    """
 
     name: str = Field(description="what it is called")
     flops: dict[str, Rate] = Field(description="FLOP/s of products by dtype; float32 is that of every other")
@@ -53,6 +59,12 @@ class Hardware(Record, frozen=True):
     operators: dict[str, Seconds] = Field(
         default={}, description="seconds of operators that were timed, by zgraph.passes.costs.signature"
     )
+    step: Seconds = Field(default=0.0, description="seconds that a step takes besides its programs")
+
+    @property
+    def measured(self) -> bool:
+        """Was it made by `zgraph.calibrate`?"""
+        return bool(self.operators)
 
     def link(self, dim: str) -> Link:
         """The link of a mesh dimension. Raises `PlanError` if there is none."""
@@ -114,15 +126,15 @@ def hardware(name: str) -> Hardware:
     try:
         text = path.read_text(encoding="utf-8")
         return Hardware.model_validate(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
-    except (OSError, ValueError) as error:
-        raise PlanError("the hardware's file can't be read", where=name, why=str(error)) from error
-    except PlanError as error:
+    except PlanError as error:  # (a ValueError as well)
         raise PlanError(
             f"the hardware's file has a fault: {error.what}",
-            where=f"{name}: {error.where}",
+            where=f"{name}: {error.where}" if error.where else name,
             why=error.why,
             hint=error.hint,
         ) from error
+    except (OSError, ValueError) as error:
+        raise PlanError("the hardware's file can't be read", where=name, why=str(error)) from error
 
 
 def hardware_like(device: str, name: str = "") -> Hardware:
@@ -149,22 +161,22 @@ class Costs:
     def work(self, starts: Sequence[fx.Node]) -> float:
         """The time that a bucket takes from the compute stream (on CPUs, which move the bytes themselves)."""
         link = self.hardware.link(str(info(starts[0]).mesh_dim))
-        return link.work * sum(max(size_of(s), sum(size_of(a) for a in s.all_input_nodes)) for s in starts)
+        return link.start + link.work * sum(max(size_of(s), sum(size_of(a) for a in s.all_input_nodes)) for s in starts)
 
     def compute(self, program: Program) -> dict[fx.Node, float]:
         """The time of every operator that is no collective."""
-        return {n: self._operator(n) for n in program.graph.nodes if _computes(n)}
+        return {n: self._operator(n) for n in program.graph.nodes if computes(n)}
 
     def _operator(self, node: fx.Node) -> float:
         known = self.hardware.operators.get(signature(node)) if self.hardware.operators else None
         if known is not None:
             return known
-        moved = self._traffic(node)
-        rate = self.hardware.flops.get(_dtype(node), self.hardware.flops.get("float32", 1e12))
+        moved = self.traffic(node)
+        rate = self.hardware.flops.get(dtype_of(node), self.hardware.flops.get("float32", 1e12))
         launched = self.hardware.launch if moved else 0.0
         return max(flops_of(node) / rate, moved / self.hardware.memory) + launched
 
-    def _traffic(self, node: fx.Node) -> int:
+    def traffic(self, node: fx.Node) -> int:
         """The bytes that a node reads and writes, less those that stay inside a fused kernel."""
         mine = self.fused and fusible(node)
         roots = dict.fromkeys(root_of(a) for a in node.all_input_nodes)
@@ -211,9 +223,11 @@ def fusible(node: fx.Node) -> bool:
     return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket.__name__ in _REDUCTIONS
 
 
-def _computes(node: fx.Node) -> bool:
-    free = collectives.is_start(node) or collectives.is_wait(node) or node.target is ops.RELEASE
-    return node.op == "call_function" and not free and aliased_input(node) is None
+def computes(node: fx.Node) -> bool:
+    """Does this node take time on the compute stream? (Not views, members of a tuple, collectives and their waits.)"""
+    if node.op != "call_function" or node.target in (operator.getitem, ops.RELEASE):
+        return False
+    return not (collectives.is_start(node) or collectives.is_wait(node)) and aliased_input(node) is None
 
 
 def _readers(node: fx.Node) -> dict[fx.Node, None]:
@@ -233,6 +247,7 @@ def _together(a: fx.Node, b: fx.Node) -> bool:
     return fusible(a) and fusible(b) and info(a).phase is info(b).phase
 
 
-def _dtype(node: fx.Node) -> str:
+def dtype_of(node: fx.Node) -> str:
+    """The dtype of a node's first operand, as rates are named by: "float32"."""
     first = next((t for a in node.all_input_nodes for t in tensors(a)), None)
     return str(first.dtype).removeprefix("torch.") if first is not None else "float32"

@@ -75,8 +75,44 @@ class Forecast:
         return "\n".join(lines)
 
 
-def simulate(program: Program, costs: Costs) -> Forecast:
-    """Replay a program of any level. Raises `PlanError` where the hardware has no link for a mesh dimension."""
+@dataclass(frozen=True)
+class StepForecast:
+    """What a step of one micro-batch will take: its `programs` (forward and backward, then the update, if the plan has one)
+    one after another, and `besides` seconds of the run time around them, where the hardware was measured."""
+
+    programs: tuple[Forecast, ...]
+    besides: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(p.seconds for p in self.programs) + self.besides
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that nothing hides."""
+        return sum(sum(p.exposed.values()) for p in self.programs)
+
+    def __str__(self) -> str:
+        lines = [str(p) for p in self.programs]
+        if self.besides:
+            lines.append(f"besides: {self.besides * 1e3:.3f} ms")
+        exposed = f"{self.exposed * 1e3:.3f} ms ({self.exposed / self.seconds:.1%}) of it exposed communication"
+        return "\n".join([*lines, f"step: {self.seconds * 1e3:.3f} ms, {exposed}"])
+
+
+def simulate_step(program: Program, update: Program | None, costs: Costs) -> StepForecast:
+    """Replay a step: forward and backward as one `program`, then its `update`. The first gathers of the forward run beside
+    the update of the step before. Raises as `simulate`."""
+    after = () if update is None else (simulate(update, costs),)
+    first = simulate(program, costs, lead=sum(u.seconds for u in after))
+    return StepForecast((first, *after), costs.hardware.step)
+
+
+def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
+    """Replay a program of any level. What starts ahead of it (`NodeInfo.ahead`) has `lead` seconds before the first node.
+
+    Raises `PlanError` where the hardware has no link for a mesh dimension.
+    """
     compute = costs.compute(program)
     clock = 0.0
     free: dict[str, float] = {}
@@ -92,7 +128,7 @@ def simulate(program: Program, costs: Costs) -> Forecast:
             name = f"link:{dim if dim in costs.hardware.links else '*'}"
             seconds, work = costs.transfer(starts, program.mesh[dim]), costs.work(starts)
             clock += work
-            free[name] = max(clock, free.get(name, 0.0)) + seconds
+            free[name] = max(clock - lead if info(node).ahead else clock, free.get(name, -lead)) + seconds
             done.update(dict.fromkeys(starts, free[name]))
             busy[name] += seconds  # type: ignore[assignment]
             busy["compute"] += work  # type: ignore[assignment]

@@ -76,7 +76,7 @@ def test_help_is_answered_within_a_third_of_a_second():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("command", ["dump", "passes", "verify", "forecast"])
+@pytest.mark.parametrize("command", ["dump", "passes", "verify", "forecast", "calibrate"])
 def test_the_help_of_a_command_does_not_load_torch(command):
     code = f"import sys; from zgraph.cli.app import app; app([{command!r}, '--help'], standalone_mode=False)"
     done = subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"])

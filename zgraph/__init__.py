@@ -18,6 +18,7 @@ from zgraph import errors
 from zgraph._version import __version__
 
 if TYPE_CHECKING:
+    from zgraph.calibration import calibrate
     from zgraph.compiler import compile
     from zgraph.loss_scaling import LossScale
     from zgraph.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, Muon, ParamGroup
@@ -62,6 +63,7 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "__version__",
+    "calibrate",
     "compile",
     "errors",
     "verify",
@@ -85,6 +87,7 @@ _LAZY = {
     "LossScale": "zgraph.loss_scaling",
     "Plan": "zgraph.plan",
     "Precision": "zgraph.precision",
+    "calibrate": "zgraph.calibration",
     "compile": "zgraph.compiler",
     "verify": "zgraph.verification",
     **dict.fromkeys(_OPTIMIZERS, "zgraph.optimizers"),

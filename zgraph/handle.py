@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.compiled import StepProgram
-from zgraph.errors import ModelError
+from zgraph.errors import ModelError, StepError
 from zgraph.passes import History
+from zgraph.passes.simulator import StepForecast, simulate_step
 from zgraph.plan import Plan
 from zgraph.program.remark import Remark
 from zgraph.report import Report
@@ -155,6 +156,18 @@ class Handle:
         FLOP/s utilisation. The next step runs under torch's profiler, for the communication that is waited for.
         """
         return self.runtime.timings(tokens, peak_flops)
+
+    def forecast(self) -> StepForecast:
+        """What a step of one micro-batch takes by the costs that the model is scheduled by (the plan's `hardware`).
+
+        Of the training program that was made last and the update that was. With the hardware of `zgraph.calibrate` it is
+        what the machine will take, else a lower bound. Raises `StepError` before the first training program is compiled.
+        """
+        trained = [step for step in self.programs.values() if step.differentiated]
+        if not trained:
+            raise StepError("there is no training program yet", hint="zgraph.compile(…, inputs=…), or a first step")
+        updates = [history.program for history in self.updates.values()]
+        return simulate_step(trained[-1].history().program, updates[-1] if updates else None, self.runtime.costs)
 
     def recompile(self, plan: Plan) -> None:
         """Run the same weights by another plan (another stage, backend, passes or micro-batches) on the same mesh.

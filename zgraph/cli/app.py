@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from zgraph._version import __version__
+from zgraph.cli.calibrate import calibrate
 from zgraph.cli.dump import dump
 from zgraph.cli.forecast import forecast
 from zgraph.cli.passes import passes
@@ -49,6 +50,7 @@ app.command()(dump)
 app.command()(passes)
 app.command()(verify)
 app.command()(forecast)
+app.command()(calibrate)
 
 
 def _show_version(wanted: bool) -> None:

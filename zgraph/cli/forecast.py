@@ -21,45 +21,49 @@ from zgraph.cli.targets import (
 if TYPE_CHECKING:
     from zgraph.passes.simulator import Forecast
 
+DEFAULT = "h100-80g"
+
 
 def forecast(
     target: TargetArgument,
     plan: PlanOption = None,
     world: WorldOption = None,
     hardware: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--hardware", metavar="NAME", help="h100-80g, h200-141g, a100-80g, cpu, or a TOML file like theirs."
+            "--hardware",
+            metavar="NAME",
+            help="h100-80g, h200-141g, a100-80g, cpu, or the file of zgraph calibrate. [default: the plan's, else h100-80g]",
         ),
-    ] = "h100-80g",
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Forecast a step: time by stream, exposed communication, peak memory.
 
-    From data-sheet rates, which nothing reaches: a lower bound on time. Good for comparing plans, not for a schedule.
+    From data-sheet rates, which nothing reaches, it is a lower bound on time, good for comparing plans; from a file of
+    zgraph calibrate it is what that machine takes.
     """
     the_plan = load_plan(plan)
     ranks = resolve_world(the_plan, world)
 
-    from zgraph.passes.costs import Costs
-    from zgraph.passes.costs import hardware as hardware_of
-    from zgraph.passes.simulator import simulate
+    from zgraph.passes.simulator import simulate_step
+    from zgraph.pipeline import costs_of
 
-    costs = Costs(hardware_of(hardware), fused=the_plan.backend == "inductor")
-    for dim in the_plan.resolve_mesh(ranks):
-        costs.hardware.link(dim)
+    the_plan = the_plan.model_copy(
+        update={"hardware": hardware or the_plan.hardware or DEFAULT}
+    )  # (schedules are for it)
+    costs = costs_of(the_plan)
     found = load_target(target)
-    histories = [history_of(found, the_plan, ranks, update=False)]
-    if the_plan.optimizer is not None:
-        histories.append(history_of(found, the_plan, ranks, update=True))
-    forecasts = [simulate(h.program, costs) for h in histories]
+    program = history_of(found, the_plan, ranks, update=False).program
+    updates = the_plan.optimizer is not None
+    step = simulate_step(program, history_of(found, the_plan, ranks, update=True).program if updates else None, costs)
     if as_json:
         head = {"world": ranks, "hardware": costs.hardware.model_dump(mode="json")}
-        typer.echo(json.dumps({**head, "programs": [_row(f) for f in forecasts]}, indent=1))
+        body = {"seconds": step.seconds, "exposed": step.exposed, "programs": [_row(f) for f in step.programs]}
+        typer.echo(json.dumps({**head, **body}, indent=1))
         return
-    typer.echo(f"{ranks} rank(s) of {costs.hardware.name}, at data-sheet rates")
-    for made in forecasts:
-        typer.echo(str(made))
+    typer.echo(f"{ranks} rank(s) of {costs.hardware.name}{'' if costs.hardware.measured else ', at data-sheet rates'}")
+    typer.echo(str(step))
 
 
 def _row(made: Forecast) -> dict[str, Any]:

@@ -425,3 +425,15 @@ def compile_with_inductor(
         return compiled, "", [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
     strides = [None if s is None else tuple(int(i) for i in s) for s in compiled.output_strides]
     return compiled, compiled.source_code, strides  # type: ignore[attr-defined]
+
+
+def rebuild_inductor(compiled: Any, source: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """The boxed callable of `compiled` with another `source` (its own one, changed) and `names` in the source's module."""
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.utils import align_inputs_from_check_idxs
+    from torch.utils._ordered_set import OrderedSet
+
+    key, path = PyCodeCache.write(source)
+    module = PyCodeCache.load_by_key_path(key, path, attrs={**(getattr(compiled, "constants", None) or {}), **names})
+    written = OrderedSet(getattr(compiled, "mutated_input_idxs", ()))
+    return align_inputs_from_check_idxs(module.call, getattr(compiled, "inputs_to_check", ()), written)

@@ -120,6 +120,9 @@ class Updater:
         """The way of each update program through its passes, by name: "update0", …"""
         return {update.history.program.name: update.history for update in self._programs.values()}
 
+    def compiled(self) -> list[CompiledUpdate]:
+        return list(self._programs.values())
+
     def executables(self) -> list[Executable]:
         return [e for update in self._programs.values() for e in update.executable.executables]
 

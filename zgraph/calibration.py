@@ -1,0 +1,236 @@
+"""`zgraph.calibrate`: what schedules and forecasts are made from, measured on this machine with this model.
+
+A copy of the model is compiled by the plan and trained for a few steps, with every call of its programs timed
+(`zgraph.codegen.timed`); the links are timed by themselves (`zgraph.links`). The ranks' tables become one, so that all of
+them schedule alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from zgraph.agreement import Agreement
+from zgraph.capture import find_loss
+from zgraph.codegen.executable import Executable
+from zgraph.codegen.timed import Stopwatch, Timed
+from zgraph.compiler import Inputs, compile, split_inputs
+from zgraph.errors import PlanError
+from zgraph.links import measure_link
+from zgraph.passes.costs import Costs, Hardware, Link, dtype_of, flops_of, hardware_like, signature
+from zgraph.plan import Plan
+from zgraph.program.program import Program
+from zgraph.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+WARM = 2  # steps before those that are counted: the first ones compile, and make what is made once
+STEPS = 12
+LARGE = 2**20  # bytes: kernels that move more than this tell the rate of the memory
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One node, timed; what it does, for the rates of those that were not."""
+
+    key: str
+    seconds: float
+    flops: int
+    moved: int
+    dtype: str
+
+
+def calibrate(
+    model: nn.Module,
+    plan: Plan | None = None,
+    inputs: Inputs = (),
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    path: str | os.PathLike[str] | None = None,
+    steps: int = STEPS,
+) -> Hardware:
+    """Measure what a step of `model` by `plan` consists of, and return it for `Plan(hardware=…)`.
+
+    The model is not compiled and is not changed: a copy of it takes `steps` training steps on `inputs` (as for
+    `zgraph.compile`: this rank's own batch, of one micro-batch), so there must be room for two. `loss_fn` and `mesh` are those of
+    `zgraph.compile`; an output without a loss is summed. All ranks must call it, with the same arguments; all get the same
+    record, and rank 0 writes it to `path` as JSON. Raises what `compile` and `train_step` do, and `PlanError` where the
+    file can't be written.
+    """
+    plan = (plan or Plan()).model_copy(update={"hardware": None, "micro_batches": 1})
+    args, kwargs = split_inputs(inputs)
+    twin: Any = compile(copy.deepcopy(model), plan, loss_fn=loss_fn or _any_loss, mesh=mesh)
+    runtime: Runtime = twin.zgraph.runtime
+    with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
+        links = _links(runtime)
+        samples, besides = _time_steps(twin.zgraph, args, kwargs, steps)
+    name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
+    base = hardware_like(runtime.device.type, name)
+    views = runtime.agreement.gather("times of operators", (samples, besides))
+    found = _hardware(f"{name}, measured", base, links, [v[0] for v in views], min(v[1] for v in views))
+    if path is not None:
+        _write(found, Path(path), runtime.agreement)
+    return found
+
+
+# -- running ------------------------------------------------------------------------------------------------------------
+def _links(runtime: Runtime) -> dict[str, Link]:
+    """Each mesh dimension's link; those with one rank have none."""
+    found = {}
+    for dim, ranks in runtime.sizes.items():
+        if ranks > 1:
+            found[dim] = measure_link(runtime.groups[dim], ranks, runtime.device, runtime.agreement)
+            logger.info("link %r: %s", dim, found[dim])
+    return found
+
+
+def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> tuple[list[_Sample], float]:
+    """(every node of the step's programs, seconds of a step besides them)."""
+    runtime: Runtime = handle.runtime
+    watch = Stopwatch(runtime.device)
+    costs = Costs(runtime.costs.hardware, fused=runtime.plan.backend == "inductor")
+
+    def step() -> float:
+        start = watch.now()
+        handle.train_step(*args, **kwargs)
+        end = watch.now()
+        if runtime.plan.optimizer is None:
+            for param in runtime.shards.params().values():
+                param.grad = None
+        return watch.between(start, end)
+
+    for _ in range(WARM):
+        step()
+    timed = [(Timed(e, watch), whole) for e, whole in _executables(runtime)]
+    for each, _ in timed:
+        each.install()
+    try:
+        walls = [step() for _ in range(WARM + steps)]
+    finally:
+        for each, _ in timed:
+            each.remove()
+    samples: list[_Sample] = []
+    inside = [0.0] * steps
+    for each, whole in timed:
+        if len(each.runs) != WARM + steps:  # (a variant that a plain step does not run)
+            continue
+        by_name = {
+            n.name: n for n in whole.graph.nodes
+        }  # (a split program's inputs may have other strides than the whole's)
+        for node, seconds in each.seconds(costs, WARM).items():
+            samples.append(_sample(by_name.get(node.name, node), seconds, costs))
+        for i in range(steps):
+            inside[i] += each.total(WARM + i)
+    besides = statistics.median(wall - part for wall, part in zip(walls[WARM:], inside, strict=True))
+    return samples, max(besides, 0.0)
+
+
+def _executables(runtime: Runtime) -> Iterable[tuple[Executable, Program]]:
+    """What a step runs, each with the program that it is a part of."""
+    for entry in runtime.entries.values():
+        for step in entry.programs():
+            for executable in (*step.ahead(), *step.executables()):
+                yield executable, step.history().program
+    for update in runtime.updater.compiled():
+        for chunk in update.executable.chunks:
+            yield chunk.executable, update.history.program
+
+
+def _any_loss(output: Any, *_: Any, **__: Any) -> torch.Tensor:
+    """The loss of an output, or the sum of all that can be differentiated in it."""
+    loss = find_loss(output)
+    if loss is not None:
+        return loss
+    leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+    return torch.stack([x.sum().to(torch.float32) for x in leaves]).sum()
+
+
+# -- the table ------------------------------------------------------------------------------------------------------------
+def _sample(node: fx.Node, seconds: float, costs: Costs) -> _Sample:
+    return _Sample(signature(node), seconds, flops_of(node), costs.traffic(node), dtype_of(node))
+
+
+def _hardware(
+    name: str, base: Hardware, links: dict[str, Link], ranks: list[list[_Sample]], besides: float
+) -> Hardware:
+    """One record of what every rank measured: of the slowest rank, since the others wait for it; means over nodes of equal
+    signature."""
+    by_key: dict[str, list[float]] = {}
+    rows: list[_Sample] = []
+    for same in zip(*ranks, strict=True):  # (ranks run the same programs)
+        seconds = max(s.seconds for s in same)
+        by_key.setdefault(same[0].key, []).append(seconds)
+        rows.append(_Sample(same[0].key, seconds, same[0].flops, same[0].moved, same[0].dtype))
+    rates = _rates(rows)
+    return base.model_copy(
+        update={
+            "name": name,
+            "flops": {**base.flops, **rates},
+            "memory": _memory(rows) or base.memory,
+            "launch": _launch(rows, base.launch),
+            "links": {**base.links, **{d: _rounded(link) for d, link in links.items()}},
+            "operators": {key: _short(statistics.fmean(seconds)) for key, seconds in sorted(by_key.items())},
+            "step": _short(besides),
+        }
+    )
+
+
+def _rates(rows: list[_Sample]) -> dict[str, float]:
+    """FLOP/s of products by dtype."""
+    flops: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for row in rows:
+        if row.flops and row.seconds:
+            flops[row.dtype] = flops.get(row.dtype, 0) + row.flops
+            seconds[row.dtype] = seconds.get(row.dtype, 0.0) + row.seconds
+    return {dtype: _short(flops[dtype] / seconds[dtype]) for dtype in flops}
+
+
+def _memory(rows: list[_Sample]) -> float | None:
+    """Bytes per second of all that is no product and large; None without any."""
+    large = [r for r in rows if not r.flops and r.moved > LARGE and r.seconds]
+    return _short(sum(r.moved for r in large) / sum(r.seconds for r in large)) if large else None
+
+
+def _launch(rows: list[_Sample], base: float) -> float:
+    """Seconds of what moves next to nothing."""
+    small = [r.seconds for r in rows if not r.flops and 0 < r.moved < LARGE // 256]
+    return _short(statistics.median(small)) if small else base
+
+
+def _rounded(link: Link) -> Link:
+    return Link(**{name: _short(value) for name, value in link.model_dump().items()})
+
+
+def _short(value: float) -> float:
+    """Four digits: more were not measured."""
+    return float(f"{value:.4g}")
+
+
+def _write(hardware: Hardware, path: Path, agreement: Agreement) -> None:
+    """Rank 0 writes; none returns before the file is whole."""
+    problem: str | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(hardware.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            problem = str(error)
+            part.unlink(missing_ok=True)
+    problem = agreement.gather("a file", problem)[0]
+    if problem is not None:
+        raise PlanError("the table of costs can't be written", where=str(path), why=problem)

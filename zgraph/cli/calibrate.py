@@ -1,0 +1,36 @@
+"""`zgraph calibrate`: measures what schedules and forecasts are made from, on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zgraph.cli.targets import PlanOption, TargetArgument, load_plan, load_target
+
+
+def calibrate(
+    target: TargetArgument,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="Where to write.", show_default=False)],
+    plan: PlanOption = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="How many steps to time.")] = 12,
+) -> None:
+    """Train a few steps on this machine, time every operator and link, and write them down for a plan's `hardware`.
+
+    Under torchrun on all ranks, which measure together: torchrun --nproc-per-node 2 -m zgraph calibrate TARGET …
+    """
+    the_plan = load_plan(plan)
+    found = load_target(target)
+
+    import torch.distributed as dist
+
+    from zgraph.calibration import calibrate as run
+
+    made = run(found.model, the_plan, found.inputs, path=out, steps=steps)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        products = ", ".join(f"{rate / 1e9:.1f} GFLOP/s in {dtype}" for dtype, rate in made.flops.items())
+        typer.echo(f"{len(made.operators)} operators; {products}; memory {made.memory / 1e9:.1f} GB/s")
+        for dim, link in made.links.items():
+            typer.echo(f"link {dim}: {link.bandwidth / 1e9:.3f} GB/s, {link.latency * 1e6:.0f} µs")
+        typer.echo(f"wrote {out}", err=True)

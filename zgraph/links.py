@@ -1,0 +1,130 @@
+"""How fast ranks exchange bytes, measured: gathers of several sizes and a straight line through their times.
+
+A transfer of n bytes takes alpha + beta * n (Hockney, 1994, "The Communication Challenge for MPP"). Each is timed from
+the moment at which all ranks are there: on the rank that came last, so the shortest time over ranks is its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zgraph.agreement import Agreement
+from zgraph.codegen.timed import Stopwatch
+from zgraph.passes.costs import Link
+from zgraph.program import collectives, torch_private
+
+SIZES = tuple(4**k for k in range(6, 13))  # bytes of the whole: 4 KiB to 16 MiB
+LONGEST = 0.3  # seconds: a slow link is not given larger transfers once one takes this long
+REPEATS = 7
+IN_FLIGHT = 0.1  # seconds of transfers that run beside products, to see what these lose
+PRODUCT = 192  # rows and columns: a fraction of a millisecond
+
+
+def measure_link(group: str, ranks: int, device: torch.device, agreement: Agreement) -> Link:
+    """The link over the process group of this name. All ranks of the model must call it; they get the same answer."""
+    bench = _Bench(group, ranks, device, agreement)
+    sizes: list[int] = []
+    times: list[float] = []
+    starts: list[float] = []
+    for size in SIZES:
+        start, seconds = bench.time(bench.gather(size))
+        sizes.append(size)
+        times.append(seconds)
+        starts.append(start)
+        if seconds > LONGEST:
+            break
+    latency, per_byte = fit_line(sizes, times)
+    scattered = bench.time(bench.scatter(sizes[-1]))[1]
+    whole = (ranks - 1) / ranks
+    return Link(
+        bandwidth=whole / per_byte,
+        latency=latency / (ranks - 1),
+        scatter=max(scattered - latency, 0.1 * times[-1]) / (per_byte * sizes[-1]),
+        work=bench.work(latency, per_byte) if device.type == "cpu" else 0.0,
+        start=starts[0],
+    )
+
+
+def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
+    """(seconds, seconds a byte): least squares of relative errors, so that small transfers count as much as large ones.
+    Neither is negative."""
+    import numpy as np
+
+    x, y = np.asarray(sizes, dtype=float), np.asarray(times, dtype=float)
+    fixed, slope = np.linalg.lstsq(np.stack([1 / y, x / y], axis=1), np.ones(len(y)), rcond=None)[0]
+    if fixed < 0:
+        fixed, slope = 0.0, (x / y).sum() / ((x / y) ** 2).sum()
+    if slope <= 0:  # (all take as long: no link that is worth a rate)
+        fixed, slope = float(y.min()), 1e-13
+    return float(fixed), float(slope)
+
+
+class _Bench:
+    def __init__(self, group: str, ranks: int, device: torch.device, agreement: Agreement) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.device = device
+        self.agreement = agreement
+        self.watch = Stopwatch(device)
+        self.gloo = torch_private.backend_of(group, device)[0] == "gloo"
+
+    def gather(self, size: int) -> Callable[[], torch.Tensor]:
+        """What starts a gather of `size` bytes in all."""
+        part = torch.zeros(max(size // self.ranks // 4, 1), device=self.device)
+        return lambda: collectives.ALL_GATHER(part, self.ranks, self.group)  # type: ignore[no-any-return]
+
+    def scatter(self, size: int) -> Callable[[], torch.Tensor]:
+        """What starts a reduce-scatter of them, in the form in which programs have it on this transport."""
+        whole = torch.zeros(max(size // self.ranks // 4, 1) * self.ranks, device=self.device)
+        if self.gloo:
+            return lambda: collectives.ALL_REDUCE(whole, "avg", self.group)  # type: ignore[no-any-return]
+        return lambda: collectives.REDUCE_SCATTER(whole, "avg", self.ranks, self.group)  # type: ignore[no-any-return]
+
+    def time(self, start: Callable[[], torch.Tensor]) -> tuple[float, float]:
+        """(seconds that a start takes, seconds from there to its end)."""
+        rows: list[tuple[float, float]] = []
+        for _ in range(REPEATS + 1):
+            self.agreement.any(False)
+            moments = [self.watch.now()]
+            value = start()
+            moments.append(self.watch.now())
+            collectives.WAIT(value)
+            moments.append(self.watch.now())
+            rows.append((self.watch.between(*moments[:2]), self.watch.between(*moments[1:])))
+        views = self.agreement.gather("times of transfers", rows[1:])  # (the first one of a size may make buffers)
+        starts = statistics.median(s for rank in views for s, _ in rank)
+        return starts, statistics.median(min(t for _, t in same) for same in zip(*views, strict=True))
+
+    def work(self, latency: float, per_byte: float) -> float:
+        """Seconds that a rank's computing takes longer for each byte of a gather or a reduction beside it."""
+        size = SIZES[-3]
+        count = min(max(round(IN_FLIGHT / (latency + per_byte * size) / 2), 1), 16)
+        long = 1.5 * count * 2 * (latency + per_byte * size) * (1.5 if self.gloo else 1.0)
+        a = torch.randn(PRODUCT, PRODUCT)
+        one = self._products(a, 50)[0] / 50
+        loops = self.agreement.broadcast(int(long / one) + 1)
+        gather, scatter = self.gather(size), self.scatter(size)
+        alone, beside = [], []
+        for _ in range(REPEATS):
+            self.agreement.any(False)
+            alone.append(self._products(a, loops)[0])
+            self.agreement.any(False)
+            flying: list[Any] = []
+            for _ in range(count):
+                flying += [gather(), scatter()]
+            beside.append(self._products(a, loops)[0])
+            for value in flying:
+                collectives.WAIT(value)
+        stolen = max(statistics.median(beside) - statistics.median(alone), 0.0) / (2 * count * size)
+        return statistics.median(self.agreement.gather("times of products", stolen))
+
+    def _products(self, a: torch.Tensor, loops: int) -> tuple[float, torch.Tensor]:
+        start = self.watch.now()
+        b = a
+        for _ in range(loops):
+            b = torch.mm(a, a)
+        return self.watch.between(start, self.watch.now()), b
