@@ -176,9 +176,9 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Variant:
     return variant
 
 
-def measure(variant: Variant, rate: str, args: argparse.Namespace, memory: bool, compute: float | None) -> None:
+def measure(variant: Variant, rate: str, args: argparse.Namespace, memory: bool) -> None:
     """One round of one variant at one rate, added to what was found."""
-    request = {"rate": float(rate), "steps": args.steps, "warmup": args.warmup, "memory": memory, "compute": compute}
+    request = {"rate": float(rate), "steps": args.steps, "warmup": args.warmup, "memory": memory}
     quietest: tuple[float, list[dict[str, Any]]] | None = None
     for _ in range(args.tries):
         begin, machine = time.monotonic(), machine_seconds()
@@ -268,7 +268,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for variant in [*(local if rate == args.rates[0] else []), *others]:
                 if variant.processes:
                     at = "0" if variant in local else rate
-                    measure(variant, at, args, memory=number == 0, compute=report.compute(result))
+                    measure(variant, at, args, memory=number == 0)
         print(f"round {number + 1} of {args.rounds}: {time.strftime('%H:%M:%S')}", flush=True)
     for variant in variants:
         variant.stop()

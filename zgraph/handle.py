@@ -197,6 +197,7 @@ class Handle:
         old.agreement.vote("the plan of recompile", plan.hash())
         made = Runtime(old.module, old.forward_function, plan, sizes, old.mesh, old.shards, old.device, old.agreement)
         made.updater.adopt(old.updater, copies=False)
+        old.ahead.drop()
         self.runtime = made
 
 

@@ -57,13 +57,14 @@ def main(name: str, rank: int, world: int, store: str, core: int, size: dict[str
         request = json.loads(line)
         zlink.set_link(request["rate"], latency_us)
         dist.barrier()
+        contender.at_rate(request["rate"])
         found = measure(contender.step, request["steps"], request["warmup"])
         if request["memory"]:
             found |= memory_of(contender.step)
         if rank == 0 and contender.model is not None:
             from link.forecast import forecast
 
-            found["forecast"] = forecast(contender.model, request["rate"], latency_us, request["compute"])
+            found["forecast"] = forecast(contender.model)
         answer(**found)
         give_back()
 

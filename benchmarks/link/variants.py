@@ -8,9 +8,13 @@ says something; `fully_shard` as it comes has no overlap here at all.
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +35,12 @@ class NotInstalled(Exception):
 
 @dataclass
 class Contender:
-    """`step` trains once on this rank's batch and returns its loss. `model` is there if zgraph compiled it."""
+    """`step` trains once on this rank's batch and returns its loss. `model` is there if zgraph compiled it. `at_rate` is told
+    the link's rate once it is set, before the steps of which the time counts."""
 
     step: Callable[[], Tensor]
     model: Any = None
+    at_rate: Callable[[float], None] = lambda rate: None
 
 
 Batch = tuple[Tensor, Tensor]
@@ -159,10 +165,46 @@ def zgraph_zero(stage: int) -> Callable[[gpt.GPT, Batch, bool], Contender]:
     def build(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
         import zgraph
 
-        trained = zgraph.compile(model, zgraph.Plan(zero=stage, optimizer=zgraph.SGD(lr=LR)))
-        return Contender(lambda: trained.train_step(*batch), trained)
+        plan = zgraph.Plan(zero=stage, optimizer=zgraph.SGD(lr=LR))
+        machine = zgraph.calibrate(model, plan, batch)
+        trained = zgraph.compile(model, plan)
+        return Contender(lambda: trained.train_step(*batch), trained, _Calibrated(trained, plan, machine))
 
     return build
+
+
+class _Calibrated:
+    """Compiles a model for a link of each rate, with what `zgraph.calibrate` finds: its operators at the start, the link now.
+
+    The weights are the same; what was compiled for a rate is kept for the next time that it is measured.
+    """
+
+    def __init__(self, model: Any, plan: Any, machine: Any) -> None:
+        self.model = model
+        self.plan = plan
+        self.machine = machine
+        self.made: dict[float, Any] = {}
+        folder = [tempfile.mkdtemp(prefix="zgraph-overlap-") if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folder)  # (a plan names a file, and plans must be equal)
+        self.folder = Path(folder[0])
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+
+    def __call__(self, rate: float) -> None:
+        handle = self.model.zgraph
+        if rate in self.made:
+            handle.runtime.ahead.drop()
+            handle.runtime = self.made[rate]
+            return
+        from zgraph.links import measure_link
+
+        runtime = handle.runtime
+        link = measure_link(runtime.groups["dp"], runtime.sizes["dp"], runtime.device, runtime.agreement)
+        file = self.folder / f"{rate}.json"
+        if dist.get_rank() == 0:
+            file.write_text(self.machine.model_copy(update={"links": {"dp": link}}).model_dump_json())
+        dist.barrier()
+        handle.recompile(self.plan.model_copy(update={"hardware": str(file)}))
+        self.made[rate] = handle.runtime
 
 
 BUILDERS: dict[str, tuple[Callable[[gpt.GPT, Batch, bool], Contender], bool]] = {
