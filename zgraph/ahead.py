@@ -1,22 +1,20 @@
 """The gathers that a forward begins with, started by the update before it as soon as their shards are written.
 
-[Note: what was sent] Between an update and the forward a user may change a weight. What was sent is then dropped and gathered
-again. Torch counts most changes (`Shards.version`), but not a write through `.data`: so what was sent is kept, and compared
-bit by bit with the shards when the forward comes. On CUDA the result is read a step later, so that nothing waits for the
-device: a weight that was changed behind torch's back is then an error that says so.
+Between an update and the forward a user may change a weight. What was sent is then dropped and gathered again; a copy of
+each shard that was sent tells also of changes that torch does not count (`zgraph/unchanged.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from zgraph.agreement import Agreement
-from zgraph.errors import StepError
 from zgraph.program import collectives
-from zgraph.sharding import Shards
+from zgraph.sharding import Shards, bits
+from zgraph.unchanged import Unchanged
 
 if TYPE_CHECKING:
     from zgraph.codegen.executable import Executable
@@ -29,15 +27,13 @@ class Ahead:
     def __init__(self, shards: Shards, agreement: Agreement, device: torch.device) -> None:
         self.shards = shards
         self.agreement = agreement
-        self.device = device
         self.step: StepProgram | None = None
         self.flying: dict[str, torch.Tensor] = {}
         self._sent: dict[str, torch.Tensor] = {}
         self._versions: dict[str, tuple[int, ...]] = {}
         self._left: list[Executable] = []
         self._unwritten: set[str] = set()
-        self._differs: torch.Tensor | None = None  # (pinned)
-        self._read: Any = None
+        self._unchanged = Unchanged(shards, device, "step() had sent them to the other ranks")
 
     # -- the update's side --------------------------------------------------------------------------------------------
     def order(self) -> list[str]:
@@ -68,7 +64,9 @@ class Ahead:
     # -- the forward's side -------------------------------------------------------------------------------------------
     def take(self, step: StepProgram) -> dict[str, torch.Tensor]:
         """The first gathers of a forward, on their way; all ranks must call it."""
-        if self.flying and (self.step is not step or self.agreement.any(self._changed())):
+        if self.flying and (
+            self.step is not step or self.agreement.any(not self._unchanged.since(self._versions, self._differ))
+        ):
             self.drop()
         if not self.flying:
             for executable in step.ahead():
@@ -89,31 +87,5 @@ class Ahead:
         outputs = executable.run(values)
         self.flying.update({p.name: v for p, v in zip(executable.program.outputs, outputs, strict=True)})
 
-    def _changed(self) -> bool:
-        if any(self.shards.version(n) != v for n, v in self._versions.items()):
-            return True
-        differ = [(self.shards.local(n) != v).any() for n, v in self._sent.items()]
-        if not differ:
-            return False
-        if self.device.type != "cuda":
-            return bool(torch.stack(differ).any())
-        self._check_late()
-        self._differs = torch.empty((), dtype=torch.bool, pin_memory=True)
-        self._differs.copy_(torch.stack(differ).any(), non_blocking=True)
-        self._read = torch.cuda.Event()
-        self._read.record()
-        return False
-
-    def _check_late(self) -> None:
-        """What the last comparison said: the device has long been given the next step."""
-        if self._differs is None:
-            return
-        self._read.synchronize()
-        differs, self._differs = bool(self._differs), None
-        if differs:
-            raise StepError(
-                "weights were changed between step() and the forward in a way that torch does not count",
-                where="prefetch.across_steps",
-                why="a write through .data, or a foreach operator: the last forward used some weights as they were before",
-                hint="change weights by in-place operators under torch.no_grad(), or set prefetch.across_steps=False",
-            )
+    def _differ(self) -> list[torch.Tensor]:
+        return [(bits(self.shards.local(n)) != bits(sent)).any() for n, sent in self._sent.items() if sent.numel()]

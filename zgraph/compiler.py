@@ -25,7 +25,7 @@ from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.runtime import Runtime, agreed_costs
 from zgraph.schedules import TorchSchedule
-from zgraph.sharding import layout, shard
+from zgraph.sharding import bits, layout, shard
 from zgraph.update.groups import members_of
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.program import held_bytes, update_history
@@ -221,10 +221,7 @@ def _mesh(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> tuple[De
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """One integer of a tensor's bits: exact, in whatever order they are added, and moved values change it."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.dtype is not torch.bool:
-        tensor = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    tensor = bits(tensor)
     total = torch.sum(tensor, dtype=torch.int64)
     for dim in range(tensor.dim() if tensor.numel() else 0):
         along = (

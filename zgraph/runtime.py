@@ -35,6 +35,7 @@ from zgraph.program.torch_private import keeps_graph
 from zgraph.sharding import Shards, still_unset, with_requires_grad
 from zgraph.signature import brief, shared, signature
 from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
+from zgraph.unchanged import Unchanged
 from zgraph.update.program import held_bytes
 from zgraph.update.updater import Updater
 
@@ -78,6 +79,8 @@ class Runtime:
         self.entries: dict[str, Entry] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
         self.kept: dict[str, torch.Tensor] = {}
+        self._kept_versions: dict[str, tuple[int, ...]] = {}
+        self._unchanged = Unchanged(shards, device, "an earlier forward had gathered them")
         self.accumulating = False
         self.ahead = Ahead(shards, agreement, device)
         self.clock = Clock(device)
@@ -261,6 +264,7 @@ class Runtime:
                         saved.flying.append(value)
                 elif port.role is OutputRole.KEPT:
                     self.kept[port.name] = value
+                    self._kept_versions[port.name] = self.shards.version(port.name)
                 elif port.role is OutputRole.OUTPUT and port.index is not None:
                     outputs[port.index] = value.view_as(value) if id(value) in seen else value
                     seen.add(id(value))
@@ -286,7 +290,9 @@ class Runtime:
         if not self.kept:
             return False
         needed = [p.name for p in step.forward().program.outputs if p.role is OutputRole.KEPT]
-        if self.agreement.any(not self.shards.same(self.kept)):
+        if self.agreement.any(
+            not self._unchanged.since(self._kept_versions, lambda: self.shards.differences(self.kept))
+        ):
             self.drop_kept()
         return all(n in self.kept for n in needed)
 
@@ -298,6 +304,7 @@ class Runtime:
     def drop_kept(self) -> None:
         """Forget the whole weights that stages 1 and 2 keep; the next forward gathers them again."""
         self.kept.clear()
+        self._kept_versions.clear()
 
     # -- backward ---------------------------------------------------------------------------------------------------
     def run_backward(

@@ -80,6 +80,15 @@ def _dense_stride(param: torch.Tensor, name: str) -> tuple[int, ...]:
 
 
 @dataclass
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits as integers (as which not-a-number equals itself)."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype is torch.bool:
+        return tensor
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
 class Shards:
     """The parameters of one compiled module: their layouts, and each sharded one's padded buffer.
 
@@ -181,8 +190,8 @@ class Shards:
         if mine.data_ptr() != value.data_ptr():
             mine.copy_(value[: mine.shape[0]] if self.specs[name].shard_dim is not None else value)
 
-    def same(self, whole: dict[str, torch.Tensor]) -> bool:
-        """Are this rank's rows of these whole parameters the bits of its shards as they are now?"""
+    def differences(self, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """For each of these whole parameters, 0-dim bool: are this rank's rows other bits than its shard as it is now?"""
         differ: list[torch.Tensor] = []
         for name, value in whole.items():
             spec = self.specs[name]
@@ -191,8 +200,8 @@ class Shards:
                 first, rows = spec.rows * self.index(spec), self.rows(spec)
                 value, mine = value[first : first + rows], mine[:rows]
             if value.numel():
-                differ.append((value.detach() != mine.to(value.dtype)).any())
-        return not differ or not bool(torch.stack(differ).any())  # (one wait for the device)
+                differ.append((bits(value.detach()) != bits(mine.to(value.dtype))).any())
+        return differ
 
     def placements(self, spec: ParamSpec) -> list[Placement]:
         names = self.mesh.mesh_dim_names if self.mesh is not None else ()
