@@ -79,7 +79,6 @@ def _dense_stride(param: torch.Tensor, name: str) -> tuple[int, ...]:
     return tuple(torch.empty(param.shape, device="meta").stride())
 
 
-@dataclass
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bits as integers (as which not-a-number equals itself)."""
     if tensor.is_complex():
@@ -89,6 +88,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
+@dataclass
 class Shards:
     """The parameters of one compiled module: their layouts, and each sharded one's padded buffer.
 
