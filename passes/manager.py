@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch.autograd.profiler import record_function
 
-from zgraph.errors import ContractError, PassError, VerifyError
+from zgraph.errors import ContractError, PassError, PlanError, VerifyError
 from zgraph.passes.contract import Pass
 from zgraph.passes.verifier import ValueCache, verify_program
 from zgraph.program.program import Program
@@ -105,8 +105,8 @@ class PassManager:
     def run(self, program: Program) -> History:
         """Run all passes; the program is changed in place and returned in the history.
 
-        Raises `ContractError` before any pass runs, `VerifyError` for a program that breaks an invariant, `PassError`
-        for a pass that raises; the last two say where the reproducer is.
+        Raises `ContractError` before any pass runs, `PlanError` where a pass can't do what the plan asks, `VerifyError` for
+        a program that breaks an invariant, `PassError` for a pass that raises; the last two say where the reproducer is.
         """
         self.check(frozenset(program.facts))
         history = History()
@@ -126,6 +126,8 @@ class PassManager:
                     program.level = max(program.level, step.contract.level)
                 took = time.perf_counter() - start
                 verified = self._verify(program)
+            except PlanError:  # (a wish that can't be had, and no fault of the pass)
+                raise
             except Exception as error:
                 where = self._reproducer(before, at, error)
                 if isinstance(error, PassError):

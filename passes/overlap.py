@@ -130,9 +130,14 @@ class _Scheduler:
         }
         # A reduction belongs to the backward, also of what the forward has made or of what comes into the backward.
         turn = max((i for i, n in enumerate(nodes) if info(n).phase is Phase.FORWARD), default=-1)
+        self.made: dict[int, int] = {}  # bytes of gradients to scatter, by the position at which they are there
         for bucket in self.reductions:
-            sources = [m.source for m in bucket.members if m.source is not None and m.source not in waits]
-            bucket.first = max([turn, *(self.at[s] if s in self.at else arrives[s] for s in sources)])
+            for member in bucket.members:
+                source = member.source
+                known = source is not None and source not in waits
+                made = max(turn, self.at.get(source, arrives.get(source, -1))) if known else turn  # type: ignore[arg-type]
+                bucket.first = max(bucket.first, made)
+                self.made[made] = self.made.get(made, 0) + member.bytes
         self.order: list[fx.Node] = []
         self.phases: dict[fx.Node, Phase] = {}
         self.remarks: list[Remark] = []
@@ -192,7 +197,7 @@ class _Scheduler:
         upcoming = list(self.gathers)  # in the order of their first use
         unchained = [b for b in self.reductions if not any(m.source in self.chained for m in b.members)]
         ready = [b for b in unchained if b.first < 0]
-        self.waiting = sum(b.held for b in ready)
+        self.waiting = self.made.get(-1, 0)
         by_first: dict[int, list[_Bucket]] = {}
         for bucket in self.gathers:
             by_first.setdefault(bucket.first, []).append(bucket)
@@ -220,9 +225,8 @@ class _Scheduler:
             self.order.append(node)
             self.clock += self.cost[i]
             self.live -= sum(m.bytes for m in ends.get(i, []) if m in counted)
-            for bucket in by_source.get(i, []):
-                ready.append(bucket)
-                self.waiting += bucket.held
+            ready += by_source.get(i, [])
+            self.waiting += self.made.get(i, 0)
             while ready and not self.options.ahead:
                 self._start(ready.pop(0), node)
                 self._await_oldest(ready)
@@ -416,4 +420,6 @@ def _all_views(node: fx.Node) -> list[fx.Node]:
 
 
 def _mib(size: int) -> str:
+    if size < 2**20:
+        return f"{size} bytes"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -261,9 +261,11 @@ def check_pure(program: Program) -> None:
 
 def check_waits(program: Program) -> None:
     """Each start of a collective is waited for exactly once, and nothing else reads it."""
-    saved = {n for p, n in program.output_items() if p.role is OutputRole.SAVED}
-    given = {n for p, n in program.output_items() if p.role is not OutputRole.SAVED}
-    handed_on = saved - given if program.level is Level.EXECUTABLE else set()  # the next program waits for these
+    handed_on: set[fx.Node] = set()
+    if program.level is Level.EXECUTABLE:  # the next program waits for these
+        roles = (OutputRole.SAVED, OutputRole.FLYING)
+        handed_on = {n for p, n in program.output_items() if p.role in roles}
+        handed_on -= {n for p, n in program.output_items() if p.role not in roles}
     for node in program.graph.nodes:
         if collectives.is_start(node):
             waits = [u for u in node.users if collectives.is_wait(u)]
