@@ -5,8 +5,8 @@ one node by itself (a product, a library call; in an eager program every operato
 fused kernels, allocations and frees; their time belongs to the nodes that stand between the two in the program, and is
 shared out by what these would cost on a roofline. So the seconds of a program's nodes add up to its whole time.
 
-Each collective is waited for where it starts. Nothing is then in flight beside a kernel, and what the link costs is in no
-operator's time.
+While `settles` is true each collective is waited for where it starts. Nothing is then in flight beside a kernel, and what
+the link costs is in no operator's time. Else it runs as it is, and its kernels take longer by what transfers take from them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,18 +52,31 @@ class Stopwatch:
         return float(start.elapsed_time(end)) / 1e3
 
 
+@dataclass(frozen=True)
+class Run:
+    """Seconds before, in, between and after the calls of one run, and whether it settled its transfers."""
+
+    intervals: list[float]
+    settled: bool
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.intervals)
+
+
 class Timed:
-    """Runs in the place of `executable.function` (see `install`); `runs` are the moments of each run so far."""
+    """Runs in the place of `executable.function` (see `install`)."""
 
     def __init__(self, executable: Executable, watch: Stopwatch) -> None:
         self.executable = executable
         self.watch = watch
-        self.runs: list[list[Any]] = []
+        self.settles = True
+        self._records: list[tuple[list[Any], bool]] = []
         self._moments: list[Any] = []
         self._original = executable.function
         self._function = executable.function
         if executable.rebuild is not None:
-            names = {_MARK: self._mark, _SETTLE: _settle}
+            names = {_MARK: self._mark, _SETTLE: self._settle}
             self._function = executable.rebuild(instrumented(executable), names)
 
     def install(self) -> None:
@@ -75,25 +89,50 @@ class Timed:
         self._moments = moments = [self.watch.now()]
         results = self._function(values)
         moments.append(self.watch.now())
-        self.runs.append(moments)
+        self._records.append((moments, self.settles))
         return results
 
     def _mark(self) -> None:
         self._moments.append(self.watch.now())
 
-    def total(self, run: int) -> float:
-        """Seconds of a whole run."""
-        return self.watch.between(self.runs[run][0], self.runs[run][-1])
+    def _settle(self, value: Any) -> Any:
+        for tensor in [value] if isinstance(value, torch.Tensor) else value:
+            if self.settles:
+                collectives.WAIT(tensor)
+        return value
 
-    def seconds(self, costs: Costs, skip: int = 0) -> dict[fx.Node, float]:
-        """The seconds of each node that computes, without the first `skip` runs. Empty if there are no others.
+    def take(self) -> list[Run]:
+        """The runs since this was last asked for; on CUDA this waits for the device."""
+        records, self._records = self._records, []
+        return [Run([self.watch.between(a, b) for a, b in itertools.pairwise(r)], settled) for r, settled in records]
+
+    def transfers(self, run: Run) -> tuple[float, float, int]:
+        """(seconds in starts of collectives, seconds in waits for them, number of starts) of a run."""
+        nodes = list(self.executable.program.graph.nodes)
+        calls = [(nodes[at], run.intervals[2 * i + 1]) for i, (_, at) in enumerate(self.executable.calls)]
+        starts = [seconds for node, seconds in calls if collectives.is_start(node)]
+        return sum(starts), sum(seconds for node, seconds in calls if collectives.is_wait(node)), len(starts)
+
+    def longer(self, alone: Sequence[Run], beside: Sequence[Run]) -> float:
+        """How many seconds more its computing takes with transfers `beside` it: the sum over calls of their medians'
+        differences."""
+        if not alone or not beside:
+            return 0.0
+        nodes = list(self.executable.program.graph.nodes)
+        moves = [collectives.is_start(nodes[at]) or collectives.is_wait(nodes[at]) for _, at in self.executable.calls]
+        medians = [
+            [statistics.median(t) for t in zip(*(r.intervals for r in runs), strict=True)] for runs in (alone, beside)
+        ]
+        counted = [i for i in range(len(medians[0])) if i % 2 == 0 or not moves[i // 2]]
+        return sum(medians[1][i] - medians[0][i] for i in counted)
+
+    def seconds(self, taken: Sequence[Run], costs: Costs) -> dict[fx.Node, float]:
+        """The seconds of each node that computes, in these runs.
 
         They are medians over runs, and stretched to add up to the median run: on a machine with something else to do the
         median of a sum is more than the sum of medians. `costs` share a fused kernel's time out among its nodes.
         """
-        runs = [[self.watch.between(a, b) for a, b in itertools.pairwise(r)] for r in self.runs[skip:]]
-        if not runs:
-            return {}
+        runs = [run.intervals for run in taken]
         estimate = costs.compute(self.executable.program)
         found = shared([statistics.median(each) for each in zip(*runs, strict=True)], self.executable, estimate)
         whole = statistics.median(sum(shared(run, self.executable, estimate).values()) for run in runs)
@@ -157,9 +196,3 @@ def shared(intervals: Sequence[float], executable: Executable, estimate: dict[fx
     if last is not None:
         found[last] += owed
     return found
-
-
-def _settle(value: Any) -> Any:
-    for tensor in [value] if isinstance(value, torch.Tensor) else value:
-        collectives.WAIT(tensor)
-    return value

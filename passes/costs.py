@@ -155,13 +155,13 @@ class Costs:
         """The time on its link, alone, of a bucket: collectives of one kind that start together."""
         link = self.hardware.link(str(info(starts[0]).mesh_dim))
         rounds = {"all_reduce": 2.0, "reduce_scatter": link.scatter}.get(collectives.kind(starts[0]), 1.0)
-        whole = sum(max(size_of(s), sum(size_of(a) for a in s.all_input_nodes)) for s in starts)
+        whole = sum(bytes_of(s) for s in starts)
         return (ranks - 1) * (max(1, round(rounds)) * link.latency + rounds * whole / ranks / link.bandwidth)
 
     def work(self, starts: Sequence[fx.Node]) -> float:
         """The time that a bucket takes from the compute stream (on CPUs, which move the bytes themselves)."""
         link = self.hardware.link(str(info(starts[0]).mesh_dim))
-        return link.start + link.work * sum(max(size_of(s), sum(size_of(a) for a in s.all_input_nodes)) for s in starts)
+        return link.start + link.work * sum(bytes_of(s) for s in starts)
 
     def compute(self, program: Program) -> dict[fx.Node, float]:
         """The time of every operator that is no collective."""
@@ -189,6 +189,11 @@ class Costs:
 def size_of(node: fx.Node) -> int:
     """Bytes of a node's own tensors."""
     return sum(t.numel() * t.element_size() for t in tensors(node))
+
+
+def bytes_of(start: fx.Node) -> int:
+    """Bytes of the whole that a collective gathers or reduces."""
+    return max(size_of(start), sum(size_of(a) for a in start.all_input_nodes))
 
 
 def flops_of(node: fx.Node) -> int:

@@ -1,8 +1,9 @@
 """`zgraph.calibrate`: what schedules and forecasts are made from, measured on this machine with this model.
 
 A copy of the model is compiled by the plan and trained for a few steps, with every call of its programs timed
-(`zgraph.codegen.timed`); the links are timed by themselves (`zgraph.links`). The ranks' tables become one, so that all of
-them schedule alike.
+(`zgraph.codegen.timed`); the links are timed by themselves (`zgraph.links`). Between ranks every other few steps let their
+transfers run beside the kernels: what these take longer is what transfers take from a rank's computing. The ranks' tables
+become one, so that all of them schedule alike.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import logging
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,21 @@ from torch.utils import _pytree as pytree
 from zgraph.agreement import Agreement
 from zgraph.capture import find_loss
 from zgraph.codegen.executable import Executable
-from zgraph.codegen.timed import Stopwatch, Timed
+from zgraph.codegen.timed import Run, Stopwatch, Timed
 from zgraph.compiler import Inputs, compile, split_inputs
 from zgraph.errors import PlanError
 from zgraph.links import measure_link
-from zgraph.passes.costs import Costs, Hardware, Link, dtype_of, flops_of, hardware_like, signature
+from zgraph.passes.costs import Costs, Hardware, Link, bytes_of, dtype_of, flops_of, hardware_like, signature
 from zgraph.plan import Plan
+from zgraph.program import collectives
 from zgraph.program.program import Program
 from zgraph.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
-WARM = 2  # steps before those that are counted: the first ones compile, and make what is made once
+WARM = 3  # steps before those that are counted: the first ones compile, and make what is made once
 STEPS = 12
+TURN = 3  # steps in one way before the other has its turn: the machine may have other things to do meanwhile
 LARGE = 2**20  # bytes: kernels that move more than this tell the rate of the memory
 
 
@@ -76,11 +79,11 @@ def calibrate(
     runtime: Runtime = twin.zgraph.runtime
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         links = _links(runtime)
-        samples, besides = _time_steps(twin.zgraph, args, kwargs, steps)
+        mine = _time_steps(twin.zgraph, args, kwargs, steps)
     name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     base = hardware_like(runtime.device.type, name)
-    views = runtime.agreement.gather("times of operators", (samples, besides))
-    found = _hardware(f"{name}, measured", base, links, [v[0] for v in views], min(v[1] for v in views))
+    views = runtime.agreement.gather("times of operators", mine)
+    found = _hardware(f"{name}, measured", base, _with_work(links, views, _sent(runtime)), views)
     if path is not None:
         _write(found, Path(path), runtime.agreement)
     return found
@@ -97,11 +100,61 @@ def _links(runtime: Runtime) -> dict[str, Link]:
     return found
 
 
-def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> tuple[list[_Sample], float]:
-    """(every node of the step's programs, seconds of a step besides them)."""
+@dataclass(frozen=True)
+class _Step:
+    """A step that was timed: the seconds of all of it, and the runs of its programs."""
+
+    settled: bool
+    wall: float
+    runs: list[tuple[Timed, Run]]
+
+    @property
+    def besides(self) -> float:
+        """Seconds outside of the programs."""
+        return self.wall - sum(run.seconds for _, run in self.runs)
+
+    @property
+    def started(self) -> tuple[float, int]:
+        """(seconds in starts of transfers, how many)."""
+        found = [each.transfers(run) for each, run in self.runs]
+        return sum(s for s, _, _ in found), sum(n for _, _, n in found)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank measured: every node of the step's programs, seconds of a step besides them, seconds that transfers
+    took from its computing, and seconds of a start of one."""
+
+    samples: list[_Sample]
+    besides: float
+    stolen: float = 0.0
+    start: float = 0.0
+
+
+def _observe(timed: Sequence[Timed], step: Callable[[], float], ways: tuple[bool, ...], steps: int) -> list[_Step]:
+    """`steps` steps in each of these ways (is every transfer waited for where it starts?), which take turns."""
+    found: list[_Step] = []
+    for each in timed:
+        each.install()
+    try:
+        for turn in range(-(-steps // TURN)):
+            for settled in ways:
+                for each in timed:
+                    each.settles = settled
+                for number in range(min(TURN, steps - turn * TURN) + 1):
+                    wall = step()
+                    runs = [(each, run) for each in timed for run in each.take()]
+                    if number:  # (the first one still has what the other way left on its way)
+                        found.append(_Step(settled, wall, runs))
+    finally:
+        for each in timed:
+            each.remove()
+    return found
+
+
+def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> _Found:
     runtime: Runtime = handle.runtime
     watch = Stopwatch(runtime.device)
-    costs = Costs(runtime.costs.hardware, fused=runtime.plan.backend == "inductor")
 
     def step() -> float:
         start = watch.now()
@@ -114,28 +167,24 @@ def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step
 
     for _ in range(WARM):
         step()
-    timed = [(Timed(e, watch), whole) for e, whole in _executables(runtime)]
-    for each, _ in timed:
-        each.install()
-    try:
-        walls = [step() for _ in range(WARM + steps)]
-    finally:
-        for each, _ in timed:
-            each.remove()
+    timed = {Timed(executable, watch): whole for executable, whole in _executables(runtime)}
+    sends = any(ranks > 1 for ranks in runtime.sizes.values())
+    observed = _observe(list(timed), step, (True, False) if sends else (True,), steps)
+    alone, beside = [s for s in observed if s.settled], [s for s in observed if not s.settled]
+    costs = Costs(runtime.costs.hardware, fused=runtime.plan.backend == "inductor")
     samples: list[_Sample] = []
-    inside = [0.0] * steps
-    for each, whole in timed:
-        if len(each.runs) != WARM + steps:  # (a variant that a plain step does not run)
-            continue
-        by_name = {
-            n.name: n for n in whole.graph.nodes
-        }  # (a split program's inputs may have other strides than the whole's)
-        for node, seconds in each.seconds(costs, WARM).items():
+    stolen = 0.0
+    for each, whole in timed.items():
+        by_name = {n.name: n for n in whole.graph.nodes}  # (a split program's inputs may have other strides)
+        runs = [run for s in alone for own, run in s.runs if own is each]
+        for node, seconds in each.seconds(runs, costs).items():
             samples.append(_sample(by_name.get(node.name, node), seconds, costs))
-        for i in range(steps):
-            inside[i] += each.total(WARM + i)
-    besides = statistics.median(wall - part for wall, part in zip(walls[WARM:], inside, strict=True))
-    return samples, max(besides, 0.0)
+        stolen += each.longer(runs, [run for s in beside for own, run in s.runs if own is each])
+    besides = max(statistics.median(s.besides for s in beside or alone), 0.0)
+    if not beside:
+        return _Found(samples, besides)
+    start = statistics.median(seconds / max(count, 1) for seconds, count in (s.started for s in beside))
+    return _Found(samples, besides, max(stolen, 0.0), start)
 
 
 def _executables(runtime: Runtime) -> Iterable[tuple[Executable, Program]]:
@@ -163,14 +212,27 @@ def _sample(node: fx.Node, seconds: float, costs: Costs) -> _Sample:
     return _Sample(signature(node), seconds, flops_of(node), costs.traffic(node), dtype_of(node))
 
 
-def _hardware(
-    name: str, base: Hardware, links: dict[str, Link], ranks: list[list[_Sample]], besides: float
-) -> Hardware:
+def _sent(runtime: Runtime) -> int:
+    """Bytes of all transfers of a step, as `Costs.work` counts them."""
+    programs = {id(whole): whole for _, whole in _executables(runtime)}.values()
+    return sum(bytes_of(n) for program in programs for n in program.graph.nodes if collectives.is_start(n))
+
+
+def _with_work(links: dict[str, Link], ranks: Sequence[_Found], sent: int) -> dict[str, Link]:
+    """Links with what a transfer takes from computing: nothing less than none, nor more than all of its time."""
+    stolen, start = statistics.median(r.stolen for r in ranks), statistics.median(r.start for r in ranks)
+    return {
+        dim: link.model_copy(update={"work": min(stolen / max(sent, 1), 1 / link.bandwidth), "start": start})
+        for dim, link in links.items()
+    }
+
+
+def _hardware(name: str, base: Hardware, links: dict[str, Link], ranks: Sequence[_Found]) -> Hardware:
     """One record of what every rank measured: of the slowest rank, since the others wait for it; means over nodes of equal
     signature."""
     by_key: dict[str, list[float]] = {}
     rows: list[_Sample] = []
-    for same in zip(*ranks, strict=True):  # (ranks run the same programs)
+    for same in zip(*(r.samples for r in ranks), strict=True):  # (ranks run the same programs)
         seconds = max(s.seconds for s in same)
         by_key.setdefault(same[0].key, []).append(seconds)
         rows.append(_Sample(same[0].key, seconds, same[0].flops, same[0].moved, same[0].dtype))
@@ -183,7 +245,7 @@ def _hardware(
             "launch": _launch(rows, base.launch),
             "links": {**base.links, **{d: _rounded(link) for d, link in links.items()}},
             "operators": {key: _short(statistics.fmean(seconds)) for key, seconds in sorted(by_key.items())},
-            "step": _short(besides),
+            "step": _short(min(r.besides for r in ranks)),  # (the last rank to come waits for nobody)
         }
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -20,12 +19,11 @@ from zgraph.program import collectives, torch_private
 SIZES = tuple(4**k for k in range(6, 13))  # bytes of the whole: 4 KiB to 16 MiB
 LONGEST = 0.3  # seconds: a slow link is not given larger transfers once one takes this long
 REPEATS = 7
-IN_FLIGHT = 0.1  # seconds of transfers that run beside products, to see what these lose
-PRODUCT = 192  # rows and columns: a fraction of a millisecond
 
 
 def measure_link(group: str, ranks: int, device: torch.device, agreement: Agreement) -> Link:
-    """The link over the process group of this name. All ranks of the model must call it; they get the same answer."""
+    """The link over the process group of this name, but for what it takes from computing. All ranks of the model must call
+    it; they get the same answer."""
     bench = _Bench(group, ranks, device, agreement)
     sizes: list[int] = []
     times: list[float] = []
@@ -44,7 +42,6 @@ def measure_link(group: str, ranks: int, device: torch.device, agreement: Agreem
         bandwidth=whole / per_byte,
         latency=latency / (ranks - 1),
         scatter=max(scattered - latency, 0.1 * times[-1]) / (per_byte * sizes[-1]),
-        work=bench.work(latency, per_byte) if device.type == "cpu" else 0.0,
         start=starts[0],
     )
 
@@ -98,33 +95,3 @@ class _Bench:
         views = self.agreement.gather("times of transfers", rows[1:])  # (the first one of a size may make buffers)
         starts = statistics.median(s for rank in views for s, _ in rank)
         return starts, statistics.median(min(t for _, t in same) for same in zip(*views, strict=True))
-
-    def work(self, latency: float, per_byte: float) -> float:
-        """Seconds that a rank's computing takes longer for each byte of a gather or a reduction beside it."""
-        size = SIZES[-3]
-        count = min(max(round(IN_FLIGHT / (latency + per_byte * size) / 2), 1), 16)
-        long = 1.5 * count * 2 * (latency + per_byte * size) * (1.5 if self.gloo else 1.0)
-        a = torch.randn(PRODUCT, PRODUCT)
-        one = self._products(a, 50)[0] / 50
-        loops = self.agreement.broadcast(int(long / one) + 1)
-        gather, scatter = self.gather(size), self.scatter(size)
-        alone, beside = [], []
-        for _ in range(REPEATS):
-            self.agreement.any(False)
-            alone.append(self._products(a, loops)[0])
-            self.agreement.any(False)
-            flying: list[Any] = []
-            for _ in range(count):
-                flying += [gather(), scatter()]
-            beside.append(self._products(a, loops)[0])
-            for value in flying:
-                collectives.WAIT(value)
-        stolen = max(statistics.median(beside) - statistics.median(alone), 0.0) / (2 * count * size)
-        return statistics.median(self.agreement.gather("times of products", stolen))
-
-    def _products(self, a: torch.Tensor, loops: int) -> tuple[float, torch.Tensor]:
-        start = self.watch.now()
-        b = a
-        for _ in range(loops):
-            b = torch.mm(a, a)
-        return self.watch.between(start, self.watch.now()), b
