@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,21 +128,24 @@ def tables(draw: st.DrawFn) -> Costs:
     return Costs(Hardware(name="drawn", capacity=1, host=1.0, links=links, **rates), fused=draw(st.booleans()))
 
 
-def outputs(program: Program) -> dict[tuple[str, str, int], torch.Tensor]:
-    """What a program that is not split gives on virtual ranks, by role, name and rank, for inputs that depend on their
-    names alone."""
+def inputs(program: Program) -> list[list[torch.Tensor]]:
+    """Values for each rank, which depend on ports' names alone."""
     given = []
     for rank in range(program.world):
         values = []
         for port, node in program.input_items():
             fake = node.meta["val"]
-            generator = torch.Generator().manual_seed(hash((port.role.value, port.name, rank)) % 2**31)
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{port.role} {port.name} {rank}".encode()))
             made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
             values.append(made.copy_(torch.randn(fake.shape, generator=generator)))
         given.append(values)
-    results = run_virtual(program, given)
+    return given
+
+
+def outputs(program: Program) -> dict[tuple[str, str, int], torch.Tensor]:
+    """What a program that is not split gives for these on virtual ranks, by role, name and rank."""
     return {
         (port.role.value, port.name, rank): value
-        for rank, values in enumerate(results)
+        for rank, values in enumerate(run_virtual(program, inputs(program)))
         for port, value in zip(program.outputs, values, strict=True)
     }
