@@ -10,13 +10,14 @@ plan says), so most consist of a few small tensors and a large one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from torch import fx
 
 from zgraph.passes.contract import graph_pass
-from zgraph.passes.costs import CPU, Costs, size_of
+from zgraph.passes.costs import CPU, Costs, Link, size_of
 from zgraph.passes.transfers import Transfer, gathers_of, layers_of, reductions_of
 from zgraph.program.node import info, set_info, tensor
 from zgraph.program.program import Program
@@ -91,33 +92,37 @@ def _layer(transfer: Transfer, layers: dict[str, str]) -> str:
 def _grown(
     transfers: list[Transfer], wanted: int | None, options: BucketOptions, program: Program
 ) -> list[list[Transfer]]:
-    """Cut a run into buckets of at least the wanted bytes; what is left over joins the last."""
-    if wanted == 0:
-        return [[t] for t in transfers]
     dim = str(info(transfers[0].start).mesh_dim)
-    if wanted is None:
-        link, ranks = options.costs.hardware.link(dim), program.mesh[dim]
-        enough = int(link.latency * link.bandwidth / LATENCY_SHARE) * ranks
-    else:
-        enough = wanted
-    buckets: list[list[Transfer]] = [[]]
+    sizes = [max(size_of(t.wait), size_of(t.start.all_input_nodes[0])) for t in transfers]
+    rest = iter(transfers)
+    return [list(islice(rest, n)) for n in cut(sizes, wanted, options.costs.hardware.link(dim), program.mesh[dim])]
+
+
+def cut(sizes: Sequence[int], wanted: int | None, link: Link, ranks: int) -> list[int]:
+    """How many members each bucket of a run has: `sizes` are their bytes, and buckets grow to the `wanted` ones.
+
+    None: until the link's latency is a small part of the transfer; what is left over then joins the last.
+    """
+    if wanted == 0:
+        return [1] * len(sizes)
+    enough = int(link.latency * link.bandwidth / LATENCY_SHARE) * ranks
+    counts = [0]
     size = 0
-    for transfer in transfers:
-        mine = max(size_of(transfer.wait), size_of(transfer.start.all_input_nodes[0]))
-        if wanted is not None and buckets[-1] and size + mine > wanted:
-            buckets.append([])
+    for mine in sizes:
+        if wanted is not None and counts[-1] and size + mine > wanted:
+            counts.append(0)
             size = 0
-        buckets[-1].append(transfer)
+        counts[-1] += 1
         size += mine
         if wanted is None and size >= enough:
-            buckets.append([])
+            counts.append(0)
             size = 0
-    if not buckets[-1]:
-        buckets.pop()
-    elif wanted is None and len(buckets) > 1 and size < enough:
-        rest = buckets.pop()
-        buckets[-1] += rest
-    return buckets
+    if not counts[-1]:
+        counts.pop()
+    elif wanted is None and len(counts) > 1 and size < enough:
+        rest = counts.pop()
+        counts[-1] += rest
+    return counts
 
 
 def _join(members: list[Transfer], name: str, together: Callable[[list[Transfer]], None]) -> None:

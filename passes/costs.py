@@ -154,9 +154,8 @@ class Costs:
     def transfer(self, starts: Sequence[fx.Node], ranks: int) -> float:
         """The time on its link, alone, of a bucket: collectives of one kind that start together."""
         link = self.hardware.link(str(info(starts[0]).mesh_dim))
-        rounds = {"all_reduce": 2.0, "reduce_scatter": link.scatter}.get(collectives.kind(starts[0]), 1.0)
         whole = sum(bytes_of(s) for s in starts)
-        return (ranks - 1) * (max(1, round(rounds)) * link.latency + rounds * whole / ranks / link.bandwidth)
+        return float(ring(link, collectives.kind(starts[0]), whole, ranks))
 
     def work(self, starts: Sequence[fx.Node]) -> float:
         """The time that a bucket takes from the compute stream (on CPUs, which move the bytes themselves)."""
@@ -172,18 +171,36 @@ class Costs:
         if known is not None:
             return known
         moved = self.traffic(node)
-        rate = self.hardware.flops.get(dtype_of(node), self.hardware.flops.get("float32", 1e12))
         launched = self.hardware.launch if moved else 0.0
-        return max(flops_of(node) / rate, moved / self.hardware.memory) + launched
+        return max(flops_of(node) / self.rate(node), moved / self.hardware.memory) + launched
+
+    def rate(self, node: fx.Node) -> float:
+        """FLOP/s at which a node computes."""
+        return self.hardware.flops.get(dtype_of(node), self.hardware.flops.get("float32", 1e12))
 
     def traffic(self, node: fx.Node) -> int:
         """The bytes that a node reads and writes, less those that stay inside a fused kernel."""
+        return sum(size_of(n) for n in self.moved(node))
+
+    def moved(self, node: fx.Node) -> list[fx.Node]:
+        """The values that these bytes are of."""
         mine = self.fused and fusible(node)
         roots = dict.fromkeys(root_of(a) for a in node.all_input_nodes)
-        read = sum(size_of(r) for r in roots if not (mine and _together(r, node)))
+        read = [r for r in roots if not (mine and _together(r, node))]
         users = list(_readers(node))
         kept = mine and users and all(fusible(u) and _together(node, u) for u in users)
-        return read + (0 if kept else size_of(node))
+        return read if kept else [*read, node]
+
+
+def ring(link: Link, kind: str, whole: Any, ranks: Any, transfers: Any = 1) -> Any:
+    """Seconds of collectives of one kind that move `whole` bytes in so many `transfers`: of numbers, or of formulas."""
+    turns = rounds(link, kind)
+    return (ranks - 1) * (max(1, round(turns)) * link.latency * transfers + turns * whole / ranks / link.bandwidth)
+
+
+def rounds(link: Link, kind: str) -> float:
+    """How many times the ring sends the bytes of a collective."""
+    return {"all_reduce": 2.0, "reduce_scatter": link.scatter}.get(kind, 1.0)
 
 
 def size_of(node: fx.Node) -> int:

@@ -23,6 +23,7 @@ from zgraph.passes.costs import Costs
 from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
 from zgraph.program import torch_private
+from zgraph.program.program import Program
 from zgraph.runtime import Runtime, agreed_costs
 from zgraph.schedules import TorchSchedule
 from zgraph.sharding import bits, layout, shard
@@ -136,6 +137,13 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
     program, not yet split into forward and backward; it is the same on every rank. Raises what `compile` does, but
     for `LoweringError`: nothing is compiled, and the model is not changed.
     """
+    captured = captured_program(model, plan, inputs, world)
+    held = held_bytes(model, captured.params, plan)
+    return run_passes(captured, plan, costs or costs_of(plan), training=captured.name == "train", held=held)
+
+
+def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Program:
+    """What `programs` runs the plan's pipeline over: "train", or "eval" for a model that can't be differentiated."""
     sizes = plan.resolve_mesh(world)
     precision = plan.resolved_precision()
     specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, precision)
@@ -147,9 +155,7 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
         traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)  # type: ignore[arg-type]
     pattern = frozenset({traced.loss}) if traced.loss is not None else traced.differentiable
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
-    captured = traced.joint(pattern, decompositions, "train" if pattern else "eval")
-    held = held_bytes(model, specs, plan)
-    return run_passes(captured, plan, costs or costs_of(plan), training=bool(pattern), held=held)
+    return traced.joint(pattern, decompositions, "train" if pattern else "eval")
 
 
 def update_program(model: nn.Module, plan: Plan, world: int) -> History:
