@@ -23,6 +23,7 @@ __all__ = [
     "RankMismatchError",
     "SignatureError",
     "StepError",
+    "SymbolicError",
     "TargetError",
     "UnsupportedError",
     "VerifyError",
@@ -125,6 +126,10 @@ class CollectiveError(ZgraphError):
 
 class UnsupportedError(ZgraphError, NotImplementedError):
     """Something that zgraph does not do, refused rather than done in part."""
+
+
+class SymbolicError(ZgraphError):
+    """A step that is no formula of its sizes; `where` names the node that differs, and the sizes at which it does."""
 
 
 class TargetError(ZgraphError):

@@ -215,6 +215,18 @@ def export_joint(
 
 
 @contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Torch logs no error while something is tried that may well fail: the exception says it all."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
 def _lstm_of_plain_operators() -> Iterator[None]:
     """Trace a trained LSTM on CPU without oneDNN's operator for a layer.
 
