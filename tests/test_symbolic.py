@@ -33,7 +33,10 @@ SLOW = Hardware(
     launch=1e-7,
     capacity=10**9,
     host=1e9,
-    links={"dp": Link(bandwidth=1e8, latency=1e-8, scatter=2, work=1e-12), "*": Link(bandwidth=1e7, latency=1e-5)},
+    links={
+        "dp": Link(bandwidth=1e8, latency=1e-8, scatter=2, work=1e-12, start=1e-8),
+        "*": Link(bandwidth=1e7, latency=1e-5),
+    },
 )
 
 
@@ -334,6 +337,6 @@ def test_the_command_prints_formulas_and_figures(monkeypatch):
 
 def test_what_costs_much_is_shown_first():
     found = forecast(Two(), (torch.randn(8, 16),), zgraph.Plan(backend="eager"))
-    assert str(found).startswith("a step on slow, by world, batch (batch: rows of one rank)\n")
-    assert "1e-12 for each byte of the reduce_scatters over dp" in str(found)
+    assert str(found).startswith("forward and backward on slow, by world, batch (batch: rows of one rank)\n")
+    assert "and 1e-08 for each reduce_scatter over dp, 1e-12 for each of its bytes" in str(found)
     assert KNOWN["cpu"].name == "cpu" and str(found.at(world=2, batch=8)).startswith("step ")

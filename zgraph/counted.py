@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from zgraph.passes.aliases import is_view, root_of
-from zgraph.passes.costs import Costs, flops_of, sent, size_of
+from zgraph.passes.costs import Costs, bytes_of, flops_of, size_of
 from zgraph.passes.simulator import bucket_of, memory_of
 from zgraph.program import collectives
 from zgraph.program.node import Role, info, tensors
@@ -131,7 +131,7 @@ def count(program: Program, costs: Costs, shared: int | None) -> Counts:
             n.name,
             _target(n),
             flops_of(n),
-            Bytes.sum(size(m) for m in costs.traffic(n)),
+            Bytes.sum(size(m) for m in costs.moved(n)),
             costs.rate(n),
             _padded_rows(n, program) if shared is not None else None,
         )
@@ -143,7 +143,7 @@ def count(program: Program, costs: Costs, shared: int | None) -> Counts:
         if collectives.is_start(node) and node not in seen:
             starts = bucket_of(node)
             seen.update(starts)
-            sizes = tuple(size(s) if size_of(s) == sent(s) else size(s.all_input_nodes[0]) for s in starts)
+            sizes = tuple(size(s) if size_of(s) == bytes_of(s) else size(s.all_input_nodes[0]) for s in starts)
             runs.append(Run(collectives.group_of(node), collectives.kind(node), sizes))
     activations = max((m.get("activations", 0) for m in memory_of(program)), default=0)
     return Counts(nodes, operators, tuple(runs), activations)

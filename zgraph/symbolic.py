@@ -185,7 +185,7 @@ class SymbolicForecast:
 
 
 def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs | None = None) -> SymbolicForecast:
-    """Forecast the step of `model` (not compiled, on any device, the meta device too) as formulas. Nothing runs.
+    """Forecast forward and backward of `model` (not compiled, on any device, the meta device too) as formulas. Nothing runs.
 
     `inputs` are one rank's own (micro-)batch, and say which of their dimensions are the batch and the sequence (see
     `zgraph.samples`); a model that can't be captured with another sequence length has none. `costs` are by default those
@@ -408,8 +408,8 @@ class _Forecaster:
         """Seconds that transfers take from the compute stream."""
         import sympy
 
-        work = {t.dim: self.costs.hardware.link(t.dim).work for t in transfers}
-        return sympy.Add(*(work[t.dim] * t.bytes for t in transfers if work[t.dim]))
+        links = [(t, self.costs.hardware.link(t.dim)) for t in transfers]
+        return sympy.Add(*(link.start * t.count + link.work * t.bytes for t, link in links if link.start or link.work))
 
     def _links(self, transfers: Sequence[Transfers]) -> dict[str, sympy.Expr]:
         """Seconds of each link: a mesh dimension's own, or "*"."""
@@ -575,7 +575,7 @@ def _text(made: SymbolicForecast) -> str:
     world = known * 2 if free else known
     names = [*(["world"] if free else []), "batch", *(["sequence"] if made.sizes.sequence is not None else [])]
     lines = [
-        f"a step on {hardware.name}, by {', '.join(names)} (batch: rows of one rank)",
+        f"forward and backward on {hardware.name}, by {', '.join(names)} (batch: rows of one rank)",
         "",
         f"compute [s] = sum of count * (Max(FLOP / rate, bytes / {hardware.memory:.4g}) + {hardware.launch:.4g})",
     ]
@@ -593,8 +593,12 @@ def _text(made: SymbolicForecast) -> str:
         lines.append(f"  and {len(ranked) - SHOWN} kinds that take less at {made.sizes}, on {world} rank(s)")
     if made.compute.has(sympy.Piecewise):
         lines.append(f"  (not on {known} rank(s), where other operators run)")
-    works = [(t, hardware.link(t.dim).work) for t in made.transfers if hardware.link(t.dim).work]
-    lines += [f"  and {work:.4g} for each byte of the {t.kind}s over {t.dim}" for t, work in works]
+    works = [(t, hardware.link(t.dim)) for t in made.transfers]
+    lines += [
+        f"  and {link.start:.4g} for each {t.kind} over {t.dim}, {link.work:.4g} for each of its bytes"
+        for t, link in works
+        if link.start or link.work
+    ]
     lines += ["", "communication [s] = sum of (ranks - 1) * rounds * (latency * transfers + bytes / ranks / bandwidth)"]
     for t in made.transfers:
         link = hardware.link(t.dim)

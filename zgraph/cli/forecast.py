@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from zgraph.cli.targets import (
     JsonOption,
     PlanOption,
+    Target,
     TargetArgument,
     WorldOption,
     history_of,
@@ -19,7 +21,9 @@ from zgraph.cli.targets import (
 )
 
 if TYPE_CHECKING:
+    from zgraph.passes.costs import Costs
     from zgraph.passes.simulator import Forecast
+    from zgraph.plan import Plan
 
 DEFAULT = "h100-80g"
 
@@ -36,12 +40,16 @@ def forecast(
             help="h100-80g, h200-141g, a100-80g, cpu, or the file of zgraph calibrate. [default: the plan's, else h100-80g]",
         ),
     ] = None,
+    symbolic: Annotated[
+        bool, typer.Option("--symbolic", help="Formulas in the world, the batch and the sequence length.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Forecast a step: time by stream, exposed communication, peak memory.
 
     From data-sheet rates, which nothing reaches, it is a lower bound on time, good for comparing plans; from a file of
     zgraph calibrate it is what that machine takes.
+    With --symbolic as formulas, and what they give at the target's own sizes: without a schedule they bound the time.
     """
     the_plan = load_plan(plan)
     ranks = resolve_world(the_plan, world)
@@ -54,6 +62,9 @@ def forecast(
     )  # (schedules are for it)
     costs = costs_of(the_plan)
     found = load_target(target)
+    if symbolic:
+        _symbolic(found, the_plan, ranks, costs, as_json)
+        return
     program = history_of(found, the_plan, ranks, update=False).program
     updates = the_plan.optimizer is not None
     step = simulate_step(program, history_of(found, the_plan, ranks, update=True).program if updates else None, costs)
@@ -64,6 +75,20 @@ def forecast(
         return
     typer.echo(f"{ranks} rank(s) of {costs.hardware.name}{'' if costs.hardware.measured else ', at data-sheet rates'}")
     typer.echo(str(step))
+
+
+def _symbolic(target: Target, plan: Plan, world: int, costs: Costs, as_json: bool) -> None:
+    from zgraph.symbolic import symbolic_forecast
+
+    made = symbolic_forecast(target.model, plan, target.inputs, costs)
+    batch, sequence = made.sizes.batch, made.sizes.sequence
+    here = made.at(world=world, batch=batch, sequence=sequence)
+    if as_json:
+        figures = {"world": world, "batch": batch, "sequence": sequence, **asdict(here)}
+        hardware = costs.hardware.model_dump(mode="json")
+        typer.echo(json.dumps({"hardware": hardware, **made.to_json(), "at": figures}, indent=1))
+        return
+    typer.echo(f"{made}\n\nat world {world}, {made.sizes}: {here}")
 
 
 def _row(made: Forecast) -> dict[str, Any]:
