@@ -1,14 +1,23 @@
-"""Every check and measurement that needs a GPU, on one process: `python benchmarks/gpu.py [--quick]`.
+"""Every check and measurement that needs a GPU, on one process: `python benchmarks/gpu.py [--quick] [--only PART …]`.
 
 A Llama of random weights, plain against compiled, without a process group and on a mesh of one rank:
 loss and gradients in float32, the kernels that Inductor made, whole training steps in float32 (against AdamW) and in
 fp16 (that no step waits for the device, and that an overflow is skipped), and in bfloat16 the time and peak memory of a
 step against plain PyTorch and `torch.compile`. The update of 100 M parameters in 3 and in 300 tensors against torch's
-fused and foreach AdamW, as a share of the copy bandwidth of the same run. Needs torch, Triton and transformers, and
-downloads nothing. A check that fails does not stop the others; the exit status is 1 then. The table goes to
-benchmarks/results/gpu-DATE.md.
+fused and foreach AdamW, as a share of the copy bandwidth of the same run.
 
-`--device cpu --quick` is a dry run of the same code, whose figures mean nothing; it writes only where `--output` says.
+Over a link that is emulated on a stream of its own (`benchmarks/link/emulated.py`), a GPT as one of two ranks of ZeRO-2 and
+ZeRO-3: what of the link's time a step hides, beside computing alone, the link alone and a step without prefetch; the exposed
+communication that a profile shows, beside what the simulator forecasts; that the host never waits for the device; and that
+200 steps in which all streams are held up at random give the weights of as many on one stream, bit for bit. `--gpt` is the
+model's size, `--rate` the link's in GB/s in each direction; with `--calibrate` passes decide from costs that were measured
+before. The profiles go to `--traces`, by default to $OUT.
+
+Needs torch, Triton and transformers, and downloads nothing. A check that fails does not stop the others; the exit status is
+1 then. The tables go to benchmarks/results/gpu.md.
+
+`--device cpu --quick` is a dry run of the same code, and `--smoke` one of the part over the link, operator by operator and
+without streams: their figures mean nothing, and are written only where `--output` says.
 """
 
 from __future__ import annotations
@@ -17,9 +26,10 @@ import argparse
 import contextlib
 import copy
 import datetime
+import os
 import platform
-import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,13 +37,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # (else its sums are not the same each time)
+
 import torch
 import torch.distributed as dist
+from link import one_gpu
+from link.one_gpu import measure, synchronize
 from torch import nn
 
 import zgraph
 
 RESULTS = Path(__file__).parent / "results"
+PARTS = ("numbers", "steps", "updates", "times", "link")
 BOUND = 1e-5  # norm-wise relative error of a float32 gradient
 
 
@@ -61,6 +76,8 @@ class Results:
     times: list[tuple[str, str, str, str]] = field(default_factory=list)
     updates: list[tuple[str, str, str, str]] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
+    overlap: list[tuple[str, ...]] = field(default_factory=list)
+    exposed: list[tuple[str, ...]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -235,28 +252,6 @@ def kernel_lines(model: Any) -> list[str]:
 
 
 # -- measurements -------------------------------------------------------------------------------------------------
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def measure(run: Callable[[], Any], device: torch.device, repeat: int) -> tuple[float, float, float]:
-    """(median, fastest) milliseconds of a step, and its peak memory in GiB (0 on CPU)."""
-    for _ in range(3):
-        run()
-    synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    return statistics.median(times), min(times), peak
-
-
 def measure_steps(results: Results, size: Size, device: torch.device, skip: list[str]) -> None:
     """A step is forward and backward, in bfloat16, no update."""
     inputs = batch(size, device)
@@ -354,6 +349,56 @@ def measure_updates(results: Results, parameters: int, device: torch.device, rep
                     torch.cuda.empty_cache()
 
 
+# -- over a link ---------------------------------------------------------------------------------------------------
+def measure_overlap(results: Results, setting: one_gpu.Setting, traces: Path) -> None:
+    """What of the link's time is hidden, by the clock and by a profile, and whether the host waits."""
+
+    def ms(seconds: float) -> str:
+        return f"{seconds * 1e3:.2f} ms"
+
+    compute = one_gpu.compute_alone(setting)
+    for stage in (2, 3):
+        with results.attempt(f"ZeRO-{stage} over the emulated link"):
+            file = traces / f"zero{stage}-{setting.device.type}.json"
+            found = one_gpu.overlapped(setting, stage, compute, one_gpu.serialised(setting, stage), file)
+            o = found.overlap
+            results.overlap.append(
+                (
+                    f"ZeRO-{stage}",
+                    *map(ms, (o.compute, o.unlimited, o.link, o.serialised, o.step)),
+                    f"{o.over_bound:.2f}",
+                    f"{o.hidden:.0%}",
+                )
+            )
+            for name, exposed in (
+                ("measured in a profile", found.profile),
+                ("forecast", found.forecast),
+                ("forecast, computing as measured", found.fitted),
+            ):
+                share = f"{exposed.exposed / exposed.busy:.0%}" if exposed.busy else "-"
+                results.exposed.append((f"ZeRO-{stage}", name, ms(exposed.busy), ms(exposed.exposed), share))
+            host = found.host
+            if setting.device.type != "cuda":
+                continue  # (there is nothing to wait for)
+            results.check(f"ZeRO-{stage}: no step waits for the device", host.waits is None, host.waits or "none does")
+            what = f"ZeRO-{stage}: a step is given to a device that sleeps for {host.asleep:.0f} s"
+            results.check(what, host.seconds < host.asleep / 2, f"in {ms(host.seconds)}")
+
+
+def check_races(results: Results, setting: one_gpu.Setting, steps: int) -> None:
+    """Steps with everything held up at random against steps on one stream."""
+    for stage in (2, 3):
+        what = f"ZeRO-{stage}: {steps} steps with random delays on every stream"
+        with results.attempt(what):
+            found = one_gpu.shaken(one_gpu.small(setting), stage, steps)
+            where = (
+                f"{len(found.differ)} tensors differ: {', '.join(found.differ[:3])}" if found.differ else "bit for bit"
+            )
+            if not found.same_twice:
+                where += "; but steps on one stream differ from each other too"
+            results.check(what, found.same_twice and not found.differ, where)
+
+
 # -- the report ---------------------------------------------------------------------------------------------------
 def conditions(device: torch.device) -> str:
     try:
@@ -373,32 +418,58 @@ def conditions(device: torch.device) -> str:
     )
 
 
-def render(results: Results, device: torch.device, check: Size, timed: Size) -> str:
-    def table(head: tuple[str, ...], rows: list[Any]) -> list[str]:
-        return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
+def render(results: Results, device: torch.device, check: Size, timed: Size, setting: one_gpu.Setting) -> str:
+    def table(above: str, head: tuple[str, ...], rows: list[Any]) -> list[str]:
+        if not rows:
+            return []
+        return [above, "", *(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)), ""]
 
+    link = f"{setting.rate / 1e9:g} GB/s, {setting.latency * 1e6:g} µs"
     return "\n".join(
         [
             "# On one GPU",
             "",
-            f"`python benchmarks/gpu.py`. Conditions: {conditions(device)}.",
+            f"`{' '.join(['python benchmarks/gpu.py', *sys.argv[1:]])}`. Conditions: {conditions(device)}.",
             "",
-            f"Checks: a Llama in float32 (TF32 off), {check}.",
-            "",
-            *table(("check", "", "difference from plain PyTorch, or what was found"), results.checks),
-            "",
-            f"A step (forward and backward, bfloat16), {timed}; the median of {timed.repeat}, after 4 steps.",
-            "",
-            *table(("", "first step", "step", "peak memory"), results.times),
-            "",
-            "An update by AdamW in float32, about 100 M parameters; the median of the same number.",
-            "",
-            *table(("", "first step", "update", "bandwidth"), results.updates),
-            "",
-            "Kernels of the float32 check:",
-            "",
-            *results.kernels,
-            "",
+            *table(
+                f"Checks: a Llama in float32 (TF32 off), {check}; over the emulated link, a GPT of two layers.",
+                ("check", "", "difference from plain PyTorch, or what was found"),
+                results.checks,
+            ),
+            *table(
+                f"A step (forward and backward, bfloat16), {timed}; the median of {timed.repeat}, after 4 steps.",
+                ("", "first step", "step", "peak memory"),
+                results.times,
+            ),
+            *table(
+                "An update by AdamW in float32, about 100 M parameters; the median of the same number.",
+                ("", "first step", "update", "bandwidth"),
+                results.updates,
+            ),
+            *table(
+                f"A whole step as one of two ranks over an emulated link of {link}: {setting.size}, {setting.precision}, "
+                f"{setting.backend}; the median of {setting.repeat}. Hidden is the share of the link's time by which the step "
+                "is not longer than over a link that takes none.",
+                (
+                    "",
+                    "compute alone",
+                    "link takes no time",
+                    "link alone",
+                    "prefetch off",
+                    "step",
+                    "of the longer of compute and link",
+                    "hidden",
+                ),
+                results.overlap,
+            ),
+            *table(
+                "What of the link's time is exposed. The forecasts are from what passes decide from "
+                f"({one_gpu.hardware_of(setting).name}), and from that slowed down until forward and backward compute for as "
+                "long as they were measured to.",
+                ("", "", "link busy", "exposed", ""),
+                results.exposed,
+            ),
+            *(["Kernels of the float32 check:", "", *results.kernels, ""] if results.kernels else []),
         ]
     )
 
@@ -415,37 +486,81 @@ def one_rank(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def main() -> int:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument(
-        "--output", type=Path, help="the file to write (default: benchmarks/results/gpu-DATE.md, for cuda)"
+        "--smoke", action="store_true", help="the part over the link on CPU: --device cpu --only link …"
     )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--output", type=Path, help="the file to write (default: benchmarks/results/gpu.md, for cuda)")
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help='what not to time ("torch.compile")')
+    parser.add_argument("--gpt", default="h200", choices=one_gpu.GPTS, help="the size of the model over the link")
+    parser.add_argument("--rate", type=float, default=50.0, help="GB/s of the emulated link, each way")
+    parser.add_argument(
+        "--backend", default="inductor", choices=["inductor", "eager"], help="for what is over the link"
+    )
+    parser.add_argument("--calibrate", action="store_true", help="let passes decide from measured costs")
+    parser.add_argument("--steps", type=int, default=200, help="with random delays")
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        default=Path(os.environ.get("OUT") or Path(tempfile.gettempdir()) / "zgraph-traces"),
+        help="the folder of the profiles (default: $OUT)",
+    )
     args = parser.parse_args()
+    if args.smoke:
+        args.device, args.only, args.backend, args.quick = "cpu", ("link",), "eager", True
+        args.steps = min(args.steps, 8)
+    return args
+
+
+def setting_of(args: argparse.Namespace, device: torch.device) -> one_gpu.Setting:
+    if args.quick:
+        rate, precision = (1e9, "bf16") if device.type == "cuda" else (5e7, "fp32")
+        return one_gpu.Setting(one_gpu.GPTS["tiny"], rate, device, 1e-4, args.backend, precision, QUICK.repeat)
+    return one_gpu.Setting(one_gpu.GPTS[args.gpt], args.rate * 1e9, device, backend=args.backend)
+
+
+def main() -> int:
+    args = parsed()
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device; --device cpu --quick is a dry run", file=sys.stderr)
+        print(
+            "this needs a CUDA device, and there is none; --smoke and --device cpu --quick are dry runs",
+            file=sys.stderr,
+        )
         return 2
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     check, timed = (QUICK, QUICK) if args.quick else (CHECK, FULL)
+    setting = setting_of(args, device)
     results = Results()
-    with results.attempt("no process group"):
-        check_numbers(results, check, device, "no process group")
-    with results.attempt("a mesh of one rank"), one_rank(device):
-        check_numbers(results, check, device, "a mesh of one rank")
-    with results.attempt("whole steps"):
-        check_steps(results, check, device)
-        check_half(results, check, device)
-    with results.attempt("updates"):
-        measure_updates(results, 10**8 if device.type == "cuda" and not args.quick else 10**6, device, timed.repeat)
-    with results.attempt("times"):
-        measure_steps(results, timed, device, args.skip)
-    text = render(results, device, check, timed)
+    if "numbers" in args.only:
+        with results.attempt("no process group"):
+            check_numbers(results, check, device, "no process group")
+        with results.attempt("a mesh of one rank"), one_rank(device):
+            check_numbers(results, check, device, "a mesh of one rank")
+    if "steps" in args.only:
+        with results.attempt("whole steps"):
+            check_steps(results, check, device)
+            check_half(results, check, device)
+    if "updates" in args.only:
+        with results.attempt("updates"):
+            measure_updates(results, 10**8 if device.type == "cuda" and not args.quick else 10**6, device, timed.repeat)
+    if "times" in args.only:
+        with results.attempt("times"):
+            measure_steps(results, timed, device, args.skip)
+    if "link" in args.only:
+        with results.attempt("over the emulated link"):
+            if args.calibrate:
+                setting = one_gpu.calibrated(setting)
+            check_races(results, setting, args.steps)
+            measure_overlap(results, setting, args.traces)
+    text = render(results, device, check, timed, setting)
     print(text)
-    output = args.output or (RESULTS / f"gpu-{datetime.date.today()}.md" if device.type == "cuda" else None)
+    output = args.output or (RESULTS / "gpu.md" if device.type == "cuda" else None)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text)

@@ -34,7 +34,9 @@ def run(*command: str) -> str:
 def test_gpu_benchmark_has_a_dry_run_on_cpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.md"
     text = run(
-        str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--quick", "--skip", "torch.compile", "--output", str(file)
+        str(BENCHMARKS / "gpu.py"),
+        *("--device", "cpu", "--quick", "--skip", "torch.compile", "--output", str(file)),
+        *("--only", "numbers", "steps", "updates", "times"),
     )
     written = file.read_text()
     assert written.strip() in text
@@ -53,7 +55,25 @@ def test_gpu_benchmark_claims_nothing_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     done = subprocess.run([sys.executable, str(BENCHMARKS / "gpu.py")], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "no CUDA device" in done.stderr and not done.stdout
+    assert done.returncode == 2 and "needs a CUDA device" in done.stderr and not done.stdout
+
+
+def test_gpu_benchmark_runs_over_the_emulated_link_without_a_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.md"
+    run(str(BENCHMARKS / "gpu.py"), "--smoke", "--output", str(file), "--traces", str(tmp_path))
+    written = file.read_text()
+    assert "a dry run, not a figure" in written and "FAILED" not in written
+    for stage in (2, 3):
+        assert f"| ZeRO-{stage}: 8 steps with random delays on every stream | ok | bit for bit |" in written
+        (row,) = re.findall(rf"^\| ZeRO-{stage} \|(?: [\d.]+ ms \|){{5}} [\d.]+ \| -?\d+% \|$", written, re.M)
+        link, serialised = (float(cell.split()[0]) for cell in row.split("|")[4:6])
+        assert serialised > link >= 8.0, (
+            "of 2 (and 3) times 115 k parameters in float32, half of which is sent at 50 MB/s"
+        )
+        assert len(re.findall(rf"^\| ZeRO-{stage} \| \w.*\| [\d.]+ ms \| [\d.]+ ms \| \d+% \|$", written, re.M)) == 3
+        trace = json.loads((tmp_path / f"zero{stage}-cpu.json").read_text())["traceEvents"]
+        assert part("one_gpu").exposed_in(trace).exposed > 0
+    assert "Kernels" not in written and "An update" not in written, "what did not run has no table"
 
 
 def test_compile_time_benchmark_prints_a_table() -> None:
@@ -221,6 +241,146 @@ print(memory.live() - before, memory.peak() - before)
     assert done.returncode == 0, done.stderr
     live, peak = map(int, done.stdout.split())
     assert 4 * 2**22 <= live <= 4 * 2**22 * 1.01 and 6 * 2**22 <= peak <= 6 * 2**22 * 1.01
+
+
+# -- the emulated link ------------------------------------------------------------------------------
+def plain_and_emulated(stage: int, seed: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's rows after five steps: of plain PyTorch in which the second rank's rows are as this one's, and of zgraph."""
+    import torch
+
+    import zgraph
+
+    emulated, gpt = part("emulated"), part("gpt")
+    size = gpt.Size(layers=2, dim=64, vocab=128, positions=16, batch=2, seq=16)
+    batches = [gpt.data(size, number) for number in range(5)]
+    plain = gpt.make(size)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+
+    def repeat(value: torch.Tensor) -> None:
+        first, second = value.chunk(2)
+        second.copy_(first)
+
+    for p in plain.parameters():
+        repeat(p.data)
+    for batch in batches:
+        plain(*batch).backward()
+        for p in plain.parameters():
+            repeat(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    with emulated.emulated() as link:
+        link.shake(seed)
+        plan = zgraph.Plan(zero=stage, backend="eager", optimizer=zgraph.AdamW(lr=1e-2))
+        mine = zgraph.compile(gpt.make(size), plan)
+        for batch in batches:
+            mine.train_step(*batch)
+        found = {n: p.to_local().clone() for n, p in mine.named_parameters()}
+        mine.zgraph.runtime.ahead.drop()
+    return {n: p.detach().chunk(2)[0] for n, p in plain.named_parameters()}, found
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("stage", "seed"), [(2, None), (3, None), (3, 0)])
+def test_steps_over_the_emulated_link_are_those_of_plain_pytorch(stage: int, seed: int | None) -> None:
+    import torch
+
+    plain, found = plain_and_emulated(stage, seed)
+    for name, expected in plain.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("seed", [None, *range(4)])
+def test_emulated_collectives_give_what_two_equal_ranks_would(seed: int | None) -> None:
+    import torch
+    import torch.distributed as dist
+
+    functional = torch.ops._c10d_functional
+    with part("emulated").emulated() as link:
+        link.shake(seed)
+        group = dist.group.WORLD.group_name
+        one, two = torch.arange(6.0).reshape(2, 3), torch.arange(4.0)
+        gathered = functional.all_gather_into_tensor_coalesced([one, two], 2, group)
+        averaged = functional.reduce_scatter_tensor(two, "avg", 2, group)
+        (summed,) = functional.reduce_scatter_tensor_coalesced([one], "sum", 2, group)
+        everywhere = functional.all_reduce(two, "avg", group)
+        total = functional.all_reduce(two, "sum", group)
+        flying = [total, averaged, *gathered, summed, everywhere]
+        total, averaged, first, second, summed, everywhere = (functional.wait_tensor(f) for f in flying)
+        assert torch.equal(first, one.repeat(2, 1)) and torch.equal(second, two.repeat(2))
+        assert torch.equal(averaged, two[:2]) and torch.equal(summed, 2 * one[:1])
+        assert torch.equal(everywhere, two) and torch.equal(total, 2 * two)
+        assert [s.kind for s in link.sent] == ["all_gather", "reduce_scatter", "reduce_scatter", *["all_reduce"] * 2]
+        assert [s.whole for s in link.sent] == [2 * 40, 16, 24, 16, 16]
+
+
+@pytest.mark.core
+def test_emulated_link_takes_the_time_that_costs_forecast_and_integers_none() -> None:
+    import torch
+    import torch.distributed as dist
+
+    functional = torch.ops._c10d_functional
+    with part("emulated").emulated(rate=1e6, latency=1e-3) as link:
+        shard = torch.ones(5000)
+        begin = time.perf_counter()
+        flying = [functional.all_gather_into_tensor(shard, 2, dist.group.WORLD.group_name) for _ in range(2)]
+        started = time.perf_counter() - begin
+        dist.all_reduce(torch.ones(10**6, dtype=torch.int64))
+        for f in flying:
+            functional.wait_tensor(f)
+        seconds = time.perf_counter() - begin
+        assert [link.seconds(s) for s in link.sent] == [pytest.approx(21e-3)] * 2
+    assert started < 0.021 <= 0.042 <= seconds
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_inductors_code_neither_reads_nor_writes_what_is_in_flight(stage: int) -> None:
+    import torch
+
+    one_gpu = part("one_gpu")
+    setting = one_gpu.Setting(one_gpu.GPTS["tiny"], 1e9, torch.device("cpu"), 0.0, "inductor", "fp32", 1)
+    found = one_gpu.shaken(setting, stage, 8)
+    assert found.same_twice and not found.differ
+
+
+@pytest.mark.core
+def test_shaken_steps_find_what_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    one_gpu, emulated = part("one_gpu"), part("emulated")
+    setting = one_gpu.Setting(one_gpu.GPTS["tiny"], 1e9, torch.device("cpu"), 0.0, "eager", "fp32", 1)
+    seen: dict[Any, bool] = {}  # works, and whether nobody waits for this one
+    whole = emulated._Late.wait
+
+    def wait(self: Any, timeout: Any = None) -> bool:
+        missed = self.link.shaken and seen.setdefault(self, len(seen) % 5 == 1)
+        return missed or whole(self)
+
+    monkeypatch.setattr(emulated._Late, "wait", wait)
+    found = one_gpu.shaken(setting, 3, 4)
+    assert found.differ
+
+
+def test_a_trace_says_what_of_the_links_time_nothing_hides() -> None:
+    def event(name: str, stream: int, begin: float, seconds: float, cat: str = "kernel") -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": seconds, "args": {"stream": stream}}
+
+    sleep = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+    events: list[dict[str, Any]] = [
+        event("triton_poi_fused_add_0", 7, 0.0, 100.0),
+        event(sleep, 20, 50.0, 100.0),  # 50 of them hidden
+        event("Memcpy DtoD", 20, 150.0, 10.0, "gpu_memcpy"),
+        event("nvjet_tst", 7, 155.0, 100.0),  # 5 of the copy
+        event(sleep, 20, 200.0, 40.0),
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 500.0, "args": {}},
+        {"ph": "i", "cat": "kernel", "name": "no span", "ts": 0.0},
+    ]
+    exposed_in = part("one_gpu").exposed_in
+    assert exposed_in(events) == part("one_gpu").Exposed(pytest.approx(150e-6), pytest.approx(55e-6))
+    with pytest.raises(ValueError, match="0 streams"):
+        exposed_in([e for e in events if e["name"] != sleep])
 
 
 # -- the link ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ sm_90, and small ones run in Triton's interpreter. Needs a CPU build of torch (s
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,52 @@ def test_collectives_of_cuda_code_are_in_the_programs_order(lowered: dict[str, l
     for part in lowered["bfloat16, ZeRO-3 on 8 ranks"]:
         assert part["communication"] == part["expected"]
         assert any(name.startswith("gather_") for name in part["expected"])
+
+
+def code_of(part: dict[str, Any]) -> list[str]:
+    """The generated function's lines, without checks and what is only said."""
+    lines = part["source"].splitlines()
+    begin = next(i for i, line in enumerate(lines) if re.match(r"\s*def call\(", line))
+    code = [line.strip() for line in lines[begin + 1 :]]
+    return [line for line in code if not line.startswith(("#", "assert_"))]
+
+
+def test_a_bucket_is_one_collective_of_cuda_code(lowered: dict[str, list[dict[str, Any]]]) -> None:
+    forward, backward = ("\n".join(code_of(part)) for part in lowered["bfloat16, ZeRO-3 on 8 ranks"])
+    for code, kind, buckets, least in (
+        (forward, "all_gather_into_tensor", 4, 6),  # of two layers, and again for the backward
+        (backward, "reduce_scatter_tensor", 2, 8),
+    ):
+        found = re.findall(rf"= torch\.ops\._c10d_functional\.{kind}_coalesced\.default\(\[(.*)\], ", code)
+        assert len(found) == buckets
+        assert all(len(re.findall(r"layers_\d\w+|buf\d+", members)) >= least for members in found)
+
+
+def test_nothing_touches_what_a_transfer_of_cuda_code_reads_or_writes_before_its_wait(
+    lowered: dict[str, list[dict[str, Any]]],
+) -> None:
+    """On CUDA a wait is all that holds the computing stream back: a read, or another use of the memory, would be a race."""
+    checked = 0
+    for part in lowered["bfloat16, ZeRO-3 on 8 ranks"]:
+        code = code_of(part)
+        waits = {m[1]: i for i, line in enumerate(code) if (m := re.search(r"wait_tensor\.default\((\w+)\)", line))}
+        for result, at in waits.items():
+            for line in code[:at]:
+                if re.search(rf"\b{result}\b", line):
+                    takes = rf"^{result} = (\w+\[\d+\]|torch\.ops\._c10d_functional\.\w+\.default\(.*\))$"
+                    assert re.match(rf"{takes}|^[\w, ]+ = args$", line), line
+                    checked += 1
+        for i, line in enumerate(code):
+            started = re.match(r"(buf\d+) = torch\.ops\._c10d_functional\.(?!wait)\w+\.default\((.*)\)$", line)
+            if started is None:
+                continue
+            results = [started[1], *re.findall(rf"(buf\d+) = {started[1]}\[\d+\]", "\n".join(code))]
+            first = min((waits[r] for r in results if r in waits), default=len(code))
+            for operand in re.findall(r"\bbuf\d+\b", started[2]):
+                between = [other for other in code[i + 1 : first] if re.search(rf"\b{operand}\b", other)]
+                assert not [b for b in between if "# reuse" in b or ".run(" in b or "out=" in b], between
+                checked += 1
+    assert checked > 40
 
 
 def test_cuda_code_fuses_norms_activations_residuals_and_casts(
