@@ -368,7 +368,7 @@ def test_forecast_tells_time_and_memory_of_step_and_update(plan):
     path = plan('optimizer = {name = "AdamW", lr = 1e-3}\n')
     text = ok("forecast", SMALL, "--plan", path, "--world", 8, "--hardware", "h200-141g")
     assert text.startswith("8 rank(s) of h200-141g") and "train:" in text and "update:" in text
-    assert "exposed gather" in text and "peak memory" in text
+    assert "exposed reduce" in text and "peak memory" in text and "step:" in text
     found = json.loads(ok("forecast", SMALL, "--plan", path, "--world", 8, "--json"))
     assert found["hardware"]["name"] == "h100-80g" and [p["name"] for p in found["programs"]] == ["train", "update"]
     train = found["programs"][0]

@@ -199,6 +199,8 @@ class _Calibrated:
 
         runtime = handle.runtime
         link = measure_link(runtime.groups["dp"], runtime.sizes["dp"], runtime.device, runtime.agreement)
+        own = self.machine.links["dp"]  # (what transfers take from computing was measured in training steps)
+        link = link.model_copy(update={"work": own.work, "start": own.start})
         file = self.folder / f"{rate}.json"
         if dist.get_rank() == 0:
             file.write_text(self.machine.model_copy(update={"links": {"dp": link}}).model_dump_json())
