@@ -59,7 +59,7 @@ def _as_all_reduce(program: Program, start: fx.Node, rank: int) -> None:
 
 
 def _coalesce(program: Program, bucket: list[fx.Node]) -> None:
-    target, rest = collectives.COALESCED[bucket[0].target], bucket[0].args[1:]
+    target, rest = collectives.COALESCED[bucket[0].target], bucket[0].args[1:]  # type: ignore[index]
     values = [tensor(member) for member in bucket]
     with program.graph.inserting_before(bucket[0]):
         joint = program.graph.call_function(target, ([m.args[0] for m in bucket], *rest))

