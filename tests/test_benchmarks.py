@@ -67,9 +67,7 @@ def test_gpu_benchmark_runs_over_the_emulated_link_without_a_gpu(tmp_path: Path)
         assert f"| ZeRO-{stage}: 8 steps with random delays on every stream | ok | bit for bit |" in written
         (row,) = re.findall(rf"^\| ZeRO-{stage} \|(?: [\d.]+ ms \|){{5}} [\d.]+ \| -?\d+% \|$", written, re.M)
         link, serialised = (float(cell.split()[0]) for cell in row.split("|")[4:6])
-        assert serialised > link >= 8.0, (
-            "of 2 (and 3) times 115 k parameters in float32, half of which is sent at 50 MB/s"
-        )
+        assert serialised > link >= 2.7 * stage, "68 k parameters in float32, half of them sent at 50 MB/s, 2 (3) times"
         assert len(re.findall(rf"^\| ZeRO-{stage} \| \w.*\| [\d.]+ ms \| [\d.]+ ms \| \d+% \|$", written, re.M)) == 3
         trace = json.loads((tmp_path / f"zero{stage}-cpu.json").read_text())["traceEvents"]
         assert part("one_gpu").exposed_in(trace).exposed > 0
