@@ -45,7 +45,9 @@ def compile_inductor(
         if fix_saved or port.role is not OutputRole.SAVED or _in_flight(node)
     ]
     ready.output_node().meta["user_visible_output_idxs"] = fixed
-    ready.module.__dict__["fixed_outputs"] = tuple(fixed)  # (for the key of Inductor's cache, which leaves out what nodes carry)
+    ready.module.__dict__["fixed_outputs"] = tuple(
+        fixed
+    )  # (for the key of Inductor's cache, which leaves out what nodes carry)
     try:
         function, source, strides = torch_private.compile_with_inductor(
             ready.module, inputs, ready.fake_mode, is_backward, combine, round_each

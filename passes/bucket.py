@@ -51,7 +51,9 @@ def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
     for number, members in enumerate(buckets):
         _join(members, f"gathers{number}", _together_before)
     waits = {t.wait for t in reductions}
-    chained: dict[fx.Node | None, Transfer] = {t.source: t for t in reductions if t.source in waits}  # over the second dimension, by where it starts
+    chained: dict[fx.Node | None, Transfer] = {
+        t.source: t for t in reductions if t.source in waits
+    }  # over the second dimension, by where it starts
     later: list[list[Transfer]] = []
     for stage in ([t for t in reductions if t.source not in waits], list(chained.values())):
         stage.sort(key=lambda t: t.start)
