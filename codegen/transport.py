@@ -1,9 +1,12 @@
 """Fits a program's collectives to the transport that will carry them.
 
-A bucket becomes one coalesced collective: one launch over NCCL, and no tensor is copied for it. gloo has nothing to gain
-from that, and its reduce-scatter is an all-reduce of which a rank keeps its part; in that form (torch 2.13) it corrupts
-memory when another collective is in flight beside it (two ranks died or hung once in about 200,000; 441,000 without an overlap,
-and as many all-reduces with one, did not). So over gloo a reduce-scatter is written as what it is.
+A bucket becomes one coalesced collective: one launch over NCCL, and no tensor is copied for it.
+
+Over gloo the functional gather and reduce-scatter are coalesced ones of one tensor, and gloo's coalesced collectives
+corrupt memory when another is in flight beside them (torch 2.13: of two ranks that kept eight gathers in flight one died
+within 40 s, twice out of twice; see also pytorch#65231). Its other ones do not: 186,000 gathers into a tensor of the caller's and 441,000
+all-reduces side by side ended well. So over gloo no bucket is joined, a gather is into a tensor made for it, and a reduce-scatter is written
+as what it is there, an all-reduce of which a rank keeps its part.
 """
 
 from __future__ import annotations
@@ -36,8 +39,24 @@ def fit(program: Program, groups: dict[str, str]) -> None:
             for member in bucket:
                 if member.target is collectives.REDUCE_SCATTER:
                     _as_all_reduce(program, member, rank)
+                elif member.target is collectives.ALL_GATHER:
+                    _into_a_tensor(program, member)
         elif len(bucket) > 1:
             _coalesce(program, bucket)
+
+
+def _into_a_tensor(program: Program, start: fx.Node) -> None:
+    whole = tensor(start)
+    with program.graph.inserting_before(start):
+        made = program.call(
+            aten.empty.memory_format,
+            (list(whole.shape),),
+            info(start),
+            kwargs={"dtype": whole.dtype, "device": whole.device},
+            name=f"{start.name}_whole",
+        )
+    start.target = collectives.ALL_GATHER_INTO
+    start.kwargs = {"out": made}
 
 
 def _as_all_reduce(program: Program, start: fx.Node, rank: int) -> None:

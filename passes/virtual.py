@@ -120,7 +120,7 @@ class _Runner:
 
     def _combine(self, node: fx.Node, parts: list[torch.Tensor]) -> Any:
         """One tensor for all ranks of the group, or a list with one for each."""
-        if node.target is collectives.ALL_GATHER:
+        if node.target in (collectives.ALL_GATHER, collectives.ALL_GATHER_INTO):
             return torch.cat(parts)
         if node.target is collectives.ALL_TO_ALL:
             raise UnsupportedError("all_to_all on virtual ranks is not there yet", where=node.name)

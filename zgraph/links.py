@@ -70,12 +70,17 @@ class _Bench:
         self.gloo = torch_private.backend_of(group, device)[0] == "gloo"
 
     def gather(self, size: int) -> Callable[[], torch.Tensor]:
-        """What starts a gather of `size` bytes in all."""
-        part = torch.zeros(max(size // self.ranks // 4, 1), device=self.device)
+        """What starts a gather of `size` bytes in all, in the form in which programs have it on this transport."""
+        rows = max(size // self.ranks // 4, 1)
+        part = torch.zeros(rows, device=self.device)
+        if self.gloo:
+            return lambda: collectives.ALL_GATHER_INTO(  # type: ignore[no-any-return]
+                part, self.ranks, self.group, out=torch.empty(rows * self.ranks, device=self.device)
+            )
         return lambda: collectives.ALL_GATHER(part, self.ranks, self.group)  # type: ignore[no-any-return]
 
     def scatter(self, size: int) -> Callable[[], torch.Tensor]:
-        """What starts a reduce-scatter of them, in the form in which programs have it on this transport."""
+        """What starts a reduce-scatter of them, likewise."""
         whole = torch.zeros(max(size // self.ranks // 4, 1) * self.ranks, device=self.device)
         if self.gloo:
             return lambda: collectives.ALL_REDUCE(whole, "avg", self.group)  # type: ignore[no-any-return]

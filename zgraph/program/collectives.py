@@ -12,17 +12,19 @@ from torch import fx
 _functional = torch.ops._c10d_functional
 
 ALL_GATHER = _functional.all_gather_into_tensor.default
+ALL_GATHER_INTO = _functional.all_gather_into_tensor_out.default  # (into `out`; only in what is compiled for gloo)
 REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
 ALL_REDUCE = _functional.all_reduce.default
 ALL_TO_ALL = _functional.all_to_all_single.default
 WAIT = _functional.wait_tensor.default
 
 # Where the group's name and size stand among the arguments of each start.
-_GROUP_ARG = {ALL_GATHER: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2, ALL_TO_ALL: 3}
-_SIZE_ARG = {ALL_GATHER: 1, REDUCE_SCATTER: 2}
+_GROUP_ARG = {ALL_GATHER: 2, ALL_GATHER_INTO: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2, ALL_TO_ALL: 3}
+_SIZE_ARG = {ALL_GATHER: 1, ALL_GATHER_INTO: 1, REDUCE_SCATTER: 2}
 _REDUCE_ARG = {REDUCE_SCATTER: 1, ALL_REDUCE: 1}
 _KINDS = {
     ALL_GATHER: "all_gather",
+    ALL_GATHER_INTO: "all_gather",
     REDUCE_SCATTER: "reduce_scatter",
     ALL_REDUCE: "all_reduce",
     ALL_TO_ALL: "all_to_all",
