@@ -1,17 +1,20 @@
 """Decides when each transfer starts and when it is waited for: a list scheduler over a simulated step.
 
-*Contract.* Computation keeps its order. On exit each gather starts as early as the link and the cap on gathered bytes
-allow and is waited for just before its first reader; each reduction starts once its gradient is there and the link has
-nothing more urgent, and is waited for as late as the cap on waiting gradients allows. The level is *scheduled*: order has
-meaning from here on.
+*Contract.* Computation keeps its order. On exit each gather starts as early as it has to, if the link, the cap on gathered
+bytes and the step's peak allow, and is waited for just before its first reader; each reduction starts once its gradient is
+there and the link has nothing more urgent, and is waited for as late as the cap on waiting gradients allows. The level is
+*scheduled*: order has meaning from here on.
 
     for each operator, in order, at the simulated time t:
         start what it needs and what has not started; wait for it (the clock stands still until it has arrived)
         while the link would run dry before the operator ends:
-            start the next gather, if the cap allows and it is due before a reduction would be done with the link,
-            else the oldest reduction that is ready, else the next gather
+            start the next gather, if it is urgent, if there is room for it until it is used, and if it is due before a
+            reduction would be done with the link, else the oldest reduction that is ready
         run it; what it read for the last time is free again; gradients that it made are ready
     start and await the reductions that are left
+
+A gather is urgent if, should it start any later, it or a transfer after it would be late: so a link that has time to spare
+takes no memory. Room is what the step has below its peak without any prefetch (`zgraph/passes/room.py`), and a little more.
 
 The queue on the link is kept just long enough to bridge the operator that runs: what is urgent never stands behind a long
 queue, and all ranks decide from the same table of costs. List scheduling by deadlines is Graham's (1969, "Bounds on
@@ -30,12 +33,15 @@ from zgraph.errors import PlanError
 from zgraph.passes.aliases import is_view
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.costs import CPU, Costs, size_of
+from zgraph.passes.room import Room
+from zgraph.passes.simulator import memory_of
 from zgraph.passes.transfers import Transfer, gathers_of, largest_layer, reductions_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info, set_info
 from zgraph.program.program import InputRole, Level, Program
 from zgraph.program.remark import Remark
 
+DOUBT = 1.5  # a gather is as urgent as if all transfers took so many times their (simulated) time
 SLACK = 1.25  # what is wanted on the link while an operator runs, in its own (simulated) time: costs are estimates
 MARGIN = 5e-4  # seconds on top of it: how late a rank may start its part
 UPDATE_TRAFFIC = 4  # how often an update reads and writes the bytes of all shards, at least
@@ -44,13 +50,17 @@ NOTEWORTHY = 1e-6  # seconds: stalls below it are no remark
 
 @dataclass(frozen=True)
 class OverlapOptions:
-    """See `zgraph.communication.Prefetch` for the bounds (bytes; None: as said there); `room_bytes` are
-    those beyond what is needed at once, where `max_bytes` says nothing (None: two of the largest layers). With `ahead` false every
-    transfer is waited for where it starts. With `across` the first gathers start before the forward.
-    `costs` are what the simulated step is made of."""
+    """See `zgraph.communication.Prefetch` for the bounds (bytes; None: as said there).
+
+    `room_bytes` are those beyond what is needed at once, where `max_bytes` says nothing (None: two of the largest layers). What
+    is gathered early raises the step's peak by at most `spare_bytes` (None: half of the largest layer; no bound if there is
+    `max_bytes`). With `ahead` false every transfer is waited for where it starts. With `across` the first gathers start
+    before the forward. `costs` are what the simulated step is made of.
+    """
 
     max_bytes: int | None = None
     room_bytes: int | None = None
+    spare_bytes: int | None = None
     ahead_bytes: int | None = None
     reduce_bytes: int | None = None
     ahead: bool = True
@@ -88,7 +98,7 @@ class _Bucket:
     started: bool = False
     awaited: bool = False
     done: float = 0.0
-    blocked: tuple[str, int] | None = None  # the operator above which it could not start for the cap, and the bytes
+    blocked: tuple[str, str] | None = None  # why it could not start before then, and what would let it
 
 
 class _Scheduler:
@@ -123,6 +133,7 @@ class _Scheduler:
                 bucket.first = first if bucket.first < 0 else min(bucket.first, first)
             bucket.counted = not all(ends)
         self.gathers.sort(key=lambda b: b.first)
+        self.place = {b: i for i, b in enumerate(self.gathers)}
         arrives = {n: b.first for b in self.gathers for m in b.members for n in m.nodes}
         waits = {t.wait for t in reductions}
         self.chained: dict[fx.Node, _Bucket] = {  # by the wait that a second reduction starts from
@@ -138,6 +149,10 @@ class _Scheduler:
                 made = max(turn, self.at.get(source, arrives.get(source, -1))) if known else turn  # type: ignore[arg-type]
                 bucket.first = max(bucket.first, made)
                 self.made[made] = self.made.get(made, 0) + member.bytes
+        self.spare = self._spare()
+        self.room = self._room()
+        self.latest, self.wanted = self._latest_starts()
+        self.scattered = 0.0  # seconds of the reductions that have started
         self.order: list[fx.Node] = []
         self.phases: dict[fx.Node, Phase] = {}
         self.remarks: list[Remark] = []
@@ -159,6 +174,38 @@ class _Scheduler:
                 users = [u for u in view.users if u.op != "output"]
                 if users and info(min(users)).phase is info(view).phase:
                     min(users).prepend(view)
+
+    def _spare(self) -> int:
+        options = self.options
+        if options.spare_bytes is not None:
+            return options.spare_bytes
+        return largest_layer(self.program) // 2 if options.max_bytes is None else options.max_bytes
+
+    def _room(self) -> Room:
+        memory = dict(zip(self.program.graph.nodes, memory_of(self.program), strict=True))
+        others = [sum(memory[n].values()) - memory[n].get("gathered", 0) for n in self.operators]
+        needed = [(b.first, self.last[m], m.bytes) for b in self.gathers if b.counted for m in b.members]
+        return Room(others, needed, self.spare)
+
+    def _latest_starts(self) -> tuple[list[float], list[float]]:
+        """For each gather: the last moment, in compute time, at which it may start if neither it nor what comes after it is to
+        be late (gathers for their readers, all transfers for the end), had nothing been on the link before; and the seconds
+        that the gathers before it take of the link."""
+        ready = sorted((b.first, b.seconds) for b in self.reductions)
+        latest: list[float] = []
+        wanted = [0.0]
+        scattered, at = 0.0, 0
+        for bucket in self.gathers:
+            while at < len(ready) and ready[at][0] < bucket.first:
+                scattered += ready[at][1]
+                at += 1
+            wanted.append(wanted[-1] + bucket.seconds)
+            latest.append(self.before[bucket.first] - DOUBT * (wanted[-1] + scattered) - MARGIN)
+        everything = wanted[-1] + sum(b.seconds for b in self.reductions)
+        least = self.before[-1] - DOUBT * everything - MARGIN
+        for i in range(len(latest) - 1, -1, -1):
+            least = latest[i] = min(latest[i], least)
+        return latest, wanted
 
     # -- bounds ---------------------------------------------------------------------------------------------------------
     def _needed(self) -> tuple[int, list[_Bucket]]:
@@ -255,6 +302,8 @@ class _Scheduler:
             held += bucket.held
             if held > room or info(bucket.members[0].start).phase is not Phase.FORWARD:
                 break
+            if bucket.counted and not (self._urgent(bucket, 0) and self.room.fits(0, bucket.first, bucket.held)):
+                break
             upcoming.pop(0)
             for member in bucket.members:
                 for node in (*member.before, member.start):
@@ -273,9 +322,9 @@ class _Scheduler:
         node = self.operators[i]
         while self.free < self.clock + SLACK * self.cost[i] + MARGIN:
             gather = upcoming[0] if upcoming else None
-            if gather is not None and not self._fits(gather):
-                if gather.blocked is None:
-                    gather.blocked = (node.name, self.live + gather.held)
+            if gather is not None and not self._urgent(gather, i):
+                gather = None
+            if gather is not None and not self._fits(gather, i):
                 gather = None
             if gather is not None and ready:
                 due = self.clock + self.before[max(gather.first, i)] - self.before[i]
@@ -288,13 +337,32 @@ class _Scheduler:
             else:
                 return
 
-    def _fits(self, gather: _Bucket) -> bool:
+    def _urgent(self, gather: _Bucket, i: int) -> bool:
+        """Would it, or a later one, be late if it did not start before operator `i` ends?"""
+        at = self.place[gather]
+        latest = self.latest[at] - self.before[i] + DOUBT * (self.wanted[at] + self.scattered)
+        return latest <= max(self.free - self.clock, 0.0) + self.cost[i]
+
+    def _fits(self, gather: _Bucket, i: int) -> bool:
         if not gather.counted:
             return True
-        return self.live + gather.held <= self.cap and self.ahead + gather.held <= self.cap_ahead
+        live, ahead = self.live + gather.held, self.ahead + gather.held
+        if live > self.cap:
+            why, remedy = f"gathered bytes would reach {_mib(live)}, cap {_mib(self.cap)}", f"prefetch.max_bytes={live}"
+        elif ahead > self.cap_ahead:
+            why = f"gathered bytes that nothing has used would reach {_mib(ahead)}, cap {_mib(self.cap_ahead)}"
+            remedy = f"prefetch.ahead_bytes={ahead}"
+        elif (reached := self.room.reached(i, gather.first, gather.held)) > self.room.limit:
+            why = f"the step's memory would reach {_mib(reached)}, limit {_mib(self.room.limit)}"
+            remedy = f"prefetch.spare_bytes={reached - self.room.limit + self.spare}"
+        else:
+            return True
+        if gather.blocked is None:
+            gather.blocked = (f"not hoisted above {self.operators[i].name}: {why}", remedy)
+        return False
 
     def _start(self, bucket: _Bucket, node: fx.Node | None) -> None:
-        """Start a bucket before the operator `node`, or at the end."""
+        """Start a bucket before the operator `node`; None: before the first one, or at the end."""
         for member in bucket.members:
             self.order += member.before
         self.order += [member.start for member in bucket.members]
@@ -303,6 +371,7 @@ class _Scheduler:
         self.free = bucket.done = max(self.clock, self.free) + bucket.seconds
         if info(bucket.members[0].start).role is Role.REDUCE:
             self.queue.append(bucket)
+            self.scattered += bucket.seconds
             return
         if node is not None and info(node).phase is Phase.FORWARD:
             moved = [n for m in bucket.members for n in (*m.before, m.start)]
@@ -311,6 +380,7 @@ class _Scheduler:
             self.live += bucket.held
             self.ahead += bucket.held
             self.peak = max(self.peak, self.live)
+            self.room.hold(0 if node is None else self.at[node], bucket.first, bucket.held)
         self.early += node is None or bucket.first != self.at[node]
 
     def _await_gather(self, bucket: _Bucket, node: fx.Node | None) -> None:
@@ -376,9 +446,7 @@ class _Scheduler:
         if not self.options.ahead:
             why, remedy = "prefetch is off", "prefetch.enabled=True"
         elif bucket.blocked is not None:
-            above, size = bucket.blocked
-            why = f"not hoisted above {above}: gathered bytes would reach {_mib(size)}, cap {_mib(self.cap)}"
-            remedy = f"prefetch.max_bytes={size}"
+            why, remedy = bucket.blocked
         else:
             why = "the link is busy until then"
             remedy = "a faster link, or a memory_budget that lets weights be kept"

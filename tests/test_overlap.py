@@ -22,7 +22,7 @@ from zgraph.errors import PlanError
 from zgraph.passes import verify_program
 from zgraph.passes.costs import Costs, Hardware, Link
 from zgraph.passes.manager import History
-from zgraph.passes.simulator import simulate
+from zgraph.passes.simulator import memory_of, simulate
 from zgraph.passes.transfers import layers_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
@@ -99,6 +99,7 @@ def knobs(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "bucket": {"gather": draw(sizes), "reduce": draw(sizes)},
         "extra": draw(st.sampled_from([None, 0, 1, 300, 2000, 10**6])),  # bytes beyond what is needed at once
+        "spare_bytes": draw(st.sampled_from([None, 0, 300, 10**6])),
         "ahead_bytes": draw(st.sampled_from([None, 0, 300, 2000])),
         "reduce_bytes": draw(st.sampled_from([None, 0, 300, 2000])),
         "reuse_bytes": draw(st.sampled_from([None, 0, 300])),
@@ -117,7 +118,7 @@ def test_any_schedule_keeps_the_bounds_and_the_numbers_and_is_no_slower(
         off = case.scheduled(captured, costs, bucket=knob["bucket"], prefetch={"enabled": False, **reuse})
         needed = max(alive(off.program))
         cap = None if knob["extra"] is None else needed + knob["extra"]
-        bounds = {k: knob[k] for k in ("ahead_bytes", "reduce_bytes")}
+        bounds = {k: knob[k] for k in ("ahead_bytes", "reduce_bytes", "spare_bytes")}
         on = case.scheduled(captured, costs, bucket=knob["bucket"], prefetch={"max_bytes": cap, **bounds, **reuse})
         program, stats = on.program, stats_of(on)
 
@@ -172,6 +173,31 @@ def test_the_default_cap_is_what_is_needed_at_once_and_two_layers():
     off, on = scheduled(prefetch={"enabled": False}), scheduled()
     layer = sum(4 * p.numel() for p in models.stack(1, dim=8).model.parameters())
     assert stats_of(on)["cap_bytes"] == max(alive(off.program)) + 2 * layer
+
+
+@pytest.mark.parametrize(
+    "link", [Link(bandwidth=2e7, latency=0), Link(bandwidth=1e12, latency=0)], ids=["slow", "fast"]
+)
+def test_what_is_gathered_early_raises_the_peak_by_no_more_than_the_spare_bytes(link):
+    """But for gradients that wait, which have a bound of their own."""
+    costs = Costs(CPU.model_copy(update={"links": {"*": link}}))
+
+    def peak(**prefetch: Any) -> int:
+        history = scheduled(costs=costs, prefetch={"reduce_bytes": 0, **prefetch})
+        return max(sum(m.values()) for m in memory_of(history.program))
+
+    least = peak(enabled=False)
+    for spare in (0, 100, 1000, 5000):
+        assert least <= peak(spare_bytes=spare) <= least + spare
+    assert peak(max_bytes=10**9) >= peak(spare_bytes=0)
+
+
+def test_a_link_with_time_to_spare_takes_no_memory():
+    def gathered(bandwidth: float) -> int:
+        costs = machine(bandwidth, flops={"float32": 1e5})  # (an operator takes milliseconds)
+        return max(alive(scheduled(costs=costs).program))
+
+    assert gathered(1e12) < gathered(1e4)
 
 
 def test_a_wider_cap_exposes_no_more():

@@ -13,7 +13,7 @@ import torch
 
 from zgraph.agreement import Agreement
 from zgraph.program import collectives
-from zgraph.sharding import Shards, bits
+from zgraph.sharding import Shards, differ
 from zgraph.unchanged import Unchanged
 
 if TYPE_CHECKING:
@@ -88,4 +88,4 @@ class Ahead:
         self.flying.update({p.name: v for p, v in zip(executable.program.outputs, outputs, strict=True)})
 
     def _differ(self) -> list[torch.Tensor]:
-        return [(bits(self.shards.local(n)) != bits(sent)).any() for n, sent in self._sent.items() if sent.numel()]
+        return [differ(self.shards.local(n), sent) for n, sent in self._sent.items() if sent.numel()]

@@ -61,7 +61,7 @@ class _Budget:
 
     def run(self) -> History:
         layer = largest_layer(self.start)
-        least = Choice(room=0, reduce=0)
+        least = Choice(room=0, spare=0, reduce=0)
         tight = self._try(least)
         if tight.peak > self.budget:
             raise PlanError(
@@ -71,7 +71,8 @@ class _Budget:
                 + (f"; {_gib(self.held)} of it are optimizer states and gradients" if self.held else ""),
                 hint=f"the smallest that works is {tight.peak} bytes; or more ranks, a smaller batch, a higher ZeRO stage",
             )
-        choices = [least, *(Choice(room=layer * n // 2, reduce=layer * n) for n in (1, 2, 4))]
+        spare = self.budget - tight.peak
+        choices = [least, *(Choice(layer * n // 2, max(spare - layer * n, 0), layer * n) for n in (1, 2, 4))]
         fitting = [(o, c) for c in choices if (o := self._try(c)).peak <= self.budget]
         best, choice = min(fitting, key=lambda item: (item[0].seconds, item[0].peak))
         kept, missed = self._keep(choice)

@@ -54,6 +54,11 @@ class Prefetch(Record, frozen=True):
         default=None,
         description="gathered bytes alive at any time; none: what the program needs at once, and two of its largest layers",
     )
+    spare_bytes: Bytes | None = Field(
+        default=None,
+        description="bytes by which gathers that arrive early may raise the step's peak; none: half of the largest layer, and no bound "
+        "beside max_bytes",
+    )
     ahead_bytes: Bytes | None = Field(
         default=None, description="of these, bytes gathered that nothing has used yet; none: no bound of its own"
     )

@@ -47,10 +47,12 @@ PLAIN = Variant()  # a step of one micro-batch
 
 @dataclass(frozen=True)
 class Choice:
-    """What is decided under a memory budget: bytes of gathered weights beyond what is needed at once and of gradients that
-    wait (None: as the plan says), and the weights that are held from the forward to the backward."""
+    """What is decided under a memory budget: bytes of gathered weights beyond what is needed at once, those by which they may
+    raise the peak, those of gradients that wait (None: as the plan says), and the weights that are held from the forward to
+    the backward."""
 
     room: int | None = None
+    spare: int | None = None
     reduce: int | None = None
     keep: frozenset[str] = frozenset()
 
@@ -97,7 +99,16 @@ def build(
     early = plan.prefetch
     across = training and plan.optimizer is not None and early.across_steps
     waiting = choice.reduce if early.reduce_bytes is None else early.reduce_bytes
-    bounds = OverlapOptions(early.max_bytes, choice.room, early.ahead_bytes, waiting, early.enabled, across, costs)
+    bounds = OverlapOptions(
+        max_bytes=early.max_bytes,
+        room_bytes=choice.room,
+        spare_bytes=choice.spare if early.spare_bytes is None else early.spare_bytes,
+        ahead_bytes=early.ahead_bytes,
+        reduce_bytes=waiting,
+        ahead=early.enabled,
+        across=across,
+        costs=costs,
+    )
     passes.append(overlap(bounds))
     if not keep:
         passes.append(release())

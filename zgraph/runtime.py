@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from zgraph.agreement import Agreement
 from zgraph.ahead import Ahead
@@ -340,11 +339,12 @@ class Runtime:
             saved.clear()
         self.clock.ran(executable.program)
         results = executable.run(values)
-        partial: list[Placement] | None = [Partial("avg") for _ in self.sizes] if not reduce else None
         gradients: dict[tuple[InputRole | None, str], torch.Tensor] = {}
         for port, value in zip(executable.program.outputs, results, strict=True):
             is_param = port.of is InputRole.PARAMETER
-            gradients[port.of, port.name] = self.shards.gradient(port.name, value, partial) if is_param else value
+            gradients[port.of, port.name] = (
+                self.shards.gradient(port.name, value, partial=not reduce) if is_param else value
+            )
         if reduce:
             self.reduce_leftovers()
         if not self.accumulating:

@@ -35,6 +35,10 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 
 DynamoError = TorchDynamoException
 
@@ -450,3 +454,15 @@ def rebuild_inductor(compiled: Any, source: str, names: dict[str, Any]) -> Calla
     module = PyCodeCache.load_by_key_path(key, path, attrs={**(getattr(compiled, "constants", None) or {}), **names})
     written = OrderedSet(getattr(compiled, "mutated_input_idxs", ()))
     return align_inputs_from_check_idxs(module.call, getattr(compiled, "inputs_to_check", ()), written)
+
+
+def dtensor(local: torch.Tensor, like: DTensorSpec) -> DTensor:
+    """The DTensor of this layout whose local tensor is `local`: `DTensor.from_local` without autograd, in a tenth of the time."""
+    return DTensor(local, like, requires_grad=False)  # type: ignore[call-arg]
+
+
+def layout(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """The layout of a DTensor, for `dtensor`."""
+    return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), dtype))
