@@ -12,7 +12,7 @@ from torch import fx
 
 from zgraph.codegen.transport import fit
 from zgraph.errors import CollectiveError
-from zgraph.program import collectives, ops
+from zgraph.program import collectives, ops, torch_private
 from zgraph.program.node import info
 from zgraph.program.program import OutputRole, Program
 
@@ -53,7 +53,10 @@ class Executable:
 
     def run(self, values: list[Any]) -> Sequence[Any]:
         try:
-            with torch.autograd.profiler.record_function(f"zgraph:{self.program.name}"):
+            with (
+                torch_private.below_autograd(),
+                torch.autograd.profiler.record_function(f"zgraph:{self.program.name}"),
+            ):
                 return self.function(values)
         except Exception as error:
             raise explain(error, self) from error
