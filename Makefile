@@ -31,7 +31,7 @@ demo: $(VENV)/.demo toolchain
 		examples/train_lm.py $(ARGS)
 
 test: $(VENV)/.dev toolchain
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 bench-overlap: $(VENV)/.bench toolchain
 	@$(VENV)/bin/python benchmarks/overlap.py $(ARGS)
@@ -47,7 +47,7 @@ types: $(VENV)/.dev
 	MYPYPATH=.types $(VENV)/bin/mypy -p zgraph
 
 test-torch211: $(VENV211)/.dev toolchain
-	@$(VENV211)/bin/python -m pytest -m core $(ARGS)
+	@OMP_NUM_THREADS=1 $(VENV211)/bin/python -m pytest --numprocesses auto --dist loadfile -m core $(ARGS)
 
 $(VENV211)/.dev: $(PACKAGING)
 	@$(MAKE) --no-print-directory $(VENV211)/.dev VENV=$(VENV211) VENV211=unused TORCH="torch==2.11.0 triton==3.6.0"

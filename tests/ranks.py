@@ -53,7 +53,7 @@ class Ranks:
     `timeout` (seconds) is the process group's; `env` is added to the processes' environment.
     """
 
-    def __init__(self, world: int, *, timeout: float = 60.0, env: dict[str, str] | None = None) -> None:
+    def __init__(self, world: int, *, timeout: float = 180.0, env: dict[str, str] | None = None) -> None:
         self.world = world
         self.timeout = timeout
         self.env = env or {}
@@ -67,7 +67,7 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def run(self, function: Callable[..., Any], *args: Any, limit: float = 240.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, limit: float = 600.0) -> list[Any]:
         """`function(*args)` on every rank; their results, in order. A rank's exception fails the test."""
         outcomes = self.attempt(function, *args, limit=limit)
         for rank, outcome in enumerate(outcomes):
@@ -77,7 +77,7 @@ class Ranks:
                 raise AssertionError(f"rank {rank} of {self.world} died")
         return [outcome.value for outcome in outcomes]
 
-    def attempt(self, function: Callable[..., Any], *args: Any, limit: float = 240.0) -> list[Outcome]:
+    def attempt(self, function: Callable[..., Any], *args: Any, limit: float = 600.0) -> list[Outcome]:
         """`function(*args)` on each rank, whatever becomes of it; all are killed after `limit` seconds."""
         if not self._processes:
             self._start()

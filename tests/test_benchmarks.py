@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the lin
 
 def run(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=280, cwd=BENCHMARKS.parent
+        [sys.executable, *command], capture_output=True, text=True, timeout=800, cwd=BENCHMARKS.parent
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

@@ -91,12 +91,12 @@ class Agreement:
             hint="give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
         )
 
-    def any(self, mine: bool) -> bool:
+    def any(self, subject: str, mine: bool) -> bool:
         """Is it true on at least one rank?"""
         if self.group is None:
             return mine
         flag = torch.tensor([int(mine)], dtype=torch.int64)
-        with _named("the ranks' vote about changed weights (all_reduce)", ""):
+        with _named(f"the ranks' vote about {subject} (all_reduce)", ""):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
         return bool(flag.item())
 

@@ -65,7 +65,8 @@ class Ahead:
     def take(self, step: StepProgram) -> dict[str, torch.Tensor]:
         """The first gathers of a forward, on their way; all ranks must call it."""
         if self.flying and (
-            self.step is not step or self.agreement.any(not self._unchanged.since(self._versions, self._differ))
+            self.step is not step
+            or self.agreement.any("changed weights", not self._unchanged.since(self._versions, self._differ))
         ):
             self.drop()
         if not self.flying:

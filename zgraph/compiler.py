@@ -108,7 +108,7 @@ def compile(
         if isinstance(plan.lr_schedule, TorchSchedule):
             torch_scheduler(plan.lr_schedule, optimizer)
     too_large = refuse_overflow(model, precision)
-    if agreement.any(bool(too_large)):
+    if agreement.any("weights beyond the range of the low dtype", bool(too_large)):
         raise overflow_error(too_large or ["(of another rank)"])
     shards = shard(model, specs, mesh, device, seed)
     prepare(model, precision, specs)

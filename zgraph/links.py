@@ -90,7 +90,7 @@ class _Bench:
         """(seconds that a start takes, seconds from there to its end)."""
         rows: list[tuple[float, float]] = []
         for _ in range(REPEATS + 1):
-            self.agreement.any(False)
+            self.agreement.any("the start of a transfer", False)
             moments = [self.watch.now()]
             value = start()
             moments.append(self.watch.now())

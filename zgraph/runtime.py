@@ -290,7 +290,8 @@ class Runtime:
             return False
         needed = [p.name for p in step.forward().program.outputs if p.role is OutputRole.KEPT]
         if self.agreement.any(
-            not self._unchanged.since(self._kept_versions, lambda: self.shards.differences(self.kept))
+            "changed weights",
+            not self._unchanged.since(self._kept_versions, lambda: self.shards.differences(self.kept)),
         ):
             self.drop_kept()
         return all(n in self.kept for n in needed)

@@ -125,8 +125,10 @@ def goals(result: Result) -> list[Goal]:
     sharded = [v for v in others if not v.startswith("ddp")]
     alone = compute(result)
 
-    def link(rate: str) -> float | None:
-        return (at(result, stage3, rate) or {}).get("link")
+    def link(rate: str) -> float | None:  # (that of ZeRO-3's traffic, of which zgraph may save some)
+        return max(
+            (seconds for v in (stage3, *stock) if (seconds := (at(result, v, rate) or {}).get("link"))), default=None
+        )
 
     bound = max((x for x in (alone, link("2")) if x), default=None) if alone and link("2") else None
     own = exposed(result, stage3, "2", step(result, stage3, "0"))
@@ -159,7 +161,23 @@ def goals(result: Result) -> list[Goal]:
             ),
             Goal(f"ZeRO-3 {where}: peak memory / fully_shard", 1.0, _ratio(*_peaks(result, stage3, stock, rate))),
         ]
+        for what, name in (("ZeRO-2", stage2), ("ZeRO-3", stage3)):
+            off, hidden = forecast_errors(result, name, rate)
+            found.append(Goal(f"{what} {where}: the forecast step is off by, of the step", 0.10, off))
+            if rate != "0":
+                found.append(Goal(f"{what} {where}: forecast exposed communication, likewise", 0.15, hidden))
     return found
+
+
+def forecast_errors(result: Result, variant: str, rate: str) -> tuple[float | None, float | None]:
+    """How far the forecast is from what was measured, as parts of the step: of the step, and of communication exposed (what the
+    step takes longer than at the unlimited rate)."""
+    seconds, unlimited = step(result, variant, rate), step(result, variant, "0")
+    forecast = (at(result, variant, rate) or {}).get("forecast")
+    if seconds is None or forecast is None:
+        return None, None
+    off = abs(forecast["step"] - seconds) / seconds
+    return off, None if unlimited is None else abs(forecast["exposed"] - max(seconds - unlimited, 0.0)) / seconds
 
 
 def _peaks(result: Result, mine: str, others: Iterable[str], rate: str) -> tuple[float | None, float | None]:
