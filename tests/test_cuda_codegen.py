@@ -80,7 +80,7 @@ def code_of(part: dict[str, Any]) -> list[str]:
 def test_a_bucket_is_one_collective_of_cuda_code(lowered: dict[str, list[dict[str, Any]]]) -> None:
     forward, backward = ("\n".join(code_of(part)) for part in lowered["bfloat16, ZeRO-3 on 8 ranks"])
     for code, kind, buckets, least in (
-        (forward, "all_gather_into_tensor", 4, 6),  # of two layers, and again for the backward
+        (forward + backward, "all_gather_into_tensor", 4, 6),  # of two layers, and again for the backward
         (backward, "reduce_scatter_tensor", 2, 8),
     ):
         found = re.findall(rf"= torch\.ops\._c10d_functional\.{kind}_coalesced\.default\(\[(.*)\], ", code)

@@ -59,6 +59,25 @@ def test_over_gloo_a_reduce_scatter_is_an_all_reduce_of_which_a_rank_keeps_its_r
             assert mine.untyped_storage().nbytes() == mine.numel() * mine.element_size(), "the whole is let go"
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_over_gloo_a_gather_is_into_a_tensor_made_for_it(phase, monkeypatch):
+    """gloo's own form of it corrupts memory when several are on their way."""
+    case = models.build("uneven_mlp")
+    plan = zgraph.Plan(zero=3, backend="eager", mesh={"dp": 3}, prefetch={"enabled": False, "reuse_bytes": 0})
+    program = getattr(split(programs(case.model, plan, case.inputs, 3).program), phase)
+    gathers = {n.name for n in program.nodes if n.target is collectives.ALL_GATHER}
+    expected = run_virtual(program, inputs_of(program))
+    ready = over("gloo", 0, monkeypatch, program)
+    assert not any(n.target is collectives.ALL_GATHER for n in ready.nodes)
+    made = [n for n in ready.nodes if n.target is collectives.ALL_GATHER_INTO]
+    assert gathers and {n.name for n in made} == gathers
+    assert len({n.kwargs["out"] for n in made}) == len(made), "no two have the same"
+    found = run_virtual(ready, inputs_of(program))[0]
+    for port, mine, theirs in zip(program.outputs, found, expected[0], strict=True):
+        if isinstance(mine, torch.Tensor):
+            assert torch.equal(mine, theirs), port
+
+
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_what_is_compiled_is_a_copy(backend, monkeypatch):
     program = backward("uneven_mlp", {"dp": 3})
