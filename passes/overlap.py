@@ -26,6 +26,7 @@ the forward's first ones stand before it, marked `ahead`: the update of the step
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import median_high
 
 from torch import fx
 
@@ -53,9 +54,9 @@ class OverlapOptions:
     """See `zgraph.communication.Prefetch` for the bounds (bytes; None: as said there).
 
     `room_bytes` are those beyond what is needed at once, where `max_bytes` says nothing (None: two of the largest layers). What
-    is gathered early raises the step's peak by at most `spare_bytes` (None: half of the largest layer; no bound if there is
-    `max_bytes`). With `ahead` false every transfer is waited for where it starts. With `across` the first gathers start
-    before the forward. `costs` are what the simulated step is made of.
+    is gathered early raises the step's peak by at most `spare_bytes` (None: half of the largest layer, and a bucket of middle
+    size at least; no bound if there is `max_bytes`). With `ahead` false every transfer is waited for where it starts. With
+    `across` the first gathers start before the forward. `costs` are what the simulated step is made of.
     """
 
     max_bytes: int | None = None
@@ -179,7 +180,10 @@ class _Scheduler:
         options = self.options
         if options.spare_bytes is not None:
             return options.spare_bytes
-        return largest_layer(self.program) // 2 if options.max_bytes is None else options.max_bytes
+        if options.max_bytes is not None:
+            return options.max_bytes
+        sizes = [bucket.held for bucket in self.gathers if bucket.counted]
+        return max(largest_layer(self.program) // 2, int(median_high(sizes)) if sizes else 0)
 
     def _room(self) -> Room:
         memory = dict(zip(self.program.graph.nodes, memory_of(self.program), strict=True))

@@ -56,8 +56,8 @@ class Prefetch(Record, frozen=True):
     )
     spare_bytes: Bytes | None = Field(
         default=None,
-        description="bytes by which gathers that arrive early may raise the step's peak; none: half of the largest layer, and no bound "
-        "beside max_bytes",
+        description="bytes by which gathers that arrive early may raise the step's peak; none: half of the largest layer (a "
+        "bucket of middle size at least), and no bound beside max_bytes",
     )
     ahead_bytes: Bytes | None = Field(
         default=None, description="of these, bytes gathered that nothing has used yet; none: no bound of its own"
