@@ -2,8 +2,8 @@
 
 *Contract.* Computation keeps its order. On exit each gather starts as early as it has to, if the link, the cap on gathered
 bytes and the step's peak allow, and is waited for just before its first reader; each reduction starts once its gradient is
-there and the link has nothing more urgent, and is waited for as late as the cap on waiting gradients allows. The level is
-*scheduled*: order has meaning from here on.
+there and the link has nothing more urgent, and is waited for as late as the cap on waiting gradients and the step's peak
+allow. The level is *scheduled*: order has meaning from here on.
 
     for each operator, in order, at the simulated time t:
         start what it needs and what has not started; wait for it (the clock stands still until it has arrived)
@@ -46,6 +46,7 @@ DOUBT = 1.5  # a gather is as urgent as if all transfers took so many times thei
 SLACK = 1.25  # what is wanted on the link while an operator runs, in its own (simulated) time: costs are estimates
 MARGIN = 5e-4  # seconds on top of it: how late a rank may start its part
 UPDATE_TRAFFIC = 4  # how often an update reads and writes the bytes of all shards, at least
+NO_BOUND = 2**60  # bytes
 NOTEWORTHY = 1e-6  # seconds: stalls below it are no remark
 
 
@@ -181,7 +182,7 @@ class _Scheduler:
         if options.spare_bytes is not None:
             return options.spare_bytes
         if options.max_bytes is not None:
-            return options.max_bytes
+            return NO_BOUND
         sizes = [bucket.held for bucket in self.gathers if bucket.counted]
         return max(largest_layer(self.program) // 2, int(median_high(sizes)) if sizes else 0)
 
@@ -281,10 +282,9 @@ class _Scheduler:
             while ready and not self.options.ahead:
                 self._start(ready.pop(0), node)
                 self._await_oldest(ready)
-            while self.waiting > self.cap_reduce and self.queue:
-                self._await_oldest(ready)
-            while self.waiting > self.cap_reduce and ready:
-                self._start(ready.pop(0), node)
+            while self._too_many_wait(i + 1) and (self.queue or ready):
+                if not self.queue:
+                    self._start(ready.pop(0), node)
                 self._await_oldest(ready)
         for bucket in upcoming:  # read by nothing but the program's results
             self._start(bucket, None)
@@ -306,7 +306,7 @@ class _Scheduler:
             held += bucket.held
             if held > room or info(bucket.members[0].start).phase is not Phase.FORWARD:
                 break
-            if bucket.counted and not (self._urgent(bucket, 0) and self.room.fits(0, bucket.first, bucket.held)):
+            if bucket.counted and not (self._urgent(bucket, 0) and self._fits(bucket, 0)):
                 break
             upcoming.pop(0)
             for member in bucket.members:
@@ -356,7 +356,7 @@ class _Scheduler:
         elif ahead > self.cap_ahead:
             why = f"gathered bytes that nothing has used would reach {_mib(ahead)}, cap {_mib(self.cap_ahead)}"
             remedy = f"prefetch.ahead_bytes={ahead}"
-        elif (reached := self.room.reached(i, gather.first, gather.held)) > self.room.limit:
+        elif (reached := self.room.reached(i, gather.first, gather.held + self.waiting)) > self.room.limit:
             why = f"the step's memory would reach {_mib(reached)}, limit {_mib(self.room.limit)}"
             remedy = f"prefetch.spare_bytes={reached - self.room.limit + self.spare}"
         else:
@@ -364,6 +364,12 @@ class _Scheduler:
         if gather.blocked is None:
             gather.blocked = (f"not hoisted above {self.operators[i].name}: {why}", remedy)
         return False
+
+    def _too_many_wait(self, i: int) -> bool:
+        """Are there more gradients waiting before operator `i` than may, or (if nothing is said of it) than there is room for?"""
+        if self.waiting > self.cap_reduce:
+            return True
+        return self.options.reduce_bytes is None and self.room.reached(i, i + 1, self.waiting) > self.room.limit
 
     def _start(self, bucket: _Bucket, node: fx.Node | None) -> None:
         """Start a bucket before the operator `node`; None: before the first one, or at the end."""

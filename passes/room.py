@@ -23,13 +23,9 @@ class Room:
         self.limit = int(self._load.max()) + spare
 
     def reached(self, at: int, first: int, size: int) -> int:
-        """The most bytes that are live from operator `at` to the one before `first`, with `size` more."""
+        """The most bytes that are live from operator `at` to the one before `first`, with `size` more. `limit` is what may be."""
         return int(self._load[at:first].max(initial=0)) + size
 
-    def fits(self, at: int, first: int, size: int) -> bool:
-        """May `size` bytes that are needed at operator `first` be there from operator `at` on?"""
-        return self.reached(at, first, size) <= self.limit
-
     def hold(self, at: int, first: int, size: int) -> None:
-        """They are."""
+        """`size` bytes that are needed at operator `first` are there from operator `at` on."""
         self._load[at:first] += size

@@ -63,7 +63,8 @@ class Prefetch(Record, frozen=True):
         default=None, description="of these, bytes gathered that nothing has used yet; none: no bound of its own"
     )
     reduce_bytes: Bytes | None = Field(
-        default=None, description="bytes of gradients that wait to be scattered; none: two of the largest layers"
+        default=None,
+        description="bytes of gradients that wait to be scattered; none: two of the largest layers, where that raises no peak",
     )
     reuse_bytes: Bytes | None = Field(
         default=None,
