@@ -125,10 +125,8 @@ def goals(result: Result) -> list[Goal]:
     sharded = [v for v in others if not v.startswith("ddp")]
     alone = compute(result)
 
-    def link(rate: str) -> float | None:  # (that of ZeRO-3's traffic, of which zgraph may save some)
-        return max(
-            (seconds for v in (stage3, *stock) if (seconds := (at(result, v, rate) or {}).get("link"))), default=None
-        )
+    def link(rate: str) -> float | None:
+        return (at(result, stage3, rate) or {}).get("link")
 
     bound = max((x for x in (alone, link("2")) if x), default=None) if alone and link("2") else None
     own = exposed(result, stage3, "2", step(result, stage3, "0"))
