@@ -34,7 +34,7 @@ class Parts:
 
 
 def split(program: Program) -> Parts:
-    """Split `program`; it is not changed. Raises `PassError` if a value that crosses is no tensor."""
+    """Split `program`; it is not changed. Raises `CaptureError` if a value that crosses is no tensor."""
     joint = program.snapshot()
     ahead = _cut_ahead(joint)
     gradients = [item for item in joint.output_items() if item[0].role is OutputRole.GRADIENT]

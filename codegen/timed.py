@@ -54,10 +54,9 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds before, in, between and after the calls of one run, and whether it settled its transfers."""
+    """Seconds before, in, between and after the calls of one run."""
 
     intervals: list[float]
-    settled: bool
 
     @property
     def seconds(self) -> float:
@@ -71,7 +70,7 @@ class Timed:
         self.executable = executable
         self.watch = watch
         self.settles = True
-        self._records: list[tuple[list[Any], bool]] = []
+        self._records: list[list[Any]] = []
         self._moments: list[Any] = []
         self._original = executable.function
         self._function = executable.function
@@ -89,7 +88,7 @@ class Timed:
         self._moments = moments = [self.watch.now()]
         results = self._function(values)
         moments.append(self.watch.now())
-        self._records.append((moments, self.settles))
+        self._records.append(moments)
         return results
 
     def _mark(self) -> None:
@@ -104,14 +103,14 @@ class Timed:
     def take(self) -> list[Run]:
         """The runs since this was last asked for; on CUDA this waits for the device."""
         records, self._records = self._records, []
-        return [Run([self.watch.between(a, b) for a, b in itertools.pairwise(r)], settled) for r, settled in records]
+        return [Run([self.watch.between(a, b) for a, b in itertools.pairwise(r)]) for r in records]
 
-    def transfers(self, run: Run) -> tuple[float, float, int]:
-        """(seconds in starts of collectives, seconds in waits for them, number of starts) of a run."""
+    def starts(self, run: Run) -> tuple[float, int]:
+        """(seconds in starts of collectives, number of starts) of a run."""
         nodes = list(self.executable.program.graph.nodes)
         calls = [(nodes[at], run.intervals[2 * i + 1]) for i, (_, at) in enumerate(self.executable.calls)]
-        starts = [seconds for node, seconds in calls if collectives.is_start(node)]
-        return sum(starts), sum(seconds for node, seconds in calls if collectives.is_wait(node)), len(starts)
+        found = [seconds for node, seconds in calls if collectives.is_start(node)]
+        return sum(found), len(found)
 
     def longer(self, alone: Sequence[Run], beside: Sequence[Run]) -> float:
         """How many seconds more its computing takes with transfers `beside` it: the sum over calls of their medians'

@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import fx
 
+from zgraph.program import collectives
 from zgraph.program.node import Phase, info
 
 
@@ -19,6 +20,8 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
         return base if isinstance(base, fx.Node) and aliased_input(base) is not None else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
+    if node.target is torch.ops.aten._unsafe_view.default:  # (its schema does not say so)
+        return node.all_input_nodes[0]
     schema = node.target._schema
     if not any(r.alias_info is not None for r in schema.returns):
         return None
@@ -68,5 +71,18 @@ def aliases_of(root: fx.Node) -> list[fx.Node]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Does this node draw from a random state?"""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Does this node draw from a random state? (Attention without dropout does not, whatever its operator could.)"""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [a.name for a in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")
+    given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
+
+
+def made_once(node: fx.Node) -> bool:
+    """Must this value not be made again? (What was drawn would be another one, and a collective needs all ranks.)"""
+    source = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return is_random(source) or collectives.is_start(source) or collectives.is_wait(source)

@@ -1,7 +1,7 @@
 """Puts transfers together that are needed, or ready, one after another: each start of a transfer costs the link's latency.
 
 *Contract.* On entry every parameter is gathered and every gradient reduced by a transfer of its own. On exit starts of
-the same `bucket` stand side by side, and code generation makes one coalesced collective of them: no tensor is copied.
+the same `bucket` stand side by side, and code generation makes one coalesced collective of them, where the transport can: no tensor is copied.
 
 A bucket has one phase, one dtype and one mesh dimension, and never spans two layers: what ZeRO-3 lets go after a layer
 is not held for the next one. It grows until it has so many bytes that the latency is 5% of the transfer (or as many as the

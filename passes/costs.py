@@ -39,6 +39,11 @@ class Link(Record, frozen=True):
     scatter: Rate = Field(default=1.0, description="how many times its bytes a reduce-scatter moves (gloo: 2)")
     work: Seconds = Field(default=0.0, description="seconds of computing that each byte costs the rank besides")
     start: Seconds = Field(default=0.0, description="seconds of computing that each start of a transfer costs the rank")
+    joins: bool = Field(default=True, description="whether a bucket is one transfer (gloo: each of its members is one)")
+
+    def transfers(self, members: int) -> int:
+        """As how many transfers a bucket of so many members goes."""
+        return 1 if self.joins else members
 
 
 class Hardware(Record, frozen=True):
@@ -86,7 +91,7 @@ CPU = Hardware(
     launch=2e-6,
     capacity=16 * 10**9,
     host=13e9,
-    links={"*": Link(bandwidth=125e6, latency=50e-6, scatter=2)},
+    links={"*": Link(bandwidth=125e6, latency=50e-6, scatter=2, joins=False)},
 )
 H100 = Hardware(
     name="h100-80g",
@@ -155,12 +160,12 @@ class Costs:
         """The time on its link, alone, of a bucket: collectives of one kind that start together."""
         link = self.hardware.link(str(info(starts[0]).mesh_dim))
         whole = sum(bytes_of(s) for s in starts)
-        return float(ring(link, collectives.kind(starts[0]), whole, ranks))
+        return float(ring(link, collectives.kind(starts[0]), whole, ranks, link.transfers(len(starts))))
 
     def work(self, starts: Sequence[fx.Node]) -> float:
         """The time that a bucket takes from the compute stream (on CPUs, which move the bytes themselves)."""
         link = self.hardware.link(str(info(starts[0]).mesh_dim))
-        return link.start + link.work * sum(bytes_of(s) for s in starts)
+        return link.start * link.transfers(len(starts)) + link.work * sum(bytes_of(s) for s in starts)
 
     def compute(self, program: Program) -> dict[fx.Node, float]:
         """The time of every operator that is no collective."""
@@ -228,10 +233,14 @@ def flops_of(node: fx.Node) -> int:
 def signature(node: fx.Node) -> str:
     """Equal for operators that do the same on values of the same types."""
 
-    def shown(n: fx.Node) -> str:
-        return "; ".join(f"{t.dtype}{list(t.shape)}{list(t.stride())}" for t in tensors(n))
+    def shown(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return leaf.type  # (of which rank it is does not matter)
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        return "; ".join(f"{t.dtype}{list(t.shape)}{list(t.stride())}" for t in tensors(leaf))
 
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), shown)
+    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), shown)
     return f"{node.target} {args!r} {kwargs!r}"
 
 

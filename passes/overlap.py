@@ -30,6 +30,7 @@ from statistics import median_high
 
 from torch import fx
 
+from zgraph.communication import shown_bytes
 from zgraph.errors import PlanError
 from zgraph.passes.aliases import is_view
 from zgraph.passes.contract import graph_pass
@@ -235,9 +236,9 @@ class _Scheduler:
         if needed > cap:
             names = [m.name for b in which for m in b.members]
             raise PlanError(
-                f"gathered parameters can't be held within {_mib(cap)}",
+                f"gathered parameters can't be held within {shown_bytes(cap)}",
                 where="prefetch.max_bytes",
-                why=f"{self.program.name} needs {_mib(needed)} at once: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}",
+                why=f"{self.program.name} needs {shown_bytes(needed)} at once: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}",
                 hint=f"the smallest that works is {needed} bytes, with no prefetch at all; smaller buckets may need less",
             )
         ahead = cap if options.ahead_bytes is None else options.ahead_bytes
@@ -352,12 +353,15 @@ class _Scheduler:
             return True
         live, ahead = self.live + gather.held, self.ahead + gather.held
         if live > self.cap:
-            why, remedy = f"gathered bytes would reach {_mib(live)}, cap {_mib(self.cap)}", f"prefetch.max_bytes={live}"
+            why, remedy = (
+                f"gathered bytes would reach {shown_bytes(live)}, cap {shown_bytes(self.cap)}",
+                f"prefetch.max_bytes={live}",
+            )
         elif ahead > self.cap_ahead:
-            why = f"gathered bytes that nothing has used would reach {_mib(ahead)}, cap {_mib(self.cap_ahead)}"
+            why = f"gathered bytes that nothing has used would reach {shown_bytes(ahead)}, cap {shown_bytes(self.cap_ahead)}"
             remedy = f"prefetch.ahead_bytes={ahead}"
         elif (reached := self.room.reached(i, gather.first, gather.held + self.waiting)) > self.room.limit:
-            why = f"the step's memory would reach {_mib(reached)}, limit {_mib(self.room.limit)}"
+            why = f"the step's memory would reach {shown_bytes(reached)}, limit {shown_bytes(self.room.limit)}"
             remedy = f"prefetch.spare_bytes={reached - self.room.limit + self.spare}"
         else:
             return True
@@ -468,7 +472,7 @@ class _Scheduler:
         if not self.options.ahead:
             why, remedy = "prefetch is off", "prefetch.enabled=True"
         elif self.waiting > self.cap_reduce:
-            why = f"gradients that wait to be scattered would reach {_mib(self.waiting)}, cap {_mib(self.cap_reduce)}"
+            why = f"gradients that wait to be scattered would reach {shown_bytes(self.waiting)}, cap {shown_bytes(self.cap_reduce)}"
             remedy = f"prefetch.reduce_bytes={self.waiting}"
         else:
             why = "there is nothing left to compute beside it"
@@ -495,9 +499,3 @@ def _all_views(node: fx.Node) -> list[fx.Node]:
                 found[user] = None
                 stack.append(user)
     return sorted(found)
-
-
-def _mib(size: int) -> str:
-    if size < 2**20:
-        return f"{size} bytes"
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.passes.aliases import is_random, is_view, mutates
+from zgraph.passes.aliases import is_view, made_once, mutates
 from zgraph.passes.contract import graph_pass
 from zgraph.program import torch_private
-from zgraph.program.collectives import is_start, is_wait
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import OutputRole, Program
 
@@ -56,7 +55,7 @@ def merge_equal(program: Program) -> int:
             not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem
         ):
             continue
-        if is_random(node) or mutates(node) or is_start(node) or is_wait(node) or node.is_impure():
+        if made_once(node) or mutates(node) or node.is_impure():
             continue
         key = (node.target, _key(node.args), _key(node.kwargs))
         known = first.setdefault(key, node)
@@ -112,14 +111,15 @@ def _view_of_input(node: fx.Node) -> bool:
     return node.op == "placeholder"
 
 
-def recompute_all_but(program: Program, saved: set[str]) -> int:
-    """Copy into the backward every forward node that it reads and that is not named in `saved`; returns the copies."""
+def recompute_all_but(program: Program, saved: set[str], by: str = "recompute") -> int:
+    """Copy into the backward every forward node that it reads and that is not named in `saved`; returns the copies. `by` is the
+    pass that makes them."""
     copies: dict[fx.Node, fx.Node] = {}
 
     def again(node: fx.Node, before: fx.Node) -> fx.Node:
         if node in copies or node.op != "call_function" or node.name in saved or info(node).phase is Phase.BACKWARD:
             return copies.get(node, node)
-        if is_random(node) or is_start(node) or is_wait(node):
+        if made_once(node):
             return node
         for used in node.all_input_nodes:
             again(used, before)
@@ -127,7 +127,7 @@ def recompute_all_but(program: Program, saved: set[str]) -> int:
             copied = program.graph.node_copy(node, lambda n: copies.get(n, n))
         copied.meta = dict(node.meta)
         record: NodeInfo = info(node)
-        set_info(copied, record.but(phase=Phase.BACKWARD, copy_of=node.name, made_by="recompute"))
+        set_info(copied, record.but(phase=Phase.BACKWARD, copy_of=node.name, made_by=by))
         copies[node] = copied
         return copied
 

@@ -1,8 +1,8 @@
 """Replays a program on streams, without running it: step time, what communication is exposed, memory at every node.
 
 One compute stream runs the nodes in order. A collective runs on its link from its start, or from when the link is free;
-its wait holds the compute stream up until it is done. What the compute stream waits for is exposed. All of a program's
-collectives share the link of their mesh dimension, and dimensions without a link of their own share one.
+its wait holds the compute stream up until it is done. What the compute stream waits for is exposed. All data-parallel
+collectives share one link, whatever their mesh dimension: a second process group is no second network.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
     """
     compute = costs.compute(program)
     clock = 0.0
-    free: dict[str, float] = {}
+    free = -lead  # when the link is
     done: dict[fx.Node, float] = {}
     busy: Counter[str] = Counter()
     stalls: list[Stall] = []
@@ -128,8 +128,8 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
             name = f"link:{dim if dim in costs.hardware.links else '*'}"
             seconds, work = costs.transfer(starts, program.mesh[dim]), costs.work(starts)
             clock += work
-            free[name] = max(clock - lead if info(node).ahead else clock, free.get(name, -lead)) + seconds
-            done.update(dict.fromkeys(starts, free[name]))
+            free = max(clock - lead if info(node).ahead else clock, free) + seconds
+            done.update(dict.fromkeys(starts, free))
             busy[name] += seconds  # type: ignore[assignment]
             busy["compute"] += work  # type: ignore[assignment]
         elif collectives.is_wait(node):
@@ -140,7 +140,7 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
         elif node in compute:
             clock += compute[node]
             busy["compute"] += compute[node]  # type: ignore[assignment]
-    end = max([clock, *free.values()])
+    end = max(clock, free)
     return Forecast(program.name, end, dict(busy), tuple(stalls), tuple(memory_of(program)))
 
 

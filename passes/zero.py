@@ -17,6 +17,8 @@ reduce-scatter reads the gradient, both without a copy where ranks divide n.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -124,15 +126,16 @@ def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
             continue
         spec = program.params[name]
         shard = program.input_nodes(InputRole.PARAMETER)[name]
-        with program.graph.inserting_before(late[0]):
-            copies = {whole: _gather(program, shard, spec, Phase.BACKWARD, like=late[0])}
-            for link in chain[1:]:
-                if any(_backward_users(late_link) for late_link in _reach(link, chain)):
+        reaches = [link for link in chain[1:] if any(_backward_users(late_link) for late_link in _reach(link, chain))]
+        for readers in reuse.visits(name, late, close):
+            with program.graph.inserting_before(readers[0]):
+                copies = {whole: _gather(program, shard, spec, Phase.BACKWARD, like=readers[0])}
+                for link in reaches:
                     copies[link] = _copy(program, link, copies)
-        for user in late:
-            for link, copied in copies.items():
-                user.replace_input_with(link, copied)
-        regathered += 1
+            for user in readers:
+                for link, copied in copies.items():
+                    user.replace_input_with(link, copied)
+            regathered += 1
     return {"regathered": regathered, "held": held}
 
 
@@ -144,7 +147,10 @@ class _Reuse:
         self._sizes = {
             name: program.params[name].numel * program.params[name].compute_dtype.itemsize for name in wholes
         }
+        self._at = at
         self._readers = {name: self._positions(whole, at) for name, whole in wholes.items()}
+        reads = sorted((r, n) for n, (f, b) in self._readers.items() for r in (*f, *b))
+        self._order, self._names = [r for r, _ in reads], [n for _, n in reads]
 
     @staticmethod
     def _positions(whole: fx.Node, at: dict[fx.Node, int]) -> tuple[list[int], list[int]]:
@@ -158,6 +164,18 @@ class _Reuse:
         users = {u for link in links for u in link.users if u.op != "output" and not is_view(u)}
         forward = sorted(at[u] for u in users if info(u).phase is Phase.FORWARD)
         return forward, sorted(at[u] for u in users if info(u).phase is Phase.BACKWARD)
+
+    def visits(self, name: str, late: list[fx.Node], close: int) -> list[list[fx.Node]]:
+        """The readers of a weight in the backward, parted where more bytes of others than `close` are read between two: a
+        layer that is computed again long before its own backward gathers its weights twice."""
+        found = [[late[0]]]
+        for earlier, later in itertools.pairwise(late):
+            low, high = bisect.bisect_right(self._order, self._at[earlier]), bisect.bisect(self._order, self._at[later])
+            between = {n for n in self._names[low:high] if n != name}
+            if sum(self._sizes[n] for n in between) > close:
+                found.append([])
+            found[-1].append(later)
+        return found
 
     def distance(self, name: str) -> int:
         """Bytes of the other weights that are read in between."""

@@ -1,5 +1,7 @@
 """The gathers that a forward begins with start during the update before it."""
 
+import gc
+
 import models
 import pytest
 import torch
@@ -113,6 +115,31 @@ def what_is_in_flight():
 def test_an_update_leaves_them_in_flight_and_the_forward_takes_them(ranks):
     for flying, order, after in ranks.run(what_is_in_flight):
         assert flying == order and flying and after == []
+
+
+def transfers_that_nobody_waits_for():
+    from torch._C._distributed_c10d import _get_work_registry_size
+
+    found = [_get_work_registry_size()]
+    model, inputs = compiled(True)
+    zgraph.calibrate(model_of_its_own(), plan(True), inputs, steps=2)
+    gc.collect()
+    found.append(_get_work_registry_size())
+    losses(model, inputs)
+    found.append(_get_work_registry_size())
+    del model
+    gc.collect()
+    return [*found, _get_work_registry_size()]
+
+
+def model_of_its_own():
+    return models.build("llama").model
+
+
+def test_none_outlives_a_calibration_or_the_model(ranks):
+    """torch holds a transfer's tensors until it has been waited for."""
+    for before, calibrated, trained, gone in ranks.run(transfers_that_nobody_waits_for):
+        assert before == calibrated == gone < trained
 
 
 def a_step_that_fails():

@@ -221,9 +221,9 @@ def test_overlap_benchmark_measures_variants_side_by_side(tmp_path: Path) -> Non
 def test_memory_count_is_that_of_the_blocks_held() -> None:
     code = """
 import torch
-from link import memory
+from zgraph import allocations as memory
 torch.ones(1 << 22)  # nothing from before counts
-memory.install()
+memory.count()
 before = memory.live()
 kept = [torch.empty(1 << 20) for _ in range(4)]
 memory.reset_peak()
@@ -387,7 +387,7 @@ def linked() -> Iterator[Ranks]:
     """Two ranks in which a group over the link can be made."""
     if shutil.which("g++") is None:
         pytest.skip("the link is compiled by g++")
-    code = "from link.build import load; load('zlink.cpp')"  # half a minute, in which no rank waits for another
+    code = "import link.zlink"  # half a minute, in which no rank waits for another
     subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True, timeout=280)
     with Ranks(2) as ranks:
         for outcome in ranks.attempt(link_group):

@@ -550,6 +550,7 @@ def test_snapshots_do_not_change_when_later_passes_run():
     assert [r.name for r in history.records] == [
         "capture",
         "cleanup",
+        "checkpoint",
         "shard_parameters",
         "regather",
         "reduce_gradients",

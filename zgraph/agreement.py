@@ -48,11 +48,9 @@ class Agreement:
         if mesh is None or mesh.size() == 1:
             return
         self.ranks = [int(r) for r in mesh.mesh.flatten().tolist()]
-        whole = self.ranks == list(range(dist.get_world_size()))
-        backend = dist.get_backend()
-        fit = backend in ("gloo", "fake") or "cpu:gloo" in backend
-        # Votes are read on the host: over NCCL each would stop the GPU, over others wait behind transfers in flight.
-        self.group = dist.group.WORLD if whole and fit else dist.new_group(self.ranks, backend=None if fit else "gloo")
+        # A group of their own: votes are read on the host. Over NCCL each would stop the GPU, and in a group that
+        # programs use they would wait behind the transfers in flight.
+        self.group = dist.new_group(self.ranks, backend="fake" if dist.get_backend() == "fake" else "gloo")
 
     def vote(
         self,
@@ -91,14 +89,18 @@ class Agreement:
             hint="give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
         )
 
-    def any(self, subject: str, mine: bool) -> bool:
-        """Is it true on at least one rank?"""
+    def most(self, subject: str, mine: int) -> int:
+        """The largest of what the ranks give."""
         if self.group is None:
             return mine
-        flag = torch.tensor([int(mine)], dtype=torch.int64)
+        flag = torch.tensor([mine], dtype=torch.int64)
         with _named(f"the ranks' vote about {subject} (all_reduce)", ""):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(flag.item())
+        return int(flag.item())
+
+    def any(self, subject: str, mine: bool) -> bool:
+        """Is it true on at least one rank?"""
+        return bool(self.most(subject, int(mine)))
 
     def gather(self, subject: str, mine: Any) -> list[Any]:
         """What each rank gives (any picklable object), in order."""

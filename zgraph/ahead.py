@@ -6,6 +6,7 @@ each shard that was sent tells also of changes that torch does not count (`zgrap
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ class Ahead:
         self._versions: dict[str, tuple[int, ...]] = {}
         self._left: list[Executable] = []
         self._unwritten: set[str] = set()
-        self._unchanged = Unchanged(shards, device, "step() had sent them to the other ranks")
+        self._unchanged = Unchanged(shards, agreement, device, "step() had sent them to the other ranks")
 
     # -- the update's side --------------------------------------------------------------------------------------------
     def order(self) -> list[str]:
@@ -64,10 +65,7 @@ class Ahead:
     # -- the forward's side -------------------------------------------------------------------------------------------
     def take(self, step: StepProgram) -> dict[str, torch.Tensor]:
         """The first gathers of a forward, on their way; all ranks must call it."""
-        if self.flying and (
-            self.step is not step
-            or self.agreement.any("changed weights", not self._unchanged.since(self._versions, self._differ))
-        ):
+        if self.flying and (self.step is not step or not self._unchanged.since(self._versions, self._differ)):
             self.drop()
         if not self.flying:
             for executable in step.ahead():
@@ -82,6 +80,10 @@ class Ahead:
         for value in self.flying.values():
             collectives.WAIT(value)
         self.flying, self._sent, self._versions, self._left = {}, {}, {}, []
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # (the process group may be gone)
+            self.drop()
 
     def _start(self, executable: Executable) -> None:
         values = [self.shards.local(p.name) for p in executable.program.inputs]

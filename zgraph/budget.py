@@ -1,6 +1,7 @@
-"""A program within the plan's memory budget: how early gathers may start, and which weights are held for the backward.
+"""A program within the plan's memory budget: what is computed again, how early gathers start, which weights are held.
 
-The budget is for the peak of the simulated step at every position. What is left of it goes, first, to transfers in flight, as
+The budget is for the peak of the simulated step at every position. Where the plainest schedule does not fit, values are computed
+again, no more than it takes (`zgraph/passes/rotor.py`). What is left of the budget goes, first, to transfers in flight, as
 long as that makes the step shorter; then to weights that are kept from the forward to the backward instead of being gathered
 again, those first whose second gather costs most time per byte (DeepCompile's selective unsharding; Tanaka et al., 2025,
 "DeepCompile: A Compiler-Driven Approach to Optimizing Distributed Deep Learning Training").
@@ -8,38 +9,56 @@ again, those first whose second gather costs most time per byte (DeepCompile's s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from zgraph.communication import shown_bytes
 from zgraph.errors import PlanError
-from zgraph.passes import History, PassManager
-from zgraph.passes.costs import Costs
-from zgraph.passes.simulator import simulate
+from zgraph.passes import History, Pass, PassManager
+from zgraph.passes.chain import chain_of
+from zgraph.passes.costs import Costs, size_of
+from zgraph.passes.rotor import Rotor
+from zgraph.passes.simulator import Forecast, simulate
 from zgraph.passes.transfers import gathers_of, largest_layer
 from zgraph.pipeline import PLAIN, Choice, Variant, build
 from zgraph.plan import Plan
 from zgraph.program.node import Phase, info
-from zgraph.program.program import Program
+from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.remark import Remark
 
-TURNS = 7  # of a bisection over the weights to keep
+TURNS = 10  # of the search for the bytes that activations may take
+WORTH = 0.01  # of a step: so much waiting is worth a search
+CLOSE = 0.003  # of the budget: so much may be left of it
+LEAST = Choice(room=0, spare=0, reduce=0)
 
 
 def run_passes(
-    captured: Program, plan: Plan, costs: Costs, variant: Variant = PLAIN, *, training: bool = True, held: int = 0
-) -> History:
-    """The plan's pipeline over a captured program, which is changed. `held` are bytes that live outside of it all the time.
+    captured: Program,
+    plan: Plan,
+    costs: Costs,
+    variant: Variant = PLAIN,
+    *,
+    training: bool = True,
+    held: int = 0,
+    choice: Choice | None = None,
+) -> tuple[History, Choice]:
+    """The plan's pipeline over a captured program, which is changed; and what was decided. `held` are bytes that live outside
+    of it all the time. With a `choice` (another variant's: both must save the same values) nothing is decided again.
 
     Raises `PlanError` with the smallest budget that works if the plan's does not.
     """
     if plan.memory_budget is None:
-        return PassManager(build(plan, variant, training=training, costs=costs)).run(captured)
-    return _Budget(captured, plan, costs, variant, training, held).run()
+        return PassManager(build(plan, variant, training=training, costs=costs)).run(captured), Choice()
+    search = _Budget(captured, plan, costs, variant, training, held)
+    return search.run() if choice is None else search.follow(choice)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Outcome:
+    choice: Choice
     peak: int
     seconds: float
+    forecast: Forecast
 
 
 class _Budget:
@@ -54,80 +73,159 @@ class _Budget:
         self.training = training
         self.held = held
         self.budget: int = plan.memory_budget
-        passes = build(plan, variant, training=training, costs=costs)
-        self.cut = next(i for i, p in enumerate(passes) if p.name in ("regather", "keep_gathered"))
-        manager = PassManager(passes[: self.cut], verify=False, snapshots=False)
+        names = [p.name for p in self._passes(LEAST)]
+        self.cut = names.index("shard_parameters")
+        manager = PassManager(self._passes(LEAST)[: self.cut], verify=False, snapshots=False)
         self.start = manager.run(captured.snapshot()).program  # what all choices have in common
+        self.tried: dict[Choice, _Outcome] = {}
 
-    def run(self) -> History:
+    def run(self) -> tuple[History, Choice]:
+        plain = self._try(LEAST)
+        base = plain if plain.peak <= self.budget else self._recompute(plain)
         layer = largest_layer(self.start)
-        least = Choice(room=0, spare=0, reduce=0)
-        tight = self._try(least)
-        if tight.peak > self.budget:
-            raise PlanError(
-                f"a step does not fit into {_gib(self.budget)}",
-                where="memory_budget",
-                why=f"{self.captured.name} needs {_gib(tight.peak)} at its peak, with nothing kept and nothing gathered ahead"
-                + (f"; {_gib(self.held)} of it are optimizer states and gradients" if self.held else ""),
-                hint=f"the smallest that works is {tight.peak} bytes; or more ranks, a smaller batch, a higher ZeRO stage",
-            )
-        spare = self.budget - tight.peak
-        choices = [least, *(Choice(layer * n // 2, max(spare - layer * n, 0), layer * n) for n in (1, 2, 4))]
-        fitting = [(o, c) for c in choices if (o := self._try(c)).peak <= self.budget]
-        best, choice = min(fitting, key=lambda item: (item[0].seconds, item[0].peak))
-        kept, missed = self._keep(choice)
-        if kept and (outcome := self._try(kept)).seconds <= best.seconds:
-            best, choice = outcome, kept
-        passes = build(self.plan, self.variant, training=self.training, costs=self.costs, choice=choice)
-        history = PassManager(passes).run(self.captured)
+        found = [base]
+        for n in (1, 2, 4):
+            spare = max(self.budget - base.peak - layer * n, 0)
+            found += self._fitted(base.choice.but(room=layer * n // 2, spare=spare, reduce=layer * n))
+        best = min(found, key=lambda o: (o.seconds, o.peak))
+        ways = [self._keep(outcome) for outcome in dict.fromkeys((best, base, *self._with_room(base)))]
+        best, missed = min(ways, key=lambda way: (way[0].seconds, way[0].peak))
+        history = PassManager(self._passes(best.choice)).run(self.captured)
         if missed is not None:
             history.program.remarks.append(missed)
-        return history
+        return history, best.choice
+
+    def follow(self, choice: Choice) -> tuple[History, Choice]:
+        """Another variant's decisions. Raises `PlanError` if it does not fit with them."""
+        outcome = self._try(choice)
+        if outcome.peak > self.budget:
+            raise self._refusal(outcome, f"{self.captured.name} with the gradients and weights of other micro-batches")
+        return PassManager(self._passes(choice)).run(self.captured), choice
+
+    # -- trying -----------------------------------------------------------------------------------------------------------
+    def _passes(self, choice: Choice) -> list[Pass]:
+        return build(self.plan, self.variant, training=self.training, costs=self.costs, choice=choice)
 
     def _try(self, choice: Choice) -> _Outcome:
-        passes = build(self.plan, self.variant, training=self.training, costs=self.costs, choice=choice)[self.cut :]
-        program = PassManager(passes, verify=False, snapshots=False).run(self.start.snapshot()).program
-        found = simulate(program, self.costs)
-        return _Outcome(sum(found.peak.values()) + self.held, found.seconds)
+        if choice not in self.tried:
+            program = self._after_cut(choice)
+            found = simulate(program, self.costs)
+            peak = max(sum(found.peak.values()), _after(program)) + self.held
+            self.tried[choice] = _Outcome(choice, peak, found.seconds, found)
+        return self.tried[choice]
 
-    def _keep(self, choice: Choice) -> tuple[Choice | None, Remark | None]:
+    def _after_cut(self, choice: Choice, until: int | None = None) -> Program:
+        passes = self._passes(choice)[self.cut : until]
+        return PassManager(passes, verify=False, snapshots=False).run(self.start.snapshot()).program
+
+    def _recompute(self, plain: _Outcome) -> _Outcome:
+        """The least that must be computed again. Raises `PlanError` where the smallest is too much."""
+        if self.plan.recompute != "auto" or not self.training:
+            raise self._refusal(plain, f"{self.captured.name}, with nothing kept and nothing gathered ahead")
+        rotor = Rotor(chain_of(self.start, self.costs).segments)
+        low, high = rotor.least(), rotor.bytes
+        best = outcome = self._try(LEAST.but(activations=low))
+        if best.peak > self.budget:
+            raise self._refusal(best, f"{self.captured.name}, with all computed again that can be")
+        at = low
+        for _ in range(TURNS):  # a byte more for activations is a byte more at the peak, nearly
+            at += self.budget - outcome.peak
+            at = at if low < at < high else (low + high) // 2
+            outcome = self._try(LEAST.but(activations=at))
+            if outcome.peak <= self.budget:
+                low = at
+                best = min(best, outcome, key=lambda o: (o.seconds, o.peak))
+                if self.budget - outcome.peak < CLOSE * self.budget:
+                    break
+            else:
+                high = at
+        return best
+
+    def _with_room(self, base: _Outcome) -> list[_Outcome]:
+        """Where a step waits for gathers: more is computed again than must be, so that weights can be kept instead."""
+        used = base.choice.activations
+        if used is None or base.forecast.exposed.get("gather", 0.0) < WORTH * base.seconds:
+            return []
+        least = Rotor(chain_of(self.start, self.costs).segments).least()
+        return [self._try(LEAST.but(activations=at)) for at in sorted({least, (least + used) // 2} - {used})]
+
+    def _fitted(self, choice: Choice) -> list[_Outcome]:
+        """The outcome of a choice, with fewer bytes for activations if it needs them for transfers; none if it does not fit."""
+        outcome = self._try(choice)
+        if outcome.peak > self.budget and choice.activations is not None:
+            outcome = self._try(choice.but(activations=choice.activations - (outcome.peak - self.budget)))
+        return [outcome] if outcome.peak <= self.budget else []
+
+    def _refusal(self, outcome: _Outcome, what: str) -> PlanError:
+        holds = sorted(((v, k) for k, v in outcome.forecast.peak.items() if v), reverse=True)
+        there = ", ".join(f"{k} {shown_bytes(v)}" for v, k in holds[:4])
+        outside = f"; {shown_bytes(self.held)} of it are optimizer states and gradients" if self.held else ""
+        return PlanError(
+            f"a step does not fit into {shown_bytes(self.budget)}",
+            where="memory_budget",
+            why=f"{what}, needs {shown_bytes(outcome.peak)} at its peak ({there}{outside}), and takes "
+            f"{outcome.seconds * 1e3:.4g} ms by the plan's hardware",
+            hint=f"the smallest that works is {outcome.peak} bytes; or more ranks, a smaller batch, a higher ZeRO stage"
+            + ("" if self.plan.recompute == "auto" else ', recompute="auto"'),
+        )
+
+    # -- kept weights -----------------------------------------------------------------------------------------------------
+    def _keep(self, base: _Outcome) -> tuple[_Outcome, Remark | None]:
         """As many weights as fit, in the order of what their second gather costs; and what is said of the first that
         does not."""
-        order = self._candidates()
-        low, high = 0, len(order)  # (low fits, high + 1 is not known to)
-        for _ in range(TURNS):
-            if low >= high:
-                break
+        ranked = self._candidates(base.choice)
+        order = [name for _, _, name in ranked]
+        if all(size > self.budget - base.peak for _, size, _ in ranked):
+            some = 0
+        else:
+            some = self._bisect(len(order), lambda n: base.choice.but(keep=frozenset(order[:n])))
+        best = self._try(base.choice.but(keep=frozenset(order[:some])))
+        if best.seconds > base.seconds:
+            best, some = base, 0
+        if some == len(order):
+            return best, None
+        more = self._try(base.choice.but(keep=frozenset(order[: some + 1]))).peak
+        return best, Remark(
+            "regather",
+            order[some],
+            f"{order[some]} and {len(order) - some - 1} other weights are gathered again for the backward",
+            f"kept, the peak would reach {shown_bytes(more)}, budget {shown_bytes(self.budget)}",
+            sum(seconds for seconds, _, _ in ranked[some:]),
+            f"memory_budget={more} has room for the first of them",
+        )
+
+    def _bisect(self, most: int, choice: Callable[[int], Choice]) -> int:
+        """The largest number up to `most` of which the choice fits; 0 is known to."""
+        low, high = 0, most
+        while low < high:
             middle = (low + high + 1) // 2
-            fits = self._try(choice.but(order[:middle])).peak <= self.budget
+            fits = self._try(choice(middle)).peak <= self.budget
             low, high = (middle, high) if fits else (low, middle - 1)
-        missed = None
-        if low < len(order):
-            seconds = sum(s for s, _, _ in self._ranked[low:])
-            peak = self._try(choice.but(order[: low + 1])).peak
-            missed = Remark(
-                "regather",
-                order[low],
-                f"{order[low]} and {len(order) - low - 1} other weights are gathered again for the backward",
-                f"kept, the peak would reach {_gib(peak)}, budget {_gib(self.budget)}",
-                seconds,
-                f"memory_budget={peak} has room for the first of them",
-            )
-        return (choice.but(order[:low]) if low else None), missed
+        return low
 
-    def _candidates(self) -> list[str]:
-        """The weights that both phases gather: most seconds per byte first, then those whose uses are closest."""
-        again = build(self.plan, self.variant, training=self.training, costs=self.costs)[self.cut]
-        program = PassManager([again], verify=False, snapshots=False).run(self.start.snapshot()).program
-        self._ranked: list[tuple[float, int, str]] = []
-        for at, gather in enumerate(gathers_of(program)):
+    def _candidates(self, choice: Choice) -> list[tuple[float, int, str]]:
+        """The weights that both phases gather, as (seconds of the second gather, bytes, name): most seconds per byte first, then
+        those whose uses are closest."""
+        names = [p.name for p in self._passes(choice)]
+        if "regather" not in names:
+            return []
+        made = self._after_cut(choice, until=names.index("regather") + 1)
+        found: dict[str, tuple[float, int]] = {}
+        for at, gather in enumerate(gathers_of(made)):
             if info(gather.start).phase is Phase.BACKWARD:
-                ranks = program.mesh[str(info(gather.start).mesh_dim)]
-                self._ranked.append((self.costs.transfer([gather.start], ranks), at, gather.name))
-        sizes = {g.name: max(g.bytes, 1) for g in gathers_of(program)}
-        self._ranked.sort(key=lambda r: (-round(r[0] / sizes[r[2]] * 1e12), r[1]))
-        return [name for _, _, name in self._ranked]
+                ranks = made.mesh[str(info(gather.start).mesh_dim)]
+                seconds, place = found.get(gather.name, (0.0, at))
+                found[gather.name] = (seconds + self.costs.transfer([gather.start], ranks), place)
+        sizes = {g.name: max(g.bytes, 1) for g in gathers_of(made)}
+        ranked = sorted(found.items(), key=lambda i: (-round(i[1][0] / sizes[i[0]] * 1e12), i[1][1]))
+        return [(seconds, sizes[name], name) for name, (seconds, _) in ranked]
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+def _after(program: Program) -> int:
+    """Bytes at the end of the update: parameters, gradients, and the first gathers of the next step with what was sent."""
+    held = sum(size_of(n) for n in program.input_nodes(InputRole.PARAMETER).values())
+    held += sum(size_of(n) for p, n in program.output_items() if p.role is OutputRole.GRADIENT)
+    for gather in gathers_of(program):
+        if info(gather.start).ahead:
+            held += gather.bytes + sum(size_of(a) for a in gather.start.all_input_nodes)
+    return held

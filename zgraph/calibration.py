@@ -75,15 +75,16 @@ def calibrate(
     """
     plan = (plan or Plan()).model_copy(update={"hardware": None, "micro_batches": 1})
     args, kwargs = split_inputs(inputs)
-    twin: Any = compile(copy.deepcopy(model), plan, loss_fn=loss_fn or _any_loss, mesh=mesh)
+    twin: Any = compile(copy.deepcopy(model), plan, loss_fn=loss_fn or any_loss, mesh=mesh)
     runtime: Runtime = twin.zgraph.runtime
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         links = _links(runtime)
         mine = _time_steps(twin.zgraph, args, kwargs, steps)
+    runtime.ahead.drop()
     name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     base = hardware_like(runtime.device.type, name)
     views = runtime.agreement.gather("times of operators", mine)
-    found = _hardware(f"{name}, measured", base, _with_work(links, views, _sent(runtime)), views)
+    found = _hardware(f"{name}, measured", base, _with_work(links, views), views)
     if path is not None:
         _write(found, Path(path), runtime.agreement)
     return found
@@ -116,17 +117,18 @@ class _Step:
     @property
     def started(self) -> tuple[float, int]:
         """(seconds in starts of transfers, how many)."""
-        found = [each.transfers(run) for each, run in self.runs]
-        return sum(s for s, _, _ in found), sum(n for _, _, n in found)
+        found = [each.starts(run) for each, run in self.runs]
+        return sum(s for s, _ in found), sum(n for _, n in found)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank measured: every node of the step's programs, seconds of a step besides them, seconds that transfers
-    took from its computing, and seconds of a start of one."""
+    """What one rank measured: every node of the programs that ran, seconds of a step besides them, the bytes of all transfers
+    of a step (as `Costs.work` counts them), seconds that these took from its computing, and seconds of a start of one."""
 
     samples: list[_Sample]
     besides: float
+    sent: int = 0
     stolen: float = 0.0
     start: float = 0.0
 
@@ -174,31 +176,36 @@ def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step
     costs = Costs(runtime.costs.hardware, fused=runtime.plan.backend == "inductor")
     samples: list[_Sample] = []
     stolen = 0.0
+    wholes = {}
     for each, whole in timed.items():
-        by_name = {n.name: n for n in whole.graph.nodes}  # (a split program's inputs may have other strides)
         runs = [run for s in alone for own, run in s.runs if own is each]
+        if not runs:  # (of a signature, or for outputs, that training does not have)
+            continue
+        wholes[id(whole)] = whole
+        by_name = {n.name: n for n in whole.graph.nodes}  # (a split program's inputs may have other strides)
         for node, seconds in each.seconds(runs, costs).items():
             samples.append(_sample(by_name.get(node.name, node), seconds, costs))
         stolen += each.longer(runs, [run for s in beside for own, run in s.runs if own is each])
     besides = max(statistics.median(s.besides for s in beside or alone), 0.0)
     if not beside:
         return _Found(samples, besides)
+    sent = sum(bytes_of(n) for whole in wholes.values() for n in whole.graph.nodes if collectives.is_start(n))
     start = statistics.median(seconds / max(count, 1) for seconds, count in (s.started for s in beside))
-    return _Found(samples, besides, max(stolen, 0.0), start)
+    return _Found(samples, besides, sent, max(stolen, 0.0), start)
 
 
 def _executables(runtime: Runtime) -> Iterable[tuple[Executable, Program]]:
     """What a step runs, each with the program that it is a part of."""
     for entry in runtime.entries.values():
         for step in entry.programs():
-            for executable in (*step.ahead(), *step.executables()):
+            for executable in step.executables():
                 yield executable, step.history().program
     for update in runtime.updater.compiled():
         for chunk in update.executable.chunks:
             yield chunk.executable, update.history.program
 
 
-def _any_loss(output: Any, *_: Any, **__: Any) -> torch.Tensor:
+def any_loss(output: Any, *_: Any, **__: Any) -> torch.Tensor:
     """The loss of an output, or the sum of all that can be differentiated in it."""
     loss = find_loss(output)
     if loss is not None:
@@ -212,17 +219,12 @@ def _sample(node: fx.Node, seconds: float, costs: Costs) -> _Sample:
     return _Sample(signature(node), seconds, flops_of(node), costs.traffic(node), dtype_of(node))
 
 
-def _sent(runtime: Runtime) -> int:
-    """Bytes of all transfers of a step, as `Costs.work` counts them."""
-    programs = {id(whole): whole for _, whole in _executables(runtime)}.values()
-    return sum(bytes_of(n) for program in programs for n in program.graph.nodes if collectives.is_start(n))
-
-
-def _with_work(links: dict[str, Link], ranks: Sequence[_Found], sent: int) -> dict[str, Link]:
+def _with_work(links: dict[str, Link], ranks: Sequence[_Found]) -> dict[str, Link]:
     """Links with what a transfer takes from computing: nothing less than none, nor more than all of its time."""
     stolen, start = statistics.median(r.stolen for r in ranks), statistics.median(r.start for r in ranks)
+    sent = max(ranks[0].sent, 1)  # (ranks run the same programs)
     return {
-        dim: link.model_copy(update={"work": min(stolen / max(sent, 1), 1 / link.bandwidth), "start": start})
+        dim: link.model_copy(update={"work": min(stolen / sent, 1 / link.bandwidth), "start": start})
         for dim, link in links.items()
     }
 
@@ -274,7 +276,7 @@ def _launch(rows: list[_Sample], base: float) -> float:
 
 
 def _rounded(link: Link) -> Link:
-    return Link(**{name: _short(value) for name, value in link.model_dump().items()})
+    return Link.model_validate({k: v if isinstance(v, bool) else _short(v) for k, v in link.model_dump().items()})
 
 
 def _short(value: float) -> float:
@@ -285,7 +287,7 @@ def _short(value: float) -> float:
 def _write(hardware: Hardware, path: Path, agreement: Agreement) -> None:
     """Rank 0 writes; none returns before the file is whole."""
     problem: str | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if not agreement.ranks or dist.get_rank() == agreement.ranks[0]:
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             part.write_text(hardware.model_dump_json(indent=1) + "\n", encoding="utf-8")

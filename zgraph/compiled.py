@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from zgraph.codegen.partition import Parts, split
 from zgraph.passes import History, verify_program
 from zgraph.passes.aliases import is_random
 from zgraph.passes.costs import Costs
-from zgraph.pipeline import PLAIN, Variant
+from zgraph.pipeline import PLAIN, Choice, Variant
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
@@ -32,12 +33,20 @@ logger = logging.getLogger(__name__)
 
 
 class StepProgram:
-    """The programs for one signature and one choice of differentiated outputs."""
+    """The programs for one signature and one choice of differentiated outputs. `agree` is told of each before it is compiled."""
 
     def __init__(
-        self, name: str, captured: Program, plan: Plan, groups: dict[str, str], costs: Costs, held: int
+        self,
+        name: str,
+        captured: Program,
+        plan: Plan,
+        groups: dict[str, str],
+        costs: Costs,
+        held: int,
+        agree: Callable[[Program], None],
     ) -> None:
         self.name = name
+        self.agree = agree
         self.captured = captured
         self.plan = plan
         self.groups = groups
@@ -46,6 +55,7 @@ class StepProgram:
         self.random = any(is_random(n) for n in captured.graph.nodes)
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
+        self._choice: Choice | None = None
         self._parts: dict[Variant, Parts] = {}
         self._ahead: list[Executable] | None = None
         self._forwards: dict[bool, Executable] = {}
@@ -63,8 +73,16 @@ class StepProgram:
     def history(self, variant: Variant = PLAIN) -> History:
         """The way of this program through the pipeline."""
         if variant not in self._histories:
-            self._histories[variant] = run_passes(
-                self.captured.snapshot(), self.plan, self.costs, variant, training=self.differentiated, held=self.held
+            if variant is not PLAIN:
+                self.history()  # (it decides for all)
+            self._histories[variant], self._choice = run_passes(
+                self.captured.snapshot(),
+                self.plan,
+                self.costs,
+                variant,
+                training=self.differentiated,
+                held=self.held,
+                choice=self._choice,
             )
         return self._histories[variant]
 
@@ -101,14 +119,17 @@ class StepProgram:
     def ahead(self) -> list[Executable]:
         """What starts the first gathers, in order. A cast and a start are nothing that compiling could make faster."""
         if self._ahead is None:
+            for program in self.parts().ahead:
+                self.agree(program)
             self._ahead = [compile_eager(p, self.groups) for p in self.parts().ahead]
         return self._ahead
 
     def executables(self) -> list[Executable]:
         """Those compiled so far."""
-        return [*self._forwards.values(), *self._backwards.values()]
+        return [*(self._ahead or ()), *self._forwards.values(), *self._backwards.values()]
 
     def _compile(self, program: Program, *, is_backward: bool) -> Executable:
+        self.agree(program)
         start = time.perf_counter()
         if self.plan.backend == "eager":
             made = compile_eager(program, self.groups)
@@ -137,6 +158,7 @@ class Entry:
         costs: Costs,
         held: int,
         device: torch.device,
+        agree: Callable[[Program], None] = lambda program: None,
     ) -> None:
         start = time.perf_counter()
         self.name = name
@@ -145,6 +167,7 @@ class Entry:
         self.groups = groups
         self.costs = costs
         self.held = held
+        self.agree = agree
         self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device, plan.resolved_precision())
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
         self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
@@ -162,7 +185,9 @@ class Entry:
             decompositions = torch_private.inductor_decompositions() if self.plan.backend == "inductor" else {}
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
             captured = self.trace.joint(chosen, decompositions, name)
-            self._programs[chosen] = StepProgram(name, captured, self.plan, self.groups, self.costs, self.held)
+            self._programs[chosen] = StepProgram(
+                name, captured, self.plan, self.groups, self.costs, self.held, self.agree
+            )
         return self._programs[chosen]
 
     def programs(self) -> list[StepProgram]:

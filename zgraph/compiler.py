@@ -84,7 +84,7 @@ def compile(
     precision = plan.resolved_precision()
     specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, precision)
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
-    agreed_costs(plan, device, agreement)
+    costs = agreed_costs(plan, device, agreement)
     agreement.vote(
         "the model",
         "; ".join(f"{s.name}: {s.dtype}{list(s.shape)}{'' if s.requires_grad else ' frozen'}" for s in specs.values()),
@@ -112,7 +112,7 @@ def compile(
         raise overflow_error(too_large or ["(of another rank)"])
     shards = shard(model, specs, mesh, device, seed)
     prepare(model, precision, specs)
-    runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement)
+    runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement, costs)
     attach(model, runtime, loss_fn)
     if inputs is not None:
         args, kwargs = split_inputs(inputs)
@@ -139,7 +139,8 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
     """
     captured = captured_program(model, plan, inputs, world)
     held = held_bytes(model, captured.params, plan)
-    return run_passes(captured, plan, costs or costs_of(plan), training=captured.name == "train", held=held)
+    costs = costs or costs_of(plan, _device(model))
+    return run_passes(captured, plan, costs, training=captured.name == "train", held=held)[0]
 
 
 def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Program:

@@ -178,6 +178,7 @@ class Handle:
         optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would be another (stages 1
         to 3 share one), `RankMismatchError` if ranks give different plans.
         """
+        from zgraph.runtime import agreed_costs
         from zgraph.sharding import layout
 
         old = self.runtime
@@ -195,7 +196,17 @@ class Handle:
                 hint="stages 1, 2 and 3 share a layout; for stage 0 or another threshold compile a fresh model, and load a state dict",
             )
         old.agreement.vote("the plan of recompile", plan.hash())
-        made = Runtime(old.module, old.forward_function, plan, sizes, old.mesh, old.shards, old.device, old.agreement)
+        made = Runtime(
+            old.module,
+            old.forward_function,
+            plan,
+            sizes,
+            old.mesh,
+            old.shards,
+            old.device,
+            old.agreement,
+            agreed_costs(plan, old.device, old.agreement),
+        )
         made.updater.adopt(old.updater, copies=False)
         old.ahead.drop()
         self.runtime = made
@@ -235,7 +246,9 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         module.__dict__.update(ours)
     old = handle.runtime
     shards = old.shards.adopt(twin)
-    runtime = Runtime(twin, old.forward_function, old.plan, old.sizes, old.mesh, shards, old.device, old.agreement)
+    runtime = Runtime(
+        twin, old.forward_function, old.plan, old.sizes, old.mesh, shards, old.device, old.agreement, old.costs
+    )
     runtime.updater.adopt(old.updater, copies=True)
     attach(twin, runtime, handle.loss_fn)
     return twin

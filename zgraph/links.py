@@ -1,7 +1,8 @@
 """How fast ranks exchange bytes, measured: gathers of several sizes and a straight line through their times.
 
 A transfer of n bytes takes alpha + beta * n (Hockney, 1994, "The Communication Challenge for MPP"). Each is timed from
-the moment at which all ranks are there: on the rank that came last, so the shortest time over ranks is its own.
+the moment at which all ranks are there: on the rank that came last, so the shortest time over a group's ranks is its own. The
+slowest group counts.
 """
 
 from __future__ import annotations
@@ -27,22 +28,20 @@ def measure_link(group: str, ranks: int, device: torch.device, agreement: Agreem
     bench = _Bench(group, ranks, device, agreement)
     sizes: list[int] = []
     times: list[float] = []
-    starts: list[float] = []
     for size in SIZES:
-        start, seconds = bench.time(bench.gather(size))
+        seconds = bench.time(bench.gather(size))
         sizes.append(size)
         times.append(seconds)
-        starts.append(start)
         if seconds > LONGEST:
             break
     latency, per_byte = fit_line(sizes, times)
-    scattered = bench.time(bench.scatter(sizes[-1]))[1]
+    scattered = bench.time(bench.scatter(sizes[-1]))
     whole = (ranks - 1) / ranks
     return Link(
         bandwidth=whole / per_byte,
         latency=latency / (ranks - 1),
         scatter=max(scattered - latency, 0.1 * times[-1]) / (per_byte * sizes[-1]),
-        start=starts[0],
+        joins=not bench.gloo,
     )
 
 
@@ -86,17 +85,21 @@ class _Bench:
             return lambda: collectives.ALL_REDUCE(whole, "avg", self.group)  # type: ignore[no-any-return]
         return lambda: collectives.REDUCE_SCATTER(whole, "avg", self.ranks, self.group)  # type: ignore[no-any-return]
 
-    def time(self, start: Callable[[], torch.Tensor]) -> tuple[float, float]:
-        """(seconds that a start takes, seconds from there to its end)."""
-        rows: list[tuple[float, float]] = []
+    def time(self, start: Callable[[], torch.Tensor]) -> float:
+        """Seconds from a start to its end."""
+        mine: list[float] = []
         for _ in range(REPEATS + 1):
             self.agreement.any("the start of a transfer", False)
-            moments = [self.watch.now()]
             value = start()
-            moments.append(self.watch.now())
+            begin = self.watch.now()
             collectives.WAIT(value)
-            moments.append(self.watch.now())
-            rows.append((self.watch.between(*moments[:2]), self.watch.between(*moments[1:])))
-        views = self.agreement.gather("times of transfers", rows[1:])  # (the first one of a size may make buffers)
-        starts = statistics.median(s for rank in views for s, _ in rank)
-        return starts, statistics.median(min(t for _, t in same) for same in zip(*views, strict=True))
+            mine.append(self.watch.between(begin, self.watch.now()))
+        group = torch_private.ranks_of(self.group)
+        views = self.agreement.gather(
+            "times of transfers", (group, mine[1:])
+        )  # (the first one of a size may make buffers)
+        by_group: dict[tuple[int, ...], list[list[float]]] = {}
+        for members, seconds in views:
+            by_group.setdefault(members, []).append(seconds)
+        slowest = ([min(same) for same in zip(*rows, strict=True)] for rows in by_group.values())
+        return max(statistics.median(each) for each in slowest)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
 
 from zgraph.errors import PlanError
 from zgraph.passes import Pass, PassType
 from zgraph.passes.bucket import BucketOptions, bucket
+from zgraph.passes.checkpoint import CheckpointOptions, RematerializeOptions, checkpoint, rematerialize
 from zgraph.passes.cleanup import cleanup
 from zgraph.passes.costs import Costs, hardware, hardware_like
 from zgraph.passes.in_place import write_in_place
@@ -48,22 +52,27 @@ PLAIN = Variant()  # a step of one micro-batch
 @dataclass(frozen=True)
 class Choice:
     """What is decided under a memory budget: bytes of gathered weights beyond what is needed at once, those by which they may
-    raise the peak, those of gradients that wait (None: as the plan says), and the weights that are held from the forward to
-    the backward."""
+    raise the peak, those of gradients that wait (None: as the plan says), the weights that are held from the forward to
+    the backward, and the bytes that activations may take (None: all are kept that the plan does not say otherwise of)."""
 
     room: int | None = None
     spare: int | None = None
     reduce: int | None = None
     keep: frozenset[str] = frozenset()
+    activations: int | None = None
 
-    def but(self, keep: Sequence[str]) -> Choice:
-        return replace(self, keep=frozenset(keep))
+    def but(self, **changes: Any) -> Choice:
+        return replace(self, **changes)
 
 
-def costs_of(plan: Plan, device: str = "cpu", name: str = "") -> Costs:
-    """What passes decide from: the plan's hardware, else that of a device ("cuda") of this `name`. Raises `PlanError` for
+def costs_of(plan: Plan, device: torch.device | None = None) -> Costs:
+    """What passes decide from: the plan's hardware, else that of the device (by default a CPU). Raises `PlanError` for
     hardware that is not known, a file that can't be read, and a mesh dimension without a link."""
-    found = hardware(plan.hardware) if plan.hardware is not None else hardware_like(device, name)
+    if plan.hardware is not None:
+        found = hardware(plan.hardware)
+    else:
+        cuda = device is not None and device.type == "cuda"
+        found = hardware_like("cuda" if cuda else "cpu", torch.cuda.get_device_name(device) if cuda else "")
     for dim in plan.mesh:
         found.link(dim)
     return Costs(found, fused=plan.backend == "inductor")
@@ -86,7 +95,11 @@ def build(
     keep = training and plan.zero in (1, 2)
     passes = [cleanup()]
     if plan.backend == "inductor":
-        passes += [inductor_prepare(), recompute()]
+        passes.append(inductor_prepare())
+        if plan.recompute != "none":
+            passes.append(recompute())
+    if training:
+        passes += _checkpointing(plan, costs, choice)
     passes.append(shard_parameters())
     if keep:
         passes.append(keep_gathered(KeepOptions(variant.gathered_before)))
@@ -117,6 +130,32 @@ def build(
     return passes
 
 
+def _checkpointing(plan: Plan, costs: Costs, choice: Choice) -> list[Pass]:
+    """What is computed again besides cheap values: what the model and the plan say, or what the budget needs."""
+    asked = plan.recompute
+    if isinstance(asked, tuple):
+        return [checkpoint(CheckpointOptions(modules=asked))]
+    if ":" in asked:
+        return [checkpoint(CheckpointOptions(policy=load_policy(asked)))]
+    # (on Inductor the min-cut follows the model's own regions)
+    found = [checkpoint()] if plan.backend == "eager" or asked == "none" else []
+    if asked == "full":
+        found.append(rematerialize(RematerializeOptions(None, costs)))
+    elif choice.activations is not None:
+        found.append(rematerialize(RematerializeOptions(choice.activations, costs)))
+    return found
+
+
+def load_policy(ref: str) -> Callable[[fx.Node], bool]:
+    """The function over nodes that "package.module:name" names. Raises `PlanError` if there is none."""
+    found = _load(ref, "policy")
+    if not callable(found):
+        raise PlanError(
+            f"{ref!r} is no policy but {type(found).__name__}", where="recompute", hint="a function of a node"
+        )
+    return found  # type: ignore[no-any-return]
+
+
 def build_update_passes() -> list[Pass]:
     """The pipeline of update programs, whatever the plan."""
     return [write_in_place()]
@@ -136,17 +175,21 @@ def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | Non
     passes.insert(names.index(anchor) + (position == "after"), mine)
 
 
-def load_pass(ref: str) -> Pass:
-    """The pass that "package.module:name" names."""
+def _load(ref: str, kind: str) -> Any:
     module_name, _, attribute = ref.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise PlanError(
-            f"pass {ref!r} can't be loaded",
+            f"{kind} {ref!r} can't be loaded",
             why=f"{type(error).__name__}: {error}",
             hint="is the module on the Python path?",
         ) from error
+
+
+def load_pass(ref: str) -> Pass:
+    """The pass that "package.module:name" names."""
+    found = _load(ref, "pass")
     made = found() if isinstance(found, PassType) else found
     if not isinstance(made, Pass):
         raise PlanError(

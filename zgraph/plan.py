@@ -93,6 +93,7 @@ def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
     return Mesh((name, sizes[name]) for name in MESH_DIMENSIONS if name in sizes)
 
 
+_RECOMPUTE = ("auto", "none", "full")
 _NAME = r"[^\W\d]\w*"
 _PASS = re.compile(
     rf"(?P<ref>{_NAME}(?:\.{_NAME})*:{_NAME}(?:\.{_NAME})*)"
@@ -147,6 +148,19 @@ def _integer(value: Any) -> Any:
     return value
 
 
+def _check_recompute(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(given, tuple):
+        if not given or not all(given):
+            raise PlanError("no module's path", hint='patterns such as "blocks.*"; "none" for nothing')
+        return given
+    if given not in _RECOMPUTE and not re.fullmatch(rf"{_NAME}(?:\.{_NAME})*:{_NAME}(?:\.{_NAME})*", given):
+        raise PlanError(
+            f"{short(given)} is no way of recomputing",
+            hint=f'{did_you_mean(given, _RECOMPUTE)}; a policy is "package.module:function", and patterns of modules are a list',
+        )
+    return given
+
+
 class Plan(Record, frozen=True):
     """What the compiled training step is to be. Every fault in it is a `PlanError`, raised when it is made.
 
@@ -199,6 +213,15 @@ class Plan(Record, frozen=True):
     )
     bucket: Bucket = Field(default=Bucket(), description="how much one gather or reduction carries, as a record")
     prefetch: Prefetch = Field(default=Prefetch(), description="how early gathers start, as a record")
+    recompute: Annotated[
+        Literal["auto", "none", "full"] | str | tuple[str, ...],
+        BeforeValidator(_refuse_callable),
+        AfterValidator(_check_recompute),
+    ] = Field(
+        default="auto",
+        description="what the backward computes again: none; full (all but what comes into each layer); auto (cheap values on "
+        'inductor, and what memory_budget needs); patterns of module paths; or a policy over nodes, "package.module:function"',
+    )
     memory_budget: Bytes | None = Field(
         default=None, description='bytes of device memory that a step may take, or "20GiB"; none: no bound'
     )
@@ -231,6 +254,18 @@ class Plan(Record, frozen=True):
             )
         if self.ema is not None and self.optimizer is None:
             raise PlanError("a moving average without an optimizer", where="ema", hint="give the plan an optimizer")
+        only = [
+            n
+            for n in ("max_bytes", "spare_bytes", "ahead_bytes", "reuse_bytes")
+            if getattr(self.prefetch, n) is not None
+        ]
+        if only and self.zero < 3:
+            raise PlanError(
+                f"prefetch.{only[0]} at stage {self.zero}",
+                where=f"prefetch.{only[0]}",
+                why="only stage 3 gathers weights for a time; the other stages keep what they gather until the update",
+                hint="zero=3, or leave it out",
+            )
         if self.numerics is not None and not isinstance(self.precision, str):
             raise PlanError(
                 "numerics names a system's precision, and precision is a record already",

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zgraph.codegen.executable import Executable, Kernel
+from zgraph.communication import shown_bytes
+from zgraph.memory import table
 from zgraph.program import collectives
 from zgraph.program.node import Role, info
 from zgraph.program.program import Program
@@ -57,7 +59,8 @@ class Report:
         )
         lines = [
             f"plan: zero {runtime.plan.zero}, backend {runtime.plan.backend}, mesh {runtime.sizes}",
-            f"parameters: {len(runtime.shards.specs)} ({len(sharded)} sharded over {ranks}), {_bytes(whole)} in all, {_bytes(held)} on this rank",
+            f"parameters: {len(runtime.shards.specs)} ({len(sharded)} sharded over {ranks}), "
+            f"{shown_bytes(whole)} in all, {shown_bytes(held)} on this rank",
         ]
         for entry in runtime.entries.values():
             lines += [
@@ -71,6 +74,10 @@ class Report:
                     lines.append(
                         f"  pass {record.name:18} {record.seconds * 1e3:7.1f} ms  {record.nodes:6} nodes  {counts}"
                     )
+        trained = [s for e in runtime.entries.values() for s in e.programs() if s.differentiated]
+        if trained:
+            held = max(step.held for step in trained)
+            lines += ["", *table([s.history().program for s in trained], held, runtime.memory.measured)]
         remarks = runtime.remarks()
         if remarks:
             lines += ["", f"missed, {len(remarks)} remarks, the costliest first:"]
@@ -101,11 +108,3 @@ def _part(executable: Executable) -> PartReport:
 
 def _times(calls: int) -> str:
     return f" ({calls} times)" if calls != 1 else ""
-
-
-def _bytes(n: int) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:.4g} {unit}"
-        n /= 1024  # type: ignore[assignment]
-    raise AssertionError

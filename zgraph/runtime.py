@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from zgraph.agreement import Agreement
 from zgraph.ahead import Ahead
 from zgraph.compiled import Entry, StepProgram
-from zgraph.errors import CaptureError, ModelError, SignatureError, UnsupportedError
+from zgraph.errors import CaptureError, ModelError, PlanError, SignatureError, UnsupportedError
+from zgraph.memory import StepMemory
 from zgraph.passes.costs import Costs
 from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
@@ -42,9 +43,21 @@ logger = logging.getLogger(__name__)
 
 
 def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement) -> Costs:
-    """What the ranks schedule from, equal on all: else they would wait for each other's collectives for ever."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    costs = costs_of(plan, device.type, name)
+    """What the ranks schedule from, equal on all: else they would wait for each other's collectives for ever. Raises
+    `PlanError` on every rank if one can't read the hardware's file."""
+    problem: PlanError | None = None
+    try:
+        costs = costs_of(plan, device)
+    except PlanError as error:
+        problem = error
+    problems = agreement.gather("what is wrong with the hardware's file", str(problem) if problem else None)
+    if problem is not None:
+        raise problem
+    if any(problems):
+        rank, said = next((r, p) for r, p in zip(agreement.ranks, problems, strict=True) if p)
+        raise PlanError(
+            f"rank {rank} can't read the hardware", where="hardware", why=said, hint="every rank needs the file"
+        )
     agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
     return costs
 
@@ -62,6 +75,7 @@ class Runtime:
         shards: Shards,
         device: torch.device,
         agreement: Agreement,
+        costs: Costs,
     ) -> None:
         self.module = module
         self.forward_function = forward
@@ -74,15 +88,16 @@ class Runtime:
         self.groups = (
             {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()} if mesh is not None else {}
         )
-        self.costs = agreed_costs(plan, device, agreement)
+        self.costs = costs
         self.entries: dict[str, Entry] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
         self.kept: dict[str, torch.Tensor] = {}
         self._kept_versions: dict[str, tuple[int, ...]] = {}
-        self._unchanged = Unchanged(shards, device, "an earlier forward had gathered them")
+        self._unchanged = Unchanged(shards, agreement, device, "an earlier forward had gathered them")
         self.accumulating = False
         self.ahead = Ahead(shards, agreement, device)
-        self.clock = Clock(device)
+        self.memory = StepMemory(device)
+        self.clock = Clock(device, on_begin=self.memory.begin, on_end=self.memory.end)
         self.updater = Updater(self)
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -163,6 +178,7 @@ class Runtime:
             self.costs,
             held_bytes(self.module, specs, self.plan),
             self.device,
+            self.agree,
         )
         if entry.program().differentiated:
             self.updater.refuse_unscaled()
@@ -170,15 +186,10 @@ class Runtime:
         return entry
 
     def prepare(self, step: StepProgram) -> None:
-        """Compile what a plain step needs, and let the ranks compare it before anything runs."""
-        parts = step.parts()
-        for part in parts.ahead:
-            self.agree(part)
-        self.agree(parts.forward)
-        if parts.backward is not None:
-            self.agree(parts.backward)
+        """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.)"""
+        step.ahead()
         step.forward()
-        if parts.backward is not None:
+        if step.parts().backward is not None:
             step.backward()
 
     def agree(self, program: Program) -> None:
@@ -289,10 +300,7 @@ class Runtime:
         if not self.kept:
             return False
         needed = [p.name for p in step.forward().program.outputs if p.role is OutputRole.KEPT]
-        if self.agreement.any(
-            "changed weights",
-            not self._unchanged.since(self._kept_versions, lambda: self.shards.differences(self.kept)),
-        ):
+        if not self._unchanged.since(self._kept_versions, lambda: self.shards.differences(self.kept)):
             self.drop_kept()
         return all(n in self.kept for n in needed)
 

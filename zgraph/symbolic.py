@@ -202,7 +202,7 @@ class _Forecaster:
             1 if self.mesh.free is None else 4 if self.mesh.world == 2 * self.mesh.known else 2
         )
         program = self._on(program, world)
-        history = run_passes(program, self.plan, self.costs, training=program.name == "train")
+        history, _ = run_passes(program, self.plan, self.costs, training=program.name == "train")
         busy = simulate(history.program, self.costs).busy
         mine = found.at(world=world, batch=point.batch, sequence=point.sequence)
         real = {"compute": busy.pop("compute", 0.0), "communication": sum(busy.values())}

@@ -11,7 +11,7 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,8 @@ class Clock:
     sampled: dict[str, float] | None = None
     wants_sample: bool = False
     reduced: bool = False  # has a backward of this step reduced its gradients?
+    on_begin: Callable[[], None] = lambda: None  # what else is told of steps
+    on_end: Callable[[], None] = lambda: None
     _open: list[tuple[str, Any, Any]] = field(default_factory=list)
     _pending: deque[tuple[list[tuple[str, Any, Any]], Any, Any]] = field(default_factory=lambda: deque(maxlen=KEEP))
     _begin: Any = None
@@ -52,6 +54,7 @@ class Clock:
             return
         if self._begin is None:
             self._begin = self._now()
+            self.on_begin()
             if self._profile is None and self.wants_sample:
                 self._start_profile()
         start = self._now()
@@ -73,6 +76,7 @@ class Clock:
         if self._begin is None:
             return
         self._pending.append((self._open, self._begin, self._now()))
+        self.on_end()
         self._open, self._begin = [], None
         if self._profile is not None:
             self._end_profile()

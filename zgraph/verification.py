@@ -141,7 +141,7 @@ def verify(
         sizes,
         plan,
         {},
-        costs_of(plan),
+        costs_of(plan, _device(model)),
         held_bytes(model, specs, plan),
         _device(model),
     )

@@ -29,9 +29,9 @@ def main(name: str, rank: int, world: int, store: str, core: int, size: dict[str
 
     import torch
 
-    from link import memory
+    from zgraph import allocations
 
-    memory.install()
+    allocations.count()
     torch.set_num_threads(1)
     import torch.distributed as dist
 
@@ -107,15 +107,15 @@ def memory_of(step: Callable[[], Any]) -> dict[str, int]:
     """Bytes of torch's CPU allocator: held between steps, and at most during the two steps after that."""
     import torch.distributed as dist
 
-    from link import memory
+    from zgraph import allocations
 
     gc.collect()
     dist.barrier()
-    held = memory.live()
-    memory.reset_peak()
+    held = allocations.live()
+    allocations.reset_peak()
     step()
     step()
-    return {"held": held, "peak": memory.peak()}
+    return {"held": held, "peak": allocations.peak()}
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from link.build import load
+from zgraph.native import load
 
-_module = load("zlink.cpp")
+_module = load(Path(__file__).parent / "zlink.cpp")
 _link = [float(os.environ.get("ZLINK_GBPS", "0")), float(os.environ.get("ZLINK_ALPHA_US", "0"))]
 
 backends: list[Any] = []  # of this process, one for each group

@@ -354,6 +354,14 @@ def backend_of(group: str, device: torch.device) -> tuple[str, int]:
         return "", 0
 
 
+def ranks_of(group: str) -> tuple[int, ...]:
+    """The ranks of the process group of that name, in the world's numbers."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
+    return tuple(distributed_c10d.get_process_group_ranks(resolve(group)))
+
+
 def lazy_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     """A graph module whose Python code is written when someone reads or calls it, not at each change."""
     from torch.fx._lazy_graph_module import _LazyGraphModule

@@ -45,8 +45,11 @@ def held_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan)
                 states = states_of(member, specs[member.name], options).values()
                 total += sum(math.prod(s.shape) * s.dtype.itemsize for s in states)
     if plan.micro_batches > 1:
-        shapes = [(math.prod(s.shard_shape), s.grad_dtype) for s in specs.values() if s.requires_grad]
-        total += sum(count * dtype.itemsize for count, dtype in shapes)
+        # (stages 0 and 1 keep them whole until the last micro-batch)
+        shapes = [
+            (s.shard_shape if plan.zero > 1 else s.shape, s.grad_dtype) for s in specs.values() if s.requires_grad
+        ]
+        total += sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
     return total
 
 

@@ -1,4 +1,4 @@
-"""Compiles a C++ source that lies here into a Python module, once for each torch."""
+"""Compiles a C++ source against torch into a Python module, once for each torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from types import ModuleType
 
 import torch
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "zgraph-benchmarks"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "zgraph"
+HERE = Path(__file__).parent
 
 
-def load(source: str) -> ModuleType:
-    """The module of `source`, a file name with its suffix. Compiling takes g++ and half a minute; processes wait for each other.
+def load(file: Path) -> ModuleType:
+    """The module of a source file. Compiling takes g++ (or what the variable CXX names) and half a minute; processes wait for
+    each other.
 
     Raises `subprocess.CalledProcessError` where the compiler fails, `FileNotFoundError` where there is none.
     """
-    file = Path(__file__).parent / source
     root = Path(torch.__file__).parent
-    name = f"zgraph_bench_{file.stem}"
+    name = f"zgraph_native_{file.stem}"
     flags = ["-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-w"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-DTORCH_EXTENSION_NAME={name}"]
     flags += [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", f"-I{sysconfig.get_path('include')}"]

@@ -1,0 +1,427 @@
+"""The forward as a chain of segments, and what keeping, dropping and recomputing their values costs.
+
+A captured program is cut where little crosses from what was computed to what will be: between the layers of most models,
+whatever they are called. Backward nodes belong to the segment whose values they read. For each segment there are *ways*:
+sets of its values that a forward may leave for its backward, from all of them to none, each with its bytes and with the time
+that the rest takes to be made again.
+
+What crosses a cut is held as a whole. Values that cross much of the program (masks, rotary tables, long skips), that leave
+it, and that were drawn at random are *pinned*: the forward makes them once and they stay.
+
+Segments with ways are those of Rockmate (Zhao et al., 2023, "Rockmate: an Efficient, Fast, Automatic and Generic Tool for
+Re-materialization in PyTorch"); here they are found by bytes, and no module or block has to be named.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zgraph.passes.aliases import made_once, root_of
+from zgraph.passes.costs import Costs, signature, size_of
+from zgraph.program.node import Phase, info, value
+from zgraph.program.program import InputRole, OutputRole, Program
+
+HILL = 1.3  # two cuts have in between a place where so many times more bytes cross
+FLAT = 1.1  # crossings within this factor are equal
+LONG = 0.25  # a value that is read after so much of the forward is pinned
+MOST = 96  # segments
+LEAST = 0.002  # of all bytes are made in a segment at least
+WAYS = 10  # of a segment
+
+
+@dataclass(frozen=True)
+class Way:
+    """`kept` values (storages) of a segment stay from its forward to its backward: `bytes` of them that do not cross the
+    cut behind it. The rest takes `seconds` to make again. `forward` and `backward` are the bytes that are live at most while
+    each runs, besides what crosses the cut before the segment."""
+
+    kept: frozenset[fx.Node]
+    bytes: int
+    seconds: float
+    forward: int
+    backward: int
+
+
+@dataclass(eq=False)
+class Segment:
+    """Nodes of the forward between two cuts, in order, and the nodes of the backward that belong to them.
+
+    `before` and `behind` are the storages that cross the cuts on either side. `needs` are the storages that its backward
+    reads besides `before`. `gradients` are the bytes of results that its backward makes, `tangents` those of other backward
+    values that come into it. `ways` are ordered by bytes: the first keeps nothing, the last all.
+    """
+
+    nodes: list[fx.Node]
+    backward: list[fx.Node]
+    before: frozenset[fx.Node] = frozenset()
+    behind: frozenset[fx.Node] = frozenset()
+    needs: frozenset[fx.Node] = frozenset()
+    seconds: float = 0.0
+    backward_seconds: float = 0.0
+    gradients: int = 0
+    tangents: int = 0
+    ways: list[Way] = field(default_factory=list)
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(map(size_of, self.before))
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(map(size_of, self.behind))
+
+
+@dataclass(eq=False)
+class Chain:
+    """A program's segments, the storages that stay from the forward on, and backward nodes that belong to no segment
+    (they stand where they stood: before all others)."""
+
+    segments: list[Segment]
+    pinned: frozenset[fx.Node]
+    loose: list[fx.Node]
+
+
+def chain_of(program: Program, costs: Costs) -> Chain:
+    """Cut a captured program into its chain."""
+    return _Builder(program, costs).build()
+
+
+def storages(node: fx.Node) -> list[fx.Node]:
+    """The storages that a node reads."""
+    return [root_of(used) for used in node.all_input_nodes]
+
+
+def own_bytes(node: fx.Node) -> int:
+    """The bytes of a storage. Of an operator with several results: those that no node takes."""
+    return size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and root_of(u) is u)
+
+
+class _Builder:
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program = program
+        self.seconds = costs.compute(program)
+        calls = [n for n in program.graph.nodes if n.op == "call_function"]
+        self.forward = [n for n in calls if info(n).phase is Phase.FORWARD]
+        self.later = [n for n in calls if info(n).phase is not Phase.FORWARD]
+        self.at = {n: i for i, n in enumerate(self.forward)}
+        self.last: dict[fx.Node, int] = {}  # position of the last forward reader of a storage
+        for i, node in enumerate(self.forward):
+            for root in (root_of(node), *storages(node)):
+                if root in self.at and isinstance(value(root), torch.Tensor):  # (several results are values each)
+                    self.last[root] = i
+        self.results = {root_of(n) for p, n in program.output_items() if p.role is not OutputRole.GRADIENT}
+        gradients = {p.name: root_of(n) for p, n in program.output_items() if p.role is OutputRole.GRADIENT}
+        self.gradient_outputs = set(gradients.values())
+        self.parts = {  # how many ranks will share a gradient
+            gradients[name]: program.mesh[str(spec.shard_dim)]
+            for name, spec in program.params.items()
+            if name in gradients and spec.shard_dim is not None
+        }
+        reach = LONG * len(self.forward)
+        self.pinned = {
+            n for n, last in self.last.items() if n in self.results or made_once(n) or last - self.at[n] > reach
+        }
+
+    def build(self) -> Chain:
+        cuts = _few(self._cuts(), self.crossing)
+        bounds = [0, *cuts, len(self.forward)]
+        place = {}  # of each forward node: its segment
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            place.update(dict.fromkeys(self.forward[begin:end], number))
+        parts, loose = self._backward_parts(place, len(bounds) - 1)
+        segments = []
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            segments.append(
+                Segment(self.forward[begin:end], parts[number], self._crossing_at(begin), self._crossing_at(end))
+            )
+        for number, segment in enumerate(segments):
+            read = {r for n in segment.backward for r in storages(n) if r in self.at}
+            read -= self.pinned | segment.before
+            self.pinned |= {
+                r for r in read if place[r] != number
+            }  # (read by an earlier segment's backward than its own)
+            segment.needs = frozenset(r for r in read if place[r] == number)
+        crosses = self._backward_crossings(segments)
+        known: dict[str, list[tuple[frozenset[int], Way]]] = {}
+        for segment, tangents in zip(segments, crosses, strict=True):
+            segment.before -= self.pinned
+            segment.behind -= self.pinned
+            segment.tangents = tangents
+            segment.seconds = sum(self.seconds.get(n, 0.0) for n in segment.nodes)
+            segment.backward_seconds = sum(self.seconds.get(n, 0.0) for n in segment.backward)
+            made = {root_of(n) for n in segment.backward if root_of(n) in self.gradient_outputs}
+            segment.gradients = sum(size_of(n) // self.parts.get(n, 1) for n in made)
+            segment.ways = self._ways(segment, known)
+        return Chain(segments, frozenset(self.pinned), loose)
+
+    # -- cuts -----------------------------------------------------------------------------------------------------------
+    def _cuts(self) -> list[int]:
+        """Positions before which the forward may be cut."""
+        change = [0] * (len(self.forward) + 2)
+        made = [0] * (len(self.forward) + 1)  # bytes made before each position
+        for node, last in self.last.items():
+            born = self.at[node.all_input_nodes[0] if node.target is operator.getitem else node]
+            made[born + 1] += own_bytes(node)
+            if node not in self.pinned:
+                change[born + 1] += own_bytes(node)
+                change[last + 1] -= own_bytes(node)
+        self.crossing, live = [], 0
+        for position in range(len(self.forward) + 1):
+            live += change[position]
+            self.crossing.append(live)
+            made[position] += made[position - 1] if position else 0
+        found: list[int] = []
+        for valley in _valleys(self.crossing[1:-1]):
+            least = min(self.crossing[p + 1] for p in valley)
+            for position in (p + 1 for p in valley):
+                here = self.crossing[position]
+                begin = found[-1] if found and found[-1] in {p + 1 for p in valley} else None
+                far = begin is None or made[position] - made[begin] >= 2 * max(here, 1)
+                ends = min(made[position] - made[found[-1] if found else 0], made[-1] - made[position])
+                if here <= FLAT * least and far and ends > LEAST * made[-1] and not self._inside(position):
+                    found.append(position)
+        return found
+
+    def _inside(self, position: int) -> bool:
+        """Would a cut here part an operator of several results from them?"""
+        return position < len(self.forward) and self.forward[position].target is operator.getitem
+
+    def _crossing_at(self, position: int) -> frozenset[fx.Node]:
+        if position in (0, len(self.forward)):
+            return frozenset()
+        return frozenset(n for n, last in self.last.items() if self.at[n] < position <= last and n not in self.pinned)
+
+    # -- the backward ----------------------------------------------------------------------------------------------------
+    def _backward_parts(self, place: dict[fx.Node, int], count: int) -> tuple[list[list[fx.Node]], list[fx.Node]]:
+        """The backward's nodes by segment. One that reads a value of the forward belongs to the segment of that value's last
+        forward reader, but not after those of its operands. Any other stands with its first reader."""
+        free = set(self.program.input_nodes(InputRole.TANGENT).values())
+        free |= set(self.program.input_nodes(InputRole.SCALE).values())  # what every segment may read, but for inputs
+        most: dict[fx.Node, int] = dict.fromkeys(free, count - 1)
+        tangents = set(free)
+        fixed: set[fx.Node] = set()
+        for node in self.later:
+            read = [
+                place[self.forward[self.last[r]]] for r in storages(node) if r in self.last and r not in self.pinned
+            ]
+            used = [most[a] for a in node.all_input_nodes if a in most]
+            if used or read:
+                most[node] = min(used + read)
+            depends = any(a in tangents for a in node.all_input_nodes)
+            copies = any(a in most and a not in tangents for a in node.all_input_nodes)
+            if depends:
+                tangents.add(node)
+                if read or copies:
+                    fixed.add(node)
+        number: dict[fx.Node, int] = {}
+        for node in reversed(self.later):
+            users = [number[u] for u in node.users if u in number]
+            if users and node not in fixed:
+                number[node] = max(users)
+            elif node in most:
+                number[node] = most[node]
+        parts: list[list[fx.Node]] = [[] for _ in range(count)]
+        loose = []
+        for node in self.later:
+            if node in number:
+                parts[number[node]].append(node)
+            else:
+                loose.append(node)
+        return parts, loose
+
+    def _backward_crossings(self, segments: Sequence[Segment]) -> list[int]:
+        """For each segment the bytes of backward values, but for results, that come into its backward from later ones."""
+        owner = {root_of(n): i for i, s in enumerate(segments) for n in s.backward}
+        until: dict[fx.Node, int] = {}
+        for i, segment in enumerate(segments):
+            for node in segment.backward:
+                for used in storages(node):
+                    if used in owner and used not in self.gradient_outputs:
+                        until[used] = min(until.get(used, i), i)
+        found = [0] * len(segments)
+        for root, first in until.items():
+            for i in range(first, owner[root]):
+                found[i] += size_of(root)
+        return found
+
+    # -- ways -----------------------------------------------------------------------------------------------------------
+    def _ways(self, segment: Segment, known: dict[str, list[tuple[frozenset[int], Way]]]) -> list[Way]:
+        """The ways of a segment, solved once for segments of equal nodes."""
+        index = {n: i for i, n in enumerate(segment.nodes)}
+        key = self._signature(segment, index)
+        if key not in known:
+            found = _Ways(segment, self).found()
+            known[key] = [(frozenset(index[n] for n in way.kept), way) for way in found]
+        return [
+            Way(frozenset(segment.nodes[i] for i in kept), way.bytes, way.seconds, way.forward, way.backward)
+            for kept, way in known[key]
+        ]
+
+    def _signature(self, segment: Segment, index: dict[fx.Node, int]) -> str:
+        local = dict(index)
+        local.update({n: len(index) + i for i, n in enumerate(segment.backward)})
+
+        def shown(node: fx.Node) -> str:
+            return f"{signature(node)} {[local.get(a, -1) for a in node.all_input_nodes]}"
+
+        kept = sorted(index[n] for n in segment.needs)
+        out = sorted(index.get(n, -1) for n in segment.behind)
+        return "\n".join(
+            [*map(shown, segment.nodes), "", *map(shown, segment.backward), f"{kept} {out} {segment.tangents}"]
+        )
+
+
+class _Ways:
+    """Finds a segment's ways: from all that its backward needs, the value that saves most bytes per second goes first."""
+
+    def __init__(self, segment: Segment, builder: _Builder) -> None:
+        self.segment = segment
+        self.seconds = builder.seconds
+        self.gradients = builder.gradient_outputs
+        self.own = set(segment.nodes)
+        self.given = builder.pinned
+
+    def found(self) -> list[Way]:
+        kept = set(self.segment.needs)
+        ways = [self._way(frozenset(kept))]
+        while kept:
+            now = ways[-1].seconds
+            options = []
+            for one in kept:
+                seconds = self._again(kept - {one})
+                options.append(((seconds - now) / max(size_of(one), 1), -size_of(one), one.name, one))
+            kept.remove(min(options)[3])
+            ways.append(self._way(frozenset(kept)))
+        ways.reverse()
+        return _thinned(ways)
+
+    def _again(self, kept: Iterable[fx.Node]) -> float:
+        return sum(self.seconds.get(n, 0.0) for n in remade(self.segment, set(kept) | self.given))
+
+    def _way(self, kept: frozenset[fx.Node]) -> Way:
+        segment = self.segment
+        held = sum(size_of(n) for n in kept - segment.behind)
+        order = backward_order(segment, kept | self.given)
+        return Way(kept, held, self._again(kept), self._forward_peak(kept), self._backward_peak(order, kept))
+
+    def _forward_peak(self, kept: frozenset[fx.Node]) -> int:
+        stays = kept | self.segment.behind
+        return _peak([(n, False) for n in self.segment.nodes], set(), stays, self.given, 0)
+
+    def _backward_peak(self, order: list[tuple[fx.Node, bool]], kept: frozenset[fx.Node]) -> int:
+        """Of `tangents` it is not known here when they die: they are taken to live to the end."""
+        return _peak(order, set(kept), self.gradients, self.given | self.segment.before, self.segment.tangents)
+
+
+def remade(segment: Segment, available: set[fx.Node]) -> list[fx.Node]:
+    """The segment's nodes that its backward needs again if of its storages only the `available` ones are there."""
+    own = set(segment.nodes)
+    found: set[fx.Node] = set()
+    stack = [a for n in segment.backward for a in n.all_input_nodes if a in own]
+    while stack:
+        node = stack.pop()
+        if node in found or root_of(node) in available:
+            continue
+        found.add(node)
+        stack += [a for a in node.all_input_nodes if a in own]
+    return [n for n in segment.nodes if n in found]
+
+
+def backward_order(segment: Segment, available: frozenset[fx.Node]) -> list[tuple[fx.Node, bool]]:
+    """The order in which a segment's backward runs: (node, is it a copy of a forward node?); a copy just before its reader."""
+    own = set(segment.nodes)
+    made: set[fx.Node] = set()
+    order: list[tuple[fx.Node, bool]] = []
+
+    def make(node: fx.Node) -> None:
+        if node in made or node not in own or (root_of(node) is node and node in available):
+            return
+        for used in node.all_input_nodes:
+            make(used)
+        made.add(node)
+        order.append((node, True))
+
+    for node in segment.backward:
+        for used in node.all_input_nodes:
+            make(used)
+        order.append((node, False))
+    return order
+
+
+def _peak(
+    order: list[tuple[fx.Node, bool]], live: set[fx.Node], stays: Iterable[fx.Node], given: Iterable[fx.Node], base: int
+) -> int:
+    """The most bytes at once: `base`, the storages `live` at first, and those that are made, each until its last reader or, if
+    it `stays`, for good. Of `given` nothing counts."""
+    given, stays = set(given), set(stays)
+    last: dict[fx.Node, int] = {}
+    for i, (node, _) in enumerate(order):
+        for used in (*storages(node), root_of(node)):
+            last[used] = i
+    held = {n for n in live if n not in given}
+    now = base + sum(map(size_of, held))
+    most = now
+    ends: dict[int, list[fx.Node]] = {}
+    for root, i in last.items():
+        ends.setdefault(i, []).append(root)
+    for i, (node, _) in enumerate(order):
+        if root_of(node) is node and node not in held and node not in given:
+            held.add(node)  # (the bytes of several results come with their operator)
+            now += 0 if node.target is operator.getitem else size_of(node)
+        most = max(most, now)
+        for root in ends.get(i, []):
+            if root in held and root not in stays:
+                held.discard(root)
+                now -= own_bytes(root)
+    return most
+
+
+def _thinned(ways: list[Way]) -> list[Way]:
+    """At most `WAYS`, with the first and the last, none of which another one beats in bytes and in seconds."""
+    best: list[Way] = []
+    for way in ways:
+        while best and best[-1].seconds <= way.seconds and len(best) > 1:
+            best.pop()
+        best.append(way)
+    if len(best) <= WAYS:
+        return best
+    span = best[-1].bytes - best[0].bytes
+    chosen = {0, len(best) - 1}
+    for i in range(1, WAYS - 1):
+        wanted = best[0].bytes + span * i / (WAYS - 1)
+        chosen.add(min(range(len(best)), key=lambda at: abs(best[at].bytes - wanted)))
+    return [best[i] for i in sorted(chosen)]
+
+
+def _valleys(heights: Sequence[int]) -> list[range]:
+    """Ranges of positions between two hills: places from which one must climb by `HILL` to get to a lower or equal one."""
+    found: list[range] = []
+    begin, low, high, falling = 0, None, 0, True
+    for position, height in enumerate(heights):
+        if falling:
+            low = height if low is None else min(low, height)
+            if height > HILL * low:
+                found.append(range(begin, position))
+                falling, high = False, height
+        else:
+            high = max(high, height)
+            if height * HILL < high:
+                falling, begin, low = True, position, height
+    if falling and low is not None:
+        found.append(range(begin, len(heights)))
+    return found
+
+
+def _few(cuts: list[int], crossing: Sequence[int]) -> list[int]:
+    """At most `MOST` - 1 of the cuts, evenly spread."""
+    if len(cuts) < MOST:
+        return cuts
+    step = len(cuts) / (MOST - 1)
+    groups = [cuts[int(i * step) : max(int((i + 1) * step), int(i * step) + 1)] for i in range(MOST - 1)]
+    return [min(group, key=lambda p: (crossing[p], p)) for group in groups if group]

@@ -1,0 +1,210 @@
+"""Activation checkpointing: values of the forward are dropped, and computed again in the backward just before they are read.
+
+`rematerialize` does it within so many bytes, as the schedule of `zgraph/passes/rotor.py` says: segments may be computed again
+more than once. `checkpoint` does it where the user says so: in modules, by a policy, in the model's own
+torch.utils.checkpoint regions. (Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".)
+
+What is computed again are copies in the backward phase, of the same operators on the same values: results are equal bit for
+bit. Random operators and collectives are never copied; what they gave is kept.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zgraph.passes.aliases import root_of
+from zgraph.passes.chain import Chain, Segment, chain_of
+from zgraph.passes.contract import graph_pass
+from zgraph.passes.costs import CPU, Costs
+from zgraph.passes.recompute import recompute_all_but
+from zgraph.passes.rotor import Again, Keep, Rotor, Schedule, every_segment_again
+from zgraph.program.node import Phase, info, set_info
+from zgraph.program.program import Program
+
+
+@dataclass(frozen=True)
+class RematerializeOptions:
+    """`bytes` is what values between the forward and the backward, and what segments need while they run, may take; None:
+    every segment is computed again once. `costs` say how long operators take."""
+
+    bytes: int | None = None
+    costs: Costs = field(default_factory=lambda: Costs(CPU))
+
+
+@graph_pass(
+    "rematerialize",
+    "values are computed again in the backward, the fastest way within a memory",
+    options=RematerializeOptions,
+    requires=("clean",),
+    provides=("rematerialized",),
+    conflicts=("sharded",),
+)
+def rematerialize(program: Program, options: RematerializeOptions) -> dict[str, int]:
+    if all(info(n).phase is Phase.FORWARD for n in program.graph.nodes if n.op == "call_function"):
+        return {"segments": 0, "recomputed": 0}
+    chain = chain_of(program, options.costs)
+    if options.bytes is None:
+        schedule: Schedule | None = every_segment_again(chain.segments)
+    else:
+        rotor = Rotor(chain.segments)
+        schedule = rotor.schedule(max(options.bytes, rotor.least()))
+    assert schedule is not None
+    made = Replay(program, chain).run(schedule)
+    return {"segments": len(chain.segments), "recomputed": made, "deepest": _depth(schedule)}
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """`modules` are patterns of module paths ("blocks.*"): what runs inside of one is computed again, from what comes into it.
+    `policy` says of a node whether it is. With both empty: what the model's own torch.utils.checkpoint says."""
+
+    modules: tuple[str, ...] = ()
+    policy: Callable[[fx.Node], bool] | None = None
+
+
+@graph_pass(
+    "checkpoint",
+    "values of the forward are computed again in the backward where the user says so",
+    options=CheckpointOptions,
+    requires=("clean",),
+    provides=("checkpointed",),
+    conflicts=("sharded",),
+)
+def checkpoint(program: Program, options: CheckpointOptions) -> dict[str, int]:
+    forward = [n for n in program.graph.nodes if n.op == "call_function" and info(n).phase is Phase.FORWARD]
+    if options.policy is not None:
+        again = {n for n in forward if options.policy(n)}
+    else:
+        region = {n: _module_region(n, options.modules) if options.modules else _users_region(n) for n in forward}
+        again = {n for n in forward if region[n] is not None and not _leaves(n, region)}
+    made = recompute_all_but(program, {n.name for n in forward if n not in again}, by="checkpoint")
+    return {"marked": len(again), "recomputed": made}
+
+
+def _module_region(node: fx.Node, patterns: tuple[str, ...]) -> object:
+    """The outermost module around a node that one of the patterns names, None for none."""
+    parts = info(node).module.split(".")
+    paths = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+    return next((path for path in paths if any(fnmatch.fnmatchcase(path, p) for p in patterns)), None)
+
+
+def _users_region(node: fx.Node) -> object:
+    """The torch.utils.checkpoint region of a node that is to be computed again, None for none."""
+    asked = node.meta.get("recompute")
+    return node.meta.get("ac_graph_id", 0) if asked is not None and "RECOMPUTE" in str(asked) else None
+
+
+def _leaves(node: fx.Node, region: dict[fx.Node, object]) -> bool:
+    """Does the forward read a value of a region outside of it, through views or not? Then it is kept: what runs there would
+    else be computed again from here on."""
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user in region and region[user] != region[node]:
+                return True
+            if user in region and root_of(user) is root_of(node):
+                stack.append(user)
+    return False
+
+
+class Replay:
+    """Writes a schedule into a program: puts the backward's nodes into its order, with copies of the forward's between them."""
+
+    def __init__(self, program: Program, chain: Chain) -> None:
+        self.program = program
+        self.chain = chain
+        self.here: dict[fx.Node, fx.Node] = {n: n for n in chain.pinned}  # by storage: the value that is there now
+        self.copies = 0
+        self.output = program.output_node()
+
+    def run(self, schedule: Schedule) -> int:
+        """Returns the number of copies."""
+        for node in self.chain.loose:
+            self._place(node, {})
+        self._follow(schedule, first=True)
+        self._clean()
+        return self.copies
+
+    def _follow(self, schedule: Schedule, first: bool) -> None:
+        segments = self.chain.segments
+        if isinstance(schedule, Again):
+            held = self._keep(segments[schedule.until].before, first)
+            self._follow(schedule.rest, first)
+            self._drop(held)
+            self._follow(schedule.later, first=False)
+            return
+        segment = segments[schedule.segment]
+        stays: Iterable[fx.Node] = schedule.way.kept if first or schedule.rest is not None else ()
+        behind = segment.behind if schedule.rest is not None else ()
+        held = self._keep([*stays, *behind], first)
+        if schedule.rest is not None:
+            self._follow(schedule.rest, first)
+        self._backward(segment)
+        self._drop(held)
+
+    def _keep(self, values: Iterable[fx.Node], first: bool) -> list[fx.Node]:
+        """Let these storages be there: as the forward has made them, or computed again. Returns those that were not."""
+        wanted = [v for v in dict.fromkeys(values) if v not in self.here]
+        memo: dict[fx.Node, fx.Node] = {}
+        for value in sorted(wanted):
+            made = value if first else self._again(value, memo)
+            memo[value] = made
+        self.here.update({v: memo[v] for v in wanted})
+        return wanted
+
+    def _drop(self, values: Iterable[fx.Node]) -> None:
+        for value in values:
+            del self.here[value]
+
+    def _backward(self, segment: Segment) -> None:
+        memo: dict[fx.Node, fx.Node] = {}
+        for node in segment.backward:
+            self._place(node, memo)
+
+    def _place(self, node: fx.Node, memo: dict[fx.Node, fx.Node]) -> None:
+        """Put a backward node next, after copies of what it reads of the forward that is not there."""
+        for used in node.all_input_nodes:
+            if used.op == "call_function" and info(used).phase is Phase.FORWARD:
+                now = self._again(used, memo)
+                if now is not used:
+                    node.replace_input_with(used, now)
+        self.output.prepend(node)
+
+    def _again(self, node: fx.Node, memo: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The value of a forward node now: itself, or a copy at the end of what is placed so far."""
+        if node.op != "call_function" or info(node).phase is not Phase.FORWARD:
+            return node
+        root = root_of(node)
+        if root.op == "placeholder" or self.here.get(root) is root:  # (of an input the forward's own view serves)
+            return node
+        if node is root and node in self.here:
+            return self.here[node]
+        if node in memo:
+            return memo[node]
+        for used in node.all_input_nodes:
+            self._again(used, memo)
+        with self.program.graph.inserting_before(self.output):
+            copied = self.program.graph.node_copy(node, lambda n: self.here.get(n, memo.get(n, n)))
+        copied.meta = dict(node.meta)
+        set_info(copied, info(node).but(phase=Phase.BACKWARD, copy_of=node.name, made_by="rematerialize"))
+        memo[node] = copied
+        self.copies += 1
+        return copied
+
+    def _clean(self) -> None:
+        """Forward nodes that only the backward read, and that it has copies of, go."""
+        results = set(self.program.output_values())
+        for node in reversed(self.program.nodes):
+            if node.op == "call_function" and not node.users and node not in results and not node.is_impure():
+                self.program.graph.erase_node(node)
+
+
+def _depth(schedule: Schedule) -> int:
+    """How often a segment is computed at most, besides in the forward."""
+    if isinstance(schedule, Keep):
+        return 0 if schedule.rest is None else _depth(schedule.rest)
+    return max(_depth(schedule.rest), 1 + _depth(schedule.later))
