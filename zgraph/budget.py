@@ -174,11 +174,8 @@ class _Budget:
         """As many weights as fit, in the order of what their second gather costs; and what is said of the first that
         does not."""
         ranked = self._candidates(base.choice)
-        order = [name for _, _, name in ranked]
-        if all(size > self.budget - base.peak for _, size, _ in ranked):
-            some = 0
-        else:
-            some = self._bisect(len(order), lambda n: base.choice.but(keep=frozenset(order[:n])))
+        order = [name for _, name in ranked]
+        some = self._bisect(len(order), lambda n: base.choice.but(keep=frozenset(order[:n])))
         best = self._try(base.choice.but(keep=frozenset(order[:some])))
         if best.seconds > base.seconds:
             best, some = base, 0
@@ -190,7 +187,7 @@ class _Budget:
             order[some],
             f"{order[some]} and {len(order) - some - 1} other weights are gathered again for the backward",
             f"kept, the peak would reach {shown_bytes(more)}, budget {shown_bytes(self.budget)}",
-            sum(seconds for seconds, _, _ in ranked[some:]),
+            sum(seconds for seconds, _ in ranked[some:]),
             f"memory_budget={more} has room for the first of them",
         )
 
@@ -203,9 +200,9 @@ class _Budget:
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def _candidates(self, choice: Choice) -> list[tuple[float, int, str]]:
-        """The weights that both phases gather, as (seconds of the second gather, bytes, name): most seconds per byte first, then
-        those whose uses are closest."""
+    def _candidates(self, choice: Choice) -> list[tuple[float, str]]:
+        """The weights that both phases gather, with the seconds of the second gather: most per byte first, then those whose uses
+        are closest."""
         names = [p.name for p in self._passes(choice)]
         if "regather" not in names:
             return []
@@ -218,7 +215,7 @@ class _Budget:
                 found[gather.name] = (seconds + self.costs.transfer([gather.start], ranks), place)
         sizes = {g.name: max(g.bytes, 1) for g in gathers_of(made)}
         ranked = sorted(found.items(), key=lambda i: (-round(i[1][0] / sizes[i[0]] * 1e12), i[1][1]))
-        return [(seconds, sizes[name], name) for name, (seconds, _) in ranked]
+        return [(seconds, name) for name, (seconds, _) in ranked]
 
 
 def _after(program: Program) -> int:
