@@ -312,6 +312,7 @@ def inductor_decompositions() -> dict[Any, Any]:
 
 def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
     """The names of the values that torch's min-cut partitioner would save for the backward (it runs on a copy)."""
+    from torch._functorch import config as functorch_config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     graph = fx.Graph()
@@ -327,9 +328,10 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
         drawn = node.args[0] if node.target is operator.getitem else node
         if isinstance(drawn, fx.Node) and torch.Tag.nondeterministic_seeded in getattr(drawn.target, "tags", ()):
             node.meta.pop("recompute", None)  # (a checkpoint region asks for it; what was drawn is saved all the same)
-    forward, _ = min_cut_rematerialization_partition(
-        lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
-    )
+    with functorch_config.patch(activation_memory_budget=1.0):  # (a plan has a budget of its own, in bytes)
+        forward, _ = min_cut_rematerialization_partition(
+            lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
+        )
     saved: Any = forward.graph.output_node().args[0]
     saved = saved[forward_outputs:]
     return {names.get(n.name, n.name) for n in saved if isinstance(n, fx.Node)}
