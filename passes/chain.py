@@ -24,6 +24,7 @@ from torch import fx
 
 from zgraph.passes.aliases import made_once, root_of
 from zgraph.passes.costs import Costs, signature, size_of
+from zgraph.passes.fusion import pointwise, sources
 from zgraph.program.node import Phase, info, value
 from zgraph.program.program import InputRole, OutputRole, Program
 
@@ -31,6 +32,7 @@ HILL = 1.3  # two cuts have in between a place where so many times more bytes cr
 FLAT = 1.1  # crossings within this factor are equal
 LONG = 0.25  # a value that is read after so much of the forward is pinned
 MOST = 96  # segments
+SHARED = 0.5  # of what crosses a cut: more may not cross the next one as well
 LEAST = 0.002  # of all bytes are made in a segment at least
 WAYS = 10  # of a segment
 
@@ -92,11 +94,6 @@ def chain_of(program: Program, costs: Costs) -> Chain:
     return _Builder(program, costs).build()
 
 
-def storages(node: fx.Node) -> list[fx.Node]:
-    """The storages that a node reads."""
-    return [root_of(used) for used in node.all_input_nodes]
-
-
 def own_bytes(node: fx.Node) -> int:
     """The bytes of a storage. Of an operator with several results: those that no node takes."""
     return size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and root_of(u) is u)
@@ -106,13 +103,19 @@ class _Builder:
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program = program
         self.seconds = costs.compute(program)
+        self.fused = costs.fused
+        nodes = list(program.graph.nodes)
+        self.on = sources(nodes, fused=False)
+        # Values that take no memory where they are neither kept nor cross a cut: they are then written anew in their readers.
+        inside = sources(nodes, fused=costs.fused)
+        self.inlined = {n for n in nodes if self.on[n] == (n,) != inside[n]}
         calls = [n for n in program.graph.nodes if n.op == "call_function"]
         self.forward = [n for n in calls if info(n).phase is Phase.FORWARD]
         self.later = [n for n in calls if info(n).phase is not Phase.FORWARD]
         self.at = {n: i for i, n in enumerate(self.forward)}
         self.last: dict[fx.Node, int] = {}  # position of the last forward reader of a storage
         for i, node in enumerate(self.forward):
-            for root in (root_of(node), *storages(node)):
+            for root in (*self.on[node], *self.storages(node)):
                 if root in self.at and isinstance(value(root), torch.Tensor):  # (several results are values each)
                     self.last[root] = i
         self.results = {root_of(n) for p, n in program.output_items() if p.role is not OutputRole.GRADIENT}
@@ -128,8 +131,12 @@ class _Builder:
             n for n, last in self.last.items() if n in self.results or made_once(n) or last - self.at[n] > reach
         }
 
+    def storages(self, node: fx.Node) -> list[fx.Node]:
+        """The storages that a node reads."""
+        return [s for used in node.all_input_nodes for s in self.on[used]]
+
     def build(self) -> Chain:
-        cuts = _few(self._cuts(), self.crossing)
+        cuts = _few(self._apart(self._cuts()), self.crossing)
         bounds = [0, *cuts, len(self.forward)]
         place = {}  # of each forward node: its segment
         for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
@@ -141,7 +148,7 @@ class _Builder:
                 Segment(self.forward[begin:end], parts[number], self._crossing_at(begin), self._crossing_at(end))
             )
         for number, segment in enumerate(segments):
-            read = {r for n in segment.backward for r in storages(n) if r in self.at}
+            read = {r for n in segment.backward for r in self.storages(n) if r in self.at}
             read -= self.pinned | segment.before
             self.pinned |= {
                 r for r in read if place[r] != number
@@ -188,6 +195,22 @@ class _Builder:
                     found.append(position)
         return found
 
+    def _apart(self, cuts: list[int]) -> list[int]:
+        """Without cuts that much the same values cross as another one next to them, which fewer cross: what crosses two
+        cuts is counted at both."""
+        kept: list[int] = []
+        for cut in cuts:
+            while kept and self._shared(kept[-1], cut) > SHARED * min(self.crossing[kept[-1]], self.crossing[cut]):
+                if self.crossing[kept[-1]] <= self.crossing[cut]:
+                    break
+                kept.pop()
+            else:
+                kept.append(cut)
+        return kept
+
+    def _shared(self, first: int, second: int) -> int:
+        return sum(map(size_of, self._crossing_at(first) & self._crossing_at(second)))
+
     def _inside(self, position: int) -> bool:
         """Would a cut here part an operator of several results from them?"""
         return position < len(self.forward) and self.forward[position].target is operator.getitem
@@ -208,7 +231,9 @@ class _Builder:
         fixed: set[fx.Node] = set()
         for node in self.later:
             read = [
-                place[self.forward[self.last[r]]] for r in storages(node) if r in self.last and r not in self.pinned
+                place[self.forward[self.last[r]]]
+                for r in self.storages(node)
+                if r in self.last and r not in self.pinned
             ]
             used = [most[a] for a in node.all_input_nodes if a in most]
             if used or read:
@@ -241,7 +266,7 @@ class _Builder:
         until: dict[fx.Node, int] = {}
         for i, segment in enumerate(segments):
             for node in segment.backward:
-                for used in storages(node):
+                for used in self.storages(node):
                     if used in owner and used not in self.gradient_outputs:
                         until[used] = min(until.get(used, i), i)
         found = [0] * len(segments)
@@ -286,6 +311,9 @@ class _Ways:
         self.gradients = builder.gradient_outputs
         self.own = set(segment.nodes)
         self.given = builder.pinned
+        self.on = builder.on
+        self.fused = builder.fused
+        self.inlined = builder.inlined
 
     def found(self) -> list[Way]:
         kept = set(self.segment.needs)
@@ -312,11 +340,50 @@ class _Ways:
 
     def _forward_peak(self, kept: frozenset[fx.Node]) -> int:
         stays = kept | self.segment.behind
-        return _peak([(n, False) for n in self.segment.nodes], set(), stays, self.given, 0)
+        return self._peak([(n, False) for n in self.segment.nodes], set(), stays, self.given, 0)
 
     def _backward_peak(self, order: list[tuple[fx.Node, bool]], kept: frozenset[fx.Node]) -> int:
         """Of `tangents` it is not known here when they die: they are taken to live to the end."""
-        return _peak(order, set(kept), self.gradients, self.given | self.segment.before, self.segment.tangents)
+        return self._peak(order, set(kept), self.gradients, self.given | self.segment.before, self.segment.tangents)
+
+    def _peak(
+        self,
+        order: list[tuple[fx.Node, bool]],
+        live: set[fx.Node],
+        stays: Iterable[fx.Node],
+        given: Iterable[fx.Node],
+        base: int,
+    ) -> int:
+        """The most bytes at once: `base`, the storages `live` at first, and those that are made, each until its last reader or, if
+        it `stays`, for good. Of `given` nothing counts."""
+        given, stays = set(given), set(stays)
+        last: dict[fx.Node, int] = {}
+        on: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        for i, (node, _) in enumerate(order):
+            read = [s for a in node.all_input_nodes for s in on.get(a, self.on[a])]
+            if node in self.inlined and node not in stays and node not in live:
+                on[node] = tuple(dict.fromkeys(read))
+            else:
+                on[node] = self.on[node] if self.on[node] == (node,) else tuple(dict.fromkeys(read))
+            for used in (*read, *on[node]):
+                last[used] = i
+        held = {n for n in live if n not in given}
+        now = base + sum(map(size_of, held))
+        most = now
+        ends: dict[int, list[fx.Node]] = {}
+        for root, i in last.items():
+            ends.setdefault(i, []).append(root)
+        for i, (node, _) in enumerate(order):
+            if on[node] == (node,) and node not in held and node not in given:
+                held.add(node)  # (the bytes of several results come with their operator)
+                now += 0 if node.target is operator.getitem else size_of(node)
+            dying = [root for root in ends.get(i, []) if root in held and root not in stays]
+            place = self.fused and pointwise(node) and any(size_of(r) == size_of(node) for r in dying if r not in live)
+            most = max(most, now - (size_of(node) if place else 0))  # (its result may take the place of an operand)
+            for root in dying:
+                held.discard(root)
+                now -= own_bytes(root)
+        return most
 
 
 def remade(segment: Segment, available: set[fx.Node]) -> list[fx.Node]:
@@ -352,34 +419,6 @@ def backward_order(segment: Segment, available: frozenset[fx.Node]) -> list[tupl
             make(used)
         order.append((node, False))
     return order
-
-
-def _peak(
-    order: list[tuple[fx.Node, bool]], live: set[fx.Node], stays: Iterable[fx.Node], given: Iterable[fx.Node], base: int
-) -> int:
-    """The most bytes at once: `base`, the storages `live` at first, and those that are made, each until its last reader or, if
-    it `stays`, for good. Of `given` nothing counts."""
-    given, stays = set(given), set(stays)
-    last: dict[fx.Node, int] = {}
-    for i, (node, _) in enumerate(order):
-        for used in (*storages(node), root_of(node)):
-            last[used] = i
-    held = {n for n in live if n not in given}
-    now = base + sum(map(size_of, held))
-    most = now
-    ends: dict[int, list[fx.Node]] = {}
-    for root, i in last.items():
-        ends.setdefault(i, []).append(root)
-    for i, (node, _) in enumerate(order):
-        if root_of(node) is node and node not in held and node not in given:
-            held.add(node)  # (the bytes of several results come with their operator)
-            now += 0 if node.target is operator.getitem else size_of(node)
-        most = max(most, now)
-        for root in ends.get(i, []):
-            if root in held and root not in stays:
-                held.discard(root)
-                now -= own_bytes(root)
-    return most
 
 
 def _thinned(ways: list[Way]) -> list[Way]:

@@ -22,6 +22,7 @@ from torch import fx
 
 from zgraph.errors import PlanError
 from zgraph.passes.aliases import aliased_input, root_of
+from zgraph.passes.fusion import fusible, readers, together
 from zgraph.program import collectives, ops
 from zgraph.program.node import info, tensors, value
 from zgraph.program.program import Program
@@ -191,9 +192,9 @@ class Costs:
         """The values that these bytes are of."""
         mine = self.fused and fusible(node)
         roots = dict.fromkeys(root_of(a) for a in node.all_input_nodes)
-        read = [r for r in roots if not (mine and _together(r, node))]
-        users = list(_readers(node))
-        kept = mine and users and all(fusible(u) and _together(node, u) for u in users)
+        read = [r for r in roots if not (mine and together(r, node))]
+        users = readers(node)
+        kept = mine and users and all(fusible(u) and together(node, u) for u in users)
         return read if kept else [*read, node]
 
 
@@ -244,38 +245,11 @@ def signature(node: fx.Node) -> str:
     return f"{node.target} {args!r} {kwargs!r}"
 
 
-_REDUCTIONS = {"sum", "mean", "amax", "amin", "any", "var_mean", "var", "_softmax", "_log_softmax"}
-
-
-def fusible(node: fx.Node) -> bool:
-    """Does Inductor put this operator into a kernel with its neighbours?"""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims"):
-        return False
-    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket.__name__ in _REDUCTIONS
-
-
 def computes(node: fx.Node) -> bool:
     """Does this node take time on the compute stream? (Not views, members of a tuple, collectives and their waits.)"""
     if node.op != "call_function" or node.target in (operator.getitem, ops.RELEASE):
         return False
     return not (collectives.is_start(node) or collectives.is_wait(node)) and aliased_input(node) is None
-
-
-def _readers(node: fx.Node) -> dict[fx.Node, None]:
-    """Who reads a node's memory, also through views."""
-    found: dict[fx.Node, None] = {}
-    stack = list(node.users)
-    while stack:
-        user = stack.pop()
-        if aliased_input(user) is not None:
-            stack.extend(user.users)
-        else:
-            found[user] = None
-    return found
-
-
-def _together(a: fx.Node, b: fx.Node) -> bool:
-    return fusible(a) and fusible(b) and info(a).phase is info(b).phase
 
 
 def dtype_of(node: fx.Node) -> str:

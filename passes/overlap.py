@@ -30,7 +30,6 @@ from statistics import median_high
 
 from torch import fx
 
-from zgraph.communication import shown_bytes
 from zgraph.errors import PlanError
 from zgraph.passes.aliases import is_view
 from zgraph.passes.contract import graph_pass
@@ -42,6 +41,7 @@ from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info, set_info
 from zgraph.program.program import InputRole, Level, Program
 from zgraph.program.remark import Remark
+from zgraph.record import shown_bytes
 
 DOUBT = 1.5  # a gather is as urgent as if all transfers took so many times their (simulated) time
 SLACK = 1.25  # what is wanted on the link while an operator runs, in its own (simulated) time: costs are estimates
@@ -188,7 +188,7 @@ class _Scheduler:
         return max(largest_layer(self.program) // 2, int(median_high(sizes)) if sizes else 0)
 
     def _room(self) -> Room:
-        memory = dict(zip(self.program.graph.nodes, memory_of(self.program), strict=True))
+        memory = dict(zip(self.program.graph.nodes, memory_of(self.program, self.options.costs.fused), strict=True))
         others = [sum(memory[n].values()) - memory[n].get("gathered", 0) for n in self.operators]
         needed = [(b.first, self.last[m], m.bytes) for b in self.gathers if b.counted for m in b.members]
         return Room(others, needed, self.spare)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zgraph.passes.aliases import aliased_input
 from zgraph.passes.costs import Costs, size_of
+from zgraph.passes.fusion import pointwise, sources
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, OutputRole, Port, Program
@@ -141,7 +141,7 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
             clock += compute[node]
             busy["compute"] += compute[node]  # type: ignore[assignment]
     end = max(clock, free)
-    return Forecast(program.name, end, dict(busy), tuple(stalls), tuple(memory_of(program)))
+    return Forecast(program.name, end, dict(busy), tuple(stalls), tuple(memory_of(program, costs.fused)))
 
 
 def bucket_of(start: fx.Node) -> list[fx.Node]:
@@ -154,43 +154,59 @@ def bucket_of(start: fx.Node) -> list[fx.Node]:
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-def memory_of(program: Program) -> list[dict[str, int]]:
-    """Live bytes by category after each node, in order."""
+def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
+    """Live bytes by category after each node, in order. `fused` says whether the backend fuses: what stays inside a kernel then
+    takes none, and a kernel's result takes the place of an operand that dies there."""
     nodes = list(program.graph.nodes)
     at = {n: i for i, n in enumerate(nodes)}
-    roots: dict[fx.Node, fx.Node] = {}
+    on = sources(nodes, fused)
     last: dict[fx.Node, int] = {}
     backward: set[fx.Node] = set()
     born = dict(at)
     for node in nodes:
-        base = node.all_input_nodes[0] if collectives.is_wait(node) else aliased_input(node)
-        if node.target is operator.getitem and base is None:  # made by the operator that gives several values
+        if node.target is operator.getitem and on[node] == (node,):  # made by the operator that gives several values
             born[node] = born[node.all_input_nodes[0]]
-        roots[node] = roots[base] if base is not None else node
-        for used in node.all_input_nodes:
-            last[roots[used]] = at[node]
+        for used in (s for a in node.all_input_nodes for s in on[a]):
+            last[used] = at[node]
             if info(node).phase is Phase.BACKWARD:
-                backward.add(roots[used])
-        last.setdefault(roots[node], at[node])
+                backward.add(used)
+        for own in on[node]:
+            last.setdefault(own, at[node])
     categories = {node: _INPUTS.get(port.role, "inputs") for port, node in program.input_items()}  # type: ignore[arg-type]
-    given = {roots[n]: p for p, n in program.output_items() if n in roots}
+    given = {root: p for p, n in program.output_items() if n in on for root in on[n]}
     for node in categories:
-        last[roots[node]] = len(nodes)
+        last[node] = len(nodes)
     changes: list[Counter[str]] = [Counter() for _ in range(len(nodes) + 1)]
     for node in nodes:
-        if roots[node] is not node or node.op == "output":
+        if on[node] != (node,) or node.op == "output":
             continue
         category = categories.get(node) or _category(node, given, node in backward)
-        size = size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and roots[u] is u)
+        size = size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and on[u] == (u,))
         changes[born[node]][category] += size
         if last[node] < len(nodes) and node not in given:
-            changes[last[node] + 1][category] -= size
+            replaced = fused and _replaced(nodes[last[node]], node, on)
+            changes[last[node] + (not replaced)][category] -= size
     live: Counter[str] = Counter()
     found = []
     for change in changes[: len(nodes)]:
         live.update(change)
         found.append(dict(live))
     return found
+
+
+def _replaced(reader: fx.Node, value: fx.Node, on: dict[fx.Node, tuple[fx.Node, ...]]) -> bool:
+    """Is `value` overwritten by its last reader's result? (Inductor does it within a phase, by a pointwise kernel.)"""
+    if (
+        on[reader] != (reader,)
+        or not pointwise(reader)
+        or value.op == "placeholder"
+        or size_of(reader) != size_of(value)
+    ):
+        return False
+    if info(value).phase is not info(reader).phase:
+        return False
+    dying = [s for a in reader.all_input_nodes for s in on[a] if size_of(s) == size_of(value) and s.op != "placeholder"]
+    return bool(dying) and value is dying[0]
 
 
 def _category(node: fx.Node, given: dict[fx.Node, Port], read_in_backward: bool) -> str:

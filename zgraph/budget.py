@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zgraph.communication import shown_bytes
 from zgraph.errors import PlanError
 from zgraph.passes import History, Pass, PassManager
 from zgraph.passes.chain import chain_of
@@ -25,6 +24,7 @@ from zgraph.plan import Plan
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.remark import Remark
+from zgraph.record import shown_bytes
 
 TURNS = 10  # of the search for the bytes that activations may take
 WORTH = 0.01  # of a step: so much waiting is worth a search

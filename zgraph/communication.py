@@ -28,13 +28,6 @@ def parse_bytes(given: Any) -> Any:
     return int(float(match[1]) * unit)
 
 
-def shown_bytes(size: float) -> str:
-    """A size as people read it: "1.50 GiB", "12.0 MiB", "96 bytes"."""
-    if size < 2**20:
-        return f"{size:.0f} bytes"
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
-
-
 Bytes = Annotated[
     StrictInt,
     Field(ge=0),

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from zgraph import allocations
-from zgraph.communication import shown_bytes
 from zgraph.passes.simulator import memory_of
 from zgraph.program.program import Program
+from zgraph.record import shown_bytes
 
 COMPILING = 2  # the first steps, whose peaks are left out
 MEASURED = 8  # steps after them; then the allocator's own maximum is the user's again
@@ -51,10 +51,10 @@ class StepMemory:
         return max(self.peaks[COMPILING:], default=None)
 
 
-def table(programs: Sequence[Program], held: int, measured: int | None) -> list[str]:
-    """Lines that set the forecast of the program with the highest peak beside what was measured. `held` are bytes that
+def table(programs: Sequence[Program], fused: bool, held: int, measured: int | None) -> list[str]:
+    """Lines that set the forecast of the program with the highest peak beside what was measured. `fused`: see `memory_of`; `held` are bytes that
     live outside of programs all the time."""
-    positions = [at for program in programs for at in memory_of(program)]
+    positions = [at for program in programs for at in memory_of(program, fused)]
     if not positions:
         return []
     worst = max(positions, key=lambda at: sum(at.values()))

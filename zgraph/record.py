@@ -126,3 +126,10 @@ def _key_path(parts: list[Any]) -> str | None:
 
 def short(value: Any) -> str:
     return reprlib.repr(value)
+
+
+def shown_bytes(size: float) -> str:
+    """A size as people read it: "1.50 GiB", "12.0 MiB", "96 bytes"."""
+    if size < 2**20:
+        return f"{size:.0f} bytes"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zgraph.codegen.executable import Executable, Kernel
-from zgraph.communication import shown_bytes
 from zgraph.memory import table
 from zgraph.program import collectives
 from zgraph.program.node import Role, info
 from zgraph.program.program import Program
+from zgraph.record import shown_bytes
 
 if TYPE_CHECKING:
     from zgraph.runtime import Runtime
@@ -77,7 +77,10 @@ class Report:
         trained = [s for e in runtime.entries.values() for s in e.programs() if s.differentiated]
         if trained:
             held = max(step.held for step in trained)
-            lines += ["", *table([s.history().program for s in trained], held, runtime.memory.measured)]
+            lines += [
+                "",
+                *table([s.history().program for s in trained], runtime.costs.fused, held, runtime.memory.measured),
+            ]
         remarks = runtime.remarks()
         if remarks:
             lines += ["", f"missed, {len(remarks)} remarks, the costliest first:"]
