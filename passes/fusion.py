@@ -57,6 +57,33 @@ def sources(nodes: Sequence[fx.Node], fused: bool) -> dict[fx.Node, tuple[fx.Nod
     return found
 
 
+def positions(nodes: Sequence[fx.Node], on: dict[fx.Node, tuple[fx.Node, ...]], fused: bool) -> dict[fx.Node, int]:
+    """Where each node runs. Inductor puts a kernel's work into an earlier one of the same size that reads the same value, if all
+    else that it needs is there already."""
+    found = {node: i for i, node in enumerate(nodes)}
+    if not fused:
+        return found
+    kernels: dict[fx.Node, list[fx.Node]] = {}  # that read a storage, in order
+    for node in nodes:
+        if on[node] != (node,) or not fusible(node):
+            continue
+        read = dict.fromkeys(s for a in node.all_input_nodes for s in on[a])
+        ready = max((found[s] for s in read), default=0)
+        large = [s for s in read if _elements(s) == _elements(node)]
+        earlier = (k for s in large for k in kernels.get(s, ()) if found[k] > ready and together(k, node))
+        first = next((k for k in earlier if _elements(k) == _elements(node)), None)
+        if first is not None:
+            found[node] = found[first]
+        for s in large:
+            kernels.setdefault(s, []).append(node)
+    return found
+
+
+def _elements(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    return val.numel() if isinstance(val, torch.Tensor) else -1
+
+
 def readers(node: fx.Node) -> list[fx.Node]:
     """Who reads a node's memory, also through views."""
     found: dict[fx.Node, None] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zgraph.passes.costs import Costs, size_of
-from zgraph.passes.fusion import pointwise, sources
+from zgraph.passes.fusion import pointwise, positions, sources
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, OutputRole, Port, Program
@@ -158,16 +158,18 @@ def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
     """Live bytes by category after each node, in order. `fused` says whether the backend fuses: what stays inside a kernel then
     takes none, and a kernel's result takes the place of an operand that dies there."""
     nodes = list(program.graph.nodes)
-    at = {n: i for i, n in enumerate(nodes)}
     on = sources(nodes, fused)
+    at = positions(nodes, on, fused)
     last: dict[fx.Node, int] = {}
     backward: set[fx.Node] = set()
     born = dict(at)
     for node in nodes:
         if node.target is operator.getitem and on[node] == (node,):  # made by the operator that gives several values
             born[node] = born[node.all_input_nodes[0]]
+        if fused and on[node] != (node,) and node.op == "call_function":
+            continue  # (a view, or inside of a kernel: its readers read)
         for used in (s for a in node.all_input_nodes for s in on[a]):
-            last[used] = at[node]
+            last[used] = max(last.get(used, 0), at[node])
             if info(node).phase is Phase.BACKWARD:
                 backward.add(used)
         for own in on[node]:

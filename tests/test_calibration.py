@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import Ranks
-from torch import nn
+from torch import fx, nn
 
 import zgraph
 from zgraph.codegen.eager import compile_eager
@@ -298,3 +298,57 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path, change, said):
     path.write_text(change(CPU.model_dump_json()))
     error = refused(plan_of("eager", hardware=str(path)))
     assert said in str(error) and "here.json" in str(error.where)
+
+
+def take_a_table_that_one_rank_has(folder: str) -> None:
+    rank = torch.distributed.get_rank()
+    mine = Path(folder) / str(rank)
+    mine.mkdir(parents=True)
+    if rank == 0:
+        (mine / "here.json").write_text(CPU.model_dump_json())
+    before = Path.cwd()
+    os.chdir(mine)
+    try:
+        zgraph.compile(net(), plan_of("eager", hardware="here.json"))
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.gloo
+def test_a_table_that_one_rank_can_not_read_is_an_error_on_all(two, tmp_path):
+    """(The other would wait in a vote for ever.)"""
+    first, second = two.attempt(take_a_table_that_one_rank_has, str(tmp_path))
+    assert isinstance(first.error, PlanError) and "rank 1 can't read the hardware" in str(first.error), first.traceback
+    assert isinstance(second.error, PlanError) and "can't be read" in str(second.error), second.traceback
+
+
+class TwoOutputs(nn.Module):
+    """Its loss is made of the first output: training runs another program than was compiled first, for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.one(x), self.two(x)
+
+
+def test_programs_that_training_does_not_run_are_left_out():
+    torch.manual_seed(0)
+    found = zgraph.calibrate(
+        TwoOutputs(), plan_of("eager"), batch(), steps=2, loss_fn=lambda output, *_: output[0].square().mean()
+    )
+    assert found.measured and found.operators
+
+
+def test_operators_are_the_same_on_every_device_of_a_kind():
+    """(An operator that makes a tensor names its device, which is another one on every rank.)"""
+    keys = []
+    for index in (0, 1):
+        graph = fx.Graph()
+        made = graph.call_function(
+            torch.ops.aten.full.default, ([4], 1.0), {"device": torch.device("cuda", index), "pin_memory": False}
+        )
+        made.meta["val"] = torch.empty(4, device="meta")
+        keys.append(signature(made))
+    assert keys[0] == keys[1] and "cuda" in keys[0]

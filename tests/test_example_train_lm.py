@@ -374,7 +374,9 @@ def test_ctrl_c_ends_every_rank():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # (a background job ignores it)
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.default_int_handler
+            ),  # (a background job ignores it)
         )
         for rank in range(2)
     ]

@@ -362,3 +362,11 @@ def test_the_json_schema_names_every_field_and_forbids_others():
     assert schema["properties"]["zero"]["enum"] == [0, 1, 2, 3]
     assert set(schema["properties"]["mesh"]["properties"]) == {"replicate", "dp"}
     assert all(field["description"] for field in schema["properties"].values())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("field", ["max_bytes", "spare_bytes", "ahead_bytes", "reuse_bytes"])
+def test_bounds_on_what_only_stage_3_gathers_for_a_time_are_refused_elsewhere(zero, field):
+    with pytest.raises(PlanError, match=f"prefetch.{field}"):
+        Plan(zero=zero, prefetch={field: 10**6})
+    assert Plan(zero=3, prefetch={field: 10**6}) and Plan(zero=zero, prefetch={"reduce_bytes": 10**6})
