@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.errors import CollectiveError, RankMismatchError
+from zgraph.program import torch_private
 
 
 def _around(text: str, at: int) -> str:
@@ -50,7 +51,8 @@ class Agreement:
         self.ranks = [int(r) for r in mesh.mesh.flatten().tolist()]
         # A group of their own: votes are read on the host. Over NCCL each would stop the GPU, and in a group that
         # programs use they would wait behind the transfers in flight.
-        self.group = dist.new_group(self.ranks, backend="fake" if dist.get_backend() == "fake" else "gloo")
+        backend = "fake" if dist.get_backend() == "fake" else "gloo"
+        self.group = dist.new_group(self.ranks, backend=backend, timeout=torch_private.world_timeout())
 
     def vote(
         self,

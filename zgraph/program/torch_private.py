@@ -12,6 +12,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import MethodType
 from typing import Any
 
@@ -354,6 +355,19 @@ def backend_of(group: str, device: torch.device) -> tuple[str, int]:
         return found._get_backend(device).name(), found.rank()
     except (RuntimeError, KeyError, LookupError):
         return "", 0
+
+
+def world_timeout() -> timedelta | None:
+    """How long the default process group waits for a collective; None where its backend does not say."""
+    from torch.distributed import distributed_c10d
+
+    world: Any = distributed_c10d.group.WORLD
+    for device in ("cpu", "cuda"):
+        try:
+            return world._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
+        except (RuntimeError, AttributeError):
+            continue
+    return None
 
 
 def ranks_of(group: str) -> tuple[int, ...]:
