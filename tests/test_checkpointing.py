@@ -275,3 +275,21 @@ def test_compiled_by_inductor_within_a_budget():
     _, again = gradients(layers([128] * 6), **fields, memory_budget=least + 100_000)
     for name, value in plain.items():
         torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_micro_batches_and_budgets_go_together(zero):
+    """Every variant of a program saves what the first one decided, and all are tried before the first step."""
+    fields = {**ONE, "zero": zero, "micro_batches": 2, "optimizer": zgraph.SGD(lr=0.1)}
+
+    def trained(**more) -> dict[str, torch.Tensor]:
+        case = layers([128] * 4)
+        model = zgraph.compile(case.model, zgraph.Plan(**fields, **more))
+        for _ in range(2):
+            model.train_step(*case.inputs)
+        return models.weights(model)
+
+    with pytest.raises(PlanError) as caught:
+        trained(memory_budget=1)
+    least = int(str(caught.value).split("works is ")[1].split(" bytes")[0])
+    assert models.equal(trained(), trained(memory_budget=least * 3 // 2))

@@ -110,7 +110,10 @@ class _Budget:
         if choice not in self.tried:
             program = self._after_cut(choice)
             found = simulate(program, self.costs)
-            peak = max(sum(found.peak.values()), _after(program)) + self.held
+            came = sum(
+                size_of(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values()
+            )  # (counted by the program)
+            peak = max(sum(found.peak.values()), _after(program)) + max(self.held - came, 0)
             self.tried[choice] = _Outcome(choice, peak, found.seconds, found)
         return self.tried[choice]
 

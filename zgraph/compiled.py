@@ -86,6 +86,13 @@ class StepProgram:
             )
         return self._histories[variant]
 
+    def variants(self) -> list[Variant]:
+        """Those that a training step of this plan takes, the plain one first."""
+        found = [PLAIN, *([Variant(gathered_before=True)] if self.keeps else [])]
+        if self.plan.zero < 2 and self.plan.micro_batches > 1:
+            found += [Variant(self.keeps, reduce=False), Variant(self.keeps, accumulated=True)]
+        return found
+
     def parts(self, variant: Variant = PLAIN) -> Parts:
         if variant not in self._parts:
             parts = split(self.history(variant).program)

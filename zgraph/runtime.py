@@ -186,7 +186,11 @@ class Runtime:
         return entry
 
     def prepare(self, step: StepProgram) -> None:
-        """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.)"""
+        """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.) Raises
+        `PlanError` if a program that a step takes does not fit into the plan's memory budget."""
+        if self.plan.memory_budget is not None and step.differentiated:
+            for variant in step.variants():
+                step.history(variant)  # (what does not fit is refused now, not in the middle of a step)
         step.ahead()
         step.forward()
         if step.parts().backward is not None:
