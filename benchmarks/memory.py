@@ -219,7 +219,7 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# Memory: steps within a budget",
         "",
-        "`python benchmarks/memory.py`",
+        f"`python benchmarks/memory.py {' '.join(sys.argv[1:])}`",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---:|" * len(COLUMNS),
