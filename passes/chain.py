@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from zgraph.passes.aliases import made_once, root_of
-from zgraph.passes.costs import Costs, signature, size_of
+from zgraph.passes.costs import Costs, own_bytes, signature, size_of
 from zgraph.passes.fusion import pointwise, sources
 from zgraph.program.node import Phase, info, value
 from zgraph.program.program import InputRole, OutputRole, Program
@@ -92,11 +92,6 @@ class Chain:
 def chain_of(program: Program, costs: Costs) -> Chain:
     """Cut a captured program into its chain."""
     return _Builder(program, costs).build()
-
-
-def own_bytes(node: fx.Node) -> int:
-    """The bytes of a storage. Of an operator with several results: those that no node takes."""
-    return size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and root_of(u) is u)
 
 
 class _Builder:
@@ -188,7 +183,7 @@ class _Builder:
             least = min(self.crossing[p + 1] for p in valley)
             for position in (p + 1 for p in valley):
                 here = self.crossing[position]
-                begin = found[-1] if found and found[-1] in {p + 1 for p in valley} else None
+                begin = found[-1] if found and found[-1] - 1 in valley else None
                 far = begin is None or made[position] - made[begin] >= 2 * max(here, 1)
                 ends = min(made[position] - made[found[-1] if found else 0], made[-1] - made[position])
                 if here <= FLAT * least and far and ends > LEAST * made[-1] and not self._inside(position):
@@ -309,7 +304,6 @@ class _Ways:
         self.segment = segment
         self.seconds = builder.seconds
         self.gradients = builder.gradient_outputs
-        self.own = set(segment.nodes)
         self.given = builder.pinned
         self.on = builder.on
         self.fused = builder.fused
@@ -330,7 +324,8 @@ class _Ways:
         return _thinned(ways)
 
     def _again(self, kept: Iterable[fx.Node]) -> float:
-        return sum(self.seconds.get(n, 0.0) for n in remade(self.segment, set(kept) | self.given))
+        again = set(backward_order(self.segment, self.given.union(kept)))
+        return sum(self.seconds.get(n, 0.0) for n in self.segment.nodes if n in again)
 
     def _way(self, kept: frozenset[fx.Node]) -> Way:
         segment = self.segment
@@ -340,15 +335,15 @@ class _Ways:
 
     def _forward_peak(self, kept: frozenset[fx.Node]) -> int:
         stays = kept | self.segment.behind
-        return self._peak([(n, False) for n in self.segment.nodes], set(), stays, self.given, 0)
+        return self._peak(self.segment.nodes, set(), stays, self.given, 0)
 
-    def _backward_peak(self, order: list[tuple[fx.Node, bool]], kept: frozenset[fx.Node]) -> int:
+    def _backward_peak(self, order: list[fx.Node], kept: frozenset[fx.Node]) -> int:
         """Of `tangents` it is not known here when they die: they are taken to live to the end."""
         return self._peak(order, set(kept), self.gradients, self.given | self.segment.before, self.segment.tangents)
 
     def _peak(
         self,
-        order: list[tuple[fx.Node, bool]],
+        order: list[fx.Node],
         live: set[fx.Node],
         stays: Iterable[fx.Node],
         given: Iterable[fx.Node],
@@ -359,7 +354,7 @@ class _Ways:
         given, stays = set(given), set(stays)
         last: dict[fx.Node, int] = {}
         on: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        for i, (node, _) in enumerate(order):
+        for i, node in enumerate(order):
             read = [s for a in node.all_input_nodes for s in on.get(a, self.on[a])]
             if node in self.inlined and node not in stays and node not in live:
                 on[node] = tuple(dict.fromkeys(read))
@@ -373,7 +368,7 @@ class _Ways:
         ends: dict[int, list[fx.Node]] = {}
         for root, i in last.items():
             ends.setdefault(i, []).append(root)
-        for i, (node, _) in enumerate(order):
+        for i, node in enumerate(order):
             if on[node] == (node,) and node not in held and node not in given:
                 held.add(node)  # (the bytes of several results come with their operator)
                 now += 0 if node.target is operator.getitem else size_of(node)
@@ -386,25 +381,12 @@ class _Ways:
         return most
 
 
-def remade(segment: Segment, available: set[fx.Node]) -> list[fx.Node]:
-    """The segment's nodes that its backward needs again if of its storages only the `available` ones are there."""
-    own = set(segment.nodes)
-    found: set[fx.Node] = set()
-    stack = [a for n in segment.backward for a in n.all_input_nodes if a in own]
-    while stack:
-        node = stack.pop()
-        if node in found or root_of(node) in available:
-            continue
-        found.add(node)
-        stack += [a for a in node.all_input_nodes if a in own]
-    return [n for n in segment.nodes if n in found]
-
-
-def backward_order(segment: Segment, available: frozenset[fx.Node]) -> list[tuple[fx.Node, bool]]:
-    """The order in which a segment's backward runs: (node, is it a copy of a forward node?); a copy just before its reader."""
+def backward_order(segment: Segment, available: Collection[fx.Node]) -> list[fx.Node]:
+    """The order in which a segment's backward runs if of its storages only the `available` ones are there: its nodes, and
+    those of the forward that must run again, each just before its first reader."""
     own = set(segment.nodes)
     made: set[fx.Node] = set()
-    order: list[tuple[fx.Node, bool]] = []
+    order: list[fx.Node] = []
 
     def make(node: fx.Node) -> None:
         if node in made or node not in own or (root_of(node) is node and node in available):
@@ -412,12 +394,12 @@ def backward_order(segment: Segment, available: frozenset[fx.Node]) -> list[tupl
         for used in node.all_input_nodes:
             make(used)
         made.add(node)
-        order.append((node, True))
+        order.append(node)
 
     for node in segment.backward:
         for used in node.all_input_nodes:
             make(used)
-        order.append((node, False))
+        order.append(node)
     return order
 
 

@@ -11,6 +11,7 @@ bit. Random operators and collectives are never copied; what they gave is kept.
 from __future__ import annotations
 
 import fnmatch
+from collections import ChainMap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ from zgraph.passes.contract import graph_pass
 from zgraph.passes.costs import CPU, Costs
 from zgraph.passes.recompute import recompute_all_but
 from zgraph.passes.rotor import Again, Keep, Rotor, Schedule, every_segment_again
-from zgraph.program.node import Phase, info, set_info
+from zgraph.program.node import Phase, info
 from zgraph.program.program import Program
 
 
@@ -126,7 +127,7 @@ class Replay:
         for node in self.chain.loose:
             self._place(node, {})
         self._follow(schedule, first=True)
-        self._clean()
+        self.program.graph.eliminate_dead_code()  # (forward nodes that only the backward read, and that it has copies of)
         return self.copies
 
     def _follow(self, schedule: Schedule, first: bool) -> None:
@@ -188,19 +189,9 @@ class Replay:
         for used in node.all_input_nodes:
             self._again(used, memo)
         with self.program.graph.inserting_before(self.output):
-            copied = self.program.graph.node_copy(node, lambda n: self.here.get(n, memo.get(n, n)))
-        copied.meta = dict(node.meta)
-        set_info(copied, info(node).but(phase=Phase.BACKWARD, copy_of=node.name, made_by="rematerialize"))
-        memo[node] = copied
+            memo[node] = self.program.repeat(node, ChainMap(self.here, memo), "rematerialize")
         self.copies += 1
-        return copied
-
-    def _clean(self) -> None:
-        """Forward nodes that only the backward read, and that it has copies of, go."""
-        results = set(self.program.output_values())
-        for node in reversed(self.program.nodes):
-            if node.op == "call_function" and not node.users and node not in results and not node.is_impure():
-                self.program.graph.erase_node(node)
+        return memo[node]
 
 
 def _depth(schedule: Schedule) -> int:

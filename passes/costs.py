@@ -214,6 +214,11 @@ def size_of(node: fx.Node) -> int:
     return sum(t.numel() * t.element_size() for t in tensors(node))
 
 
+def own_bytes(node: fx.Node) -> int:
+    """The bytes of a storage. Of an operator with several results: those that no node takes."""
+    return size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and root_of(u) is u)
+
+
 def bytes_of(start: fx.Node) -> int:
     """Bytes of the whole that a collective gathers or reduces."""
     return max(size_of(start), sum(size_of(a) for a in start.all_input_nodes))

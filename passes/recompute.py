@@ -21,7 +21,7 @@ from torch import fx
 from zgraph.passes.aliases import is_view, made_once, mutates
 from zgraph.passes.contract import graph_pass
 from zgraph.program import torch_private
-from zgraph.program.node import NodeInfo, Phase, info, set_info
+from zgraph.program.node import Phase, info, set_info
 from zgraph.program.program import OutputRole, Program
 
 
@@ -124,12 +124,8 @@ def recompute_all_but(program: Program, saved: set[str], by: str = "recompute") 
         for used in node.all_input_nodes:
             again(used, before)
         with program.graph.inserting_before(before):
-            copied = program.graph.node_copy(node, lambda n: copies.get(n, n))
-        copied.meta = dict(node.meta)
-        record: NodeInfo = info(node)
-        set_info(copied, record.but(phase=Phase.BACKWARD, copy_of=node.name, made_by=by))
-        copies[node] = copied
-        return copied
+            copies[node] = program.repeat(node, copies, by)
+        return copies[node]
 
     for node in program.nodes:  # (a list from before: copies are not among them)
         if node.op == "output" or info(node).phase is not Phase.BACKWARD:

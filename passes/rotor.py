@@ -22,8 +22,8 @@ SLOTS = 1500
 
 @dataclass(frozen=True)
 class Keep:
-    """Run a segment's forward and leave what `way` keeps (None: it is the last one of the forward, and all stays); then
-    `rest`; then its backward."""
+    """Run a segment's forward and leave what `way` keeps; then `rest`, of the segments behind it (None: there are none); then
+    its backward."""
 
     segment: int
     way: Way
@@ -32,10 +32,9 @@ class Keep:
 
 @dataclass(frozen=True)
 class Again:
-    """Run the forward of segments `first` to `until` - 1 and keep nothing but what comes into `until`; then `rest`, which begins
-    there; then `first` to `until` - 1 all over, as `later` says."""
+    """Run the forward up to segment `until` and keep nothing but what comes into it; then `rest`, which begins there; then the
+    segments before it all over, as `later` says."""
 
-    first: int
     until: int
     rest: Schedule
     later: Schedule
@@ -104,19 +103,19 @@ class Rotor:
 
     def _choices(
         self, i: int, j: int, first: bool
-    ) -> Iterator[tuple[float, int, list[tuple[NDArray[np.float64], int]], tuple[int, int] | int]]:
+    ) -> Iterator[tuple[float, int, list[tuple[NDArray[np.float64], int]], Way | int]]:
         """What may be done with segments i to j: (seconds of its own, the fewest slots, the tables that it goes on with and the
-        slots that they do not get, which it is: the number of a way, or (i, k))."""
+        slots that they do not get, which it is: a way that segment i is kept by, or the segment up to which nothing is kept)."""
         segment = self.segments[i]
         behind = 0 if first else self.tangents[j]
         if i == j:
             if first:  # the last segment: its forward goes over into its backward
                 way = segment.ways[-1]
                 least = self._in_slots(max(way.forward, way.backward))
-                yield segment.seconds + segment.backward_seconds, least, [], len(segment.ways) - 1
+                yield segment.seconds + segment.backward_seconds, least, [], way
                 return
             way = segment.ways[0]
-            yield way.seconds + segment.backward_seconds, self._in_slots(way.backward), [], 0
+            yield way.seconds + segment.backward_seconds, self._in_slots(way.backward), [], way
             return
         for number, way in enumerate(segment.ways):
             if number == 0 and len(segment.ways) > 1 and not way.bytes:
@@ -127,7 +126,7 @@ class Rotor:
                 self._in_slots(way.backward + int(self.grads[j + 1] - self.grads[i + 1])),
             )
             seconds = segment.seconds + way.seconds + segment.backward_seconds
-            yield seconds, least, [(self._table(i + 1, j, first), spent)], number
+            yield seconds, least, [(self._table(i + 1, j, first), spent)], way
         least = 0
         for k in range(i + 1, j + 1):
             passed = self.segments[k - 1]
@@ -138,12 +137,13 @@ class Rotor:
                 float(self.cost[k] - self.cost[i]),
                 least,
                 [(self._table(k, j, first), self.enter[k]), (self.again[i, k - 1], grown)],
-                (i, k),
+                k,
             )
 
     def _read(self, i: int, j: int, column: int, first: bool) -> Schedule:
         """The schedule behind a cell of the table."""
-        best, chosen, rests = np.inf, None, []
+        best, rests = np.inf, []
+        chosen: Way | int | None = None
         for seconds, least, parts, which in self._choices(i, j, first):
             if column < least or any(column < spent for _, spent in parts):
                 continue
@@ -151,13 +151,11 @@ class Rotor:
             if total < best:
                 best, chosen, rests = total, which, [spent for _, spent in parts]
         assert chosen is not None, (i, j, column)
-        if isinstance(chosen, int):
+        if isinstance(chosen, Way):
             rest = self._read(i + 1, j, column - rests[0], first) if j > i else None
-            return Keep(i, self.segments[i].ways[chosen], rest)
-        k = chosen[1]
-        return Again(
-            i, k, self._read(k, j, column - rests[0], first), self._read(i, k - 1, column - rests[1], first=False)
-        )
+            return Keep(i, chosen, rest)
+        rest = self._read(chosen, j, column - rests[0], first)
+        return Again(chosen, rest, self._read(i, chosen - 1, column - rests[1], first=False))
 
 
 def _most(segments: Sequence[Segment]) -> int:
@@ -181,4 +179,4 @@ def every_segment_again(segments: Sequence[Segment], first: int = 0) -> Schedule
     last = len(segments) - 1
     if first == last:
         return Keep(last, segments[last].ways[-1], None)
-    return Again(first, first + 1, every_segment_again(segments, first + 1), Keep(first, segments[first].ways[0], None))
+    return Again(first + 1, every_segment_again(segments, first + 1), Keep(first, segments[first].ways[0], None))

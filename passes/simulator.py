@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zgraph.passes.costs import Costs, size_of
+from zgraph.passes.costs import Costs, own_bytes, size_of
 from zgraph.passes.fusion import pointwise, positions, sources
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
@@ -183,7 +183,7 @@ def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
         if on[node] != (node,) or node.op == "output":
             continue
         category = categories.get(node) or _category(node, given, node in backward)
-        size = size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and on[u] == (u,))
+        size = own_bytes(node)
         changes[born[node]][category] += size
         if last[node] < len(nodes) and node not in given:
             replaced = fused and _replaced(nodes[last[node]], node, on)

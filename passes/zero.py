@@ -131,7 +131,7 @@ def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
             with program.graph.inserting_before(readers[0]):
                 copies = {whole: _gather(program, shard, spec, Phase.BACKWARD, like=readers[0])}
                 for link in reaches:
-                    copies[link] = _copy(program, link, copies)
+                    copies[link] = program.repeat(link, copies, "regather")
             for user in readers:
                 for link, copied in copies.items():
                     user.replace_input_with(link, copied)
@@ -170,9 +170,7 @@ class _Reuse:
         layer that is computed again long before its own backward gathers its weights twice."""
         found = [[late[0]]]
         for earlier, later in itertools.pairwise(late):
-            low, high = bisect.bisect_right(self._order, self._at[earlier]), bisect.bisect(self._order, self._at[later])
-            between = {n for n in self._names[low:high] if n != name}
-            if sum(self._sizes[n] for n in between) > close:
+            if self._between(name, self._at[earlier], self._at[later] + 1) > close:
                 found.append([])
             found[-1].append(later)
         return found
@@ -182,9 +180,12 @@ class _Reuse:
         forward, backward = self._readers[name]
         if not forward or not backward:
             return sum(self._sizes.values())
-        low, high = forward[-1], backward[0]
-        others = ((n, f + b) for n, (f, b) in self._readers.items() if n != name)
-        return sum(self._sizes[n] for n, reads in others if any(low < r < high for r in reads))
+        return self._between(name, forward[-1], backward[0])
+
+    def _between(self, name: str, low: int, high: int) -> int:
+        """Bytes of the other weights that are read after position `low` and before `high`."""
+        reads = self._names[bisect.bisect_right(self._order, low) : bisect.bisect_left(self._order, high)]
+        return sum(self._sizes[n] for n in {*reads} - {name})
 
 
 @graph_pass(
@@ -460,10 +461,3 @@ def _reach(link: fx.Node, chain: list[fx.Node]) -> list[fx.Node]:
         if any(a in found for a in other.all_input_nodes) and other not in found:
             found.append(other)
     return found
-
-
-def _copy(program: Program, link: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    copied = program.graph.node_copy(link, lambda n: copies.get(n, n))
-    copied.meta = dict(link.meta)
-    set_info(copied, info(link).but(phase=Phase.BACKWARD, copy_of=link.name, made_by="regather"))
-    return copied

@@ -5,8 +5,8 @@ Nothing here says how long anything takes.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -222,18 +222,15 @@ def calibrate_and_step(path: str, backend: str) -> tuple[str, float, float]:
     return found.model_dump_json(), made.seconds, made.exposed
 
 
-def take_a_table_of_its_own(folder: str) -> None:
-    """The same plan on every rank, and in its file not the same."""
+def compile_with_tables(folder: str, tables: list[Hardware | None]) -> None:
+    """The same plan on every rank, and in its file that rank's table; None: no file."""
     rank = torch.distributed.get_rank()
     mine = Path(folder) / str(rank)
     mine.mkdir()
-    (mine / "here.json").write_text(CPU.model_copy(update={"memory": 1e9 + rank}).model_dump_json())
-    before = Path.cwd()
-    os.chdir(mine)
-    try:
+    if (table := tables[rank]) is not None:
+        (mine / "here.json").write_text(table.model_dump_json())
+    with contextlib.chdir(mine):
         zgraph.compile(net(), plan_of("eager", hardware="here.json"))
-    finally:
-        os.chdir(before)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +252,9 @@ def test_ranks_measure_together_and_have_one_table(two, tmp_path, backend):
 
 @pytest.mark.gloo
 def test_ranks_with_different_tables_are_refused_before_anything_is_compiled(two, tmp_path):
-    for outcome in two.attempt(take_a_table_of_its_own, str(tmp_path)):
+    for outcome in two.attempt(
+        compile_with_tables, str(tmp_path), [CPU.model_copy(update={"memory": 1e9 + r}) for r in (0, 1)]
+    ):
         assert isinstance(outcome.error, RankMismatchError), outcome.traceback
         assert "table of costs" in str(outcome.error) and "1000000001" in str(outcome.error)
 
@@ -300,24 +299,10 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path, change, said):
     assert said in str(error) and "here.json" in str(error.where)
 
 
-def take_a_table_that_one_rank_has(folder: str) -> None:
-    rank = torch.distributed.get_rank()
-    mine = Path(folder) / str(rank)
-    mine.mkdir(parents=True)
-    if rank == 0:
-        (mine / "here.json").write_text(CPU.model_dump_json())
-    before = Path.cwd()
-    os.chdir(mine)
-    try:
-        zgraph.compile(net(), plan_of("eager", hardware="here.json"))
-    finally:
-        os.chdir(before)
-
-
 @pytest.mark.gloo
 def test_a_table_that_one_rank_can_not_read_is_an_error_on_all(two, tmp_path):
     """(The other would wait in a vote for ever.)"""
-    first, second = two.attempt(take_a_table_that_one_rank_has, str(tmp_path))
+    first, second = two.attempt(compile_with_tables, str(tmp_path), [CPU, None])
     assert isinstance(first.error, PlanError) and "rank 1 can't read the hardware" in str(first.error), first.traceback
     assert isinstance(second.error, PlanError) and "can't be read" in str(second.error), second.traceback
 

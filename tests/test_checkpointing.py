@@ -5,6 +5,7 @@ from collections import Counter
 
 import models
 import pytest
+import refusals
 import torch
 from oracle import Oracle
 from torch import nn
@@ -72,10 +73,9 @@ def gradients(case: models.Case, **fields):
     return model, {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
 
-def smallest(case: models.Case, **fields) -> int:
-    with pytest.raises(PlanError, match="the smallest that works is") as caught:
-        programs(case.model, zgraph.Plan(**{**ONE, **fields}, memory_budget=1), case.inputs, 1, COSTS)
-    return int(str(caught.value).split("the smallest that works is ")[1].split(" bytes")[0])
+def smallest(case: models.Case, world: int = 1, costs: Costs | None = COSTS, **fields) -> int:
+    plan = zgraph.Plan(**{**ONE, **fields}, memory_budget=1)
+    return refusals.smallest(lambda: programs(case.model, plan, case.inputs, world, costs))
 
 
 # -- every model ----------------------------------------------------------------------------------------------------
@@ -105,9 +105,7 @@ def test_likewise_on_virtual_ranks_at_every_stage(name, zero):
 def test_a_budget_holds_at_stage_3_and_numbers_stay(name):
     case = models.build(name)
     fields = {"mesh": {"dp": 2}, "zero": 3, "backend": "eager"}
-    with pytest.raises(PlanError) as caught:
-        programs(case.model, zgraph.Plan(**fields, memory_budget=1), case.inputs, 2, COSTS)
-    least = int(str(caught.value).split("works is ")[1].split(" bytes")[0])
+    least = smallest(case, 2, **fields)
     plan = zgraph.Plan(**fields, memory_budget=least)
     history = programs(case.model, plan, case.inputs, 2, COSTS)
     assert sum(simulate(history.program, COSTS).peak.values()) <= least
@@ -268,9 +266,7 @@ def test_layers_are_found_without_their_names(depth):
 @pytest.mark.inductor
 def test_compiled_by_inductor_within_a_budget():
     fields = {**ONE, "backend": "inductor"}
-    with pytest.raises(PlanError) as caught:
-        programs(layers([128] * 6).model, zgraph.Plan(**fields, memory_budget=1), layers([128] * 6).inputs, 1)
-    least = int(str(caught.value).split("works is ")[1].split(" bytes")[0])
+    least = smallest(layers([128] * 6), costs=None, backend="inductor")
     _, plain = gradients(layers([128] * 6), **fields)
     _, again = gradients(layers([128] * 6), **fields, memory_budget=least + 100_000)
     for name, value in plain.items():
@@ -289,7 +285,5 @@ def test_micro_batches_and_budgets_go_together(zero):
             model.train_step(*case.inputs)
         return models.weights(model)
 
-    with pytest.raises(PlanError) as caught:
-        trained(memory_budget=1)
-    least = int(str(caught.value).split("works is ")[1].split(" bytes")[0])
+    least = refusals.smallest(lambda: trained(memory_budget=1))
     assert models.equal(trained(), trained(memory_budget=least * 3 // 2))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from zgraph.errors import PlanError
 from zgraph.passes import History, Pass, PassManager
@@ -73,9 +74,9 @@ class _Budget:
         self.training = training
         self.held = held
         self.budget: int = plan.memory_budget
-        names = [p.name for p in self._passes(LEAST)]
-        self.cut = names.index("shard_parameters")
-        manager = PassManager(self._passes(LEAST)[: self.cut], verify=False, snapshots=False)
+        passes = self._passes(LEAST)
+        self.cut = [p.name for p in passes].index("shard_parameters")
+        manager = PassManager(passes[: self.cut], verify=False, snapshots=False)
         self.start = manager.run(captured.snapshot()).program  # what all choices have in common
         self.tried: dict[Choice, _Outcome] = {}
 
@@ -121,12 +122,15 @@ class _Budget:
         passes = self._passes(choice)[self.cut : until]
         return PassManager(passes, verify=False, snapshots=False).run(self.start.snapshot()).program
 
+    @cached_property
+    def _rotor(self) -> Rotor:
+        return Rotor(chain_of(self.start, self.costs).segments)
+
     def _recompute(self, plain: _Outcome) -> _Outcome:
         """The least that must be computed again. Raises `PlanError` where the smallest is too much."""
         if self.plan.recompute != "auto" or not self.training:
             raise self._refusal(plain, f"{self.captured.name}, with nothing kept and nothing gathered ahead")
-        rotor = Rotor(chain_of(self.start, self.costs).segments)
-        low, high = rotor.least(), rotor.bytes
+        low, high = self._rotor.least(), self._rotor.bytes
         best = outcome = self._try(LEAST.but(activations=low))
         if best.peak > self.budget:
             raise self._refusal(best, f"{self.captured.name}, with all computed again that can be")
@@ -149,7 +153,7 @@ class _Budget:
         used = base.choice.activations
         if used is None or base.forecast.exposed.get("gather", 0.0) < WORTH * base.seconds:
             return []
-        least = Rotor(chain_of(self.start, self.costs).segments).least()
+        least = self._rotor.least()
         return [self._try(LEAST.but(activations=at)) for at in sorted({least, (least + used) // 2} - {used})]
 
     def _fitted(self, choice: Choice) -> list[_Outcome]:

@@ -95,8 +95,9 @@ def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
 
 _RECOMPUTE = ("auto", "none", "full")
 _NAME = r"[^\W\d]\w*"
+_REF = rf"{_NAME}(?:\.{_NAME})*:{_NAME}(?:\.{_NAME})*"  # package.module:name
 _PASS = re.compile(
-    rf"(?P<ref>{_NAME}(?:\.{_NAME})*:{_NAME}(?:\.{_NAME})*)"
+    rf"(?P<ref>{_REF})"
     rf"(?:\s+(?P<position>before|after)\s+(?P<anchor>{_NAME}(?:[.-]\w+)*))?"
 )
 
@@ -153,7 +154,7 @@ def _check_recompute(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not given or not all(given):
             raise PlanError("no module's path", hint='patterns such as "blocks.*"; "none" for nothing')
         return given
-    if given not in _RECOMPUTE and not re.fullmatch(rf"{_NAME}(?:\.{_NAME})*:{_NAME}(?:\.{_NAME})*", given):
+    if given not in _RECOMPUTE and not re.fullmatch(_REF, given):
         raise PlanError(
             f"{short(given)} is no way of recomputing",
             hint=f'{did_you_mean(given, _RECOMPUTE)}; a policy is "package.module:function", and patterns of modules are a list',

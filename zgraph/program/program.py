@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zgraph.program import torch_private
-from zgraph.program.node import NodeInfo, set_info, value
+from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.remark import Remark
 
 # The mesh dimensions over which ranks see different data, innermost first: gradients are averaged over them.
@@ -203,6 +203,14 @@ class Program:
         set_info(node, record)
         node.meta["val"] = self.evaluate(node)
         return node
+
+    def repeat(self, node: fx.Node, copies: Mapping[fx.Node, fx.Node], made_by: str) -> fx.Node:
+        """Insert a copy of `node` at the graph's insertion point, for the backward: the same operator, on the `copies`
+        of its operands where there are some. `made_by` is the pass that wants it."""
+        copied = self.graph.node_copy(node, lambda n: copies.get(n, n))
+        copied.meta = dict(node.meta)
+        set_info(copied, info(node).but(phase=Phase.BACKWARD, copy_of=node.name, made_by=made_by))
+        return copied
 
     def evaluate(self, node: fx.Node) -> Any:
         """The fake value that a node's operator gives for its arguments' fake values."""
