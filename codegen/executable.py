@@ -57,9 +57,19 @@ class Executable:
                 torch_private.below_autograd(),
                 torch.autograd.profiler.record_function(f"zgraph:{self.program.name}"),
             ):
-                return self.function(values)
+                outputs = self.function(values)
+                if self.flying and torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                    self._land(outputs)
+                return outputs
         except Exception as error:
             raise explain(error, self) from error
+
+    def _land(self, outputs: Sequence[Any]) -> None:
+        """Wait for what is on its way, on CPU: the profile may end before the program that would."""
+        with torch_private.unrecorded():
+            for port, value in zip(self.program.outputs, outputs, strict=True):
+                if port.name in self.flying and not value.is_cuda:
+                    collectives.WAIT(value)
 
 
 def explain(error: Exception, executable: Executable) -> Exception:

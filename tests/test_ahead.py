@@ -142,6 +142,55 @@ def test_none_outlives_a_calibration_or_the_model(ranks):
         assert before == calibrated == gone < trained
 
 
+def dies_while_someone_traces():
+    from torch._C._distributed_c10d import _get_work_registry_size
+    from torch._subclasses import FakeTensorMode
+
+    before = _get_work_registry_size()
+    model, inputs = compiled(True)
+    losses(model, inputs)
+    assert _get_work_registry_size() > before
+    with FakeTensorMode():
+        del model
+        gc.collect()
+        return before, _get_work_registry_size()
+
+
+def test_none_outlives_a_model_that_goes_in_the_middle_of_a_trace(ranks):
+    for before, gone in ranks.run(dies_while_someone_traces):
+        assert before == gone
+
+
+def profiled_in_parts():
+    """Transfers in flight after a forward, after one under a profiler that also recorded their starts, and after an update,
+    with the starts that its profile has."""
+    from torch._C._distributed_c10d import _get_work_registry_size
+
+    case = models.stack(5, dim=8)
+    model = zgraph.compile(case.model, plan(True), inputs=case.inputs)
+    model.train_step(*case.inputs)
+    loss = model(*case.inputs)
+    found = [_get_work_registry_size()]
+    loss.backward()
+    model.step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities):
+        loss = model(*case.inputs)
+    found.append(_get_work_registry_size())
+    loss.backward()
+    with torch.profiler.profile(activities=activities) as update:
+        model.step()
+    starts = [e.name for e in update.events() if "all_gather" in e.name]
+    return *found, _get_work_registry_size(), starts
+
+
+def test_no_transfer_outlives_a_profile_that_has_its_start(ranks):
+    """(gloo's threads write to a profile when a transfer ends, and crash where the profile has gone before.)"""
+    for forward, profiled, update, starts in ranks.run(profiled_in_parts):
+        assert forward > 0 and profiled == 0
+        assert update > 0 and not starts
+
+
 def a_step_that_fails():
     model, inputs = compiled(True, grad_clip={"norm": 1.0, "error_if_nonfinite": True})
     losses(model, inputs)

@@ -6,14 +6,13 @@ each shard that was sent tells also of changes that torch does not count (`zgrap
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from zgraph.agreement import Agreement
-from zgraph.program import collectives
+from zgraph.program import torch_private
 from zgraph.sharding import Shards, differ
 from zgraph.unchanged import Unchanged
 
@@ -77,17 +76,16 @@ class Ahead:
 
     def drop(self) -> None:
         """Let what is on its way arrive, and forget it: torch holds a transfer until someone has waited for it."""
-        for value in self.flying.values():
-            collectives.WAIT(value)
+        torch_private.land(self.flying.values())
         self.flying, self._sent, self._versions, self._left = {}, {}, {}, []
 
     def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # (the process group may be gone)
-            self.drop()
+        self.drop()
 
     def _start(self, executable: Executable) -> None:
         values = [self.shards.local(p.name) for p in executable.program.inputs]
-        outputs = executable.run(values)
+        with torch_private.unrecorded():  # (a profile may end with the step)
+            outputs = executable.run(values)
         self.flying.update({p.name: v for p, v in zip(executable.program.outputs, outputs, strict=True)})
 
     def _differ(self) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from zgraph.memory import StepMemory
 from zgraph.passes.costs import Costs
 from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
-from zgraph.program import collectives
+from zgraph.program import torch_private
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.program import InputRole, OutputRole, Port, Program
 from zgraph.program.remark import Remark
@@ -435,9 +435,7 @@ class _Saved(list[Any]):
         self.flying.clear()
 
     def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # (the process group may be gone)
-            for value in self.flying:
-                collectives.WAIT(value)
+        torch_private.land(self.flying)
 
 
 def _is_partial(grad: torch.Tensor) -> bool:

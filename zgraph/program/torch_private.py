@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MethodType
@@ -347,11 +347,8 @@ def boxed(graph: fx.Graph) -> None:
 
 def backend_of(group: str, device: torch.device) -> tuple[str, int]:
     """("gloo", this process's rank) of the process group of that name; ("", 0) if there is none."""
-    from torch.distributed import distributed_c10d
-
-    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
     try:
-        found = resolve(group)
+        found = _group(group)
         return found._get_backend(device).name(), found.rank()
     except (RuntimeError, KeyError, LookupError):
         return "", 0
@@ -372,10 +369,16 @@ def world_timeout() -> timedelta | None:
 
 def ranks_of(group: str) -> tuple[int, ...]:
     """The ranks of the process group of that name, in the world's numbers."""
+    from torch.distributed import get_process_group_ranks
+
+    return tuple(get_process_group_ranks(_group(group)))
+
+
+def _group(name: str) -> Any:
+    """The process group of that name."""
     from torch.distributed import distributed_c10d
 
-    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
-    return tuple(distributed_c10d.get_process_group_ranks(resolve(group)))
+    return vars(distributed_c10d)["_resolve_process_group"](name)
 
 
 def lazy_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
@@ -495,3 +498,25 @@ def layout(
 def below_autograd() -> Any:
     """Operators inside run without a look at autograd: a program has its own backward. (A collective's start costs 15 us less.)"""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """What starts inside is in no profile. gloo's threads write into a profile when a transfer ends, and crash where the
+    profile has ended before it."""
+    autograd: Any = torch._C._autograd
+    autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        autograd._enable_record_function(True)
+
+
+def land(values: Iterable[torch.Tensor]) -> None:
+    """Wait for transfers that nobody reads: torch holds them and their buffers until someone has. For finalisers: those
+    run anywhere, while somebody traces too, and when the process group may be gone."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with contextlib.suppress(RuntimeError), _disable_current_modes():
+        for value in values:
+            torch.ops._c10d_functional.wait_tensor(value)
