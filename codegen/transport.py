@@ -1,4 +1,4 @@
-"""Fits a program's collectives to the transport that will carry them.
+"""Fits a program's collectives and moves to what will carry them.
 
 A bucket becomes one coalesced collective: one launch over NCCL, and no tensor is copied for it.
 
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from zgraph.passes.simulator import bucket_of
-from zgraph.program import collectives, torch_private
+from zgraph.program import collectives, moves, torch_private
 from zgraph.program.node import info, set_info, tensor
 from zgraph.program.program import Program
 
@@ -25,8 +25,9 @@ aten = torch.ops.aten
 
 
 def fit(program: Program, groups: dict[str, str]) -> None:
-    """Put the process groups' names (by mesh dimension) into a program that is about to be compiled, and rewrite what
-    their backends need otherwise. Nodes keep their names: errors and the order read back speak of the same ones."""
+    """Put the names of the process groups (by mesh dimension) and of the stores (by tier) into a program that is about to be
+    compiled, and rewrite what their backends need otherwise. Nodes keep their names: errors and the order read back speak of
+    the same ones."""
     for start in [n for n in program.graph.nodes if collectives.is_start(n)]:
         if start._erased:
             continue
@@ -43,6 +44,23 @@ def fit(program: Program, groups: dict[str, str]) -> None:
                     _into_a_tensor(program, member)
         elif len(bucket) > 1:
             _coalesce(program, bucket)
+    for node in program.nodes:
+        if node.target is moves.OFFLOAD:
+            node.update_arg(1, groups.get(str(node.args[1]), str(node.args[1])))
+            torch_private.fix_strides(moves.moved_value(node))
+        elif node.target is moves.MOVED:
+            _in_place(program, node)
+
+
+def _in_place(program: Program, wait: fx.Node) -> None:
+    """A wait as the write that it is: whoever reads the value then stands after it, whatever is fused."""
+    start = wait.all_input_nodes[0]
+    with program.graph.inserting_before(wait):
+        landed = program.call(moves.MOVED_IN_PLACE, wait.args, info(wait), name="landed")
+    wait.replace_all_uses_with(start)
+    name = wait.name
+    program.graph.erase_node(wait)
+    landed.name = name
 
 
 def _into_a_tensor(program: Program, start: fx.Node) -> None:

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from zgraph.program import collectives
+from zgraph.program import collectives, moves
 from zgraph.program.node import Phase, info
 
 
@@ -52,7 +52,7 @@ def mutates(node: fx.Node) -> bool:
 
 def is_write(node: fx.Node) -> bool:
     """Does this node put an update's result in the place of the input that it replaces?"""
-    if node.op != "call_function" or node.target is not torch.ops.aten.copy_.default:
+    if node.op != "call_function" or node.target not in (torch.ops.aten.copy_.default, moves.STORE):
         return False
     place = node.args[0]
     return isinstance(place, fx.Node) and place.op == "placeholder" and info(node).phase is Phase.UPDATE
@@ -85,4 +85,5 @@ def is_random(node: fx.Node) -> bool:
 def made_once(node: fx.Node) -> bool:
     """Must this value not be made again? (What was drawn would be another one, and a collective needs all ranks.)"""
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return is_random(source) or collectives.is_start(source) or collectives.is_wait(source)
+    moves_bytes = collectives.is_start(source) or collectives.is_wait(source) or moves.is_move(source)
+    return is_random(source) or moves_bytes

@@ -23,7 +23,7 @@ from torch import fx
 from zgraph.errors import PlanError
 from zgraph.passes.aliases import aliased_input, root_of
 from zgraph.passes.fusion import fusible, readers, together
-from zgraph.program import collectives, ops
+from zgraph.program import collectives, moves, ops
 from zgraph.program.node import info, tensors, value
 from zgraph.program.program import Program
 from zgraph.record import Record, did_you_mean
@@ -168,6 +168,11 @@ class Costs:
         link = self.hardware.link(str(info(starts[0]).mesh_dim))
         return link.start * link.transfers(len(starts)) + link.work * sum(bytes_of(s) for s in starts)
 
+    def move(self, start: fx.Node) -> float:
+        """The time that a move between the device and a tier takes, alone."""
+        tier = info(moves.moved_value(start)).home if start.target is moves.FETCH else info(start).home
+        return size_of(moves.moved_value(start)) / (self.hardware.nvme if tier == "nvme" else self.hardware.host)
+
     def compute(self, program: Program) -> dict[fx.Node, float]:
         """The time of every operator that is no collective."""
         return {n: self._operator(n) for n in program.graph.nodes if computes(n)}
@@ -254,7 +259,8 @@ def computes(node: fx.Node) -> bool:
     """Does this node take time on the compute stream? (Not views, members of a tuple, collectives and their waits.)"""
     if node.op != "call_function" or node.target in (operator.getitem, ops.RELEASE):
         return False
-    return not (collectives.is_start(node) or collectives.is_wait(node)) and aliased_input(node) is None
+    transfers = collectives.is_start(node) or collectives.is_wait(node) or moves.is_move(node)
+    return not transfers and aliased_input(node) is None
 
 
 def dtype_of(node: fx.Node) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zgraph.passes.aliases import aliased_input
-from zgraph.program import collectives
+from zgraph.program import collectives, moves
 from zgraph.program.node import info
 
 OPERATIONS, READS = 30, 4  # Inductor's thresholds, of a value with several readers
@@ -42,7 +42,8 @@ def sources(nodes: Sequence[fx.Node], fused: bool) -> dict[fx.Node, tuple[fx.Nod
     found: dict[fx.Node, tuple[fx.Node, ...]] = {}
     size: dict[fx.Node, tuple[int, int]] = {}  # operations and reads of a value that is inside a kernel
     for node in nodes:
-        base = node.all_input_nodes[0] if collectives.is_wait(node) else aliased_input(node)
+        waits = collectives.is_wait(node) or moves.is_wait(node)
+        base = node.all_input_nodes[0] if waits else aliased_input(node)
         if base is not None:
             found[node] = found[base]
             size[node] = size.get(base, (0, 1))

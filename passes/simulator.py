@@ -2,7 +2,8 @@
 
 One compute stream runs the nodes in order. A collective runs on its link from its start, or from when the link is free;
 its wait holds the compute stream up until it is done. What the compute stream waits for is exposed. All data-parallel
-collectives share one link, whatever their mesh dimension: a second process group is no second network.
+collectives share one link, whatever their mesh dimension: a second process group is no second network. Moves to and from
+memory of the host run on a copy engine each way, reads and writes of a disk on the disk. What lies there takes no memory here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import fx
 
 from zgraph.passes.costs import Costs, own_bytes, size_of
 from zgraph.passes.fusion import pointwise, positions, sources
-from zgraph.program import collectives
+from zgraph.program import collectives, moves
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, OutputRole, Port, Program
 
@@ -31,7 +32,7 @@ _INPUTS = {
 
 @dataclass(frozen=True)
 class Stall:
-    """The compute stream waits at `node` for `seconds`, for a collective with this role."""
+    """The compute stream waits at `node` for `seconds`, for a collective or a move with this role."""
 
     node: str
     role: Role
@@ -55,7 +56,7 @@ class Forecast:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Seconds that the compute stream waits, by what for: "gather", "reduce"."""
+        """Seconds that the compute stream waits, by what for: "gather", "reduce", "fetch", "store"."""
         found: Counter[str] = Counter()
         for stall in self.stalls:
             found[stall.role.value] += stall.seconds  # type: ignore[assignment]
@@ -116,6 +117,7 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
     compute = costs.compute(program)
     clock = 0.0
     free = -lead  # when the link is
+    lanes: dict[str, float] = {}  # when each copy engine and disk is
     done: dict[fx.Node, float] = {}
     busy: Counter[str] = Counter()
     stalls: list[Stall] = []
@@ -132,16 +134,27 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
             done.update(dict.fromkeys(starts, free))
             busy[name] += seconds  # type: ignore[assignment]
             busy["compute"] += work  # type: ignore[assignment]
-        elif collectives.is_wait(node):
-            start = collectives.start_of(node)
+        elif moves.is_start(node):
+            lane, seconds = lane_of(node), costs.move(node)
+            done[node] = lanes[lane] = max(clock, lanes.get(lane, 0.0)) + seconds
+            busy[lane] += seconds  # type: ignore[assignment]
+        elif collectives.is_wait(node) or moves.is_wait(node):
+            start = node.all_input_nodes[0]
             if done.get(start, 0.0) > clock:
                 stalls.append(Stall(node.name, info(start).role, done[start] - clock))
                 clock = done[start]
         elif node in compute:
             clock += compute[node]
             busy["compute"] += compute[node]  # type: ignore[assignment]
-    end = max(clock, free)
+    end = max(clock, free, *lanes.values())
     return Forecast(program.name, end, dict(busy), tuple(stalls), tuple(memory_of(program, costs.fused)))
+
+
+def lane_of(start: fx.Node) -> str:
+    """What a move occupies: "nvme" (reads and writes alike), "h2d" or "d2h"."""
+    fetches = start.target is moves.FETCH
+    tier = info(moves.moved_value(start)).home if fetches else info(start).home
+    return "nvme" if tier == "nvme" else "h2d" if fetches else "d2h"
 
 
 def bucket_of(start: fx.Node) -> list[fx.Node]:
@@ -180,7 +193,7 @@ def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
         last[node] = len(nodes)
     changes: list[Counter[str]] = [Counter() for _ in range(len(nodes) + 1)]
     for node in nodes:
-        if on[node] != (node,) or node.op == "output":
+        if on[node] != (node,) or node.op == "output" or info(node).home is not None:
             continue
         category = categories.get(node) or _category(node, given, node in backward)
         size = own_bytes(node)
@@ -213,6 +226,8 @@ def _replaced(reader: fx.Node, value: fx.Node, on: dict[fx.Node, tuple[fx.Node, 
 
 def _category(node: fx.Node, given: dict[fx.Node, Port], read_in_backward: bool) -> str:
     record = info(node)
+    if node.target is moves.FETCH:
+        return "fetched"
     if collectives.is_start(node) and record.role is Role.GATHER:
         return "gathered"
     port = given.get(node)

@@ -15,7 +15,7 @@ from torch import fx
 
 from zgraph.errors import VerifyError
 from zgraph.passes.aliases import is_random, is_write, mutates, root_of
-from zgraph.program import collectives, ops
+from zgraph.program import collectives, moves, ops
 from zgraph.program.node import Phase, Role, has_info, info, value
 from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Port, Program
 
@@ -301,6 +301,51 @@ def _starts(node: Any, program: Program) -> bool:
     return collectives.is_start(node) or (came_in and program.level is Level.EXECUTABLE)
 
 
+def check_moves(program: Program) -> None:
+    """Each start of a move is waited for once, by a wait that keeps what it moves; nothing else reads what is on its way."""
+    for node in program.graph.nodes:
+        if moves.is_start(node):
+            waits = [u for u in node.users if moves.is_wait(u)]
+            if program.level is Level.EXECUTABLE and not waits and set(node.users) == {program.output_node()}:
+                continue  # (another part of the update waits for it)
+            if len(waits) != 1:
+                raise _fault(
+                    program,
+                    node,
+                    f"move {node.name!r} is waited for {len(waits)} times",
+                    "each start has exactly one wait",
+                )
+            if waits[0].args[1] is not moves.moved_value(node):
+                raise _fault(
+                    program,
+                    waits[0],
+                    f"{waits[0].name!r} lets go of what {node.name!r} moves",
+                    "its memory could be used again before the move is over",
+                )
+            others = [u for u in node.users if u is not waits[0]]
+            if others:
+                raise _fault(
+                    program,
+                    others[0],
+                    f"node {others[0].name!r} reads {node.name!r} without waiting for it",
+                    "its bytes have not arrived there",
+                )
+        came_in = (
+            program.level is Level.EXECUTABLE and node.all_input_nodes and node.all_input_nodes[0].op == "placeholder"
+        )
+        if moves.is_wait(node) and not moves.is_start(moves.start_of(node)) and not came_in:
+            raise _fault(program, node, f"node {node.name!r} waits for no move", f"{node.args[0]} starts none")
+        if "offloaded" in program.facts and node.op == "call_function" and not moves.is_move(node):
+            away = next((a for a in node.all_input_nodes if info(a).home is not None), None)
+            if away is not None:
+                raise _fault(
+                    program,
+                    node,
+                    f"node {node.name!r} reads {away.name!r}, which lies in {info(away).home}",
+                    "only a fetch brings it to the device",
+                )
+
+
 def check_groups(program: Program) -> None:
     """Each collective runs over the mesh dimension that its role and its parameter say, with that many ranks."""
     for node in program.graph.nodes:
@@ -485,6 +530,7 @@ RULES: tuple[Rule, ...] = (
     check_ports,
     check_pure,
     check_waits,
+    check_moves,
     check_groups,
     check_reductions,
     check_buckets,

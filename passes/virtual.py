@@ -16,7 +16,7 @@ from torch import fx
 
 from zgraph.errors import UnsupportedError
 from zgraph.passes.aliases import is_random
-from zgraph.program import collectives, ops
+from zgraph.program import collectives, moves, ops
 from zgraph.program.program import Program
 
 
@@ -90,6 +90,8 @@ class _Runner:
             return [env[node.args[0]] for env in environments]  # type: ignore[index]
         if node.target is ops.RELEASE:
             return [None] * self.world
+        if moves.is_move(node):
+            return [_move(node, [env[a] for a in node.all_input_nodes]) for env in environments]
         return [self._call(node, env, rank) for rank, env in enumerate(environments)]
 
     def _call(self, node: fx.Node, env: dict[fx.Node, Any], rank: int) -> Any:
@@ -133,3 +135,10 @@ class _Runner:
         elif op not in ("sum", "max"):
             raise UnsupportedError(f"reduction {op!r} on virtual ranks is not there yet", where=node.name)
         return list(total.chunk(len(parts))) if node.target is collectives.REDUCE_SCATTER else total
+
+
+def _move(node: fx.Node, values: list[torch.Tensor]) -> torch.Tensor:
+    """In one process a move is a copy, made where it starts."""
+    if moves.is_wait(node):
+        return values[0]
+    return values[0].copy_(values[1]) if node.target is moves.STORE else values[0].clone()

@@ -105,7 +105,7 @@ def _enter(program: Program, node: fx.Node, spec: ParamSpec) -> None:
 
 @graph_pass(
     "regather",
-    "what the forward gathered is gathered again for the backward, not kept",
+    "what the forward gathered is gathered (or fetched) again for the backward, not kept",
     options=RegatherOptions,
     requires=("sharded",),
     provides=("regathered",),
@@ -113,7 +113,7 @@ def _enter(program: Program, node: fx.Node, spec: ParamSpec) -> None:
 )
 def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
     regathered = held = 0
-    wholes = gathered(program, Phase.FORWARD)
+    wholes = gathered(program, Phase.FORWARD) | _coming(program)
     reuse = _Reuse(program, wholes)
     close = largest_layer(program) // 100 if options.reuse_bytes is None else options.reuse_bytes
     for name, whole in wholes.items():
@@ -299,6 +299,17 @@ def gathered(program: Program, phase: Phase) -> dict[str, fx.Node]:
     return found
 
 
+def _coming(program: Program) -> dict[str, fx.Node]:
+    """Likewise for whole parameters that lie elsewhere: what the forward reads of one that is fetched for it."""
+    found = {}
+    for name, node in program.input_nodes(InputRole.PARAMETER).items():
+        spec = program.params[name]
+        if spec.home is not None and spec.shard_dim is None and node.users:
+            cast = next((u for u in node.users if info(u).role is Role.LAYOUT), node)
+            found[name] = cast
+    return found
+
+
 # -- building -------------------------------------------------------------------------------------------------------
 def _slug(name: str) -> str:
     return re.sub(r"\W+", "_", name)
@@ -320,13 +331,14 @@ def _physical(shape: tuple[int, ...], spec: ParamSpec) -> list[int]:
 
 def _gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, like: fx.Node) -> fx.Node:
     """(cast ->) all_gather -> wait (-> slice) (-> permute): the whole parameter. `like` is its first user."""
-    dim = str(spec.shard_dim)
-    ranks = program.mesh[dim]
     base = _record(spec, phase, like)
     layout = base.but(role=Role.LAYOUT)
     slug = _slug(spec.name) + ("" if phase is Phase.FORWARD else "_again")
     order = _order(spec)
     node = _cast(program, shard, spec.compute_dtype, layout, f"cast_{slug}")
+    if spec.shard_dim is None:
+        return node  # (it comes whole)
+    dim, ranks = spec.shard_dim, program.mesh[spec.shard_dim]
     if order != sorted(order):
         node = program.call(aten.permute.default, (node, order), layout, name=f"packed_{slug}")
     start = program.call(

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import zgraph
-from zgraph.codegen.chunks import CHUNK, compile_chunk, compile_chunks
+from zgraph.codegen.chunks import compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
 from zgraph.compiler import update_program
+from zgraph.passes.groups import GROUP
 from zgraph.passes.virtual import run_virtual
 from zgraph.program.node import value
 from zgraph.program.program import InputRole
@@ -84,7 +85,7 @@ def test_equal_chunks_are_compiled_once():
     compiled = []
     made = compile_chunks(program, lambda part: compiled.append(part) or compile_eager(part, {}))
     # numbers; matrices in chunks of 16, 16 and 8; vectors in 16 and 3
-    assert CHUNK == 16 and len(made.chunks) == 1 + 3 + 2
+    assert GROUP == 16 and len(made.chunks) == 1 + 3 + 2
     assert len(compiled) == len(made.executables) == 1 + 2 + 2
 
 

@@ -75,7 +75,7 @@ class Virtual:
         self.specs = layout(model, self.sizes, plan.zero, plan.param_persistence_threshold, plan.resolved_precision())
         self.world = world
         members = members_of(model, self.specs, plan.optimizer)
-        options = update_options(plan)
+        options = update_options(plan, members, self.specs)
         groups = {m.group: m.record for m in members}
         self.numbers = []
         for group, path in scalar_names(members, options):

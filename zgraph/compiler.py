@@ -16,20 +16,21 @@ from zgraph.agreement import Agreement
 from zgraph.budget import run_passes
 from zgraph.capture import trace
 from zgraph.casts import check, overflow_error, prepare, refuse_overflow
-from zgraph.errors import MeshError, ModelError, PlanError
+from zgraph.errors import MeshError, ModelError, OffloadError, PlanError
 from zgraph.handle import attach, is_compiled
 from zgraph.passes import History
 from zgraph.passes.costs import Costs
 from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
 from zgraph.program import torch_private
-from zgraph.program.program import Program
+from zgraph.program.program import ParamSpec, Program
 from zgraph.runtime import Runtime, agreed_costs
 from zgraph.schedules import TorchSchedule
-from zgraph.sharding import bits, layout, shard
+from zgraph.sharding import bits, planned_layout, shard
+from zgraph.tiers.moves import Tiers
 from zgraph.update.groups import members_of
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.program import held_bytes, update_history
+from zgraph.update.program import away_bytes, held_bytes, update_history, update_options
 from zgraph.update.schedule import torch_scheduler
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def compile(
         logging.getLogger("zgraph").setLevel(logging.WARNING)
     agreement = Agreement(mesh)
     precision = plan.resolved_precision()
-    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, precision)
+    specs = planned_layout(model, sizes, plan)
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
     costs = agreed_costs(plan, device, agreement)
     agreement.vote(
@@ -110,9 +111,10 @@ def compile(
     too_large = refuse_overflow(model, precision)
     if agreement.any("weights beyond the range of the low dtype", bool(too_large)):
         raise overflow_error(too_large or ["(of another rank)"])
-    shards = shard(model, specs, mesh, device, seed)
+    tiers = _tiers(model, plan, specs, device, agreement)
+    shards = shard(model, specs, mesh, device, seed, tiers.of("parameters"))
     prepare(model, precision, specs)
-    runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement, costs)
+    runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement, costs, tiers)
     attach(model, runtime, loss_fn)
     if inputs is not None:
         args, kwargs = split_inputs(inputs)
@@ -147,7 +149,7 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
     """What `programs` runs the plan's pipeline over: "train", or "eval" for a model that can't be differentiated."""
     sizes = plan.resolve_mesh(world)
     precision = plan.resolved_precision()
-    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, precision)
+    specs = planned_layout(model, sizes, plan)
     device = _device(model)
     args, kwargs = split_inputs(inputs)
     forward = getattr(model.forward, "__func__", None)
@@ -168,9 +170,29 @@ def update_program(model: nn.Module, plan: Plan, world: int) -> History:
     if plan.optimizer is None:
         raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
     sizes = plan.resolve_mesh(world)
-    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, plan.resolved_precision())
+    specs = planned_layout(model, sizes, plan)
     members = [m for m in members_of(model, specs, plan.optimizer) if specs[m.name].requires_grad]
-    return update_history(plan, members, specs, sizes, _device(model))
+    return update_history(plan, members, specs, sizes, _device(model), update_options(plan, members, specs))
+
+
+def _tiers(
+    model: nn.Module, plan: Plan, specs: dict[str, ParamSpec], device: torch.device, agreement: Agreement
+) -> Tiers:
+    """Open what the plan offloads to, on all ranks or on none. Raises `OffloadError` on every rank if one has no room for it."""
+    problem: OffloadError | None = None
+    tiers = None
+    if plan.offload.tiers():
+        try:
+            tiers = Tiers(plan.offload, device, away_bytes(model, specs, plan))
+        except OffloadError as error:
+            problem = error
+        problems = agreement.gather("what is wrong with the disk", str(problem) if problem else None)
+        if problem is not None:
+            raise problem
+        if any(problems):
+            rank, said = next((r, p) for r, p in zip(agreement.ranks, problems, strict=True) if p)
+            raise OffloadError(f"rank {rank} can't offload", where=plan.offload.folder(), why=said)
+    return tiers or Tiers(plan.offload, device, 0)
 
 
 def _device(model: nn.Module) -> torch.device:

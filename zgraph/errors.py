@@ -17,6 +17,7 @@ __all__ = [
     "LoweringError",
     "MeshError",
     "ModelError",
+    "OffloadError",
     "OverflowError",
     "PassError",
     "PlanError",
@@ -130,6 +131,10 @@ class UnsupportedError(ZgraphError, NotImplementedError):
 
 class SymbolicError(ZgraphError):
     """A step that is no formula of its sizes; `where` names the node that differs, and the sizes at which it does."""
+
+
+class OffloadError(ZgraphError):
+    """A tensor that can't be moved to or from where it is offloaded; `where` is the folder of its file."""
 
 
 class TargetError(ZgraphError):

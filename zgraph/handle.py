@@ -179,7 +179,7 @@ class Handle:
         to 3 share one), `RankMismatchError` if ranks give different plans.
         """
         from zgraph.runtime import agreed_costs
-        from zgraph.sharding import layout
+        from zgraph.sharding import planned_layout
 
         old = self.runtime
         sizes = plan.resolve_mesh(old.mesh.size() if old.mesh is not None else 1)
@@ -188,7 +188,11 @@ class Handle:
                 f"recompile keeps the mesh {old.sizes}, the plan has {sizes}",
                 hint="compile a fresh model, and load a state dict",
             )
-        wanted = layout(old.module, sizes, plan.zero, plan.param_persistence_threshold, plan.resolved_precision())
+        if plan.offload != old.plan.offload:
+            raise ModelError(
+                "the plan offloads otherwise", where="offload", hint="compile a fresh model, and load a state dict"
+            )
+        wanted = planned_layout(old.module, sizes, plan)
         if wanted != old.shards.specs:
             raise ModelError(
                 "the plan lays parameters out in another way",
@@ -206,6 +210,7 @@ class Handle:
             old.device,
             old.agreement,
             agreed_costs(plan, old.device, old.agreement),
+            old.tiers,
         )
         made.updater.adopt(old.updater, copies=False)
         old.ahead.drop()
@@ -247,7 +252,16 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     old = handle.runtime
     shards = old.shards.adopt(twin)
     runtime = Runtime(
-        twin, old.forward_function, old.plan, old.sizes, old.mesh, shards, old.device, old.agreement, old.costs
+        twin,
+        old.forward_function,
+        old.plan,
+        old.sizes,
+        old.mesh,
+        shards,
+        old.device,
+        old.agreement,
+        old.costs,
+        old.tiers,
     )
     runtime.updater.adopt(old.updater, copies=True)
     attach(twin, runtime, handle.loss_fn)

@@ -16,9 +16,12 @@ from zgraph.passes.bucket import BucketOptions, bucket
 from zgraph.passes.checkpoint import CheckpointOptions, RematerializeOptions, checkpoint, rematerialize
 from zgraph.passes.cleanup import cleanup
 from zgraph.passes.costs import Costs, hardware, hardware_like
+from zgraph.passes.groups import GroupOptions, group_updates
 from zgraph.passes.in_place import write_in_place
 from zgraph.passes.inductor_prepare import inductor_prepare
 from zgraph.passes.loss_scale import scale_loss
+from zgraph.passes.offload import OffloadOptions, offload
+from zgraph.passes.offload_update import offload_update
 from zgraph.passes.overlap import OverlapOptions, overlap
 from zgraph.passes.recompute import recompute
 from zgraph.passes.release import release
@@ -110,7 +113,7 @@ def build(
     passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
     passes.append(bucket(BucketOptions(plan.bucket.gather, plan.bucket.reduce, costs)))
     early = plan.prefetch
-    across = training and plan.optimizer is not None and early.across_steps
+    across = training and plan.optimizer is not None and early.across_steps and plan.offload.parameters == "none"
     waiting = choice.reduce if early.reduce_bytes is None else early.reduce_bytes
     bounds = OverlapOptions(
         max_bytes=early.max_bytes,
@@ -125,6 +128,11 @@ def build(
     passes.append(overlap(bounds))
     if not keep:
         passes.append(release())
+    away = plan.offload
+    if away.parameters != "none" or (training and away.activations != "none"):
+        passes.append(
+            offload(OffloadOptions(away.tier("activations") if training else None, away.staging_bytes, costs))
+        )
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
     return passes
@@ -156,9 +164,11 @@ def load_policy(ref: str) -> Callable[[fx.Node], bool]:
     return found  # type: ignore[no-any-return]
 
 
-def build_update_passes() -> list[Pass]:
-    """The pipeline of update programs, whatever the plan."""
-    return [write_in_place()]
+def build_update_passes(plan: Plan, first: tuple[str, ...] = ()) -> list[Pass]:
+    """The pipeline of update programs; the parameters named in `first` are updated as early as they can be."""
+    away = bool(plan.offload.tiers())
+    grouped = group_updates(GroupOptions(first, plan.offload.sub_group_bytes if away else None))
+    return [write_in_place(), grouped, *([offload_update()] if away else [])]
 
 
 def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | None) -> None:

@@ -33,6 +33,7 @@ from zgraph import planfile
 from zgraph.communication import Bucket, Bytes, Prefetch
 from zgraph.errors import MeshError, PlanError
 from zgraph.loss_scaling import LossScale
+from zgraph.offloading import Offload
 from zgraph.optimizers import AnyOptimizer
 from zgraph.precision import Precision, precision_of, preset
 from zgraph.record import Record, did_you_mean, joined, short
@@ -223,6 +224,9 @@ class Plan(Record, frozen=True):
         description="what the backward computes again: none; full (all but what comes into each layer); auto (cheap values on "
         'inductor, and what memory_budget needs); patterns of module paths; or a policy over nodes, "package.module:function"',
     )
+    offload: Offload = Field(
+        default=Offload(), description="what lies in the host's memory or on disk while nothing reads it, as a record"
+    )
     memory_budget: Bytes | None = Field(
         default=None, description='bytes of device memory that a step may take, or "20GiB"; none: no bound'
     )
@@ -267,6 +271,15 @@ class Plan(Record, frozen=True):
                 why="only stage 3 gathers weights for a time; the other stages keep what they gather until the update",
                 hint="zero=3, or leave it out",
             )
+        if self.offload.parameters != "none" and self.zero < 3:
+            raise PlanError(
+                f"offload.parameters at stage {self.zero}",
+                where="offload.parameters",
+                why="only stage 3 lets go of a weight after its use; the other stages hold what they gather",
+                hint="zero=3 (in one process too), or leave it out",
+            )
+        if self.offload.optimizer != "none" and self.optimizer is None:
+            raise PlanError("states of no optimizer", where="offload.optimizer", hint="give the plan an optimizer")
         if self.numerics is not None and not isinstance(self.precision, str):
             raise PlanError(
                 "numerics names a system's precision, and precision is a record already",

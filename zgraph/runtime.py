@@ -34,6 +34,7 @@ from zgraph.program.remark import Remark
 from zgraph.program.torch_private import keeps_graph
 from zgraph.sharding import Shards, still_unset, with_requires_grad
 from zgraph.signature import brief, shared, signature
+from zgraph.tiers.moves import Tiers
 from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.unchanged import Unchanged
 from zgraph.update.program import held_bytes
@@ -76,6 +77,7 @@ class Runtime:
         device: torch.device,
         agreement: Agreement,
         costs: Costs,
+        tiers: Tiers,
     ) -> None:
         self.module = module
         self.forward_function = forward
@@ -85,9 +87,10 @@ class Runtime:
         self.shards = shards
         self.device = device
         self.agreement = agreement
-        self.groups = (
-            {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()} if mesh is not None else {}
-        )
+        self.tiers = tiers
+        self.groups = dict(tiers.keys)
+        if mesh is not None:
+            self.groups |= {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()}
         self.costs = costs
         self.entries: dict[str, Entry] = {}
         self._calls: dict[str, Callable[..., Any]] = {}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,9 +23,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zgraph.casts import with_precision
 from zgraph.errors import ModelError, UnsupportedError
+from zgraph.passes.offload import LEAST
 from zgraph.precision import Precision
 from zgraph.program import torch_private
 from zgraph.program.program import ParamSpec
+
+if TYPE_CHECKING:
+    from zgraph.plan import Plan
+    from zgraph.tiers.moves import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +49,17 @@ register_optimizer_step_post_hook(_count_step)
 
 
 def layout(
-    module: nn.Module, mesh: dict[str, int], zero: int, persistence_threshold: int, precision: Precision | None = None
+    module: nn.Module,
+    mesh: dict[str, int],
+    zero: int,
+    persistence_threshold: int,
+    precision: Precision | None = None,
+    home: str | None = None,
 ) -> dict[str, ParamSpec]:
-    """How each parameter is laid out, by name (a tied one under its first name), and in which dtypes.
+    """How each parameter is laid out, by name (a tied one under its first name), in which dtypes, and where.
 
-    Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole.
+    Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole. A part of less than a page
+    stays on the device, whatever `home` is.
     """
     precision = precision or Precision()
     ranks = mesh.get("dp", 1)
@@ -62,8 +74,16 @@ def layout(
         spec = ParamSpec(name, tuple(param.shape), _dense_stride(param, name), param.dtype, param.requires_grad)
         spec = with_precision(spec, precision, module)
         sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)
-        specs[name] = spec.sharded("dp", ranks) if sharded else spec
+        spec = spec.sharded("dp", ranks) if sharded else spec
+        part = math.prod(spec.shard_shape) * spec.dtype.itemsize
+        specs[name] = replace(spec, home=home) if part >= LEAST else spec
     return specs
+
+
+def planned_layout(module: nn.Module, mesh: dict[str, int], plan: Plan) -> dict[str, ParamSpec]:
+    """The layout that a plan says, on a mesh of these sizes."""
+    home = plan.offload.tier("parameters")
+    return layout(module, mesh, plan.zero, plan.param_persistence_threshold, plan.resolved_precision(), home)
 
 
 def _dense_stride(param: torch.Tensor, name: str) -> tuple[int, ...]:
@@ -105,7 +125,8 @@ class Shards:
     """The parameters of one compiled module: their layouts, and each sharded one's padded buffer.
 
     `mesh` is None in one process without a process group: parameters are plain tensors then. `pending` names what a
-    model on the meta device could not initialise itself and must be loaded before the first run.
+    model on the meta device could not initialise itself and must be loaded before the first run. `home` is the tier of those
+    whose layout says that they have one.
     """
 
     module: nn.Module
@@ -113,6 +134,7 @@ class Shards:
     mesh: DeviceMesh | None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
+    home: Tier | None = None
     _params: dict[str, nn.Parameter] = field(default_factory=dict)
     _updates: dict[str, int] = field(default_factory=dict)
     _layouts: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)  # of gradients
@@ -273,9 +295,11 @@ class Shards:
             )
             if part.dtype is not old.dtype:
                 fresh = nn.Parameter(part, spec.requires_grad)
+            if spec.home is not None and fresh.device.type != "meta":
+                fresh.data = self._away(spec, fresh.detach())
         else:
             if spec.shard_dim is None:
-                local = _restrided(whole.detach().clone(), spec.stride)
+                local = self._away(spec, _restrided(whole.detach().clone(), spec.stride))
             else:
                 local = self._cut(name, whole.detach())
             with torch.no_grad():
@@ -297,11 +321,11 @@ class Shards:
 
     def adopt(self, twin: nn.Module) -> Shards:
         """The same layouts for a deep copy of the module: its shards get padded buffers of their own."""
-        other = Shards(twin, dict(self.specs), self.mesh, {}, set(self.pending))
+        other = Shards(twin, dict(self.specs), self.mesh, {}, set(self.pending), self.home)
         other.refresh()
         for name, param in other.params().items():
             if isinstance(param, DTensor) and name in self.buffers:
-                padded = self.buffers[name].clone()
+                padded = self._away(self.specs[name], self.buffers[name].clone())
                 rows = param._local_tensor.shape[0]
                 padded[:rows].copy_(param._local_tensor)
                 param._local_tensor = padded[:rows]
@@ -312,12 +336,25 @@ class Shards:
         spec = self.specs[name]
         rows, first = self.rows(spec), spec.rows * self.index(spec)
         order = [0, *sorted(range(1, len(spec.shape)), key=lambda d: (-spec.stride[d], d))]
-        padded = whole.new_zeros([spec.shard_shape[d] for d in order]).permute(
-            [order.index(d) for d in range(len(order))]
-        )
+        shape = [spec.shard_shape[d] for d in order]
+        padded = self._room(spec, shape, whole).permute([order.index(d) for d in range(len(order))])
         padded[:rows].copy_(whole[first : first + rows])
         self.buffers[name] = padded
         return padded[:rows]
+
+    def _room(self, spec: ParamSpec, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Zeros, row by row, where a parameter lies."""
+        if spec.home is None or self.home is None:
+            return like.new_zeros(tuple(shape))
+        return self.home.tensor(
+            torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), like.dtype
+        ).zero_()
+
+    def _away(self, spec: ParamSpec, whole: torch.Tensor) -> torch.Tensor:
+        """A whole parameter where it lies."""
+        if spec.home is None or self.home is None:
+            return whole
+        return self.home.tensor(whole.shape, whole.stride(), whole.dtype).copy_(whole)
 
 
 def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -338,10 +375,15 @@ def owners(module: nn.Module, param: torch.Tensor) -> list[tuple[dict[str, Any],
 
 
 def shard(
-    module: nn.Module, specs: dict[str, ParamSpec], mesh: DeviceMesh | None, device: torch.device, seed: int
+    module: nn.Module,
+    specs: dict[str, ParamSpec],
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    seed: int,
+    home: Tier | None = None,
 ) -> Shards:
     """Put each parameter's shard in its place, one parameter (on the meta device: one module) at a time."""
-    shards = Shards(module, specs, mesh)
+    shards = Shards(module, specs, mesh, home=home)
     shards.refresh()
     _materialise(shards, device, seed)
     for name, param in list(shards.params().items()):

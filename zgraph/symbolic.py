@@ -362,8 +362,9 @@ class _Forecaster:
             "states": [],
         }
         if self.plan.optimizer is not None:
-            options = update_options(self.plan)
-            for member in members_of(self.model, specs, self.plan.optimizer):
+            members = members_of(self.model, specs, self.plan.optimizer)
+            options = update_options(self.plan, members, specs)
+            for member in members:
                 spec = specs[member.name]
                 if spec.requires_grad:
                     states = states_of(member, spec, options).values()

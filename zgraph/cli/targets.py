@@ -89,7 +89,7 @@ def planned_passes(plan: Plan, update: bool, *, training: bool = True) -> list[P
     """The passes that a plan runs over a step, or over its update."""
     from zgraph.pipeline import build, build_update_passes
 
-    return build_update_passes() if update else build(plan, training=training)
+    return build_update_passes(plan) if update else build(plan, training=training)
 
 
 def history_of(target: Target, plan: Plan, world: int, update: bool) -> History:

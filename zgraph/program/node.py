@@ -28,9 +28,11 @@ class Role(StrEnum):
     COMPUTE = "compute"
     GATHER = "gather"  # starts a collective that makes a parameter whole
     REDUCE = "reduce"  # starts a collective that averages a gradient
-    WAIT = "wait"  # ends a collective
+    WAIT = "wait"  # ends a collective or a move
     LAYOUT = "layout"  # pads, slices or permutes around a collective
     RELEASE = "release"  # the last point at which a gathered parameter may be read
+    FETCH = "fetch"  # starts bringing a value from its home to the device
+    STORE = "store"  # starts taking one there
     ACCUMULATE = "accumulate"  # adds what earlier micro-batches left
 
 
@@ -42,7 +44,8 @@ class NodeInfo:
     `param` the parameter that a gather, reduction or layout node serves, `mesh_dim` the mesh dimension of a
     collective, `stream` the name of the stream it is meant for, `made_by` the pass that made it ("capture" for the
     user's own nodes), `copy_of` the node that it repeats. Starts of collectives that stand side by side with the same
-    `bucket` are one transfer. What is `ahead` runs before the forward: during the update before it, if there is one.
+    `bucket` are one transfer. What is `ahead` runs before the forward: during the update before it, if there is one. `home` is
+    the tier that the value lies in, None for the device. An update's nodes with the same `group` are compiled as one.
     """
 
     phase: Phase
@@ -56,6 +59,8 @@ class NodeInfo:
     copy_of: str | None = None
     bucket: str | None = None
     ahead: bool = False
+    home: str | None = None
+    group: str | None = None
 
     def but(self, **changes: Any) -> NodeInfo:
         """This record with some fields changed."""

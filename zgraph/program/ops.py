@@ -10,20 +10,20 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-_library = torch.library.Library("zgraph", "DEF")
-_library.define("output(Tensor x) -> Tensor")
-_library.define("release(Tensor x) -> ()")
-_library.impl("output", lambda x: x.clone(), "CompositeExplicitAutograd")
-_library.impl("release", lambda x: None, "CompositeExplicitAutograd")
+library = torch.library.Library("zgraph", "DEF")
+library.define("output(Tensor x) -> Tensor")
+library.define("release(Tensor x) -> ()")
+library.impl("output", lambda x: x.clone(), "CompositeExplicitAutograd")
+library.impl("release", lambda x: None, "CompositeExplicitAutograd")
 
 
 def _fresh(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
 
-torch.library.register_fake("zgraph::output", _fresh, lib=_library)
-torch.library.register_fake("zgraph::release", lambda x: None, lib=_library)
-torch.library.register_autograd("zgraph::output", lambda ctx, grad: grad, lib=_library)
+torch.library.register_fake("zgraph::output", _fresh, lib=library)
+torch.library.register_fake("zgraph::release", lambda x: None, lib=library)
+torch.library.register_autograd("zgraph::output", lambda ctx, grad: grad, lib=library)
 
 OUTPUT = torch.ops.zgraph.output.default
 RELEASE = torch.ops.zgraph.release.default

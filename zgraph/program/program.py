@@ -75,7 +75,8 @@ class ParamSpec:
     """How one parameter is laid out.
 
     `shape` and `stride` (elements) are those of the whole parameter. `shard_dim` is the mesh dimension over which its
-    dimension 0 is split, None where every rank holds the whole. `rows` is the number of rows in each rank's padded
+    dimension 0 is split, None where every rank holds the whole. `home` is the tier ("cpu", "nvme") that a rank's part and its
+    gradient lie in, None for the device. `rows` is the number of rows in each rank's padded
     shard: ceil(shape[0] / ranks), as torch's own `Shard(0)` splits. `dtype` is what a rank holds; the others are those
     of mixed precision, None where they are the same.
     """
@@ -90,6 +91,7 @@ class ParamSpec:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
+    home: str | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:

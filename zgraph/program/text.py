@@ -189,8 +189,12 @@ def _comment(node: fx.Node) -> str:
         parts.append(" ".join(text for text in served if text))
     if record.bucket:
         parts.append(f"in {record.bucket}")
+    if record.group:
+        parts.append(record.group)
     if record.ahead:
         parts.append("ahead of the forward")
+    if record.home:
+        parts.append(f"lies in {record.home}")
     if record.copy_of:
         parts.append(f"again {record.copy_of}")
     if record.module:

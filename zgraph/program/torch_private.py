@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
 
 DynamoError = TorchDynamoException
 
@@ -495,6 +497,13 @@ def layout(
     return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
+def fix_strides(node: fx.Node) -> None:
+    """Let Inductor make this value with the strides that it has in the program: a reader that needs them would else get a copy,
+    and another one the value itself."""
+    if node.op == "call_function":
+        node.meta = {**node.meta, "inductor_realize_to_strides": True}
+
+
 def below_autograd() -> Any:
     """Operators inside run without a look at autograd: a program has its own backward. (A collective's start costs 15 us less.)"""
     return torch._C._AutoDispatchBelowAutograd()
@@ -515,8 +524,8 @@ def unrecorded() -> Iterator[None]:
 def land(values: Iterable[torch.Tensor]) -> None:
     """Wait for transfers that nobody reads: torch holds them and their buffers until someone has. For finalisers: those
     run anywhere, while somebody traces too, and when the process group may be gone."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
+    if sys.is_finalizing():
+        return
     with contextlib.suppress(RuntimeError), _disable_current_modes():
         for value in values:
             torch.ops._c10d_functional.wait_tensor(value)

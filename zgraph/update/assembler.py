@@ -48,17 +48,26 @@ class Assembler:
         self._templates: dict[Any, fx.GraphModule] = {}
         self._constants: dict[Any, str] = {}
 
-    def input(self, port: Port, shape: tuple[int, ...], dtype: torch.dtype, spec: ParamSpec | None = None) -> fx.Node:
-        """A new input; with the strides of `spec`'s rows where it has their shape. One without `spec` is for numbers."""
+    def input(
+        self,
+        port: Port,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        spec: ParamSpec | None = None,
+        home: str | None = None,
+    ) -> fx.Node:
+        """A new input; with the strides of `spec`'s rows where it has their shape. One without `spec` is for numbers. `home` is the
+        tier that it lies in."""
+        device = self.device if home is None else torch.device("cpu")
         with self.program.fake_mode:
             if spec is not None and tuple(shape) == spec.shard_shape:
-                fake = torch.empty_strided(shape, _strides(spec), dtype=dtype, device=self.device)
+                fake = torch.empty_strided(shape, _strides(spec), dtype=dtype, device=device)
             else:
-                fake = torch.empty(shape, dtype=dtype, device=self.device)
+                fake = torch.empty(shape, dtype=dtype, device=device)
         label = "".join(c if c.isalnum() else "_" for c in port.name).strip("_")
         placeholders = self.program.placeholders()
         prefix = "grad_" if port.role is InputRole.GRADIENT else "rank_in_" if port.role is InputRole.INDEX else ""
-        record = NodeInfo(Phase.UPDATE, param=spec.name if spec is not None else None, made_by="update")
+        record = NodeInfo(Phase.UPDATE, param=spec.name if spec is not None else None, made_by="update", home=home)
         if placeholders:
             node = self.program.add_input(port, fake, record, name=prefix + label)
         else:
@@ -95,7 +104,7 @@ class Assembler:
         # Copies of a template share their nodes' fake tensors, and a tracer takes one tensor given twice for one input.
         with self.program.fake_mode:
             fakes = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in map(tensor, inputs)
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device) for t in map(tensor, inputs)
             ]
         return torch_private.trace_function(function, fakes, self.program.fake_mode, self.decompositions)
 

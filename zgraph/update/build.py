@@ -11,8 +11,8 @@ Programs are pure here: new values are outputs, which the pass `write_in_place` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class UpdateOptions:
     `clip_norm` and `norm_type` are those of `torch.nn.utils.clip_grad_norm_`, `clip_value` that of
     `clip_grad_value_`; None: not done. `factor`: gradients are multiplied by an input of the program first. `ema` is
     the share of the old average, None for no average. `loss_scale` is given where an overflow skips the update;
-    `finite_norm` skips it where the norm is not finite.
+    `finite_norm` skips it where the norm is not finite. `homes` are the tiers that parameters' states lie in, by the parameter's
+    name; those of the others are on the device.
     """
 
     clip_norm: float | None = None
@@ -50,6 +51,7 @@ class UpdateOptions:
     loss_scale: LossScale | None = None
     finite_norm: bool = False
     state_dtype: torch.dtype = torch.float32
+    homes: Mapping[str, str] = field(default_factory=dict)
 
 
 def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[str, State]:
@@ -157,12 +159,18 @@ class _Builder:
             spec = self.specs[member.name]
             port = Port(InputRole.PARAMETER, member.name)
             if member.record is not None:
-                params[member.name] = self.assembler.input(port, spec.shard_shape, spec.dtype, spec)
+                params[member.name] = self.assembler.input(port, spec.shard_shape, spec.dtype, spec, spec.home)
             port = Port(InputRole.GRADIENT, member.name)
-            grads[member.name] = self.assembler.input(port, spec.shard_shape, spec.grad_dtype, spec)
+            grads[member.name] = self.assembler.input(port, spec.shard_shape, spec.grad_dtype, spec, spec.home)
             kept = states_of(member, spec, self.options) if member.record is not None else {}
             states[member.name] = {
-                key: self.assembler.input(Port(InputRole.STATE, f"{member.name}/{key}"), s.shape, s.dtype, spec)
+                key: self.assembler.input(
+                    Port(InputRole.STATE, f"{member.name}/{key}"),
+                    s.shape,
+                    s.dtype,
+                    spec,
+                    self.options.homes.get(member.name),
+                )
                 for key, s in kept.items()
             }
         results: list[tuple[Port, fx.Node]] = []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from zgraph.passes import History, PassManager
+from zgraph.passes.offload import LEAST
 from zgraph.pipeline import build_update_passes
 from zgraph.program import torch_private
 from zgraph.program.program import ParamSpec
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
     from zgraph.plan import Plan
 
 
-def update_options(plan: Plan) -> UpdateOptions:
-    """What of a plan the update program depends on, besides its optimizer."""
+def update_options(plan: Plan, members: Sequence[Member], specs: dict[str, ParamSpec]) -> UpdateOptions:
+    """What of a plan the update program of `members` depends on, besides its optimizer."""
     clip = plan.grad_clip
-    return UpdateOptions(
+    options = UpdateOptions(
         clip_norm=clip.norm if clip else None,
         norm_type=clip.norm_type if clip else 2.0,
         clip_value=clip.value if clip else None,
@@ -32,6 +34,29 @@ def update_options(plan: Plan) -> UpdateOptions:
         finite_norm=clip is not None and clip.error_if_nonfinite,
         state_dtype=plan.resolved_precision().state_dtype(),
     )
+    return replace(options, homes=_homes(plan, members, specs, options))
+
+
+def _homes(
+    plan: Plan, members: Sequence[Member], specs: dict[str, ParamSpec], options: UpdateOptions
+) -> dict[str, str]:
+    """The tier of each parameter whose states are offloaded: the plan's share of all their bytes at least, the largest first."""
+    tier = plan.offload.tier("optimizer")
+    if tier is None:
+        return {}
+    sizes = {m.name: _state_bytes(m, specs[m.name], options) for m in members if m.record is not None}
+    wanted = plan.offload.ratio * sum(sizes.values())
+    found: dict[str, str] = {}
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        if wanted <= 0 or sizes[name] < LEAST:
+            break
+        found[name] = tier
+        wanted -= sizes[name]
+    return found
+
+
+def _state_bytes(member: Member, spec: ParamSpec, options: UpdateOptions) -> int:
+    return sum(math.prod(s.shape) * s.dtype.itemsize for s in states_of(member, spec, options).values())
 
 
 def held_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
@@ -39,17 +64,32 @@ def held_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan)
     micro-batches."""
     total = 0
     if plan.optimizer is not None:
-        options = update_options(plan)
-        for member in members_of(module, specs, plan.optimizer):
-            if specs[member.name].requires_grad:
-                states = states_of(member, specs[member.name], options).values()
-                total += sum(math.prod(s.shape) * s.dtype.itemsize for s in states)
+        members = members_of(module, specs, plan.optimizer)
+        options = update_options(plan, members, specs)
+        on_device = [m for m in members if specs[m.name].requires_grad and m.name not in options.homes]
+        total += sum(_state_bytes(m, specs[m.name], options) for m in on_device)
     if plan.micro_batches > 1:
         # (stages 0 and 1 keep them whole until the last micro-batch)
         shapes = [
-            (s.shard_shape if plan.zero > 1 else s.shape, s.grad_dtype) for s in specs.values() if s.requires_grad
+            (s.shard_shape if plan.zero > 1 else s.shape, s.grad_dtype)
+            for s in specs.values()
+            if s.requires_grad and s.home is None
         ]
         total += sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+    return total
+
+
+def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
+    """Bytes that a rank keeps on disk from step to step: what lies there of weights, gradients and states."""
+    total = 0
+    if plan.offload.tier("parameters") == "nvme":
+        for spec in (s for s in specs.values() if s.home is not None):
+            grad = spec.grad_dtype.itemsize if spec.requires_grad else 0
+            total += math.prod(spec.shard_shape) * (spec.dtype.itemsize + grad)
+    if plan.offload.tier("optimizer") == "nvme" and plan.optimizer is not None:
+        members = members_of(module, specs, plan.optimizer)
+        options = update_options(plan, members, specs)
+        total += sum(_state_bytes(m, specs[m.name], options) for m in members if m.name in options.homes)
     return total
 
 
@@ -59,9 +99,11 @@ def update_history(
     specs: dict[str, ParamSpec],
     sizes: dict[str, int],
     device: torch.device,
+    options: UpdateOptions,
     name: str = "update",
+    first: Sequence[str] = (),
 ) -> History:
-    """Build the update of `members` and run the passes for it."""
+    """Build the update of `members` and run the passes for it; parameters named in `first` are updated as early as they can be."""
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
-    program = build_update(members, specs, sizes, device, update_options(plan), decompositions, name)
-    return PassManager(build_update_passes()).run(program)
+    program = build_update(members, specs, sizes, device, options, decompositions, name)
+    return PassManager(build_update_passes(plan, tuple(first))).run(program)

@@ -13,16 +13,18 @@ from dataclasses import replace
 import torch
 
 from zgraph.sharding import Shards
+from zgraph.tiers.moves import Tier
 from zgraph.update import scaler
 from zgraph.update.build import EMA, MASTER, UpdateOptions, states_of
 from zgraph.update.groups import STEP, Member
 from zgraph.update.optimizer import PlanOptimizer
+from zgraph.update.rule import State
 
 logger = logging.getLogger(__name__)
 
 
 class States:
-    """The tensors of one updater. `members` say which count each parameter's updates have."""
+    """The tensors of one updater. `members` say which count each parameter's updates have; those that `options` say lie in `home`."""
 
     def __init__(
         self,
@@ -31,12 +33,14 @@ class States:
         options: UpdateOptions,
         device: torch.device,
         optimizer: PlanOptimizer | None,
+        home: Tier | None,
     ) -> None:
         self.members = {m.name: m for m in members}
         self.shards = shards
         self.options = options
         self.device = device
         self.optimizer = optimizer
+        self.home = home
         self.tensors: dict[str, torch.Tensor] = {STEP: torch.zeros((), dtype=torch.float64, device=device)}
         if options.loss_scale is not None:
             first = scaler.initial(options.loss_scale)
@@ -64,16 +68,22 @@ class States:
         shown: dict[str, torch.Tensor] = {"step": self.tensors[member.count]}
         for key, state in states_of(member, self.shards.specs[param], self.options).items():
             name = f"{param}/{key}"
-            like = tuple(state.shape) == tuple(local.shape)
             if name not in self.tensors:
-                if like:
-                    made = torch.full_like(local, state.fill, dtype=state.dtype)
-                else:
-                    made = torch.full(state.shape, state.fill, dtype=state.dtype, device=self.device)
-                self.tensors[name] = made.copy_(local) if key in (MASTER, EMA) else made
+                made = self._room(param, state, local)
+                self.tensors[name] = made.copy_(local) if key in (MASTER, EMA) else made.fill_(state.fill)
             shown[key] = self.shards.shown(param, self.tensors[name])
         if self.optimizer is not None:
             self.optimizer.state[self.shards.params()[param]] = shown
+
+    def _room(self, param: str, state: State, local: torch.Tensor) -> torch.Tensor:
+        """A tensor for a state, with the strides of its parameter's rows where it has their shape."""
+        like = tuple(state.shape) == tuple(local.shape)
+        if self.home is not None and param in self.options.homes:
+            shape = torch.Size(state.shape)
+            return self.home.tensor(shape, (local if like else torch.empty(shape, device="meta")).stride(), state.dtype)
+        if like:
+            return torch.empty_like(local, dtype=state.dtype, device=self.device)
+        return torch.empty(state.shape, dtype=state.dtype, device=self.device)
 
     def fill(self) -> None:
         """Make the states of every parameter that trains, before its first update."""

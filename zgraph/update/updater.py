@@ -55,8 +55,8 @@ class Updater:
         self.runtime = runtime
         plan = runtime.plan
         self.scaling = plan.loss_scale()
-        self.options = update_options(plan)
         members = members_of(runtime.module, runtime.shards.specs, plan.optimizer) if plan.optimizer is not None else []
+        self.options = update_options(plan, members, runtime.shards.specs)
         self.optimizer: PlanOptimizer | None = None
         self.scheduler: Any = None
         if plan.optimizer is not None:
@@ -65,7 +65,8 @@ class Updater:
             self._base = [dict(g) for g in self.optimizer.param_groups]
             if isinstance(plan.lr_schedule, TorchSchedule):
                 self.scheduler = torch_scheduler(plan.lr_schedule, self.optimizer)
-        self.states = States(members, runtime.shards, self.options, runtime.device, self.optimizer)
+        home = runtime.tiers.of("optimizer")
+        self.states = States(members, runtime.shards, self.options, runtime.device, self.optimizer, home)
         self.grad_norm: torch.Tensor | None = None
         self.hooks: list[Callable[[dict[str, torch.Tensor]], None]] = []
         self.factor: torch.Tensor | float = 1.0
@@ -136,10 +137,19 @@ class Updater:
         if key not in self._programs:
             runtime = self.runtime
             name = f"update{len(self._programs)}"
-            history = update_history(runtime.plan, chosen, runtime.shards.specs, runtime.sizes, runtime.device, name)
+            history = update_history(
+                runtime.plan,
+                chosen,
+                runtime.shards.specs,
+                runtime.sizes,
+                runtime.device,
+                self.options,
+                name,
+                runtime.ahead.order(),
+            )
             runtime.agree(history.program)
             compiler = self._compile if runtime.plan.backend == "inductor" else self._run_eagerly
-            executable = compile_chunks(history.program, compiler, runtime.ahead.order())
+            executable = compile_chunks(history.program, compiler)
             for chunk in executable.chunks:
                 verify_program(chunk.executable.program)
             clipped = tuple(m.name for m in chosen if m.record is None)

@@ -1,0 +1,281 @@
+"""What of forward and backward lies elsewhere than on the device, as starts and waits of moves.
+
+*Contract.* On entry the program is scheduled, and every value is on the device. On exit a parameter with a home (`ParamSpec.home`)
+comes in there and is fetched before each visit to it, its gradient leaves there, and the activations that were asked for are there
+between forward and backward:
+
+    parameter    p                  ->  fetch -> moved before the first reader of each visit
+    activation   x, read backward   ->  offload -> moved in the forward; fetch -> moved before its first reader in the backward
+    gradient     g                  ->  offload -> moved before the end
+
+A fetch starts when its engine or disk has to, if no reader is to wait for it; what goes out is waited for when it should be done;
+both within `staging` bytes in flight. Views of an activation are made again of what comes back, not moved (after ZeRO-Infinity:
+Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning").
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zgraph.passes.aliases import root_of
+from zgraph.passes.contract import graph_pass
+from zgraph.passes.costs import CPU, Costs, size_of
+from zgraph.program import collectives, moves
+from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor, value
+from zgraph.program.program import InputRole, OutputRole, Program
+
+DOUBT = 1.3  # a fetch may take so many times as long as the forecast
+LEAST = 4096  # bytes: smaller values stay
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """`activations` is the tier that they go to, None for none. At most `staging` bytes are on their way in each direction
+    (None: twice the largest value that moves). `costs` say how long moves take."""
+
+    activations: str | None = None
+    staging: int | None = None
+    costs: Costs = field(default_factory=lambda: Costs(CPU))
+
+
+@dataclass(eq=False)
+class Move:
+    """A start and its wait. `at` is the operator that needs what is fetched, or that has made what goes out."""
+
+    start: fx.Node
+    wait: fx.Node
+    at: fx.Node
+    bytes: int
+    seconds: float
+
+
+@graph_pass(
+    "offload",
+    "values lie in other memory or on disk while nothing reads them",
+    options=OffloadOptions,
+    requires=("scheduled",),
+    provides=("offloaded",),
+    conflicts=("offloaded",),
+)
+def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
+    made = _Offload(program, options.costs)
+    made.parameters(options.staging)
+    if options.activations is not None:
+        made.activations(options.activations)
+    made.gradients()
+    staging = options.staging
+    if staging is None:
+        staging = 2 * max((m.bytes for m in (*made.fetched, *made.stored)), default=0)
+    seconds = options.costs.compute(program)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        place(program, phase, made.fetched, made.stored, seconds, staging)
+    return {
+        "fetches": len(made.fetched),
+        "fetched_bytes": sum(m.bytes for m in made.fetched),
+        "stores": len(made.stored),
+        "stored_bytes": sum(m.bytes for m in made.stored),
+    }
+
+
+class _Offload:
+    """Puts moves in, each beside the operator that it serves."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program = program
+        self.costs = costs
+        self.fetched: list[Move] = []
+        self.stored: list[Move] = []
+
+    def parameters(self, staging: int | None) -> None:
+        homes = {n: p for n, p in self.program.input_nodes(InputRole.PARAMETER).items() if self.program.params[n].home}
+        at = {node: i for i, node in enumerate(self.program.graph.nodes)}
+        reads = sorted((at[u], n) for n, p in homes.items() for u in p.users if u.op != "output")
+        close = 2 * max((size_of(p) for p in homes.values()), default=0) if staging is None else staging
+        for name, node in homes.items():
+            set_info(node, info(node).but(home=self.program.params[name].home))
+            for readers in self._visits(name, node, at, reads, homes, close):
+                here = self._fetch(node, readers[0], param=name)
+                for user in readers:
+                    user.replace_input_with(node, here)
+
+    def _visits(
+        self,
+        name: str,
+        node: fx.Node,
+        at: dict[fx.Node, int],
+        reads: list[tuple[int, str]],
+        homes: dict[str, fx.Node],
+        close: int,
+    ) -> list[list[fx.Node]]:
+        """A parameter's readers, parted where the phase changes, and where more bytes of others than `close` come between two."""
+        found: list[list[fx.Node]] = []
+        for user in sorted(u for u in node.users if u.op != "output"):
+            if found and info(found[-1][-1]).phase is info(user).phase:
+                low, high = bisect.bisect(reads, (at[found[-1][-1]], name)), bisect.bisect(reads, (at[user], name))
+                between = {n for _, n in reads[low:high]} - {name}
+                if sum(size_of(homes[n]) for n in between) <= close:
+                    found[-1].append(user)
+                    continue
+            found.append([user])
+        return found
+
+    def activations(self, tier: str) -> None:
+        given = {root_of(n) for _, n in self.program.output_items()}
+        crossing: dict[fx.Node, list[fx.Node]] = {}  # by storage
+        for node in self.program.graph.nodes:
+            if info(node).phase is Phase.FORWARD and any(_reads_late(u) for u in node.users):
+                crossing.setdefault(root_of(node), []).append(node)
+        for root, values in crossing.items():
+            if root in given or not _movable(root):
+                continue
+            away = self._store(root, tier)
+            late = {v: sorted(u for u in v.users if _reads_late(u)) for v in values}
+            first = min(users[0] for users in late.values())
+            copies = {root: self._fetch(away, first)}
+            with self.program.graph.inserting_before(first):
+                for value_ in values:
+                    self._again(value_, copies)
+            for value_, users in late.items():
+                for user in users:
+                    user.replace_input_with(value_, copies[value_])
+
+    def _again(self, view: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        if view not in copies:
+            for used in view.all_input_nodes:
+                self._again(used, copies)
+            copies[view] = self.program.repeat(view, copies, "offload")
+        return copies[view]
+
+    def gradients(self) -> None:
+        items = list(self.program.output_items())
+        for i, (port, node) in enumerate(items):
+            home = self.program.params[port.name].home if port.name in self.program.params else None
+            if port.role is OutputRole.GRADIENT and port.of is InputRole.PARAMETER and home is not None:
+                items[i] = (port, self._store(self._dense(port.name, node), home, param=port.name))
+        self.program.set_outputs(items)
+
+    def _dense(self, name: str, grad: fx.Node) -> fx.Node:
+        """A gradient row by row, as its parameter is (an update would copy it)."""
+        if (
+            tensor(grad).is_contiguous()
+            or not tensor(self.program.input_nodes(InputRole.PARAMETER)[name]).is_contiguous()
+        ):
+            return grad
+        record = info(grad).but(role=Role.LAYOUT, param=name, made_by="offload")
+        with self.program.graph.inserting_after(grad):
+            rows = {"memory_format": torch.contiguous_format}
+            return self.program.call(
+                torch.ops.aten.clone.default, (grad,), record, kwargs=rows, name=f"dense_{grad.name}"
+            )
+
+    # -- building -------------------------------------------------------------------------------------------------------
+    def _fetch(self, home: fx.Node, reader: fx.Node, param: str | None = None) -> fx.Node:
+        record = NodeInfo(info(reader).phase, Role.FETCH, info(reader).module, param=param, made_by="offload")
+        name = param.replace(".", "_") if param else home.name.removeprefix("away_")
+        with self.program.graph.inserting_before(reader):
+            start = self.program.call(moves.FETCH, (home, tensor(home).device), record, name=f"fetch_{name}")
+            wait = self.program.call(moves.MOVED, (start, home), record.but(role=Role.WAIT), name=f"here_{name}")
+        self.fetched.append(Move(start, wait, reader, size_of(home), self.costs.move(start)))
+        return wait
+
+    def _store(self, node: fx.Node, tier: str, param: str | None = None) -> fx.Node:
+        record = info(node).but(role=Role.STORE, param=param, made_by="offload", home=tier, copy_of=None)
+        after = node if node.op != "placeholder" else self.program.placeholders()[-1]
+        while after.next.op == "call_function" and after.next.target is moves.OFFLOAD:
+            after = after.next
+        with self.program.graph.inserting_after(after):
+            start = self.program.call(moves.OFFLOAD, (node, tier), record, name=f"offload_{node.name}")
+        with self.program.graph.inserting_after(start):
+            wait = self.program.call(moves.MOVED, (start, node), record.but(role=Role.WAIT), name=f"away_{node.name}")
+        self.stored.append(Move(start, wait, after, size_of(node), self.costs.move(start)))
+        return wait
+
+
+def _reads_late(user: fx.Node) -> bool:
+    return user.op != "output" and info(user).phase is Phase.BACKWARD
+
+
+def _movable(root: fx.Node) -> bool:
+    """Is this the forward's own dense value, large enough, and no weight?"""
+    val = value(root)
+    if root.op != "call_function" or not isinstance(val, torch.Tensor) or moves.is_move(root):
+        return False
+    if collectives.is_wait(root) or collectives.is_start(root) or info(root).role is Role.LAYOUT:
+        return False
+    return size_of(root) >= LEAST and bool(torch.ops.aten.is_non_overlapping_and_dense(val))
+
+
+# -- when ---------------------------------------------------------------------------------------------------------------
+def place(
+    program: Program,
+    phase: Phase,
+    fetched: Sequence[Move],
+    stored: Sequence[Move],
+    seconds: dict[fx.Node, float],
+    staging: int,
+) -> None:
+    """Move the starts of fetches up and the waits for stores down, within a phase, with `staging` bytes in flight each way."""
+    nodes = [
+        n for n in program.graph.nodes if n.op == "call_function" and info(n).phase is phase and not moves.is_move(n)
+    ]
+    at = {node: i for i, node in enumerate(nodes)}
+    clock = [0.0, *itertools.accumulate(seconds.get(n, 0.0) for n in nodes)]
+    _place_fetches([m for m in fetched if m.at in at], nodes, at, clock, staging)
+    _place_stores([m for m in stored if info(m.start).phase is phase], nodes, at, clock, staging)
+
+
+def _place_fetches(
+    fetched: list[Move], nodes: list[fx.Node], at: dict[fx.Node, int], clock: list[float], staging: int
+) -> None:
+    ordered = sorted(fetched, key=lambda m: at[m.at])
+    wanted: list[int] = []
+    until = clock[-1]
+    for move in reversed(ordered):
+        until = min(until, clock[at[move.at]]) - DOUBT * move.seconds
+        wanted.insert(0, max(0, bisect.bisect_right(clock, until) - 1))
+    flying: deque[Move] = deque()
+    first = 0
+    for move, position in zip(ordered, wanted, strict=True):
+        first = max(first, min(position, at[move.at]))
+        while flying and at[flying[0].at] < first:
+            flying.popleft()
+        while flying and sum(m.bytes for m in flying) + move.bytes > staging:
+            first = max(first, at[flying.popleft().at])
+        flying.append(move)
+        if nodes[first] is not move.at:
+            nodes[first].prepend(move.start)
+        else:
+            move.wait.prepend(move.start)
+
+
+def _place_stores(
+    stored: list[Move], nodes: list[fx.Node], at: dict[fx.Node, int], clock: list[float], staging: int
+) -> None:
+    ordered = sorted(stored, key=lambda m: at.get(m.at, -1))
+    flying: deque[tuple[Move, float]] = deque()
+    free = 0.0
+
+    def land(position: int) -> None:
+        move, _ = flying.popleft()
+        if min(position, len(nodes)) <= at.get(move.at, -1) + 1:
+            return  # (where it stands)
+        if position < len(nodes):
+            nodes[position].prepend(move.wait)
+        else:
+            nodes[-1].append(move.wait)
+
+    for move in ordered:
+        now = at.get(move.at, -1) + 1
+        while flying and (flying[0][1] <= clock[now] or sum(m.bytes for m, _ in flying) + move.bytes > staging):
+            land(min(bisect.bisect_left(clock, flying[0][1]), now))
+        free = max(free, clock[now]) + move.seconds
+        flying.append((move, free))
+    while flying:
+        land(bisect.bisect_left(clock, flying[0][1]))

@@ -1,0 +1,1 @@
+"""Where what is offloaded lies: files on NVMe."""

@@ -1,0 +1,66 @@
+"""Memory of the host as a tier: pinned where the device copies from it, and outside of what torch's allocator counts.
+
+On CUDA copies run on a stream for each direction, on a CPU on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+Wait = Callable[[], None]
+
+
+class HostMemory:
+    """Tensors in the host's memory, for a model on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._threads = None if device.type == "cuda" else ThreadPoolExecutor(1, "zgraph-host")
+        self._streams = (
+            {way: torch.cuda.Stream(device) for way in ("in", "out")} if device.type == "cuda" else {}  # type: ignore[no-untyped-call]
+        )
+
+    def tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A dense tensor there, zeros. Raises `MemoryError` where there is no room."""
+        if self.device.type == "cuda":
+            return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True).zero_()
+        size = 1
+        for length in shape:
+            size *= length
+        if not size:
+            return torch.empty_strided(shape, stride, dtype=dtype)
+        held = mmap.mmap(-1, size * dtype.itemsize)
+        return torch.frombuffer(held, dtype=dtype).as_strided(tuple(shape), tuple(stride))
+
+    def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]:
+        """(a new tensor on `device`, what waits for its values)."""
+        value = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=device)
+        return value, self._copy(value, home, "in")
+
+    def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait:
+        """Start to write `value` to `home`; it must stay as it is until the wait."""
+        return self._copy(home, value, "out")
+
+    def close(self) -> None:
+        """End the thread, when what is under way is done."""
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def _copy(self, to: torch.Tensor, of: torch.Tensor, way: str) -> Wait:
+        if self._threads is not None:
+            done = self._threads.submit(to.detach().copy_, of.detach())
+            return lambda: (done.result(), None)[1]
+        stream, here = self._streams[way], torch.cuda.current_stream(self.device)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            to.detach().copy_(of.detach(), non_blocking=True)
+            over = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            over.record(stream)
+        for tensor in (to, of):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        return lambda: torch.cuda.current_stream(self.device).wait_event(over)

@@ -1,0 +1,168 @@
+"""Runs the operators of `zgraph.program.moves`: which tier a value lies in, and what is on its way.
+
+Programs name a tier by the key that it was opened under. What is under way is found by the address that it goes to, which is its
+own until its wait: a program holds it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from typing import Protocol
+
+import torch
+
+from zgraph.errors import OffloadError
+from zgraph.offloading import Offload
+from zgraph.program.ops import library
+from zgraph.tiers.files import FileStore, Preflight
+from zgraph.tiers.memory import HostMemory, Wait
+
+logger = logging.getLogger(__name__)
+
+
+class Tier(Protocol):
+    """Where values lie when they are not on the device."""
+
+    def tensor(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+    def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]: ...
+    def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait: ...
+    def close(self) -> None: ...
+
+
+class Disk:
+    """A `FileStore` as a tier."""
+
+    def __init__(self, store: FileStore) -> None:
+        self.store = store
+
+    def tensor(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.store.tensor(shape, stride, dtype)
+
+    def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]:
+        reading = self.store.read(home)
+        if device.type == "cpu":
+            return reading.value, lambda: (reading.wait(), None)[1]
+        value = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=device)
+        return value, lambda: (value.copy_(reading.wait()), None)[1]
+
+    def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait:
+        return self.store.write(home, value if value.device.type == "cpu" else value.cpu()).wait
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class Tiers:
+    """What a plan offloads to, open while this lives; `keys` are what programs call the tiers by, `preflight` what was seen of the
+    disk. `away` bytes are to be there from the first step on. Raises `OffloadError` if the disk has no room for them."""
+
+    def __init__(self, plan: Offload, device: torch.device, away: int) -> None:
+        self.plan = plan
+        self.preflight: Preflight | None = None
+        self._tiers: dict[str, Tier] = {}
+        if "cpu" in plan.tiers():
+            self._tiers["cpu"] = HostMemory(device)
+        folder = plan.folder()
+        if folder is not None:
+            store = FileStore(folder, checksums=plan.checksums, threads=plan.threads)
+            self._tiers["nvme"] = Disk(store)
+            self.preflight = store.preflight(away)
+            logger.info("offloading: %s", self.preflight)
+        self.keys = {kind: register(kind, tier) for kind, tier in self._tiers.items()}
+        self._end = weakref.finalize(self, _close, list(self._tiers.values()))
+
+    def of(self, what: str) -> Tier | None:
+        """The tier of "activations", "optimizer" or "parameters"."""
+        kind = self.plan.tier(what)
+        return None if kind is None else self._tiers[kind]
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes read from disk and written to it so far."""
+        disk = self._tiers.get("nvme")
+        return (disk.store.read_bytes, disk.store.written_bytes) if isinstance(disk, Disk) else (0, 0)
+
+
+def _close(tiers: list[Tier]) -> None:
+    for tier in tiers:
+        tier.close()
+
+
+_open: weakref.WeakValueDictionary[str, Tier] = weakref.WeakValueDictionary()
+_flying: dict[int, Wait] = {}
+
+
+def register(kind: str, tier: Tier) -> str:
+    """Open a tier for programs; its key: the first of "nvme0", "nvme1", … that is free (equal code is so compiled once)."""
+    key = next(k for k in (f"{kind}{i}" for i in itertools.count()) if k not in _open)
+    _open[key] = tier
+    return key
+
+
+def tier_of(home: torch.Tensor) -> Tier | None:
+    """The tier that a tensor lies in, None for one that lies in memory like any other."""
+    for tier in list(_open.values()):
+        if isinstance(tier, Disk) and tier.store.holds(home):
+            return tier
+    return next((t for t in list(_open.values()) if isinstance(t, HostMemory)), None)
+
+
+def in_flight() -> int:
+    """Moves that nobody has waited for yet."""
+    return len(_flying)
+
+
+def _fetch(home: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tier = tier_of(home)
+    if not home.numel():
+        return home.to(device, copy=True)
+    value, wait = (home.to(device, copy=True), _arrived) if tier is None else tier.read(home, device)
+    _flying[value.data_ptr()] = wait
+    return value
+
+
+def _offload(x: torch.Tensor, tier: str) -> torch.Tensor:
+    found = _open.get(tier)
+    if found is None:
+        raise OffloadError(
+            f"the tier {tier!r} is closed", why="its model is gone", hint="keep the model while it trains"
+        )
+    home = found.tensor(x.shape, x.stride(), x.dtype)
+    if home.numel():
+        _flying[home.data_ptr()] = found.write(home, x)
+    return home
+
+
+def _store(home: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    token = torch.empty(1, dtype=torch.uint8)
+    tier = tier_of(home)
+    if tier is None or not home.numel():
+        home.copy_(x)
+        _flying[token.data_ptr()] = _arrived
+    else:
+        _flying[token.data_ptr()] = tier.write(home, x)
+    return token
+
+
+def _moved(to: torch.Tensor, of: torch.Tensor) -> None:
+    if not to.numel():
+        return
+    wait = _flying.pop(to.data_ptr(), None)
+    if wait is None:
+        raise OffloadError(
+            "a program waits for a move that nothing started",
+            why="the backend copied a value that was on its way",
+            hint='use backend="eager", and report this: it is a fault of zgraph or of this torch',
+        )
+    wait()
+
+
+def _arrived() -> None:
+    """What is there already."""
+
+
+library.impl("fetch", _fetch, "CompositeExplicitAutograd")
+library.impl("offload", _offload, "CompositeExplicitAutograd")
+library.impl("store", _store, "CompositeExplicitAutograd")
+library.impl("moved_", _moved, "CompositeExplicitAutograd")
