@@ -87,7 +87,10 @@ def adopt_strides(backward: Program, forward: Executable) -> None:
 
 
 def _in_flight(saved: fx.Node) -> bool:
-    """Is a transfer at work on this value when the program ends? Other strides would be a copy, made while it is."""
+    """Is a transfer at work on this value when the program ends, or has one brought it to its home? Other strides would be a copy,
+    made while it is, or elsewhere."""
+    if info(saved).home is not None:
+        return True
     starts = [n for n in (saved, *saved.users) if collectives.is_start(n)]
     return any(collectives.wait_of(start) is None for start in starts)
 

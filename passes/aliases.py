@@ -51,11 +51,13 @@ def mutates(node: fx.Node) -> bool:
 
 
 def is_write(node: fx.Node) -> bool:
-    """Does this node put an update's result in the place of the input that it replaces?"""
+    """Does this node put an update's result in the place of the input that it replaces (or of what was fetched of it)?"""
     if node.op != "call_function" or node.target not in (torch.ops.aten.copy_.default, moves.STORE):
         return False
     place = node.args[0]
-    return isinstance(place, fx.Node) and place.op == "placeholder" and info(node).phase is Phase.UPDATE
+    if not isinstance(place, fx.Node) or info(node).phase is not Phase.UPDATE:
+        return False
+    return place.op == "placeholder" or moves.is_wait(place)
 
 
 def aliases_of(root: fx.Node) -> list[fx.Node]:

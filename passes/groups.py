@@ -20,12 +20,13 @@ from zgraph.program.node import info, set_info, value
 from zgraph.program.program import Program
 
 GROUP = 16  # parameters: calls cost below 1% then (benchmarks/update.py)
+LIMITS = (2**20, 2**28)  # bytes
 
 
 @dataclass(frozen=True)
 class GroupOptions:
     """The parameters named in `first` are updated as early as they can be, in this order. The inputs of a group that lie elsewhere
-    than on the device have at most `bytes` together (one parameter's may have more)."""
+    than on the device have at most `bytes` together (one parameter's may have more; None: a 16th of all, within LIMITS)."""
 
     first: tuple[str, ...] = ()
     bytes: int | None = None
@@ -66,6 +67,10 @@ def _cut(program: Program, options: GroupOptions) -> list[list[fx.Node]]:
         if node in stages:
             found.setdefault(stages[node], {}).setdefault(info(node).param, []).append(node)
     chunks: list[list[fx.Node]] = []
+    limit = options.bytes
+    if limit is None:
+        away = sum(size_of(n) for n in program.placeholders() if info(n).home is not None)
+        limit = min(max(away // 16, LIMITS[0]), LIMITS[1])
     rank = {name: at for at, name in enumerate(options.first)}
     for stage in sorted(found):
         kinds: dict[str, list[list[fx.Node]]] = {}
@@ -73,7 +78,7 @@ def _cut(program: Program, options: GroupOptions) -> list[list[fx.Node]]:
             kinds.setdefault(_kind(nodes), []).append(nodes)
         for alike in kinds.values():
             size = max(_away(nodes) for nodes in alike)
-            together = GROUP if options.bytes is None or not size else min(GROUP, max(1, options.bytes // size))
+            together = min(GROUP, max(1, limit // size)) if size else GROUP
             for at in range(0, len(alike), together):
                 chunks.append([n for nodes in alike[at : at + together] for n in nodes])
     return chunks

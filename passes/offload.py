@@ -32,26 +32,25 @@ from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor, v
 from zgraph.program.program import InputRole, OutputRole, Program
 
 DOUBT = 1.3  # a fetch may take so many times as long as the forecast
-LEAST = 4096  # bytes: smaller values stay
 
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """`activations` is the tier that they go to, None for none. At most `staging` bytes are on their way in each direction
-    (None: twice the largest value that moves). `costs` say how long moves take."""
+    """`activations` is the tier that those of `least` bytes and more go to, None for none. At most `staging` bytes are on their
+    way in each direction (None: twice the largest value that moves). `costs` say how long moves take."""
 
     activations: str | None = None
+    least: int = 0
     staging: int | None = None
     costs: Costs = field(default_factory=lambda: Costs(CPU))
 
 
 @dataclass(eq=False)
 class Move:
-    """A start and its wait. `at` is the operator that needs what is fetched, or that has made what goes out."""
+    """A start and its wait."""
 
     start: fx.Node
     wait: fx.Node
-    at: fx.Node
     bytes: int
     seconds: float
 
@@ -65,10 +64,11 @@ class Move:
     conflicts=("offloaded",),
 )
 def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
+    _part_phases(program)
     made = _Offload(program, options.costs)
     made.parameters(options.staging)
     if options.activations is not None:
-        made.activations(options.activations)
+        made.activations(options.activations, options.least)
     made.gradients()
     staging = options.staging
     if staging is None:
@@ -82,6 +82,16 @@ def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
         "stores": len(made.stored),
         "stored_bytes": sum(m.bytes for m in made.stored),
     }
+
+
+def _part_phases(program: Program) -> None:
+    """Let the whole forward stand before the backward, as the two programs will."""
+    nodes = [n for n in program.graph.nodes if n.op in ("call_function", "get_attr")]
+    turn = next((n for n in nodes if info(n).phase is Phase.BACKWARD), None)
+    if turn is not None:
+        for node in nodes[nodes.index(turn) :]:
+            if info(node).phase is Phase.FORWARD:
+                turn.prepend(node)
 
 
 class _Offload:
@@ -126,14 +136,14 @@ class _Offload:
             found.append([user])
         return found
 
-    def activations(self, tier: str) -> None:
+    def activations(self, tier: str, least: int) -> None:
         given = {root_of(n) for _, n in self.program.output_items()}
         crossing: dict[fx.Node, list[fx.Node]] = {}  # by storage
         for node in self.program.graph.nodes:
             if info(node).phase is Phase.FORWARD and any(_reads_late(u) for u in node.users):
                 crossing.setdefault(root_of(node), []).append(node)
         for root, values in crossing.items():
-            if root in given or not _movable(root):
+            if root in given or size_of(root) < least or not _movable(root):
                 continue
             away = self._store(root, tier)
             late = {v: sorted(u for u in v.users if _reads_late(u)) for v in values}
@@ -179,10 +189,12 @@ class _Offload:
     def _fetch(self, home: fx.Node, reader: fx.Node, param: str | None = None) -> fx.Node:
         record = NodeInfo(info(reader).phase, Role.FETCH, info(reader).module, param=param, made_by="offload")
         name = param.replace(".", "_") if param else home.name.removeprefix("away_")
+        while _joined(reader.prev, reader):
+            reader = reader.prev
         with self.program.graph.inserting_before(reader):
             start = self.program.call(moves.FETCH, (home, tensor(home).device), record, name=f"fetch_{name}")
             wait = self.program.call(moves.MOVED, (start, home), record.but(role=Role.WAIT), name=f"here_{name}")
-        self.fetched.append(Move(start, wait, reader, size_of(home), self.costs.move(start)))
+        self.fetched.append(Move(start, wait, size_of(home), self.costs.move(start)))
         return wait
 
     def _store(self, node: fx.Node, tier: str, param: str | None = None) -> fx.Node:
@@ -194,8 +206,14 @@ class _Offload:
             start = self.program.call(moves.OFFLOAD, (node, tier), record, name=f"offload_{node.name}")
         with self.program.graph.inserting_after(start):
             wait = self.program.call(moves.MOVED, (start, node), record.but(role=Role.WAIT), name=f"away_{node.name}")
-        self.stored.append(Move(start, wait, after, size_of(node), self.costs.move(start)))
+        self.stored.append(Move(start, wait, size_of(node), self.costs.move(start)))
         return wait
+
+
+def _joined(one: fx.Node, other: fx.Node) -> bool:
+    """Are the two of one bucket? (Nothing may come between.)"""
+    starts = collectives.is_start(one) and collectives.is_start(other)
+    return starts and info(one).bucket is not None and info(one).bucket == info(other).bucket
 
 
 def _reads_late(user: fx.Node) -> bool:
@@ -203,13 +221,13 @@ def _reads_late(user: fx.Node) -> bool:
 
 
 def _movable(root: fx.Node) -> bool:
-    """Is this the forward's own dense value, large enough, and no weight?"""
+    """Is this the forward's own dense value, and no weight?"""
     val = value(root)
     if root.op != "call_function" or not isinstance(val, torch.Tensor) or moves.is_move(root):
         return False
     if collectives.is_wait(root) or collectives.is_start(root) or info(root).role is Role.LAYOUT:
         return False
-    return size_of(root) >= LEAST and bool(torch.ops.aten.is_non_overlapping_and_dense(val))
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(val))
 
 
 # -- when ---------------------------------------------------------------------------------------------------------------
@@ -222,34 +240,38 @@ def place(
     staging: int,
 ) -> None:
     """Move the starts of fetches up and the waits for stores down, within a phase, with `staging` bytes in flight each way."""
-    nodes = [
-        n for n in program.graph.nodes if n.op == "call_function" and info(n).phase is phase and not moves.is_move(n)
-    ]
-    at = {node: i for i, node in enumerate(nodes)}
+    nodes: list[fx.Node] = []
+    at: dict[fx.Node, int] = {}  # the operators of the phase that stand before each move
+    for node in program.graph.nodes:
+        if node.op == "call_function" and info(node).phase is phase:
+            if moves.is_move(node):
+                at[node] = len(nodes)
+            else:
+                nodes.append(node)
     clock = [0.0, *itertools.accumulate(seconds.get(n, 0.0) for n in nodes)]
-    _place_fetches([m for m in fetched if m.at in at], nodes, at, clock, staging)
-    _place_stores([m for m in stored if info(m.start).phase is phase], nodes, at, clock, staging)
+    _place_fetches([m for m in fetched if m.wait in at], nodes, at, clock, staging)
+    _place_stores([m for m in stored if m.start in at], nodes, at, clock, staging)
 
 
 def _place_fetches(
     fetched: list[Move], nodes: list[fx.Node], at: dict[fx.Node, int], clock: list[float], staging: int
 ) -> None:
-    ordered = sorted(fetched, key=lambda m: at[m.at])
+    ordered = sorted(fetched, key=lambda m: at[m.wait])
     wanted: list[int] = []
     until = clock[-1]
     for move in reversed(ordered):
-        until = min(until, clock[at[move.at]]) - DOUBT * move.seconds
+        until = min(until, clock[at[move.wait]]) - DOUBT * move.seconds
         wanted.insert(0, max(0, bisect.bisect_right(clock, until) - 1))
     flying: deque[Move] = deque()
     first = 0
     for move, position in zip(ordered, wanted, strict=True):
-        first = max(first, min(position, at[move.at]))
-        while flying and at[flying[0].at] < first:
+        first = max(first, min(position, at[move.wait]))
+        while flying and at[flying[0].wait] < first:
             flying.popleft()
         while flying and sum(m.bytes for m in flying) + move.bytes > staging:
-            first = max(first, at[flying.popleft().at])
+            first = max(first, at[flying.popleft().wait])
         flying.append(move)
-        if nodes[first] is not move.at:
+        if first < at[move.wait]:
             nodes[first].prepend(move.start)
         else:
             move.wait.prepend(move.start)
@@ -258,13 +280,13 @@ def _place_fetches(
 def _place_stores(
     stored: list[Move], nodes: list[fx.Node], at: dict[fx.Node, int], clock: list[float], staging: int
 ) -> None:
-    ordered = sorted(stored, key=lambda m: at.get(m.at, -1))
+    ordered = sorted(stored, key=lambda m: at[m.start])
     flying: deque[tuple[Move, float]] = deque()
     free = 0.0
 
     def land(position: int) -> None:
         move, _ = flying.popleft()
-        if min(position, len(nodes)) <= at.get(move.at, -1) + 1:
+        if min(position, len(nodes)) <= at[move.start]:
             return  # (where it stands)
         if position < len(nodes):
             nodes[position].prepend(move.wait)
@@ -272,7 +294,7 @@ def _place_stores(
             nodes[-1].append(move.wait)
 
     for move in ordered:
-        now = at.get(move.at, -1) + 1
+        now = at[move.start]
         while flying and (flying[0][1] <= clock[now] or sum(m.bytes for m, _ in flying) + move.bytes > staging):
             land(min(bisect.bisect_left(clock, flying[0][1]), now))
         free = max(free, clock[now]) + move.seconds

@@ -35,7 +35,9 @@ def offload_update(program: Program) -> dict[str, int]:
     began = _begin(program, groups[0], groups[0][0], 0) if groups else {}
     for number, nodes in enumerate(groups):
         here = {
-            home: _call(program, nodes[0], moves.MOVED, (start, home), _record(start, Role.WAIT), f"here_{home.name}")
+            home: _call(
+                program, nodes[0], moves.MOVED, (start, home), info(start).but(role=Role.WAIT), f"here_{home.name}"
+            )
             for home, start in began.items()
         }
         fetched += sum(size_of(h) for h in here)
@@ -51,21 +53,17 @@ def offload_update(program: Program) -> dict[str, int]:
         before = []
         for node in [n for n in nodes if _is_store(n)]:
             home, new = node.all_input_nodes
+            value = here.get(home, new)
             record = NodeInfo(
                 Phase.UPDATE, Role.STORE, param=info(home).param, made_by="offload_update", group=f"out{number}"
             )
-            start = _call(program, after, moves.STORE, (home, new), record, node.name)
-            before.append(
-                _call(
-                    program,
-                    after,
-                    moves.MOVED,
-                    (start, new),
-                    record.but(role=Role.WAIT, group=f"out{number + 1}"),
-                    f"away_{home.name}",
-                )
-            )
-            program.graph.erase_node(node)
+            start = _call(program, after, moves.STORE, (home, value), record, f"store_{home.name}")
+            done = record.but(role=Role.WAIT, group=f"out{number + 1}")
+            before.append(_call(program, after, moves.MOVED, (start, value), done, f"away_{home.name}"))
+            if value is new:
+                program.graph.erase_node(node)
+            else:  # (written over what was fetched, which goes as it lies)
+                node.replace_input_with(home, value)
             stored += size_of(home)
     output = program.output_node()
     for wait in before:
@@ -86,10 +84,6 @@ def _begin(program: Program, nodes: list[fx.Node], at: fx.Node, number: int) -> 
         home: _call(program, at, moves.FETCH, (home, device), record.but(param=info(home).param), f"fetch_{home.name}")
         for home in homes
     }
-
-
-def _record(start: fx.Node, role: Role) -> NodeInfo:
-    return info(start).but(role=role)
 
 
 def _call(

@@ -398,6 +398,9 @@ def check_groups(program: Program) -> None:
             )
 
 
+_SERVING = (Role.WAIT, Role.LAYOUT, Role.REDUCE)
+
+
 def check_reductions(program: Program) -> None:
     """Each parameter's gradient is averaged over every data dimension, each once, and scattered where it is sharded."""
     if "reduced" not in program.facts or "partial" in program.facts:
@@ -408,7 +411,7 @@ def check_reductions(program: Program) -> None:
             continue
         dims: list[str] = []
         at = node
-        while has_info(at) and info(at).role in (Role.WAIT, Role.LAYOUT, Role.REDUCE) and at.all_input_nodes:
+        while has_info(at) and (info(at).role in _SERVING or moves.is_move(at)) and at.all_input_nodes:
             if info(at).role is Role.REDUCE:
                 dims.append(str(info(at).mesh_dim))
             at = at.all_input_nodes[0]
@@ -500,12 +503,13 @@ def check_random(program: Program) -> None:
 
 
 def check_mutation(program: Program) -> None:
-    """No operator writes to its arguments, but an update's last step: it writes an input that nothing reads after it."""
+    """No operator writes to its arguments, but an update's last step: it writes an input that nothing reads after it (or what was
+    fetched of one, which is then stored)."""
     written: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
             root = root_of(used)
-            if root in written:
+            if root in written and not (moves.is_move(node) and used.op != "placeholder"):
                 raise _fault(
                     program,
                     node,

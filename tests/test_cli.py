@@ -155,7 +155,9 @@ def test_the_update_is_shown_for_any_world(plan):
     before = ok("dump", SMALL, "--plan", path, "--update", "--after", "capture")
     assert "aten.copy_(" not in before
     passes = json.loads(ok("passes", SMALL, "--plan", path, "--update", "--json"))["passes"]
-    assert [p["name"] for p in passes] == ["capture", "write_in_place", "group_updates"] and passes[1]["stats"]["written"] > 4
+    assert [p["name"] for p in passes] == ["capture", "write_in_place", "group_updates"] and passes[1]["stats"][
+        "written"
+    ] > 4
     assert "write_in_place" in ok("passes", "--plan", path, "--update")
     assert "the plan has no optimizer" in refused("dump", SMALL, "--update")
 

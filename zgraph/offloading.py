@@ -40,10 +40,12 @@ class Offload(Record, frozen=True):
         default=None,
         description="bytes on their way each way in forward and backward; none: twice the largest value that moves",
     )
-    sub_group_bytes: Bytes = Field(
-        default=64 * 2**20,
-        description="bytes that one part of an update brings to the device (a parameter is never parted)",
+    sub_group_bytes: Bytes | None = Field(
+        default=None,
+        description="bytes that one part of an update brings to the device (a parameter is never parted); none: a 16th of all, "
+        "1 MiB at least and 256 MiB at most",
     )
+    least_bytes: Bytes = Field(default=4096, description="values and parts of fewer bytes stay on the device")
     threads: Annotated[StrictInt, Field(ge=1)] = Field(default=4, description="reads and writes of a disk at once")
     checksums: bool = Field(
         default=False, description="whether what is read from a disk is compared with what was written"

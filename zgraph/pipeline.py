@@ -131,7 +131,11 @@ def build(
     away = plan.offload
     if away.parameters != "none" or (training and away.activations != "none"):
         passes.append(
-            offload(OffloadOptions(away.tier("activations") if training else None, away.staging_bytes, costs))
+            offload(
+                OffloadOptions(
+                    away.tier("activations") if training else None, away.least_bytes, away.staging_bytes, costs
+                )
+            )
         )
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
@@ -167,7 +171,7 @@ def load_policy(ref: str) -> Callable[[fx.Node], bool]:
 def build_update_passes(plan: Plan, first: tuple[str, ...] = ()) -> list[Pass]:
     """The pipeline of update programs; the parameters named in `first` are updated as early as they can be."""
     away = bool(plan.offload.tiers())
-    grouped = group_updates(GroupOptions(first, plan.offload.sub_group_bytes if away else None))
+    grouped = group_updates(GroupOptions(first, plan.offload.sub_group_bytes))
     return [write_in_place(), grouped, *([offload_update()] if away else [])]
 
 

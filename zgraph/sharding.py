@@ -23,7 +23,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zgraph.casts import with_precision
 from zgraph.errors import ModelError, UnsupportedError
-from zgraph.passes.offload import LEAST
 from zgraph.precision import Precision
 from zgraph.program import torch_private
 from zgraph.program.program import ParamSpec
@@ -55,11 +54,12 @@ def layout(
     persistence_threshold: int,
     precision: Precision | None = None,
     home: str | None = None,
+    least_bytes: int = 0,
 ) -> dict[str, ParamSpec]:
     """How each parameter is laid out, by name (a tied one under its first name), in which dtypes, and where.
 
-    Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole. A part of less than a page
-    stays on the device, whatever `home` is.
+    Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole. Parts of
+    `least_bytes` and more lie in `home`.
     """
     precision = precision or Precision()
     ranks = mesh.get("dp", 1)
@@ -76,14 +76,14 @@ def layout(
         sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)
         spec = spec.sharded("dp", ranks) if sharded else spec
         part = math.prod(spec.shard_shape) * spec.dtype.itemsize
-        specs[name] = replace(spec, home=home) if part >= LEAST else spec
+        specs[name] = replace(spec, home=home) if part and part >= least_bytes else spec
     return specs
 
 
 def planned_layout(module: nn.Module, mesh: dict[str, int], plan: Plan) -> dict[str, ParamSpec]:
     """The layout that a plan says, on a mesh of these sizes."""
-    home = plan.offload.tier("parameters")
-    return layout(module, mesh, plan.zero, plan.param_persistence_threshold, plan.resolved_precision(), home)
+    home, precision = plan.offload.tier("parameters"), plan.resolved_precision()
+    return layout(module, mesh, plan.zero, plan.param_persistence_threshold, precision, home, plan.offload.least_bytes)
 
 
 def _dense_stride(param: torch.Tensor, name: str) -> tuple[int, ...]:

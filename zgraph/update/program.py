@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from zgraph.passes import History, PassManager
-from zgraph.passes.offload import LEAST
 from zgraph.pipeline import build_update_passes
 from zgraph.program import torch_private
 from zgraph.program.program import ParamSpec
@@ -48,7 +47,7 @@ def _homes(
     wanted = plan.offload.ratio * sum(sizes.values())
     found: dict[str, str] = {}
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        if wanted <= 0 or sizes[name] < LEAST:
+        if wanted <= 0 or sizes[name] < plan.offload.least_bytes:
             break
         found[name] = tier
         wanted -= sizes[name]

@@ -1,0 +1,293 @@
+"""What lies in the host's memory or on disk while nothing reads it: the numbers are those of keeping all on the device."""
+
+import models
+import pytest
+import torch
+from ranks import Ranks
+
+import zgraph
+from zgraph.calibration import any_loss
+from zgraph.codegen.partition import split
+from zgraph.compiler import programs, update_program
+from zgraph.errors import OffloadError, PlanError, VerifyError
+from zgraph.passes import verify_program
+from zgraph.passes.aliases import root_of
+from zgraph.passes.costs import CPU, Costs
+from zgraph.passes.simulator import memory_of, simulate
+from zgraph.program import moves
+from zgraph.program.node import Phase, info
+from zgraph.program.program import InputRole, OutputRole
+from zgraph.tiers.moves import in_flight
+
+EVERY = [*models.TRANSFORMERS, *models.PLAIN]
+ALL = ("activations", "optimizer", "parameters")
+OPTIMIZERS = {
+    "AdamW": zgraph.AdamW(lr=1e-2),
+    "AdamW8bit": zgraph.AdamW8bit(lr=1e-2, min_row_size=8, block_size=4),
+    "SGD": zgraph.SGD(lr=1e-2, momentum=0.9),
+    "LAMB": zgraph.LAMB(lr=1e-2),
+    "Muon": zgraph.Muon(lr=1e-2),
+}
+
+
+def offloaded(place: str, *what: str, **fields) -> dict:
+    return {"least_bytes": 1, **dict.fromkeys(what or ALL, place), **fields}
+
+
+@pytest.fixture(params=["cpu", "nvme"])
+def place(request, tmp_path) -> str:
+    return "cpu" if request.param == "cpu" else f"nvme:{tmp_path}"
+
+
+def gradients(case: models.Case, **fields):
+    """The loss, the gradients, and the forward's changes of buffers."""
+    torch.manual_seed(1)
+    model = zgraph.compile(case.model, zgraph.Plan(**{"zero": 3, "backend": "eager", **fields}))
+    output = model(**case.inputs) if isinstance(case.inputs, dict) else model(*case.inputs)
+    loss = case.loss_fn(output) if case.loss_fn else any_loss(output)
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found, **{n: b.clone() for n, b in model.named_buffers()}}
+
+
+def trained(name: str = "llama", steps: int = 3, case: models.Case | None = None, **fields):
+    torch.manual_seed(1)
+    case = case or models.build(name)
+    plan = {"zero": 3, "backend": "eager", "optimizer": zgraph.AdamW(lr=1e-2), "grad_clip": 1.0, **fields}
+    model = zgraph.compile(case.model, zgraph.Plan(**plan), loss_fn=case.loss_fn)
+    losses = {}
+    for step in range(steps):
+        out = model.train_step(**case.inputs) if isinstance(case.inputs, dict) else model.train_step(*case.inputs)
+        losses[f"loss {step}"] = getattr(out, "loss", out).detach().clone()
+    return model, losses | models.weights(model)
+
+
+# -- every model ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", EVERY)
+def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all_on_the_device(name, place):
+    plain = gradients(models.build(name))
+    away = gradients(models.build(name), offload=offloaded(place, "activations", "parameters"))
+    assert models.equal(plain, away) and in_flight() == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "t5", "resnet", "unet", "mixtral", "transformer_encoder", "uneven_mlp"]
+)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_likewise_on_virtual_ranks(name, zero):
+    case = models.build(name)
+    what = ("activations", "parameters") if zero == 3 else ("activations",)
+    plan = zgraph.Plan(zero=zero, backend="eager", offload=offloaded("cpu", *what))
+    found = zgraph.verify(case.model, plan, 4, case.inputs, case.loss_fn)
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("more", [{}, {"ema": 0.9}, {"precision": "bf16"}, {"precision": "fp16"}], ids=str)
+def test_training_is_bit_for_bit_that_in_memory(optimizer, more, tmp_path):
+    fields = {"optimizer": OPTIMIZERS[optimizer], **more}
+    _, plain = trained(**fields)
+    model, away = trained(**fields, offload=offloaded(f"nvme:{tmp_path}"))
+    assert models.equal(plain, away)
+    assert all(model.zgraph.runtime.tiers.moved_bytes())
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["llama", "unet"])
+def test_also_compiled_by_inductor(name, tmp_path):
+    _, plain = trained(name, backend="inductor")
+    _, away = trained(name, backend="inductor", offload=offloaded(f"nvme:{tmp_path}"))
+    for key, value in plain.items():
+        torch.testing.assert_close(away[key], value, rtol=1e-5, atol=1e-6, msg=key)  # kernels end where values go
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_a_ratio_keeps_a_share_of_the_states_on_the_device(ratio):
+    _, plain = trained()
+    model, away = trained(offload=offloaded("cpu", "optimizer", ratio=ratio))
+    assert models.equal(plain, away)
+    states = model.zgraph.runtime.updater.states
+    bytes_ = {n: t.nbytes for n, t in states.own().items()}
+    gone = sum(b for n, b in bytes_.items() if n.rpartition("/")[0] in states.options.homes)
+    largest = max(bytes_.values()) * 2
+    assert ratio * sum(bytes_.values()) <= gone <= ratio * sum(bytes_.values()) + largest
+
+
+@pytest.mark.parametrize("fields", [{"micro_batches": 2}, {"memory_budget": "64MiB"}, {"recompute": "full"}], ids=str)
+def test_it_goes_with_micro_batches_budgets_and_recomputation(fields, place):
+    case = lambda: models.stack(6, dim=16)  # noqa: E731
+    _, plain = trained(case=case(), **fields)
+    _, away = trained(case=case(), **fields, offload=offloaded(place))
+    assert models.equal(plain, away)
+
+
+# -- what the user sees -------------------------------------------------------------------------------------------------------
+def test_parameters_are_where_they_were_and_can_be_read_and_written(place):
+    fields = {"offload": offloaded(place), "optimizer": zgraph.SGD(lr=0.1), "grad_clip": None}
+    model, _ = trained(**fields)
+    names = [n for n, _ in model.named_parameters()]
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    other, _ = trained(**fields, steps=0)
+    other.load_state_dict(model.state_dict())
+    assert [n for n, _ in other.named_parameters()] == names
+    assert all(torch.equal(p, 0.5 * before[n]) for n, p in other.named_parameters())
+    case = models.build("llama")
+    plain = zgraph.compile(case.model, zgraph.Plan(backend="eager"))
+    plain.load_state_dict(model.state_dict())
+    mine, others = (m(**case.inputs).loss for m in (model, plain))
+    assert torch.equal(mine, others)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    mine.backward(), others.backward()
+    model.step(), optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_evaluation_fetches_weights_and_leaves_nothing_behind(place):
+    model, _ = trained(offload=offloaded(place))
+    case = models.build("llama")
+    model.eval()
+    with torch.no_grad():
+        first, second = model(**case.inputs).loss, model(**case.inputs).loss
+    assert torch.equal(first, second) and in_flight() == 0
+    program = model.zgraph.programs["eval1"].history().program
+    assert not any(n.target is moves.OFFLOAD for n in program.nodes) and any(
+        n.target is moves.FETCH for n in program.nodes
+    )
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------------
+def history(world: int = 1, place: str = "cpu", case: models.Case | None = None, costs: Costs | None = None, **fields):
+    case = case or models.stack(6, dim=64)
+    plan = zgraph.Plan(
+        **{"zero": 3, "backend": "eager", "offload": offloaded(place), "optimizer": zgraph.AdamW(), **fields}
+    )
+    return programs(case.model, plan, case.inputs, world, costs)
+
+
+def test_what_lies_elsewhere_takes_no_memory_in_the_forecast():
+    plain = simulate(history(offload={}).program, Costs(CPU, fused=False))
+    away = simulate(history().program, Costs(CPU, fused=False))
+    assert plain.peak["parameters"] > 0 and away.peak.get("parameters", 0) == 0
+    assert sum(away.peak.values()) < 0.5 * sum(plain.peak.values())
+    turn = max(away.memory, key=lambda m: m.get("activations", 0))
+    assert turn.get("activations", 0) < 0.2 * max(m.get("activations", 0) for m in plain.memory)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fetches_start_before_their_readers_within_what_may_be_in_flight(world):
+    slow = Costs(CPU.model_copy(update={"host": 1e8, "memory": 1e9, "flops": {"float32": 1e9}}), fused=False)
+    size = 64 * 129 * 4
+    counts = []
+    for staging in (size, 4 * size):
+        program = history(world, costs=slow, offload=offloaded("cpu", staging_bytes=staging)).program
+        flying = most = apart = 0
+        for node in program.nodes:
+            if node.target is moves.FETCH:
+                flying += node.meta["val"].nbytes
+                most = max(most, flying)
+                apart += not moves.is_move(node.next)
+            elif moves.is_wait(node) and moves.start_of(node).target is moves.FETCH:
+                flying -= node.meta["val"].nbytes
+        assert most <= staging and flying == 0
+        counts.append(apart)
+    assert counts[1] > 0
+
+
+def test_a_view_is_made_again_of_what_comes_back_and_a_storage_goes_once():
+    program = history(case=models.build("llama")).program
+    gone = [n for n in program.nodes if n.target is moves.OFFLOAD and info(n).phase is Phase.FORWARD]
+    assert len({moves.moved_value(n) for n in gone}) == len(gone)
+    crossing = [
+        n
+        for n in split(program).forward.output_items()
+        if n[0].role is OutputRole.SAVED and info(n[1]).home is None and info(root_of(n[1])).param is None
+    ]
+    assert not [n.name for _, n in crossing if n.op == "call_function" and n.meta["val"].nbytes > 64]
+
+
+def test_an_update_brings_no_more_than_a_sub_group_at_a_time():
+    case = models.stack(12, dim=32)
+    for limit in (20_000, 100_000):
+        plan = zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(), offload=offloaded("cpu", sub_group_bytes=limit))
+        program = update_program(case.model, plan, 1).program
+        largest = max(sum(m.values()) for m in memory_of(program))
+        assert largest < 4 * limit + 8 * 32 * 65 * 4, largest
+        assert not any(p.role is OutputRole.MUTATION for p in program.outputs)
+        stored = [n for n in program.nodes if n.target is moves.STORE]
+        assert len(stored) == 3 * sum(p.role is InputRole.GRADIENT for p in program.inputs)
+
+
+@pytest.mark.parametrize("fault", ["no wait", "let go", "read early", "read at home"])
+def test_the_verifier_refuses_moves_that_would_give_other_numbers(fault):
+    program = history().program
+    fetch = next(n for n in program.nodes if n.target is moves.FETCH)
+    wait = moves.wait_of(fetch)
+    reader = next(u for u in wait.users if u.op == "call_function" and not moves.is_move(u))
+    if fault == "no wait":
+        wait.replace_all_uses_with(fetch)
+        program.graph.erase_node(wait)
+    elif fault == "let go":
+        wait.update_arg(1, fetch)
+    elif fault == "read early":
+        reader.replace_input_with(wait, fetch)
+    else:
+        reader.replace_input_with(wait, fetch.args[0])
+    with pytest.raises(VerifyError):
+        verify_program(program)
+
+
+# -- ranks --------------------------------------------------------------------------------------------------------------------
+def on_ranks(folder: str, backend: str):
+    found = []
+    for away in ({}, offloaded(f"nvme:{folder}")):
+        _, result = trained(case=models.stack(4, dim=9), backend=backend, offload=away)
+        found.append({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in result.items()})
+    return models.equal(*found), in_flight()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(2) as two:
+        yield two
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_two_ranks_train_as_in_memory(ranks, tmp_path, backend):
+    assert ranks.run(on_ranks, str(tmp_path), backend) == [(True, 0)] * 2
+
+
+def refused_on_one_rank(folders: list[str]):
+    rank = torch.distributed.get_rank()
+    zgraph.compile(models.stack(2).model, zgraph.Plan(backend="eager", offload=offloaded(f"nvme:{folders[rank]}")))
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"offload": {"parameters": "cpu"}, "zero": 2}, "stage 2"),
+        ({"offload": {"optimizer": "cpu"}}, "no optimizer"),
+        ({"offload": {"activations": "disk"}}, "is no place"),
+        ({"offload": {"activations": "nvme:"}}, "is no place"),
+        ({"offload": {"activations": "nvme:/a", "parameters": "nvme:/b"}}, "two folders"),
+        ({"offload": {"activation": "cpu"}}, "activations"),
+    ],
+)
+def test_what_can_not_be_had_is_refused(fields, said):
+    with pytest.raises(PlanError) as caught:
+        zgraph.Plan(**fields)
+    assert said in str(caught.value)
+
+
+def test_a_folder_that_can_not_be_had_is_an_error_before_the_model_is_changed(tmp_path):
+    (tmp_path / "file").touch()
+    model = models.stack(2).model
+    before = [id(p) for p in model.parameters()]
+    with pytest.raises(OffloadError) as caught:
+        zgraph.compile(model, zgraph.Plan(offload=offloaded(f"nvme:{tmp_path / 'file'}", "parameters")))
+    assert str(tmp_path / "file") in str(caught.value)
+    assert [id(p) for p in model.parameters()] == before and not hasattr(model, "zgraph")
