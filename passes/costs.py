@@ -170,8 +170,8 @@ class Costs:
 
     def move(self, start: fx.Node) -> float:
         """The time that a move between the device and a tier takes, alone."""
-        tier = info(moves.moved_value(start)).home if start.target is moves.FETCH else info(start).home
-        return size_of(moves.moved_value(start)) / (self.hardware.nvme if tier == "nvme" else self.hardware.host)
+        rate = self.hardware.nvme if tier_of(start) == "nvme" else self.hardware.host
+        return size_of(moves.moved_value(start)) / rate
 
     def compute(self, program: Program) -> dict[fx.Node, float]:
         """The time of every operator that is no collective."""
@@ -222,6 +222,11 @@ def size_of(node: fx.Node) -> int:
 def own_bytes(node: fx.Node) -> int:
     """The bytes of a storage. Of an operator with several results: those that no node takes."""
     return size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and root_of(u) is u)
+
+
+def tier_of(start: fx.Node) -> str:
+    """The tier that a move goes to or comes from."""
+    return str(info(start if start.target is moves.OFFLOAD else start.all_input_nodes[0]).home)
 
 
 def bytes_of(start: fx.Node) -> int:

@@ -36,10 +36,12 @@ DOUBT = 1.3  # a fetch may take so many times as long as the forecast
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """`activations` is the tier that those of `least` bytes and more go to, None for none. At most `staging` bytes are on their
+    """`activations` is the tier that those of `least` bytes and more go to, None for none; `most` bytes of them (None: all), those
+    first that the forward makes first: they are read last. At most `staging` bytes are on their
     way in each direction (None: twice the largest value that moves). `costs` say how long moves take."""
 
     activations: str | None = None
+    most: int | None = None
     least: int = 0
     staging: int | None = None
     costs: Costs = field(default_factory=lambda: Costs(CPU))
@@ -68,7 +70,7 @@ def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
     made = _Offload(program, options.costs)
     made.parameters(options.staging)
     if options.activations is not None:
-        made.activations(options.activations, options.least)
+        made.activations(options.activations, options.most, options.least)
     made.gradients()
     staging = options.staging
     if staging is None:
@@ -136,15 +138,19 @@ class _Offload:
             found.append([user])
         return found
 
-    def activations(self, tier: str, least: int) -> None:
+    def activations(self, tier: str, most: int | None, least: int) -> None:
         given = {root_of(n) for _, n in self.program.output_items()}
         crossing: dict[fx.Node, list[fx.Node]] = {}  # by storage
         for node in self.program.graph.nodes:
             if info(node).phase is Phase.FORWARD and any(_reads_late(u) for u in node.users):
                 crossing.setdefault(root_of(node), []).append(node)
+        gone = 0
         for root, values in crossing.items():
             if root in given or size_of(root) < least or not _movable(root):
                 continue
+            gone += size_of(root)
+            if most is not None and gone > most:
+                return
             away = self._store(root, tier)
             late = {v: sorted(u for u in v.users if _reads_late(u)) for v in values}
             first = min(users[0] for users in late.values())

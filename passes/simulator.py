@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
-from zgraph.passes.costs import Costs, own_bytes, size_of
+from zgraph.passes.costs import Costs, own_bytes, size_of, tier_of
 from zgraph.passes.fusion import pointwise, positions, sources
 from zgraph.program import collectives, moves
 from zgraph.program.node import Phase, Role, info
@@ -44,7 +44,8 @@ class Forecast:
     """What one run of a program will take.
 
     `seconds` from the first node to the end of the last one and of every collective; `busy` seconds by stream; `stalls`
-    where communication is exposed, in order. `memory` has the live bytes by category after each node of the program, in
+    where communication is exposed, in order. `moved` are bytes between the device and elsewhere: "nvme read", "nvme write", "h2d",
+    "d2h". `memory` has the live bytes by category after each node of the program, in
     order: inputs count for as long as the program runs, other values to their last reader, views with what they look at.
     """
 
@@ -53,6 +54,7 @@ class Forecast:
     busy: dict[str, float]
     stalls: tuple[Stall, ...]
     memory: tuple[dict[str, int], ...]
+    moved: dict[str, int] = field(default_factory=dict)
 
     @property
     def exposed(self) -> dict[str, float]:
@@ -71,6 +73,7 @@ class Forecast:
         lines = [f"{self.program}: {self.seconds * 1e3:.3f} ms"]
         lines += [f"  {name:12} {t * 1e3:10.3f} ms  {t / self.seconds:6.1%}" for name, t in sorted(self.busy.items())]
         lines += [f"  exposed {name:4}{t * 1e3:11.3f} ms  {t / self.seconds:6.1%}" for name, t in self.exposed.items()]
+        lines += [f"  moved {name:11}{size / 2**20:10.1f} MiB" for name, size in sorted(self.moved.items())]
         lines.append(f"  peak memory  {sum(self.peak.values()) / 2**20:10.1f} MiB")
         lines += [f"    {k:12} {v / 2**20:8.1f} MiB" for k, v in sorted(self.peak.items(), key=lambda i: -i[1]) if v]
         return "\n".join(lines)
@@ -92,6 +95,14 @@ class StepForecast:
     def exposed(self) -> float:
         """Seconds of communication that nothing hides."""
         return sum(sum(p.exposed.values()) for p in self.programs)
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes between the device and elsewhere, as in `Forecast`."""
+        found: Counter[str] = Counter()
+        for program in self.programs:
+            found.update(program.moved)
+        return dict(found)
 
     def __str__(self) -> str:
         lines = [str(p) for p in self.programs]
@@ -121,6 +132,7 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
     done: dict[fx.Node, float] = {}
     busy: Counter[str] = Counter()
     stalls: list[Stall] = []
+    moved: Counter[str] = Counter()
     for node in program.graph.nodes:
         if collectives.is_start(node):
             if node in done:  # (with the bucket)
@@ -136,6 +148,8 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
             busy["compute"] += work  # type: ignore[assignment]
         elif moves.is_start(node):
             lane, seconds = lane_of(node), costs.move(node)
+            way = f" {'read' if node.target is moves.FETCH else 'write'}" if lane == "nvme" else ""
+            moved[lane + way] += size_of(moves.moved_value(node))
             done[node] = lanes[lane] = max(clock, lanes.get(lane, 0.0)) + seconds
             busy[lane] += seconds  # type: ignore[assignment]
         elif collectives.is_wait(node) or moves.is_wait(node):
@@ -147,14 +161,14 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
             clock += compute[node]
             busy["compute"] += compute[node]  # type: ignore[assignment]
     end = max(clock, free, *lanes.values())
-    return Forecast(program.name, end, dict(busy), tuple(stalls), tuple(memory_of(program, costs.fused)))
+    return Forecast(program.name, end, dict(busy), tuple(stalls), tuple(memory_of(program, costs.fused)), dict(moved))
 
 
 def lane_of(start: fx.Node) -> str:
     """What a move occupies: "nvme" (reads and writes alike), "h2d" or "d2h"."""
-    fetches = start.target is moves.FETCH
-    tier = info(moves.moved_value(start)).home if fetches else info(start).home
-    return "nvme" if tier == "nvme" else "h2d" if fetches else "d2h"
+    if tier_of(start) == "nvme":
+        return "nvme"
+    return "h2d" if start.target is moves.FETCH else "d2h"
 
 
 def bucket_of(start: fx.Node) -> list[fx.Node]:

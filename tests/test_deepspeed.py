@@ -3,7 +3,7 @@
 import pytest
 
 import zgraph
-from zgraph.deepspeed import communication
+from zgraph.deepspeed import communication, offloading
 from zgraph.errors import PlanError
 from zgraph.pipeline import build
 
@@ -51,3 +51,30 @@ def test_an_unknown_key_names_the_nearest_one():
 def test_a_size_that_is_no_number_of_elements_is_refused(value):
     with pytest.raises(PlanError, match="no number of elements"):
         communication({"reduce_bucket_size": value})
+
+
+# -- offloading -----------------------------------------------------------------------------------------------------------
+def test_knobs_of_offloading_are_fields_of_a_plan():
+    section = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt", "ratio": 0.5, "pin_memory": True},
+        "offload_param": {"device": "cpu"},
+        "sub_group_size": 1e6,
+    }
+    made = zgraph.Plan(**offloading(section, {"cpu_checkpointing": True}), optimizer=zgraph.AdamW()).offload
+    assert (made.optimizer, made.parameters, made.activations) == ("nvme:/mnt", "cpu", "cpu")
+    assert (made.ratio, made.sub_group_bytes) == (0.5, 16_000_000)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"offload_optimiser": {"device": "cpu"}}, "offload_optimizer"),
+        ({"offload_param": {"device": "nvme"}}, "nvme_path"),
+        ({"offload_param": {"device": "disk"}}, "is no place"),
+        ({"offload_param": {"devise": "cpu"}}, "device"),
+        ({"sub_group_size": "many"}, "no number"),
+    ],
+)
+def test_knobs_of_offloading_that_can_not_be_had_are_refused(section, said):
+    with pytest.raises(PlanError, match=said):
+        offloading(section)

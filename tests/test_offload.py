@@ -1,7 +1,14 @@
 """What lies in the host's memory or on disk while nothing reads it: the numbers are those of keeping all on the device."""
 
+import copy
+import errno
+import os
+import subprocess
+import sys
+
 import models
 import pytest
+import refusals
 import torch
 from ranks import Ranks
 
@@ -9,7 +16,7 @@ import zgraph
 from zgraph.calibration import any_loss
 from zgraph.codegen.partition import split
 from zgraph.compiler import programs, update_program
-from zgraph.errors import OffloadError, PlanError, VerifyError
+from zgraph.errors import OffloadError, PlanError, StepError, VerifyError
 from zgraph.passes import verify_program
 from zgraph.passes.aliases import root_of
 from zgraph.passes.costs import CPU, Costs
@@ -17,7 +24,8 @@ from zgraph.passes.simulator import memory_of, simulate
 from zgraph.program import moves
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole
-from zgraph.tiers.moves import in_flight
+from zgraph.tiers.files import Backend, FileStore
+from zgraph.tiers.moves import Tiers, in_flight
 
 EVERY = [*models.TRANSFORMERS, *models.PLAIN]
 ALL = ("activations", "optimizer", "parameters")
@@ -260,9 +268,169 @@ def test_two_ranks_train_as_in_memory(ranks, tmp_path, backend):
     assert ranks.run(on_ranks, str(tmp_path), backend) == [(True, 0)] * 2
 
 
-def refused_on_one_rank(folders: list[str]):
-    rank = torch.distributed.get_rank()
-    zgraph.compile(models.stack(2).model, zgraph.Plan(backend="eager", offload=offloaded(f"nvme:{folders[rank]}")))
+def refused_on_one_rank(folder: str, file: str):
+    """(The same plan on both: the folder's name means a file on the other machine.)"""
+    if torch.distributed.get_rank() == 1:
+        Tiers.__init__, plain = lambda self, plan, device, away: FileStore(file), Tiers.__init__
+    try:
+        zgraph.compile(
+            models.stack(2).model, zgraph.Plan(backend="eager", offload=offloaded(f"nvme:{folder}", "parameters"))
+        )
+    finally:
+        if torch.distributed.get_rank() == 1:
+            Tiers.__init__ = plain
+
+
+@pytest.mark.gloo
+def test_a_disk_that_one_rank_can_not_use_is_an_error_on_all(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    first, second = ranks.attempt(refused_on_one_rank, str(tmp_path), str(tmp_path / "file"))
+    assert isinstance(first.error, OffloadError) and "rank 1 can't offload" in str(first.error), first.traceback
+    assert isinstance(second.error, OffloadError) and "file" in str(second.error), second.traceback
+
+
+# -- budgets ------------------------------------------------------------------------------------------------------------------
+def wide() -> models.Case:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return models.Case(models.Stack(8, 32), (torch.randn(512, 32), torch.randn(512, 32)))
+
+
+@pytest.mark.parametrize("host", [1e8, 4e9, 1e12])
+def test_a_budget_is_met_by_the_cheaper_of_computing_again_and_offloading(host):
+    costs = Costs(CPU.model_copy(update={"host": host}), fused=False)
+    fields = {"place": "cpu", "case": wide(), "costs": costs, "optimizer": None}
+    plain = simulate(history(**fields, offload={}).program, costs)
+    budget = sum(plain.peak.values()) // 2
+    found = {}
+    for name, more in {
+        "again": {"offload": {}},
+        "away": {"offload": offloaded("cpu", "activations"), "recompute": "none"},
+        "either": {"offload": offloaded("cpu", "activations")},
+    }.items():
+        found[name] = simulate(history(**fields, memory_budget=budget, **more).program, costs)
+        assert sum(found[name].peak.values()) <= budget
+    assert found["either"].seconds <= 1.001 * min(found["again"].seconds, found["away"].seconds)
+    assert bool(found["either"].moved) == (host > 1e9)
+
+
+def test_a_budget_too_small_names_what_works():
+    fields = {"case": wide(), "offload": offloaded("cpu"), "costs": Costs(CPU, fused=False)}
+    least = refusals.smallest(lambda: history(**fields, memory_budget=1))
+    made = history(**fields, memory_budget=least).program
+    assert sum(simulate(made, fields["costs"]).peak.values()) <= least
+
+
+def test_weights_gradients_and_states_of_four_times_the_budget_train(tmp_path):
+    case = lambda: models.stack(16, dim=48)  # noqa: E731
+    _, plain = trained(case=case())
+    whole = 4 * sum(p.nbytes for p in case().model.parameters())
+    fields = {"memory_budget": whole // 4, "offload": offloaded(f"nvme:{tmp_path}", sub_group_bytes=2**17)}
+    _, away = trained(case=case(), **fields)
+    assert models.equal(plain, away)
+
+
+# -- faults -------------------------------------------------------------------------------------------------------------------
+def failing(monkeypatch, call: str, number: int, fault) -> None:
+    """The `number`-th system call of this kind from now on has a fault."""
+    plain, left = getattr(Backend, call), [number]
+
+    def run(self, fd, *args):
+        left[0] -= 1
+        return fault() if left[0] == 0 else plain(self, fd, *args)
+
+    monkeypatch.setattr(Backend, call, run)
+
+
+def raising(number: int):
+    def fault():
+        raise OSError(number, os.strerror(number))
+
+    return fault
+
+
+FAULTS = {
+    "disk full": ("pwritev", raising(errno.ENOSPC), "No space left"),
+    "read error": ("preadv", raising(errno.EIO), "Input/output error"),
+    "short read": ("preadv", lambda: 0, "short"),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+@pytest.mark.parametrize("at", [1, 7, 30])
+def test_a_fault_in_the_middle_of_a_step_names_the_folder_and_is_no_wrong_number(monkeypatch, tmp_path, fault, at):
+    call, what, said = FAULTS[fault]
+    case = models.stack(4, dim=16)
+    plan = {"zero": 3, "backend": "eager", "optimizer": zgraph.AdamW(lr=1e-2), "offload": offloaded(f"nvme:{tmp_path}")}
+    model = zgraph.compile(case.model, zgraph.Plan(**plan))
+    losses = [float(model.train_step(*case.inputs)) for _ in range(2)]
+    saved = copy.deepcopy((model.state_dict(), model.zgraph.optimizer.state_dict()))
+    expected = [float(model.train_step(*case.inputs)) for _ in range(2)]
+    model.load_state_dict(saved[0])
+    model.zgraph.optimizer.load_state_dict(saved[1])
+    with monkeypatch.context() as patch:
+        failing(patch, call, at, what)
+        with pytest.raises(OffloadError) as caught:
+            for _ in range(10):
+                model.train_step(*case.inputs)
+    assert str(tmp_path) in str(caught.value) and said in str(caught.value)
+    assert in_flight() == 0 and os.listdir(tmp_path) == []
+    for param in model.parameters():
+        param.grad = None
+    model.load_state_dict(saved[0])
+    model.zgraph.optimizer.load_state_dict(saved[1])
+    assert losses and [float(model.train_step(*case.inputs)) for _ in range(2)] == expected
+
+
+def test_a_disk_without_room_is_an_error_when_room_is_taken(monkeypatch, tmp_path):
+    case = models.stack(4, dim=16)
+    failing(monkeypatch, "fallocate", 9, raising(errno.ENOSPC))
+    with pytest.raises(OffloadError, match="free") as caught:
+        trained(case=case, offload=offloaded(f"nvme:{tmp_path}"))
+    assert str(tmp_path) in str(caught.value) and in_flight() == 0
+
+
+def test_after_an_update_that_failed_half_way_there_is_no_next(monkeypatch, tmp_path):
+    case = models.stack(4, dim=16)
+    fields = {
+        "backend": "eager",
+        "optimizer": zgraph.AdamW(lr=1e-2),
+        "offload": offloaded(f"nvme:{tmp_path}", "optimizer"),
+    }
+    model = zgraph.compile(case.model, zgraph.Plan(**fields))
+    model.train_step(*case.inputs)
+    with monkeypatch.context() as patch:
+        failing(patch, "pwritev", 3, raising(errno.ENOSPC))
+        with pytest.raises(OffloadError):
+            model.train_step(*case.inputs)
+    for param in model.parameters():
+        param.grad = None
+    with pytest.raises(StepError, match="failed half way"):
+        model.train_step(*case.inputs)
+
+
+KILLED = """
+import sys, torch, zgraph
+sys.path.insert(0, {tests!r})
+import models
+case = models.stack(6, dim=64)
+where = dict.fromkeys(("activations", "optimizer", "parameters"), "nvme:" + {folder!r})
+plan = zgraph.Plan(zero=3, backend="eager", optimizer=zgraph.AdamW(lr=1e-2), offload={{"least_bytes": 1, **where}})
+model = zgraph.compile(case.model, plan)
+while True:
+    print(float(model.train_step(*case.inputs)), flush=True)
+"""
+
+
+def test_a_run_that_is_killed_leaves_nothing_and_starts_again(tmp_path):
+    seen = []
+    for _ in range(2):
+        code = KILLED.format(tests=os.path.dirname(__file__), folder=str(tmp_path))
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+            seen.append([process.stdout.readline() for _ in range(3)])
+            process.kill()
+        assert os.listdir(tmp_path) == []
+    assert seen[0] == seen[1] and all(line.strip() for line in seen[0])
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------------

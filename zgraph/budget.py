@@ -9,6 +9,7 @@ again, those first whose second gather costs most time per byte (DeepCompile's s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,18 +41,26 @@ def run_passes(
     variant: Variant = PLAIN,
     *,
     training: bool = True,
-    held: int = 0,
+    outside: Outside | None = None,
     choice: Choice | None = None,
 ) -> tuple[History, Choice]:
-    """The plan's pipeline over a captured program, which is changed; and what was decided. `held` are bytes that live outside
-    of it all the time. With a `choice` (another variant's: both must save the same values) nothing is decided again.
+    """The plan's pipeline over a captured program, which is changed; and what was decided. `outside` is what lives besides
+    it. With a `choice` (another variant's: both must save the same values) nothing is decided again.
 
     Raises `PlanError` with the smallest budget that works if the plan's does not.
     """
     if plan.memory_budget is None:
         return PassManager(build(plan, variant, training=training, costs=costs)).run(captured), Choice()
-    search = _Budget(captured, plan, costs, variant, training, held)
+    search = _Budget(captured, plan, costs, variant, training, outside or Outside())
     return search.run() if choice is None else search.follow(choice)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Bytes besides those of forward and backward: `held` all the time, and all that there are at the peak of the `update`."""
+
+    held: int = 0
+    update: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +73,7 @@ class _Outcome:
 
 class _Budget:
     def __init__(
-        self, captured: Program, plan: Plan, costs: Costs, variant: Variant, training: bool, held: int
+        self, captured: Program, plan: Plan, costs: Costs, variant: Variant, training: bool, outside: Outside
     ) -> None:
         assert plan.memory_budget is not None
         self.captured = captured
@@ -72,7 +81,9 @@ class _Budget:
         self.costs = costs
         self.variant = variant
         self.training = training
-        self.held = held
+        self.outside = outside
+        self.offloads = training and plan.offload.activations != "none"
+        self.least = LEAST.but(away=0) if self.offloads else LEAST
         self.budget: int = plan.memory_budget
         passes = self._passes(LEAST)
         self.cut = [p.name for p in passes].index("shard_parameters")
@@ -81,8 +92,8 @@ class _Budget:
         self.tried: dict[Choice, _Outcome] = {}
 
     def run(self) -> tuple[History, Choice]:
-        plain = self._try(LEAST)
-        base = plain if plain.peak <= self.budget else self._recompute(plain)
+        plain = self._try(self.least)
+        base = plain if plain.peak <= self.budget else self._smaller(plain)
         layer = largest_layer(self.start)
         found = [base]
         for n in (1, 2, 4):
@@ -114,7 +125,8 @@ class _Budget:
             came = sum(
                 size_of(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values()
             )  # (counted by the program)
-            peak = max(sum(found.peak.values()), _after(program)) + max(self.held - came, 0)
+            peak = max(sum(found.peak.values()), _after(program)) + max(self.outside.held - came, 0)
+            peak = max(peak, self.outside.update)
             self.tried[choice] = _Outcome(choice, peak, found.seconds, found)
         return self.tried[choice]
 
@@ -126,19 +138,41 @@ class _Budget:
     def _rotor(self) -> Rotor:
         return Rotor(chain_of(self.start, self.costs).segments)
 
-    def _recompute(self, plain: _Outcome) -> _Outcome:
+    def _smaller(self, plain: _Outcome) -> _Outcome:
+        """The fastest way to take less: fewest offloaded, fewest computed again, or some of both. Raises `PlanError` where the
+        smallest is too much."""
+        if not self.offloads:
+            return self._recompute(plain)
+        found: list[_Outcome] = []
+        every = self._try(LEAST)
+        if every.peak <= self.budget:
+            low, high = 0, sum(plain.forecast.peak.values())
+            for _ in range(TURNS):
+                middle = (low + high) // 2
+                fits = self._try(LEAST.but(away=middle)).peak <= self.budget
+                low, high = (low, middle) if fits else (middle, high)
+            found += [o for o in self.tried.values() if o.peak <= self.budget]
+        for away in (0, plain.forecast.peak.get("activations", 0) // 2, None) if self.plan.recompute == "auto" else ():
+            with contextlib.suppress(PlanError):
+                found.append(self._recompute(every, LEAST.but(away=away)))
+        if not found:
+            smallest = min(self.tried.values(), key=lambda o: o.peak)
+            raise self._refusal(smallest, f"{self.captured.name}, with all offloaded or computed again that can be")
+        return min(found, key=lambda o: (o.seconds, sum(o.forecast.moved.values()), o.peak))
+
+    def _recompute(self, plain: _Outcome, least: Choice = LEAST) -> _Outcome:
         """The least that must be computed again. Raises `PlanError` where the smallest is too much."""
         if self.plan.recompute != "auto" or not self.training:
             raise self._refusal(plain, f"{self.captured.name}, with nothing kept and nothing gathered ahead")
         low, high = self._rotor.least(), self._rotor.bytes
-        best = outcome = self._try(LEAST.but(activations=low))
+        best = outcome = self._try(least.but(activations=low))
         if best.peak > self.budget:
             raise self._refusal(best, f"{self.captured.name}, with all computed again that can be")
         at = low
         for _ in range(TURNS):  # a byte more for activations is a byte more at the peak, nearly
             at += self.budget - outcome.peak
             at = at if low < at < high else (low + high) // 2
-            outcome = self._try(LEAST.but(activations=at))
+            outcome = self._try(least.but(activations=at))
             if outcome.peak <= self.budget:
                 low = at
                 best = min(best, outcome, key=lambda o: (o.seconds, o.peak))
@@ -154,7 +188,7 @@ class _Budget:
         if used is None or base.forecast.exposed.get("gather", 0.0) < WORTH * base.seconds:
             return []
         least = self._rotor.least()
-        return [self._try(LEAST.but(activations=at)) for at in sorted({least, (least + used) // 2} - {used})]
+        return [self._try(base.choice.but(activations=at)) for at in sorted({least, (least + used) // 2} - {used})]
 
     def _fitted(self, choice: Choice) -> list[_Outcome]:
         """The outcome of a choice, with fewer bytes for activations if it needs them for transfers; none if it does not fit."""
@@ -166,7 +200,10 @@ class _Budget:
     def _refusal(self, outcome: _Outcome, what: str) -> PlanError:
         holds = sorted(((v, k) for k, v in outcome.forecast.peak.items() if v), reverse=True)
         there = ", ".join(f"{k} {shown_bytes(v)}" for v, k in holds[:4])
-        outside = f"; {shown_bytes(self.held)} of it are optimizer states and gradients" if self.held else ""
+        held = self.outside.held
+        outside = f"; {shown_bytes(held)} of it are optimizer states and gradients" if held else ""
+        if self.outside.update == outcome.peak:
+            outside = "; at the update, which brings states to the device: offload.sub_group_bytes may be smaller"
         return PlanError(
             f"a step does not fit into {shown_bytes(self.budget)}",
             where="memory_budget",
@@ -227,8 +264,9 @@ class _Budget:
 
 def _after(program: Program) -> int:
     """Bytes at the end of the update: parameters, gradients, and the first gathers of the next step with what was sent."""
-    held = sum(size_of(n) for n in program.input_nodes(InputRole.PARAMETER).values())
-    held += sum(size_of(n) for p, n in program.output_items() if p.role is OutputRole.GRADIENT)
+    params = program.input_nodes(InputRole.PARAMETER).values()
+    grads = [n for p, n in program.output_items() if p.role is OutputRole.GRADIENT]
+    held = sum(size_of(n) for n in (*params, *grads) if info(n).home is None)
     for gather in gathers_of(program):
         if info(gather.start).ahead:
             held += gather.bytes + sum(size_of(a) for a in gather.start.all_input_nodes)

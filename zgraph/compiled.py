@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zgraph.budget import run_passes
+from zgraph.budget import Outside, run_passes
 from zgraph.capture import Trace, trace
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
@@ -42,7 +42,7 @@ class StepProgram:
         plan: Plan,
         groups: dict[str, str],
         costs: Costs,
-        held: int,
+        outside: Outside,
         agree: Callable[[Program], None],
     ) -> None:
         self.name = name
@@ -51,7 +51,7 @@ class StepProgram:
         self.plan = plan
         self.groups = groups
         self.costs = costs
-        self.held = held
+        self.outside = outside
         self.random = any(is_random(n) for n in captured.graph.nodes)
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
@@ -81,7 +81,7 @@ class StepProgram:
                 self.costs,
                 variant,
                 training=self.differentiated,
-                held=self.held,
+                outside=self.outside,
                 choice=self._choice,
             )
         return self._histories[variant]
@@ -163,7 +163,7 @@ class Entry:
         plan: Plan,
         groups: dict[str, str],
         costs: Costs,
-        held: int,
+        outside: Outside,
         device: torch.device,
         agree: Callable[[Program], None] = lambda program: None,
     ) -> None:
@@ -173,7 +173,7 @@ class Entry:
         self.plan = plan
         self.groups = groups
         self.costs = costs
-        self.held = held
+        self.outside = outside
         self.agree = agree
         self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device, plan.resolved_precision())
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
@@ -193,7 +193,7 @@ class Entry:
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
             captured = self.trace.joint(chosen, decompositions, name)
             self._programs[chosen] = StepProgram(
-                name, captured, self.plan, self.groups, self.costs, self.held, self.agree
+                name, captured, self.plan, self.groups, self.costs, self.outside, self.agree
             )
         return self._programs[chosen]
 

@@ -30,7 +30,7 @@ from zgraph.sharding import bits, planned_layout, shard
 from zgraph.tiers.moves import Tiers
 from zgraph.update.groups import members_of
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.program import away_bytes, held_bytes, update_history, update_options
+from zgraph.update.program import away_bytes, outside_of, update_history, update_options
 from zgraph.update.schedule import torch_scheduler
 
 logger = logging.getLogger(__name__)
@@ -140,9 +140,9 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
     for `LoweringError`: nothing is compiled, and the model is not changed.
     """
     captured = captured_program(model, plan, inputs, world)
-    held = held_bytes(model, captured.params, plan)
     costs = costs or costs_of(plan, _device(model))
-    return run_passes(captured, plan, costs, training=captured.name == "train", held=held)[0]
+    outside = outside_of(model, captured.params, plan, plan.resolve_mesh(world), _device(model))
+    return run_passes(captured, plan, costs, training=captured.name == "train", outside=outside)[0]
 
 
 def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Program:

@@ -56,13 +56,15 @@ PLAIN = Variant()  # a step of one micro-batch
 class Choice:
     """What is decided under a memory budget: bytes of gathered weights beyond what is needed at once, those by which they may
     raise the peak, those of gradients that wait (None: as the plan says), the weights that are held from the forward to
-    the backward, and the bytes that activations may take (None: all are kept that the plan does not say otherwise of)."""
+    the backward, the bytes that activations may take (None: all are kept that the plan does not say otherwise of), and those of
+    activations that are offloaded, where the plan lets them (None: all)."""
 
     room: int | None = None
     spare: int | None = None
     reduce: int | None = None
     keep: frozenset[str] = frozenset()
     activations: int | None = None
+    away: int | None = None
 
     def but(self, **changes: Any) -> Choice:
         return replace(self, **changes)
@@ -130,13 +132,8 @@ def build(
         passes.append(release())
     away = plan.offload
     if away.parameters != "none" or (training and away.activations != "none"):
-        passes.append(
-            offload(
-                OffloadOptions(
-                    away.tier("activations") if training else None, away.least_bytes, away.staging_bytes, costs
-                )
-            )
-        )
+        tier = away.tier("activations") if training else None
+        passes.append(offload(OffloadOptions(tier, choice.away, away.least_bytes, away.staging_bytes, costs)))
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
     return passes

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zgraph.codegen.executable import Executable, Kernel
 from zgraph.memory import table
+from zgraph.passes.simulator import simulate
 from zgraph.program import collectives
 from zgraph.program.node import Role, info
 from zgraph.program.program import Program
 from zgraph.record import shown_bytes
 
 if TYPE_CHECKING:
+    from zgraph.compiled import StepProgram
     from zgraph.runtime import Runtime
 
 SHOWN = 10  # remarks
@@ -76,11 +79,12 @@ class Report:
                     )
         trained = [s for e in runtime.entries.values() for s in e.programs() if s.differentiated]
         if trained:
-            held = max(step.held for step in trained)
+            held = max(step.outside.held for step in trained)
             lines += [
                 "",
                 *table([s.history().program for s in trained], runtime.costs.fused, held, runtime.memory.measured),
             ]
+        lines += self._disk(trained)
         remarks = runtime.remarks()
         if remarks:
             lines += ["", f"missed, {len(remarks)} remarks, the costliest first:"]
@@ -94,6 +98,25 @@ class Report:
             if part.library:
                 lines.append(f"  library calls: {', '.join(k.name + _times(k.calls) for k in part.library)}")
         return "\n".join(lines)
+
+    def _disk(self, trained: list[StepProgram]) -> list[str]:
+        """What a step is to move to and from disk, what has been moved, and what the disk was found to do."""
+        runtime = self._runtime
+        seen = runtime.tiers.preflight
+        if seen is None or not trained:
+            return []
+        programs = [trained[-1].history().program, *(h.program for h in runtime.updater.histories().values())]
+        planned: Counter[str] = Counter()
+        for program in programs:
+            planned.update(simulate(program, runtime.costs).moved)
+        read, written = runtime.tiers.moved_bytes()
+        rates = f"{shown_bytes(seen.read_rate)}/s and {shown_bytes(seen.write_rate)}/s before the first step"
+        return [
+            "",
+            f"disk: {seen.folder}, {'past the page cache' if seen.direct else 'through the page cache: the file system has no O_DIRECT'}",
+            f"  a step reads {shown_bytes(planned['nvme read'])}, writes {shown_bytes(planned['nvme write'])}; {rates}",
+            f"  so far read {shown_bytes(read)}, written {shown_bytes(written)}",
+        ]
 
 
 def _part(executable: Executable) -> PartReport:

@@ -37,7 +37,7 @@ from zgraph.signature import brief, shared, signature
 from zgraph.tiers.moves import Tiers
 from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.unchanged import Unchanged
-from zgraph.update.program import held_bytes
+from zgraph.update.program import outside_of
 from zgraph.update.updater import Updater
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Runtime:
             self.plan,
             self.groups,
             self.costs,
-            held_bytes(self.module, specs, self.plan),
+            outside_of(self.module, specs, self.plan, self.sizes, self.device),
             self.device,
             self.agree,
         )

@@ -61,7 +61,7 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
 
     The formulas hold where the program has the operators that it has at the sizes sampled: a model may branch on sizes, and
     torch's min-cut may save other values at sizes that are far away. Raises `SymbolicError` where operators or costs
-    differ already between the samples, `PlanError` for a plan with a memory budget, and what `zgraph.compiler.programs` does.
+    differ already between the samples, `PlanError` for a plan with a memory budget or one that offloads, and what `zgraph.compiler.programs` does.
     """
     if plan.memory_budget is not None:
         raise PlanError(
@@ -69,6 +69,13 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
             where="memory_budget",
             why="what is kept under a budget is decided anew for every size",
             hint="leave the budget out, or forecast one size at a time",
+        )
+    if plan.offload.tiers():
+        raise PlanError(
+            "a forecast by formulas of a plan that offloads",
+            where="offload",
+            why="formulas know of memory on the device alone",
+            hint="leave it out, or forecast one size at a time",
         )
     costs = costs or costs_of(plan)
     timeless = Costs(costs.hardware.model_copy(update={"operators": {}}), costs.fused)

@@ -28,8 +28,8 @@ from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
-from zgraph.sharding import layout
-from zgraph.update.program import held_bytes
+from zgraph.sharding import planned_layout
+from zgraph.update.program import outside_of
 
 # Relative errors, norm-wise, by dtype: a few hundred roundings of that dtype, as sums of a model's length make.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -123,7 +123,7 @@ def verify(
     sizes = plan.resolve_mesh(world)
     model = copy.deepcopy(model)
     precision = plan.resolved_precision()
-    specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold, precision)
+    specs = planned_layout(model, sizes, plan)
     check(model, precision, specs)
     prepare(model, precision, specs)
     plain = _in_precision(model, specs)
@@ -142,7 +142,7 @@ def verify(
         plan,
         {},
         costs_of(plan, _device(model)),
-        held_bytes(model, specs, plan),
+        outside_of(model, specs, plan, sizes, _device(model)),
         _device(model),
     )
     state = torch.get_rng_state()

@@ -98,5 +98,6 @@ def _row(made: Forecast) -> dict[str, Any]:
         "busy": made.busy,
         "exposed": made.exposed,
         "stalls": [{"node": s.node, "for": s.role.value, "seconds": s.seconds} for s in made.stalls],
+        "moved": made.moved,
         "peak": made.peak,
     }

@@ -497,6 +497,11 @@ def layout(
     return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
+def holders(tensor: torch.Tensor) -> int:
+    """How many tensors there are on this one's storage, itself among them."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # (the storage object here)
+
+
 def fix_strides(node: fx.Node) -> None:
     """Let Inductor make this value with the strides that it has in the program: a reader that needs them would else get a copy,
     and another one the value itself."""

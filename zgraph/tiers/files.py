@@ -23,9 +23,9 @@ import weakref
 import zlib
 from bisect import bisect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, cast
@@ -33,11 +33,10 @@ from typing import Self, cast
 import torch
 
 from zgraph.errors import OffloadError
+from zgraph.tiers.buffers import BLOCK, PIECE, Landing, Staging, aligned
 
 __all__ = ["Backend", "FileStore", "Preflight", "Reading", "Writing"]
 
-BLOCK = 4096  # bytes: what offsets and sizes of direct transfers are multiples of
-PIECE = 8 * 2**20  # bytes that one thread moves in one go
 TRIAL = 64 * 2**20  # bytes that preflight moves at most
 MEMORY_ALIGNMENTS = (64, 512, BLOCK)  # bytes: 64 is what torch's CPU tensors have; which will do depends on the device
 
@@ -122,7 +121,8 @@ class FileStore:
         self.folder = Path(folder)
         self._checksums = checksums
         self._files = files or Backend()
-        self._staging = _Staging(staging_bytes, threads)
+        self._staging = Staging(staging_bytes, threads)
+        self._landing = Landing()
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._closed = False
@@ -240,6 +240,10 @@ class FileStore:
         the same shape and dtype, and must not change before the writing is waited for."""
         return self._write(tensor, value, counted=True)
 
+    def reused(self) -> AbstractContextManager[None]:
+        """Inside, what is read lands in memory of values that were read inside before and are gone. For one thread."""
+        return self._landing.reused()
+
     @property
     def read_bytes(self) -> int:
         """Bytes of tensors read so far."""
@@ -258,7 +262,7 @@ class FileStore:
         if not tensor.numel():
             return Reading(_Job.nothing(), torch.empty_like(tensor))
         slot = self._whole(tensor)
-        memory = _aligned(slot.length)
+        memory = self._landing.take(slot.length)
         value = memory[: slot.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         job = _Job("read", slot, tensor, _bytes(memory), _version(tensor), counted=counted)
         self._start(job, [slot])
@@ -453,7 +457,7 @@ class FileStore:
                 hint="raise the limit: ulimit -f unlimited",
             )
         size = max(min(_up(needed), TRIAL), BLOCK)
-        sent = _aligned(size).random_(generator=torch.Generator("cpu"))
+        sent = aligned(size).random_(generator=torch.Generator("cpu"))
         slot = self.tensor((size,), (1,), torch.uint8)
         start = time.perf_counter()
         self._write(slot, sent, counted=False).wait()
@@ -488,7 +492,7 @@ class FileStore:
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_DIRECT)
         except OSError:
             return self._fd, 1
-        memory = _aligned(4 * BLOCK)
+        memory = aligned(4 * BLOCK)
         for alignment in MEMORY_ALIGNMENTS:
             sent, got = (_bytes(memory[at : at + BLOCK]) for at in (alignment, 2 * BLOCK + alignment))
             sent[:], got[:] = bytes([alignment % 251] * BLOCK), bytes(BLOCK)
@@ -587,44 +591,6 @@ class _Space:
         self.free.insert(at, (offset, length))
 
 
-class _Buffer:
-    def __init__(self, size: int) -> None:
-        pages = mmap.mmap(-1, size)
-        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
-        self.view = memoryview(pages)
-
-
-class _Staging:
-    """Aligned buffers for values that are not. A thread has one at a time and waits for nothing but the disk while it has it,
-    so each is given back."""
-
-    def __init__(self, limit: int, threads: int) -> None:
-        if limit < BLOCK or threads < 1:
-            raise ValueError(f"staging_bytes is {limit}, threads is {threads}: at least {BLOCK} and 1 are needed")
-        self.size = min(max(limit // threads // BLOCK * BLOCK, BLOCK), PIECE)
-        self.left = min(limit // self.size, threads)  # buffers that may still be made
-        self.peak = 0
-        self._spare: list[_Buffer] = []
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def buffer(self) -> Iterator[_Buffer]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._spare or self.left)
-            if self._spare:
-                taken = self._spare.pop()
-            else:
-                taken = _Buffer(self.size)
-                self.left -= 1
-                self.peak += self.size
-        try:
-            yield taken
-        finally:
-            with self._changed:
-                self._spare.append(taken)
-                self._changed.notify()
-
-
 # Files
 
 
@@ -676,12 +642,6 @@ def _unmap(slot: _Slot, dead: deque[_Slot]) -> None:
     slot.alive = False
     _libc.munmap(slot.base, slot.length)
     dead.append(slot)
-
-
-def _aligned(size: int) -> torch.Tensor:
-    memory = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu")
-    start = -memory.data_ptr() % BLOCK
-    return memory[start : start + size]
 
 
 def _bytes(memory: torch.Tensor) -> memoryview:

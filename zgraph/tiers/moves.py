@@ -6,10 +6,13 @@ own until its wait: a program holds it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -77,6 +80,11 @@ class Tiers:
         """The tier of "activations", "optimizer" or "parameters"."""
         kind = self.plan.tier(what)
         return None if kind is None else self._tiers[kind]
+
+    def reused(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, what comes from disk lands in memory of what came inside before and is gone."""
+        disk = self._tiers.get("nvme")
+        return disk.store.reused() if isinstance(disk, Disk) else contextlib.nullcontext()
 
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes read from disk and written to it so far."""
@@ -162,7 +170,22 @@ def _arrived() -> None:
     """What is there already."""
 
 
-library.impl("fetch", _fetch, "CompositeExplicitAutograd")
-library.impl("offload", _offload, "CompositeExplicitAutograd")
-library.impl("store", _store, "CompositeExplicitAutograd")
-library.impl("moved_", _moved, "CompositeExplicitAutograd")
+def _abandoning(function: Callable[..., Any]) -> Callable[..., Any]:
+    """If it fails, its program ends: what else is on its way then lands, and is forgotten."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception:
+            while _flying:
+                with contextlib.suppress(Exception):
+                    _flying.popitem()[1]()
+            raise
+
+    return run
+
+
+_RUNS: dict[str, Callable[..., Any]] = {"fetch": _fetch, "offload": _offload, "store": _store, "moved_": _moved}
+for _name, _function in _RUNS.items():
+    library.impl(_name, _abandoning(_function), "CompositeExplicitAutograd")

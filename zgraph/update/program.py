@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zgraph.budget import Outside
 from zgraph.passes import History, PassManager
+from zgraph.passes.simulator import memory_of
 from zgraph.pipeline import build_update_passes
 from zgraph.program import torch_private
 from zgraph.program.program import ParamSpec
@@ -58,9 +60,22 @@ def _state_bytes(member: Member, spec: ParamSpec, options: UpdateOptions) -> int
     return sum(math.prod(s.shape) * s.dtype.itemsize for s in states_of(member, spec, options).values())
 
 
-def held_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
-    """Bytes that a rank holds besides what forward and backward take and make: optimizer states, gradients between
-    micro-batches."""
+def outside_of(
+    module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, sizes: dict[str, int], device: torch.device
+) -> Outside:
+    """What a rank holds besides what forward and backward take and make; where the update brings states to the device under a
+    budget, also its own peak."""
+    held = _held_bytes(module, specs, plan)
+    if plan.memory_budget is None or plan.optimizer is None or not plan.offload.tiers():
+        return Outside(held)
+    members = [m for m in members_of(module, specs, plan.optimizer) if specs[m.name].requires_grad]
+    program = update_history(plan, members, specs, sizes, device, update_options(plan, members, specs)).program
+    peaks = [sum(at.values()) for at in memory_of(program, plan.backend == "inductor")]
+    return Outside(held, max(peaks, default=0))
+
+
+def _held_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
+    """Bytes of optimizer states, and of gradients between micro-batches."""
     total = 0
     if plan.optimizer is not None:
         members = members_of(module, specs, plan.optimizer)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
-from zgraph.errors import OverflowError, PlanError, StepError
+from zgraph.errors import OffloadError, OverflowError, PlanError, StepError
 from zgraph.passes import History, verify_program
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.schedules import TorchSchedule
@@ -72,6 +72,7 @@ class Updater:
         self.factor: torch.Tensor | float = 1.0
         self.calls = 0
         self._averages_shown = False
+        self._broken: str | None = None  # what left an update half done
         self._late: Late | None = None
         self._programs: dict[tuple[tuple[str, str], ...], CompiledUpdate] = {}
         self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
@@ -101,6 +102,7 @@ class Updater:
 
     def resume(self, counts: dict[torch.Tensor, float]) -> None:
         """Go on from a checkpoint: how many updates each parameter has had says where a schedule is, too."""
+        self._broken = None
         self.states.set_counts({n: counts[p] for n, p in self.runtime.shards.params().items() if p in counts})
         self._last = None
         done = int(max(counts.values(), default=0.0))
@@ -179,6 +181,12 @@ class Updater:
                 why="the weights are their averages there, and come back when it ends: the update would be lost",
                 hint="leave the with block first",
             )
+        if self._broken is not None:
+            raise StepError(
+                "step() after an update that failed half way",
+                why=f"{self._broken}; some weights and states are of the next step, some of the last",
+                hint="load weights and optimizer state from a checkpoint",
+            )
         names = self._with_gradients()
         runtime.agreement.vote("an update", f"{len(names)} gradients: {' '.join(names)}")
         self._settle_previous()
@@ -191,8 +199,10 @@ class Updater:
                 for name in names:
                     runtime.shards.params()[name].grad = None
                 self._refuse_infinite("this step has changed neither weights nor states; its gradients are gone")
-            except Exception:
+            except Exception as error:
                 runtime.ahead.drop()
+                if isinstance(error, OffloadError):
+                    self._broken = error.what
                 raise
             runtime.weights_changed(names)
             runtime.ahead.finish()
@@ -236,7 +246,8 @@ class Updater:
         update = self.program(names)
         program = update.history.program
         self.runtime.clock.ran(program)
-        results, clipped = self._results(update)
+        with self.runtime.tiers.reused():
+            results, clipped = self._results(update)
         for name, value in clipped:
             self.runtime.shards.write_gradient(name, value)
         self.grad_norm = None
