@@ -14,7 +14,7 @@ from torch import fx
 
 from zgraph.codegen.executable import Executable, Kernel, lowered
 from zgraph.errors import LoweringError
-from zgraph.program import collectives, torch_private
+from zgraph.program import collectives, moves, torch_private
 from zgraph.program.node import info
 from zgraph.program.program import InputRole, OutputRole, Program
 
@@ -50,7 +50,13 @@ def compile_inductor(
     )  # (for the key of Inductor's cache, which leaves out what nodes carry)
     try:
         function, source, strides = torch_private.compile_with_inductor(
-            ready.module, inputs, ready.fake_mode, is_backward, combine, round_each
+            ready.module,
+            inputs,
+            ready.fake_mode,
+            is_backward,
+            combine,
+            round_each,
+            reuse=not any(moves.is_move(n) for n in program.graph.nodes),
         )
     except Exception as error:
         raise _lowering_error(error, program) from error

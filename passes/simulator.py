@@ -234,8 +234,13 @@ def _replaced(reader: fx.Node, value: fx.Node, on: dict[fx.Node, tuple[fx.Node, 
         return False
     if info(value).phase is not info(reader).phase:
         return False
-    dying = [s for a in reader.all_input_nodes for s in on[a] if size_of(s) == size_of(value) and s.op != "placeholder"]
+    dying = [s for a in reader.all_input_nodes for s in on[a] if size_of(s) == size_of(value) and _made_here(s)]
     return bool(dying) and value is dying[0]
+
+
+def _made_here(value: fx.Node) -> bool:
+    """Is this memory that a kernel of the program was given? (Inductor writes over no other.)"""
+    return value.op != "placeholder" and value.target is not moves.FETCH
 
 
 def _category(node: fx.Node, given: dict[fx.Node, Port], read_in_backward: bool) -> str:

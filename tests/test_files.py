@@ -849,3 +849,23 @@ def test_a_limit_on_files_is_an_error_when_a_tensor_is_made(store):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert flat(store, 2 * MIB).fill_(1).sum() == 2 * MIB
+
+
+def test_memory_that_reads_land_in_is_taken_again_once_its_values_are_gone(store):
+    homes = [store.tensor((SMALL,), (1,), torch.uint8) for _ in range(4)]
+    for i, home in enumerate(homes):
+        store.write(home, torch.full((SMALL,), i, dtype=torch.uint8)).wait()
+    with store.reused():
+        first = store.read(homes[0]).wait()
+        view, where = first[10:], first.data_ptr()
+        del first
+        second = store.read(homes[1]).wait()
+        assert second.data_ptr() != where and view.eq(0).all()  # (a view holds it)
+        del view
+        third = store.read(homes[2]).wait()
+        assert third.data_ptr() == where and third.eq(2).all() and second.eq(1).all()
+        larger = store.tensor((5 * SMALL,), (1,), torch.uint8)
+        del third
+        assert store.read(larger).wait().data_ptr() != where
+    outside = store.read(homes[3]).wait()
+    assert outside.eq(3).all() and second.eq(1).all()

@@ -444,12 +444,19 @@ def order_keeper() -> Any:
 
 
 def compile_with_inductor(
-    module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, is_backward: bool, combine: bool, round_each: bool
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    fake_mode: Any,
+    is_backward: bool,
+    combine: bool,
+    round_each: bool,
+    reuse: bool = True,
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], str, list[Any]]:
     """(the boxed callable, its source, the strides of its outputs) of Inductor's compilation of one graph.
 
     With `combine` kernels that do not depend on each other become one (on CUDA, where each launch costs microseconds).
-    With `round_each` a fused kernel rounds to a low dtype wherever its operators would, one by one.
+    Without `reuse` a buffer is freed where it dies: Inductor else holds it for the next of its size, where its own estimate of the peak, which
+    knows of no homes, allows it. With `round_each` a fused kernel rounds to a low dtype wherever its operators would, one by one.
     The order of collectives and library calls is that of the graph: what fuses around them does not move them, and
     Inductor's own reorder passes are off (they move the start of a collective next to its wait).
     """
@@ -463,6 +470,7 @@ def compile_with_inductor(
         "_pre_fusion_custom_pass": order_keeper(),
         "combo_kernels": combine,
         "emulate_precision_casts": round_each,
+        "allow_buffer_reuse": reuse,
     }
     with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), inductor_config.patch(keep):
         compiled = compile_fx_inner(module, list(inputs), is_backward=is_backward)
