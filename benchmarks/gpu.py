@@ -1,10 +1,10 @@
 """Every check and measurement that needs a GPU, on one process: `python benchmarks/gpu.py [--quick] [--only PART …]`.
 
 A Llama of random weights, plain against compiled, without a process group and on a mesh of one rank:
-loss and gradients in float32, the kernels that Inductor made, whole training steps in float32 (against AdamW) and in
-fp16 (that no step waits for the device, and that an overflow is skipped), and in bfloat16 the time and peak memory of a
-step against plain PyTorch and `torch.compile`. The update of 100 M parameters in 3 and in 300 tensors against torch's
-fused and foreach AdamW, as a share of the copy bandwidth of the same run.
+loss and gradients in float32, the kernels that Inductor made, whole training steps in float32 (against AdamW), with all that
+can be in the host's memory, and in fp16 (that no step waits for the device, and that an overflow is skipped), and in bfloat16 the
+time and peak memory of a step, with activations in the host's memory too, against plain PyTorch and `torch.compile`. The update
+of 100 M parameters in 3 and in 300 tensors against torch's fused and foreach AdamW, as a share of the copy bandwidth of the same run.
 
 Over a link that is emulated on a stream of its own (`benchmarks/link/emulated.py`), a GPT as one of two ranks of ZeRO-2 and
 ZeRO-3: what of the link's time a step hides, beside computing alone, the link alone and a step without prefetch; the exposed
@@ -214,6 +214,30 @@ def check_steps(results: Results, size: Size, device: torch.device) -> None:
             results.check(what, found.error < 1e-4, str(found))
 
 
+def check_offload(results: Results, size: Size, device: torch.device) -> None:
+    """Five steps with all that can be in the host's memory are those with all on the device, and hold less of it."""
+    inputs = batch(size, device)
+    for backend in ("eager", "inductor"):
+        what = f"five steps with parameters, states and activations in the host's memory, backend {backend}"
+        with results.attempt(what):
+            found, peaks = [], []
+            for place in ("none", "cpu"):
+                away = dict.fromkeys(("activations", "optimizer", "parameters"), place)
+                plan = zgraph.Plan(backend=backend, optimizer=zgraph.AdamW(lr=1e-3), grad_clip=1.0, offload=away)
+                model = zgraph.compile(llama(size, device, torch.float32), plan)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats(device)
+                for _ in range(5):
+                    model.train_step(**inputs)
+                peaks.append(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
+                found.append({n: p.detach().to(device).clone() for n, p in model.named_parameters()})
+                del model
+            far = difference(found[1], found[0])
+            shown = f"{far}; peak {peaks[1] / 2**20:.0f} MiB, on the device {peaks[0] / 2**20:.0f} MiB"
+            results.check(what, far.error < 1e-4 and peaks[1] <= peaks[0], shown)
+
+
 def check_half(results: Results, size: Size, device: torch.device) -> None:
     """fp16 steps run without waiting for the device, and one that overflows is skipped."""
     inputs = batch(size, device)
@@ -265,6 +289,9 @@ def measure_steps(results: Results, size: Size, device: torch.device, skip: list
         "torch.compile": compiled,
         "zgraph, eager": lambda model: zgraph.compile(model, zgraph.Plan(backend="eager")),
         "zgraph, inductor": lambda model: zgraph.compile(model, zgraph.Plan()),
+        "zgraph, inductor, activations in the host's memory": lambda model: zgraph.compile(
+            model, zgraph.Plan(offload={"activations": "cpu"})
+        ),
     }
     for name, prepare in variants.items():
         if name in skip:
@@ -546,6 +573,7 @@ def main() -> int:
         with results.attempt("whole steps"):
             check_steps(results, check, device)
             check_half(results, check, device)
+            check_offload(results, check, device)
     if "updates" in args.only:
         with results.attempt("updates"):
             measure_updates(results, 10**8 if device.type == "cuda" and not args.quick else 10**6, device, timed.repeat)

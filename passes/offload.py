@@ -28,7 +28,7 @@ from zgraph.passes.aliases import root_of
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.costs import CPU, Costs, size_of
 from zgraph.program import collectives, moves
-from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor, value
+from zgraph.program.node import NodeInfo, Phase, Role, info, tensor, value
 from zgraph.program.program import InputRole, OutputRole, Program
 
 DOUBT = 1.3  # a fetch may take so many times as long as the forecast
@@ -111,9 +111,10 @@ class _Offload:
         reads = sorted((at[u], n) for n, p in homes.items() for u in p.users if u.op != "output")
         close = 2 * max((size_of(p) for p in homes.values()), default=0) if staging is None else staging
         for name, node in homes.items():
-            set_info(node, info(node).but(home=self.program.params[name].home))
+            device = tensor(node).device
+            self.program.put_home(node, str(self.program.params[name].home))
             for readers in self._visits(name, node, at, reads, homes, close):
-                here = self._fetch(node, readers[0], param=name)
+                here = self._fetch(node, device, readers[0], param=name)
                 for user in readers:
                     user.replace_input_with(node, here)
 
@@ -154,7 +155,7 @@ class _Offload:
             away = self._store(root, tier)
             late = {v: sorted(u for u in v.users if _reads_late(u)) for v in values}
             first = min(users[0] for users in late.values())
-            copies = {root: self._fetch(away, first)}
+            copies = {root: self._fetch(away, tensor(root).device, first)}
             with self.program.graph.inserting_before(first):
                 for value_ in values:
                     self._again(value_, copies)
@@ -192,13 +193,13 @@ class _Offload:
             )
 
     # -- building -------------------------------------------------------------------------------------------------------
-    def _fetch(self, home: fx.Node, reader: fx.Node, param: str | None = None) -> fx.Node:
+    def _fetch(self, home: fx.Node, device: torch.device, reader: fx.Node, param: str | None = None) -> fx.Node:
         record = NodeInfo(info(reader).phase, Role.FETCH, info(reader).module, param=param, made_by="offload")
         name = param.replace(".", "_") if param else home.name.removeprefix("away_")
         while _joined(reader.prev, reader):
             reader = reader.prev
         with self.program.graph.inserting_before(reader):
-            start = self.program.call(moves.FETCH, (home, tensor(home).device), record, name=f"fetch_{name}")
+            start = self.program.call(moves.FETCH, (home, device), record, name=f"fetch_{name}")
             wait = self.program.call(moves.MOVED, (start, home), record.but(role=Role.WAIT), name=f"here_{name}")
         self.fetched.append(Move(start, wait, size_of(home), self.costs.move(start)))
         return wait

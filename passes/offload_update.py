@@ -10,6 +10,7 @@ computed (the sub-groups of ZeRO-Infinity: Rajbhandari et al., 2021). What a gro
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from zgraph.passes.aliases import is_write
@@ -29,10 +30,13 @@ from zgraph.program.program import Program
     conflicts=("offloaded",),
 )
 def offload_update(program: Program) -> dict[str, int]:
+    devices = {n: tensor(n).device for n in program.placeholders() if info(n).home is not None}
+    for home in devices:
+        program.put_home(home, str(info(home).home))
     groups = groups_of(program)
     fetched = stored = 0
     before: list[fx.Node] = []  # the waits for the stores of the group before
-    began = _begin(program, groups[0], groups[0][0], 0) if groups else {}
+    began = _begin(program, devices, groups[0], groups[0][0], 0) if groups else {}
     for number, nodes in enumerate(groups):
         here = {
             home: _call(
@@ -46,7 +50,7 @@ def offload_update(program: Program) -> dict[str, int]:
                 for home, value in here.items():
                     node.replace_input_with(home, value)
         if number + 1 < len(groups):
-            began = _begin(program, groups[number + 1], nodes[0], number)
+            began = _begin(program, devices, groups[number + 1], nodes[0], number)
         after = nodes[-1].next
         for wait in before:
             after.prepend(wait)
@@ -75,13 +79,16 @@ def _is_store(node: fx.Node) -> bool:
     return is_write(node) and info(node.all_input_nodes[0]).home is not None
 
 
-def _begin(program: Program, nodes: list[fx.Node], at: fx.Node, number: int) -> dict[fx.Node, fx.Node]:
+def _begin(
+    program: Program, devices: dict[fx.Node, torch.device], nodes: list[fx.Node], at: fx.Node, number: int
+) -> dict[fx.Node, fx.Node]:
     """Start to fetch what a group reads, before `at`."""
-    device = next((tensor(n).device for n in nodes if not is_write(n)), None)
-    homes = dict.fromkeys(a for n in nodes if not _is_store(n) for a in n.all_input_nodes if info(a).home is not None)
+    homes = dict.fromkeys(a for n in nodes if not _is_store(n) for a in n.all_input_nodes if a in devices)
     record = NodeInfo(Phase.UPDATE, Role.FETCH, made_by="offload_update", group=f"in{number}")
     return {
-        home: _call(program, at, moves.FETCH, (home, device), record.but(param=info(home).param), f"fetch_{home.name}")
+        home: _call(
+            program, at, moves.FETCH, (home, devices[home]), record.but(param=info(home).param), f"fetch_{home.name}"
+        )
         for home in homes
     }
 

@@ -45,6 +45,7 @@ def test_gpu_benchmark_has_a_dry_run_on_cpu(tmp_path: Path) -> None:
     assert "| a mesh of one rank: loss and gradients, backend inductor | ok | at most " in written
     assert "| ten training steps in float32, backend inductor | ok | at most " in written
     assert "| fp16: a step that overflows is skipped | ok | 1 skipped in all |" in written
+    assert "in the host's memory, backend inductor | ok | " in written
     assert "| 300 tensors, zgraph |" in written
     assert "zgraph, inductor" in written and "fused kernels in" in written
 

@@ -167,3 +167,16 @@ def test_cuda_code_computes_the_models_numbers(case: str, interpreted: dict[str,
     for name, error in mine.items():
         assert error <= max(bound, 1.5 * plain[name]), name
     assert len(mine) == 10
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_moves_of_cuda_code_are_the_programs_and_reach_the_host(
+    world: int, lowered: dict[str, list[dict[str, Any]]]
+) -> None:
+    parts = lowered[f"offload, {world}"]
+    for part in parts:
+        assert part["calls"] == part["wanted"]
+        assert part["devices"] in ([], ["cpu", "cuda:0"])
+    step, update = ({kind for part in some for kind in part["calls"]} for some in (parts[:2], parts[2:]))
+    assert step == {"fetch", "offload", "moved_"} and update == {"fetch", "store", "moved_"}
+    assert all(part["compiled"] for part in parts[:2]) and any(part["compiled"] for part in parts[2:])

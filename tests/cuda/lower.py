@@ -12,6 +12,7 @@ os.environ["ZGRAPH_FAKE_H200"] = "1"
 import fake_h200  # isort: skip  # (before torch)
 
 import json
+import re
 from pathlib import Path
 
 import cases
@@ -25,7 +26,7 @@ from zgraph.codegen.inductor import adopt_strides, compile_inductor, launches
 from zgraph.codegen.partition import split
 from zgraph.compiler import programs, update_program
 from zgraph.passes.simulator import bucket_of
-from zgraph.program import collectives
+from zgraph.program import collectives, moves
 from zgraph.program.node import info
 from zgraph.program.program import Program
 
@@ -65,6 +66,39 @@ def lower(name: str, folder: Path) -> list[dict[str, object]]:
     return made
 
 
+def lower_offload(world: int, folder: Path) -> list[dict[str, object]]:
+    """A step and an update of which all lies in the host's memory: each part's moves as the program and as its code has them."""
+    layers, dtype, _, _ = next(iter(cases.CASES.values()))
+    with torch.device("meta"):
+        model = cases.Model(layers, dtype)
+    away = {"least_bytes": 1, **dict.fromkeys(("activations", "optimizer", "parameters"), "cpu")}
+    plan = zgraph.Plan(mesh={"dp": world}, zero=3, optimizer=zgraph.AdamW(), offload=away)
+    parts = split(programs(model, plan, (cases.tokens().to("meta"),), world).program)
+    update = update_program(model, plan, world).program
+    group = {"dp": str(dist.group.WORLD.group_name)}
+    with fake_h200.generating_only(folder):
+        forward = compile_inductor(parts.forward, group)
+        adopt_strides(parts.backward, forward)
+        backward = compile_inductor(parts.backward, group, is_backward=True)
+        chunks = compile_chunks(update, lambda part: compile_chunk(part, group)).executables
+    found = []
+    for executable in (forward, backward, *chunks):
+        program = executable.program
+        calls = re.findall(r"torch\.ops\.zgraph\.(fetch|offload|store|moved_)\.default\(", executable.source)
+        wanted = [str(n.target).split(".")[1] for n in program.nodes if moves.is_move(n)]
+        ends = {
+            n.target: {str(n.args[0].meta["val"].device), str(n.meta["val"].device)}
+            for n in program.nodes
+            if n.target in (moves.FETCH, moves.OFFLOAD)
+        }
+        found.append({
+            "name": program.name, "calls": calls, "wanted": [w.replace("moved", "moved_") for w in wanted],
+            "devices": sorted({d for pair in ends.values() for d in pair}),
+            "compiled": fake_h200.compile_kernels(executable.source, program.name),
+        })  # fmt: skip
+    return found
+
+
 def lower_update(precision: str, folder: Path) -> list[dict[str, object]]:
     """Each chunk of an update with clipping and an average, of 20 matrices and 3 vectors."""
     with torch.device("meta"):
@@ -91,6 +125,7 @@ if __name__ == "__main__":
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     found = {name: lower(name, target) for name in cases.CASES}
     found |= {f"update, {precision}": lower_update(precision, target) for precision in ("fp32", "fp16")}
+    found |= {f"offload, {world}": lower_offload(world, target) for world in (1, 2)}
     (target / "lowered.json").write_text(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # the stand-in for the device has nothing to tear down

@@ -214,6 +214,13 @@ class Program:
         set_info(copied, info(node).but(phase=Phase.BACKWARD, copy_of=node.name, made_by=made_by))
         return copied
 
+    def put_home(self, node: fx.Node, tier: str) -> None:
+        """Let an input come in where it lies: as a tensor of the host, or of a mapped file."""
+        val = value(node)
+        with self.fake_mode:
+            node.meta["val"] = torch.empty_strided(val.size(), val.stride(), dtype=val.dtype, device="cpu")
+        set_info(node, info(node).but(home=tier))
+
     def evaluate(self, node: fx.Node) -> Any:
         """The fake value that a node's operator gives for its arguments' fake values."""
 

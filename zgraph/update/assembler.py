@@ -57,13 +57,12 @@ class Assembler:
         home: str | None = None,
     ) -> fx.Node:
         """A new input; with the strides of `spec`'s rows where it has their shape. One without `spec` is for numbers. `home` is the
-        tier that it lies in."""
-        device = self.device if home is None else torch.device("cpu")
+        tier that it will lie in."""
         with self.program.fake_mode:
             if spec is not None and tuple(shape) == spec.shard_shape:
-                fake = torch.empty_strided(shape, _strides(spec), dtype=dtype, device=device)
+                fake = torch.empty_strided(shape, _strides(spec), dtype=dtype, device=self.device)
             else:
-                fake = torch.empty(shape, dtype=dtype, device=device)
+                fake = torch.empty(shape, dtype=dtype, device=self.device)
         label = "".join(c if c.isalnum() else "_" for c in port.name).strip("_")
         placeholders = self.program.placeholders()
         prefix = "grad_" if port.role is InputRole.GRADIENT else "rank_in_" if port.role is InputRole.INDEX else ""
