@@ -12,7 +12,7 @@ from torch import fx
 
 from zgraph.codegen.transport import fit
 from zgraph.errors import CollectiveError
-from zgraph.program import collectives, ops, torch_private
+from zgraph.program import collectives, moves, ops, torch_private
 from zgraph.program.node import info
 from zgraph.program.program import OutputRole, Program
 
@@ -62,7 +62,11 @@ class Executable:
                     self._land(outputs)
                 return outputs
         except Exception as error:
+            moves.failed()
             raise explain(error, self) from error
+        except BaseException:  # (an interrupt)
+            moves.failed()
+            raise
 
     def _land(self, outputs: Sequence[Any]) -> None:
         """Wait for what is on its way, on CPU: the profile may end before the program that would."""

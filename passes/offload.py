@@ -31,6 +31,8 @@ from zgraph.program import collectives, moves
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor, value
 from zgraph.program.program import InputRole, OutputRole, Program
 
+aten = torch.ops.aten
+
 DOUBT = 1.3  # a fetch may take so many times as long as the forecast
 
 
@@ -179,18 +181,22 @@ class _Offload:
         self.program.set_outputs(items)
 
     def _dense(self, name: str, grad: fx.Node) -> fx.Node:
-        """A gradient row by row, as its parameter is (an update would copy it)."""
-        if (
-            tensor(grad).is_contiguous()
-            or not tensor(self.program.input_nodes(InputRole.PARAMETER)[name]).is_contiguous()
-        ):
+        """A gradient with the strides of its parameter (an update would copy it, and only dense values can go)."""
+        strides = tensor(self.program.input_nodes(InputRole.PARAMETER)[name]).stride()
+        if tensor(grad).stride() == strides:
             return grad
         record = info(grad).but(role=Role.LAYOUT, param=name, made_by="offload")
-        with self.program.graph.inserting_after(grad):
-            rows = {"memory_format": torch.contiguous_format}
-            return self.program.call(
-                torch.ops.aten.clone.default, (grad,), record, kwargs=rows, name=f"dense_{grad.name}"
-            )
+        order = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
+        rows = {"memory_format": torch.contiguous_format}
+        with self.program.graph.inserting_after(grad if grad.op != "placeholder" else self.program.placeholders()[-1]):
+            anchor = self.program.graph.call_function(aten.sym_size.int, ())  # (where to build, removed below)
+        with self.program.graph.inserting_before(anchor):
+            node = self.program.call(aten.permute.default, (grad, order), record, name=f"rows_{grad.name}")
+            node = self.program.call(aten.clone.default, (node,), record, kwargs=rows, name=f"dense_{grad.name}")
+            back = [order.index(d) for d in range(len(order))]
+            node = self.program.call(aten.permute.default, (node, back), record, name=f"laid_{grad.name}")
+        self.program.graph.erase_node(anchor)
+        return node
 
     # -- building -------------------------------------------------------------------------------------------------------
     def _fetch(self, home: fx.Node, device: torch.device, reader: fx.Node, param: str | None = None) -> fx.Node:

@@ -166,6 +166,51 @@ def test_evaluation_fetches_weights_and_leaves_nothing_behind(place):
     )
 
 
+def test_parameters_that_the_user_replaces_and_copies_of_the_model_lie_there_too(tmp_path):
+    model, _ = trained(offload=offloaded(f"nvme:{tmp_path}"))
+    store = model.zgraph.runtime.tiers.of("parameters").store
+    model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
+    first = next(model.parameters())
+    first.data = first.data * 0.5
+    twin = copy.deepcopy(model)
+    case = models.build("llama")
+    losses = [m.train_step(**case.inputs).loss for m in (model, twin)]
+    assert torch.equal(*losses) and models.equal(models.weights(model), models.weights(twin))
+    for one in (model, twin):
+        assert all(store.holds(p.detach()) for p in one.parameters())
+        assert all(store.holds(t) for t in one.zgraph.runtime.updater.states.own().values())
+
+
+def test_evaluation_in_inference_mode(place):
+    model, _ = trained(offload=offloaded(place, "parameters"))
+    case = models.build("llama")
+    model.eval()
+    with torch.inference_mode():
+        first = model(**case.inputs).loss
+    with torch.no_grad():
+        assert torch.equal(first, model(**case.inputs).loss)
+
+
+class Spread(torch.nn.Module):
+    """A parameter with channels last, whose gradient is one number everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
+
+    def forward(self, x):
+        return self.weight.sum() * x.mean()
+
+
+def test_a_gradient_that_is_not_dense_goes_with_the_strides_of_its_parameter(place):
+    case = lambda: models.Case(Spread(), (torch.ones(3),))  # noqa: E731
+    torch.manual_seed(0)
+    plain = gradients(case())
+    torch.manual_seed(0)
+    away = gradients(case(), offload=offloaded(place, "parameters"))
+    assert torch.equal(plain["weight"], away["weight"])
+
+
 # -- graphs -----------------------------------------------------------------------------------------------------------------
 def history(world: int = 1, place: str = "cpu", case: models.Case | None = None, costs: Costs | None = None, **fields):
     case = case or models.stack(6, dim=64)
@@ -405,8 +450,39 @@ def test_after_an_update_that_failed_half_way_there_is_no_next(monkeypatch, tmp_
             model.train_step(*case.inputs)
     for param in model.parameters():
         param.grad = None
-    with pytest.raises(StepError, match="failed half way"):
+    for other in (model, copy.deepcopy(model)):
+        with pytest.raises(StepError, match="failed half way"):
+            other.train_step(*case.inputs)
+        other.zero_grad()
+    model.zgraph.optimizer.load_state_dict(model.zgraph.optimizer.state_dict())
+    with pytest.raises(StepError, match="both weights and optimizer state"):
         model.train_step(*case.inputs)
+
+
+def test_a_disk_that_fails_for_a_while_is_used_again_after_a_checkpoint_was_loaded(monkeypatch, tmp_path):
+    case = models.stack(4, dim=16)
+    plan = {"zero": 3, "backend": "eager", "optimizer": zgraph.AdamW(lr=1e-2), "offload": offloaded(f"nvme:{tmp_path}")}
+    model = zgraph.compile(case.model, zgraph.Plan(**plan))
+    model.train_step(*case.inputs)
+    saved = copy.deepcopy((model.state_dict(), model.zgraph.optimizer.state_dict()))
+    expected = float(model.train_step(*case.inputs))
+    model.load_state_dict(saved[0]), model.zgraph.optimizer.load_state_dict(saved[1])
+    model(*case.inputs).backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(Backend, "pwritev", lambda *_: raising(errno.EIO)())
+        with pytest.raises(OffloadError):
+            model.step()
+    model.zero_grad()
+    model.load_state_dict(saved[0]), model.zgraph.optimizer.load_state_dict(saved[1])
+    assert float(model.train_step(*case.inputs)) == expected
+
+
+def test_a_program_that_fails_leaves_nothing_on_its_way(tmp_path):
+    model, _ = trained(offload=offloaded(f"nvme:{tmp_path}"))
+    case = models.build("llama")
+    with pytest.raises(Exception, match="index"):
+        model(**{**case.inputs, "input_ids": case.inputs["input_ids"] + 10**6})
+    assert in_flight() == 0
 
 
 KILLED = """

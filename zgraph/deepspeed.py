@@ -76,7 +76,7 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
             found["sub_group_bytes"] = _elements(key, value) * _UPDATED
         elif key in ("offload_optimizer", "offload_param"):
             found["optimizer" if key == "offload_optimizer" else "parameters"] = _place(key, value)
-            if "ratio" in value:
+            if key == "offload_optimizer" and value and "ratio" in value:
                 found["ratio"] = value["ratio"]
         else:
             known = ("offload_optimizer", "offload_param", "sub_group_size")
@@ -92,7 +92,9 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
     return {"offload": found}
 
 
-def _place(key: str, value: Mapping[str, Any]) -> str:
+def _place(key: str, value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return "none"
     unknown = [k for k in value if k not in ("device", "nvme_path", "ratio", *_ALWAYS)]
     if unknown:
         known = ("device", "nvme_path", "ratio", *_ALWAYS)

@@ -119,6 +119,7 @@ class Runtime:
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
         """The compiled entry for inputs of this signature; a new signature is captured and compiled, on all ranks alike."""
         self.shards.refresh()
+        self.shards.come_home()
         signed = signature(self.module, args, kwargs)
         key, known = signed, 0  # the same inputs may have programs for several states of the Python attributes
         while key in self.entries and (stale := self.entries[key].trace.flat.stale(self.module)) is not None:

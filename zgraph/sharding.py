@@ -137,6 +137,7 @@ class Shards:
     home: Tier | None = None
     _params: dict[str, nn.Parameter] = field(default_factory=dict)
     _updates: dict[str, int] = field(default_factory=dict)
+    _homes: dict[str, int] = field(default_factory=dict)  # addresses of whole parameters that lie elsewhere
     _layouts: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)  # of gradients
 
     def params(self) -> dict[str, nn.Parameter]:
@@ -295,11 +296,9 @@ class Shards:
             )
             if part.dtype is not old.dtype:
                 fresh = nn.Parameter(part, spec.requires_grad)
-            if spec.home is not None and fresh.device.type != "meta":
-                fresh.data = self._away(spec, fresh.detach())
         else:
             if spec.shard_dim is None:
-                local = self._away(spec, _restrided(whole.detach().clone(), spec.stride))
+                local = _restrided(whole.detach().clone(), spec.stride)
             else:
                 local = self._cut(name, whole.detach())
             with torch.no_grad():
@@ -317,6 +316,7 @@ class Shards:
             for table, key in owners(self.module, old):
                 table[key] = fresh
             self._params[name] = fresh
+        self._come_home(name)
         return fresh
 
     def adopt(self, twin: nn.Module) -> Shards:
@@ -325,12 +325,35 @@ class Shards:
         other.refresh()
         for name, param in other.params().items():
             if isinstance(param, DTensor) and name in self.buffers:
-                padded = self._away(self.specs[name], self.buffers[name].clone())
+                held = self.buffers[name]
+                padded = self._away(self.specs[name], held)
+                padded = held.clone() if padded is held else padded
                 rows = param._local_tensor.shape[0]
                 padded[:rows].copy_(param._local_tensor)
                 param._local_tensor = padded[:rows]
                 other.buffers[name] = padded
+        other.come_home()
         return other
+
+    def come_home(self) -> None:
+        """Take whole parameters that the user has replaced (`load_state_dict(assign=True)`, `p.data = …`) to where they lie."""
+        if self.home is not None:
+            for name in self._params:
+                self._come_home(name)
+
+    def _come_home(self, name: str) -> None:
+        spec, param = self.specs[name], self._params[name]
+        if spec.home is None or name in self.buffers or param.is_meta:
+            return
+        mine = self._mine(name)
+        if self._homes.get(name) == mine.data_ptr():
+            return
+        away = self._away(spec, mine)
+        if isinstance(param, DTensor):
+            param._local_tensor = away
+        else:
+            param.data = away
+        self._homes[name] = away.data_ptr()
 
     def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         spec = self.specs[name]

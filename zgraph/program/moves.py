@@ -11,6 +11,8 @@ of a value can come before it. What runs them stands in `zgraph/tiers/moves.py`;
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -43,6 +45,20 @@ MOVED_IN_PLACE = torch.ops.zgraph.moved_.default
 
 for operator in (STORE, MOVED_IN_PLACE):
     fx.node.has_side_effect(operator)
+
+
+_ends: list[Callable[[], None]] = []
+
+
+def when_one_fails(end: Callable[[], None]) -> None:
+    """Let `end` be called when a program with moves fails: nothing waits for those that it has started."""
+    _ends.append(end)
+
+
+def failed() -> None:
+    """A program has failed."""
+    for end in _ends:
+        end()
 
 
 def is_start(node: fx.Node) -> bool:

@@ -118,7 +118,7 @@ class FileStore:
         staging_bytes: int = 64 * 2**20,
         files: Backend | None = None,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self._checksums = checksums
         self._files = files or Backend()
         self._staging = Staging(staging_bytes, threads)
@@ -348,6 +348,7 @@ class FileStore:
             slot = job.slots[0]
             if job.kind == "write":
                 slot.broken = job.error is not None
+                slot.failed = job.version
                 slot.sums = job.sums if self._checksums and job.error is None and job.version is not None else None
                 slot.version = job.version
                 if slot.writer is job:
@@ -367,7 +368,9 @@ class FileStore:
 
     def _read_piece(self, job: _Job, piece: int) -> None:
         slot, begin = job.slots[0], piece * PIECE
-        if slot.broken:
+        if slot.broken and (
+            job.version is None or job.version == slot.failed
+        ):  # (else it was written anew, as a tensor)
             raise OffloadError(
                 "a tensor can't be read",
                 where=str(self.folder),
@@ -383,7 +386,8 @@ class FileStore:
                     "a tensor on disk is damaged",
                     where=str(self.folder),
                     why=f"{len(kept)} bytes at offset {slot.offset + begin} of the file are not what was written there",
-                    hint="the disk, its cable or its driver loses data: see the kernel's log, use another folder",
+                    hint="was it changed in a way that torch does not count (.data, numpy)? Then leave checksums out; else the disk, its "
+                    "cable or its driver loses data: see the kernel's log, use another folder",
                 )
 
     def _write_piece(self, job: _Job, piece: int) -> None:
@@ -516,6 +520,7 @@ class _Slot:
     writer: _Job | None = None  # the last write that has not ended
     readers: set[_Job] = field(default_factory=set)
     broken: bool = False  # its last write failed
+    failed: int | None = None  # the tensor's version then
     sums: list[int] | None = None  # CRC-32 of each piece, as written
     version: int | None = None  # the tensor's at that time: a change through the mapping moves it on
 

@@ -6,6 +6,7 @@ On CUDA copies run on a stream for each direction, on a CPU on a thread of their
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,8 @@ class HostMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._threads = None if device.type == "cuda" else ThreadPoolExecutor(1, "zgraph-host")
+        if self._threads is not None:
+            weakref.finalize(self, self._threads.shutdown, wait=False)
         self._streams = (
             {way: torch.cuda.Stream(device) for way in ("in", "out")} if device.type == "cuda" else {}  # type: ignore[no-untyped-call]
         )
@@ -45,14 +48,9 @@ class HostMemory:
         """Start to write `value` to `home`; it must stay as it is until the wait."""
         return self._copy(home, value, "out")
 
-    def close(self) -> None:
-        """End the thread, when what is under way is done."""
-        if self._threads is not None:
-            self._threads.shutdown()
-
     def _copy(self, to: torch.Tensor, of: torch.Tensor, way: str) -> Wait:
         if self._threads is not None:
-            done = self._threads.submit(to.detach().copy_, of.detach())
+            done = self._threads.submit(_copied, to, of)
             return lambda: (done.result(), None)[1]
         stream, here = self._streams[way], torch.cuda.current_stream(self.device)
         stream.wait_stream(here)
@@ -64,3 +62,9 @@ class HostMemory:
             if tensor.is_cuda:
                 tensor.record_stream(stream)
         return lambda: torch.cuda.current_stream(self.device).wait_event(over)
+
+
+@torch.inference_mode()
+def _copied(to: torch.Tensor, of: torch.Tensor) -> None:
+    """(Values may be made in inference mode, which is another thread's own.)"""
+    to.copy_(of)

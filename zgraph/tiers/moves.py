@@ -7,7 +7,6 @@ own until its wait: a program holds it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import weakref
@@ -18,6 +17,7 @@ import torch
 
 from zgraph.errors import OffloadError
 from zgraph.offloading import Offload
+from zgraph.program import moves
 from zgraph.program.ops import library
 from zgraph.tiers.files import FileStore, Preflight
 from zgraph.tiers.memory import HostMemory, Wait
@@ -31,7 +31,6 @@ class Tier(Protocol):
     def tensor(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
     def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]: ...
     def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait: ...
-    def close(self) -> None: ...
 
 
 class Disk:
@@ -53,9 +52,6 @@ class Disk:
     def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait:
         return self.store.write(home, value if value.device.type == "cpu" else value.cpu()).wait
 
-    def close(self) -> None:
-        self.store.close()
-
 
 class Tiers:
     """What a plan offloads to, open while this lives; `keys` are what programs call the tiers by, `preflight` what was seen of the
@@ -74,7 +70,6 @@ class Tiers:
             self.preflight = store.preflight(away)
             logger.info("offloading: %s", self.preflight)
         self.keys = {kind: register(kind, tier) for kind, tier in self._tiers.items()}
-        self._end = weakref.finalize(self, _close, list(self._tiers.values()))
 
     def of(self, what: str) -> Tier | None:
         """The tier of "activations", "optimizer" or "parameters"."""
@@ -92,11 +87,6 @@ class Tiers:
         return (disk.store.read_bytes, disk.store.written_bytes) if isinstance(disk, Disk) else (0, 0)
 
 
-def _close(tiers: list[Tier]) -> None:
-    for tier in tiers:
-        tier.close()
-
-
 _open: weakref.WeakValueDictionary[str, Tier] = weakref.WeakValueDictionary()
 _flying: dict[int, Wait] = {}
 
@@ -108,12 +98,12 @@ def register(kind: str, tier: Tier) -> str:
     return key
 
 
-def tier_of(home: torch.Tensor) -> Tier | None:
-    """The tier that a tensor lies in, None for one that lies in memory like any other."""
-    for tier in list(_open.values()):
-        if isinstance(tier, Disk) and tier.store.holds(home):
-            return tier
-    return next((t for t in list(_open.values()) if isinstance(t, HostMemory)), None)
+def tier_of(home: torch.Tensor, device: torch.device) -> Tier | None:
+    """The tier that moves a tensor between its home and `device`: its disk, else a tier of the host's memory for that device,
+    None where there is none."""
+    tiers = list(_open.values())
+    disk = next((t for t in tiers if isinstance(t, Disk) and t.store.holds(home)), None)
+    return disk or next((t for t in tiers if isinstance(t, HostMemory) and t.device == device), None)
 
 
 def in_flight() -> int:
@@ -122,7 +112,7 @@ def in_flight() -> int:
 
 
 def _fetch(home: torch.Tensor, device: torch.device) -> torch.Tensor:
-    tier = tier_of(home)
+    tier = tier_of(home, device)
     if not home.numel():
         return home.to(device, copy=True)
     value, wait = (home.to(device, copy=True), _arrived) if tier is None else tier.read(home, device)
@@ -144,7 +134,7 @@ def _offload(x: torch.Tensor, tier: str) -> torch.Tensor:
 
 def _store(home: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     token = torch.empty(1, dtype=torch.uint8)
-    tier = tier_of(home)
+    tier = tier_of(home, x.device)
     if tier is None or not home.numel():
         home.copy_(x)
         _flying[token.data_ptr()] = _arrived
@@ -170,22 +160,14 @@ def _arrived() -> None:
     """What is there already."""
 
 
-def _abandoning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """If it fails, its program ends: what else is on its way then lands, and is forgotten."""
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception:
-            while _flying:
-                with contextlib.suppress(Exception):
-                    _flying.popitem()[1]()
-            raise
-
-    return run
+def _abandon() -> None:
+    """A program has failed: what it had on its way lands, and is forgotten."""
+    while _flying:
+        with contextlib.suppress(Exception):
+            _flying.popitem()[1]()
 
 
+moves.when_one_fails(_abandon)
 _RUNS: dict[str, Callable[..., Any]] = {"fetch": _fetch, "offload": _offload, "store": _store, "moved_": _moved}
 for _name, _function in _RUNS.items():
-    library.impl(_name, _abandoning(_function), "CompositeExplicitAutograd")
+    library.impl(_name, _function, "CompositeExplicitAutograd")

@@ -144,9 +144,15 @@ class States:
         for name, tensor in old.tensors.items():
             of_scale = name.startswith("/") and not name.startswith(STEP)
             if name in wanted or name in counts or (of_scale and same_scale):
-                self.tensors[name] = tensor.clone() if copies else tensor
+                self.tensors[name] = self._copy(name, tensor) if copies else tensor
         for param in touched & self.members.keys():
             self._make(param)
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a state, where such states lie."""
+        if self.home is None or name.rpartition("/")[0] not in self.options.homes:
+            return tensor.clone()
+        return self.home.tensor(tensor.shape, tensor.stride(), tensor.dtype).copy_(tensor)
 
     def averaged(self) -> list[str]:
         """The parameters that have an average apart from themselves by now."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
-from zgraph.errors import OffloadError, OverflowError, PlanError, StepError
+from zgraph.errors import OverflowError, PlanError, StepError
 from zgraph.passes import History, verify_program
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.schedules import TorchSchedule
@@ -72,7 +72,10 @@ class Updater:
         self.factor: torch.Tensor | float = 1.0
         self.calls = 0
         self._averages_shown = False
-        self._broken: str | None = None  # what left an update half done
+        self._broken: dict[
+            str, tuple[int, ...]
+        ] = {}  # weights of an update that was left half done, with their versions
+        self._states_loaded = False  # since then
         self._late: Late | None = None
         self._programs: dict[tuple[tuple[str, str], ...], CompiledUpdate] = {}
         self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
@@ -85,6 +88,7 @@ class Updater:
     def adopt(self, old: Updater, *, copies: bool) -> None:
         """Go on where another updater of the same parameters is: states (or copies of them), counts, numbers, the scale."""
         self.states.adopt(old.states, copies=copies)
+        self._broken, self._states_loaded = dict(old._broken), old._states_loaded
         self.calls, self.hooks = old.calls, list(old.hooks)
         if self.scaling == old.scaling and old._late is not None:
             self._late = old._late.copy()
@@ -102,7 +106,7 @@ class Updater:
 
     def resume(self, counts: dict[torch.Tensor, float]) -> None:
         """Go on from a checkpoint: how many updates each parameter has had says where a schedule is, too."""
-        self._broken = None
+        self._states_loaded = True
         self.states.set_counts({n: counts[p] for n, p in self.runtime.shards.params().items() if p in counts})
         self._last = None
         done = int(max(counts.values(), default=0.0))
@@ -181,12 +185,7 @@ class Updater:
                 why="the weights are their averages there, and come back when it ends: the update would be lost",
                 hint="leave the with block first",
             )
-        if self._broken is not None:
-            raise StepError(
-                "step() after an update that failed half way",
-                why=f"{self._broken}; some weights and states are of the next step, some of the last",
-                hint="load weights and optimizer state from a checkpoint",
-            )
+        self._refuse_broken()
         names = self._with_gradients()
         runtime.agreement.vote("an update", f"{len(names)} gradients: {' '.join(names)}")
         self._settle_previous()
@@ -199,10 +198,8 @@ class Updater:
                 for name in names:
                     runtime.shards.params()[name].grad = None
                 self._refuse_infinite("this step has changed neither weights nor states; its gradients are gone")
-            except Exception as error:
+            except Exception:
                 runtime.ahead.drop()
-                if isinstance(error, OffloadError):
-                    self._broken = error.what
                 raise
             runtime.weights_changed(names)
             runtime.ahead.finish()
@@ -210,6 +207,18 @@ class Updater:
         self._after()
         runtime.clock.end_step()
         return norm
+
+    def _refuse_broken(self) -> None:
+        """Raise if the last update failed half way, and weights and states were not both loaded since."""
+        shards = self.runtime.shards
+        if self._broken and self._states_loaded and all(shards.version(n) != v for n, v in self._broken.items()):
+            self._broken = {}
+        if self._broken:
+            raise StepError(
+                "step() after an update that failed half way",
+                why="some weights and states are of the next step, some of the last",
+                hint="load both weights and optimizer state from a checkpoint",
+            )
 
     def refuse_unscaled(self) -> None:
         """Half precision's loss scale needs someone who decides about skipped steps."""
@@ -285,7 +294,13 @@ class Updater:
                 values.append(self._indices[name])
             else:
                 values.append(self._scalars(update.numbers))
-        return update.executable.run(values, self.runtime.ahead.written), clipped
+        try:
+            return update.executable.run(values, self.runtime.ahead.written), clipped
+        except Exception:
+            if self.runtime.tiers.keys:
+                self._broken = {n: shards.version(n) for n in shards.params()}
+                self._states_loaded = False
+            raise
 
     def _scalars(self, wanted: list[tuple[int, str]]) -> torch.Tensor:
         values = self.optimizer.numbers([w for w in wanted if w[0] >= 0]) if self.optimizer is not None else []
