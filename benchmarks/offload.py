@@ -209,7 +209,7 @@ def report(found: dict[str, Any], args: argparse.Namespace) -> str:
         "# Offloading",
         "",
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"`python benchmarks/offload.py --layers {args.layers} --dim {args.dim} --seq {args.seq}`; a shared and noisy machine.",
+        f"`python benchmarks/offload.py --layers {args.layers} --dim {args.dim} --seq {args.seq} --steps {args.steps}`; a shared and noisy machine.",
         "",
         "Everything on disk beside everything in memory: AdamW with clipping, one process.",
         "",
