@@ -60,13 +60,13 @@ def groups_of(program: Program) -> list[list[fx.Node]]:
 
 
 def _cut(program: Program, options: GroupOptions) -> list[list[fx.Node]]:
-    """The nodes of each chunk, chunks in an order in which they can run."""
+    """The nodes of each group, groups in an order in which they can run."""
     found: dict[int, dict[str | None, list[fx.Node]]] = {}
     stages = _stages(program)
     for node in program.graph.nodes:
         if node in stages:
             found.setdefault(stages[node], {}).setdefault(info(node).param, []).append(node)
-    chunks: list[list[fx.Node]] = []
+    groups: list[list[fx.Node]] = []
     limit = options.bytes
     if limit is None:
         away = sum(size_of(n) for n in program.placeholders() if info(n).home is not None)
@@ -80,8 +80,8 @@ def _cut(program: Program, options: GroupOptions) -> list[list[fx.Node]]:
             size = max(_away(nodes) for nodes in alike)
             together = min(GROUP, max(1, limit // size)) if size else GROUP
             for at in range(0, len(alike), together):
-                chunks.append([n for nodes in alike[at : at + together] for n in nodes])
-    return chunks
+                groups.append([n for nodes in alike[at : at + together] for n in nodes])
+    return groups
 
 
 def _away(nodes: list[fx.Node]) -> int:

@@ -36,7 +36,7 @@ def write_in_place(program: Program) -> dict[str, int]:
         readers = [u for alias in aliases_of(place) for u in alias.users if u is not output]
         last = max([node, *readers], key=order.__getitem__)
         record = NodeInfo(Phase.UPDATE, param=info(place).param, made_by="write_in_place")
-        with program.graph.inserting_after(last if last.op != "placeholder" else program.placeholders()[-1]):
+        with program.graph.inserting_after(program.behind(last)):
             program.call(torch.ops.aten.copy_.default, (place, node), record, name=f"write_{place.name}")
         written += 1
     program.set_outputs(left)

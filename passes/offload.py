@@ -159,11 +159,11 @@ class _Offload:
             first = min(users[0] for users in late.values())
             copies = {root: self._fetch(away, tensor(root).device, first)}
             with self.program.graph.inserting_before(first):
-                for value_ in values:
-                    self._again(value_, copies)
-            for value_, users in late.items():
+                for view in values:
+                    self._again(view, copies)
+            for view, users in late.items():
                 for user in users:
-                    user.replace_input_with(value_, copies[value_])
+                    user.replace_input_with(view, copies[view])
 
     def _again(self, view: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         if view not in copies:
@@ -188,15 +188,11 @@ class _Offload:
         record = info(grad).but(role=Role.LAYOUT, param=name, made_by="offload")
         order = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
         rows = {"memory_format": torch.contiguous_format}
-        with self.program.graph.inserting_after(grad if grad.op != "placeholder" else self.program.placeholders()[-1]):
-            anchor = self.program.graph.call_function(aten.sym_size.int, ())  # (where to build, removed below)
-        with self.program.graph.inserting_before(anchor):
+        with self.program.graph.inserting_before(self.program.behind(grad).next):
             node = self.program.call(aten.permute.default, (grad, order), record, name=f"rows_{grad.name}")
             node = self.program.call(aten.clone.default, (node,), record, kwargs=rows, name=f"dense_{grad.name}")
             back = [order.index(d) for d in range(len(order))]
-            node = self.program.call(aten.permute.default, (node, back), record, name=f"laid_{grad.name}")
-        self.program.graph.erase_node(anchor)
-        return node
+            return self.program.call(aten.permute.default, (node, back), record, name=f"laid_{grad.name}")
 
     # -- building -------------------------------------------------------------------------------------------------------
     def _fetch(self, home: fx.Node, device: torch.device, reader: fx.Node, param: str | None = None) -> fx.Node:
@@ -212,7 +208,7 @@ class _Offload:
 
     def _store(self, node: fx.Node, tier: str, param: str | None = None) -> fx.Node:
         record = info(node).but(role=Role.STORE, param=param, made_by="offload", home=tier, copy_of=None)
-        after = node if node.op != "placeholder" else self.program.placeholders()[-1]
+        after = self.program.behind(node)
         while after.next.op == "call_function" and after.next.target is moves.OFFLOAD:
             after = after.next
         with self.program.graph.inserting_after(after):
@@ -240,7 +236,7 @@ def _movable(root: fx.Node) -> bool:
         return False
     if collectives.is_wait(root) or collectives.is_start(root) or info(root).role is Role.LAYOUT:
         return False
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(val))
+    return bool(aten.is_non_overlapping_and_dense(val))
 
 
 # -- when ---------------------------------------------------------------------------------------------------------------

@@ -269,21 +269,7 @@ def check_waits(program: Program) -> None:
     for node in program.graph.nodes:
         if collectives.is_start(node):
             waits = [u for u in node.users if collectives.is_wait(u)]
-            if len(waits) != 1 and not (node in handed_on and not waits):
-                raise _fault(
-                    program,
-                    node,
-                    f"collective {node.name!r} is waited for {len(waits)} times",
-                    "each start has exactly one wait",
-                )
-            others = [u for u in node.users if u not in waits and not (node in handed_on and u.op == "output")]
-            if others:
-                raise _fault(
-                    program,
-                    others[0],
-                    f"node {others[0].name!r} reads {node.name!r} without waiting for it",
-                    "its bytes have not arrived there",
-                )
+            _awaited_once(program, node, waits, "collective", handed_on=node in handed_on)
         if collectives.is_wait(node) and not _starts(node.args[0], program):
             raise _fault(
                 program,
@@ -291,6 +277,25 @@ def check_waits(program: Program) -> None:
                 f"node {node.name!r} waits for no collective",
                 f"{node.args[0]} starts none (or was waited for already)",
             )
+
+
+def _awaited_once(program: Program, start: fx.Node, waits: list[fx.Node], what: str, *, handed_on: bool) -> None:
+    """One of `waits` waits for this start, and nothing else reads it. What is `handed_on` leaves the program, and may have none."""
+    if len(waits) != 1 and not (handed_on and not waits):
+        raise _fault(
+            program,
+            start,
+            f"{what} {start.name!r} is waited for {len(waits)} times",
+            "each start has exactly one wait",
+        )
+    others = [u for u in start.users if u not in waits and not (handed_on and u.op == "output")]
+    if others:
+        raise _fault(
+            program,
+            others[0],
+            f"node {others[0].name!r} reads {start.name!r} without waiting for it",
+            "its bytes have not arrived there",
+        )
 
 
 def _starts(node: Any, program: Program) -> bool:
@@ -306,29 +311,15 @@ def check_moves(program: Program) -> None:
     for node in program.graph.nodes:
         if moves.is_start(node):
             waits = [u for u in node.users if moves.is_wait(u)]
-            if program.level is Level.EXECUTABLE and not waits and set(node.users) == {program.output_node()}:
-                continue  # (another part of the update waits for it)
-            if len(waits) != 1:
-                raise _fault(
-                    program,
-                    node,
-                    f"move {node.name!r} is waited for {len(waits)} times",
-                    "each start has exactly one wait",
-                )
-            if waits[0].args[1] is not moves.moved_value(node):
+            # (another part of the update may wait for it)
+            handed_on = program.level is Level.EXECUTABLE and not waits and program.output_node() in node.users
+            _awaited_once(program, node, waits, "move", handed_on=handed_on)
+            if waits and waits[0].args[1] is not moves.moved_value(node):
                 raise _fault(
                     program,
                     waits[0],
                     f"{waits[0].name!r} lets go of what {node.name!r} moves",
                     "its memory could be used again before the move is over",
-                )
-            others = [u for u in node.users if u is not waits[0]]
-            if others:
-                raise _fault(
-                    program,
-                    others[0],
-                    f"node {others[0].name!r} reads {node.name!r} without waiting for it",
-                    "its bytes have not arrived there",
                 )
         came_in = (
             program.level is Level.EXECUTABLE and node.all_input_nodes and node.all_input_nodes[0].op == "placeholder"

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
+from zgraph.calibration import any_loss
 
 BATCH = 24
 WORDS = 97
@@ -649,6 +650,16 @@ def batch(rows: int = 8, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def gradients(case: Case, **plan) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The case's model, compiled by the plan of these fields and run once: its loss, and its gradients by name."""
+    torch.manual_seed(1)
+    model = zgraph.compile(case.model, zgraph.Plan(**plan))
+    output = model(**case.inputs) if isinstance(case.inputs, dict) else model(*case.inputs)
+    loss = case.loss_fn(output) if case.loss_fn else any_loss(output)
+    loss.backward()
+    return model, {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
 
 def equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

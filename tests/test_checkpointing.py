@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph.calibration import any_loss
 from zgraph.compiler import captured_program, programs
 from zgraph.errors import PlanError
 from zgraph.passes import verify_program
@@ -65,12 +64,7 @@ def besides_inputs(program) -> int:
 
 
 def gradients(case: models.Case, **fields):
-    torch.manual_seed(1)
-    model = zgraph.compile(case.model, zgraph.Plan(**{**ONE, **fields}))
-    output = model(**case.inputs) if isinstance(case.inputs, dict) else model(*case.inputs)
-    loss = case.loss_fn(output) if case.loss_fn else any_loss(output)
-    loss.backward()
-    return model, {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+    return models.gradients(case, **{**ONE, **fields})
 
 
 def smallest(case: models.Case, world: int = 1, costs: Costs | None = COSTS, **fields) -> int:

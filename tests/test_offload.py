@@ -13,7 +13,6 @@ import torch
 from ranks import Ranks
 
 import zgraph
-from zgraph.calibration import any_loss
 from zgraph.codegen.partition import split
 from zgraph.compiler import programs, update_program
 from zgraph.errors import OffloadError, PlanError, StepError, VerifyError
@@ -49,13 +48,8 @@ def place(request, tmp_path) -> str:
 
 def gradients(case: models.Case, **fields):
     """The loss, the gradients, and the forward's changes of buffers."""
-    torch.manual_seed(1)
-    model = zgraph.compile(case.model, zgraph.Plan(**{"zero": 3, "backend": "eager", **fields}))
-    output = model(**case.inputs) if isinstance(case.inputs, dict) else model(*case.inputs)
-    loss = case.loss_fn(output) if case.loss_fn else any_loss(output)
-    loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found, **{n: b.clone() for n, b in model.named_buffers()}}
+    model, found = models.gradients(case, **{"zero": 3, "backend": "eager", **fields})
+    return {n: t.clone() for n, t in {**found, **dict(model.named_buffers())}.items()}
 
 
 def trained(name: str = "llama", steps: int = 3, case: models.Case | None = None, **fields):
@@ -277,7 +271,7 @@ def test_an_update_brings_no_more_than_a_sub_group_at_a_time():
 def test_the_verifier_refuses_moves_that_would_give_other_numbers(fault):
     program = history().program
     fetch = next(n for n in program.nodes if n.target is moves.FETCH)
-    wait = moves.wait_of(fetch)
+    wait = next(u for u in fetch.users if moves.is_wait(u))
     reader = next(u for u in wait.users if u.op == "call_function" and not moves.is_move(u))
     if fault == "no wait":
         wait.replace_all_uses_with(fetch)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.errors import CollectiveError, RankMismatchError
+from zgraph.errors import CollectiveError, RankMismatchError, ZgraphError
 from zgraph.program import torch_private
+
+T = TypeVar("T")
 
 
 def _around(text: str, at: int) -> str:
@@ -112,6 +114,21 @@ class Agreement:
         with _named(f"the exchange of {subject} (all_gather_object)", ""):
             dist.all_gather_object(views, mine, group=self.group)
         return views
+
+    def together(self, subject: str, attempt: Callable[[], T], refused: Callable[[int, str], ZgraphError]) -> T:
+        """What `attempt` gives on this rank, if it raises no `ZgraphError` on any; else each rank raises its own, or
+        `refused(rank, what that rank was told)`."""
+        problem: ZgraphError | None = None
+        try:
+            found = attempt()
+        except ZgraphError as error:
+            problem = error
+        problems = self.gather(f"what is wrong with {subject}", str(problem) if problem else None)
+        if problem is not None:
+            raise problem
+        if any(problems):
+            raise refused(*next((r, p) for r, p in zip(self.ranks, problems, strict=True) if p))
+        return found
 
     def broadcast(self, value: int) -> int:
         """Rank 0's value (63 bits of it), on every rank."""

@@ -146,11 +146,8 @@ class _Budget:
         found: list[_Outcome] = []
         every = self._try(LEAST)
         if every.peak <= self.budget:
-            low, high = 0, sum(plain.forecast.peak.values())
-            for _ in range(TURNS):
-                middle = (low + high) // 2
-                fits = self._try(LEAST.but(away=middle)).peak <= self.budget
-                low, high = (low, middle) if fits else (middle, high)
+            total = sum(plain.forecast.peak.values())
+            self._bisect(2**TURNS, lambda stays: LEAST.but(away=total - total * stays // 2**TURNS))
             found += [o for o in self.tried.values() if o.peak <= self.budget]
         for away in (0, plain.forecast.peak.get("activations", 0) // 2, None) if self.plan.recompute == "auto" else ():
             with contextlib.suppress(PlanError):

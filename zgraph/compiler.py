@@ -179,20 +179,13 @@ def _tiers(
     model: nn.Module, plan: Plan, specs: dict[str, ParamSpec], device: torch.device, agreement: Agreement
 ) -> Tiers:
     """Open what the plan offloads to, on all ranks or on none. Raises `OffloadError` on every rank if one has no room for it."""
-    problem: OffloadError | None = None
-    tiers = None
-    if plan.offload.tiers():
-        try:
-            tiers = Tiers(plan.offload, device, away_bytes(model, specs, plan))
-        except OffloadError as error:
-            problem = error
-        problems = agreement.gather("what is wrong with the disk", str(problem) if problem else None)
-        if problem is not None:
-            raise problem
-        if any(problems):
-            rank, said = next((r, p) for r, p in zip(agreement.ranks, problems, strict=True) if p)
-            raise OffloadError(f"rank {rank} can't offload", where=plan.offload.folder(), why=said)
-    return tiers or Tiers(plan.offload, device, 0)
+    if not plan.offload.tiers():
+        return Tiers(plan.offload, device, 0)
+
+    def refused(rank: int, said: str) -> OffloadError:
+        return OffloadError(f"rank {rank} can't offload", where=plan.offload.folder(), why=said)
+
+    return agreement.together("the disk", lambda: Tiers(plan.offload, device, away_bytes(model, specs, plan)), refused)
 
 
 def _device(model: nn.Module) -> torch.device:

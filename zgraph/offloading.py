@@ -53,7 +53,7 @@ class Offload(Record, frozen=True):
 
     @model_validator(mode="after")
     def _one_folder(self) -> Self:
-        folders = sorted({p.partition(":")[2] for p in self._places() if p.startswith("nvme:")})
+        folders = self._folders()
         if len(folders) > 1:
             raise PlanError(
                 f"two folders: {folders[0]} and {folders[1]}", hint="all that goes to disk goes to one folder of it"
@@ -67,12 +67,14 @@ class Offload(Record, frozen=True):
 
     def folder(self) -> str | None:
         """The folder of the disk; there is one at most."""
-        found = {p.partition(":")[2] for p in self._places() if p.startswith("nvme:")}
-        return next(iter(found), None)
+        return next(iter(self._folders()), None)
 
     def tiers(self) -> list[str]:
         """Those that there are to be, "cpu" before "nvme"."""
         return sorted({p.partition(":")[0] for p in self._places() if p != "none"})
+
+    def _folders(self) -> list[str]:
+        return sorted({p.partition(":")[2] for p in self._places() if p.startswith("nvme:")})
 
     def _places(self) -> tuple[str, str, str]:
         return self.activations, self.optimizer, self.parameters

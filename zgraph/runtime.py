@@ -46,19 +46,13 @@ logger = logging.getLogger(__name__)
 def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement) -> Costs:
     """What the ranks schedule from, equal on all: else they would wait for each other's collectives for ever. Raises
     `PlanError` on every rank if one can't read the hardware's file."""
-    problem: PlanError | None = None
-    try:
-        costs = costs_of(plan, device)
-    except PlanError as error:
-        problem = error
-    problems = agreement.gather("what is wrong with the hardware's file", str(problem) if problem else None)
-    if problem is not None:
-        raise problem
-    if any(problems):
-        rank, said = next((r, p) for r, p in zip(agreement.ranks, problems, strict=True) if p)
-        raise PlanError(
+
+    def refused(rank: int, said: str) -> PlanError:
+        return PlanError(
             f"rank {rank} can't read the hardware", where="hardware", why=said, hint="every rank needs the file"
         )
+
+    costs = agreement.together("the hardware's file", lambda: costs_of(plan, device), refused)
     agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
     return costs
 

@@ -97,7 +97,12 @@ def _dense_stride(param: torch.Tensor, name: str) -> tuple[int, ...]:
     if ok and (not order or order[0] == 0 or param.shape[0] == 1 or param.numel() == 0):
         return tuple(stride)
     logger.info("parameter %s is stored row by row from now on (its memory format was %s)", name, list(stride))
-    return tuple(torch.empty(param.shape, device="meta").stride())
+    return row_by_row(param.shape)
+
+
+def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    return tuple(torch.empty(tuple(shape), device="meta").stride())
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -274,7 +279,7 @@ class Shards:
         if self.mesh is None or not value.dim() or spec.shard_dim is None or value.shape[0] != spec.rows:
             return value if self.mesh is None or value.shape != torch.Size(spec.shape) else self.gradient(name, value)
         shape = torch.Size((spec.shape[0], *value.shape[1:]))
-        stride = spec.stride if shape == torch.Size(spec.shape) else torch.empty(shape, device="meta").stride()
+        stride = spec.stride if shape == torch.Size(spec.shape) else row_by_row(shape)
         mine = value[: self.rows(spec)]
         return DTensor.from_local(mine, self.mesh, self.placements(spec), run_check=False, shape=shape, stride=stride)
 
@@ -369,9 +374,7 @@ class Shards:
         """Zeros, row by row, where a parameter lies."""
         if spec.home is None or self.home is None:
             return like.new_zeros(tuple(shape))
-        return self.home.tensor(
-            torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), like.dtype
-        ).zero_()
+        return self.home.tensor(shape, row_by_row(shape), like.dtype).zero_()
 
     def _away(self, spec: ParamSpec, whole: torch.Tensor) -> torch.Tensor:
         """A whole parameter where it lies."""

@@ -79,10 +79,6 @@ def start_of(wait: fx.Node) -> fx.Node:
     return wait.all_input_nodes[0]
 
 
-def wait_of(start: fx.Node) -> fx.Node | None:
-    return next((u for u in start.users if is_wait(u) and start_of(u) is start), None)
-
-
 def moved_value(start: fx.Node) -> fx.Node:
     """The node whose value a start moves."""
     operand = start.args[1] if start.target is STORE else start.args[0]

@@ -206,6 +206,10 @@ class Program:
         node.meta["val"] = self.evaluate(node)
         return node
 
+    def behind(self, node: fx.Node) -> fx.Node:
+        """The node behind which something may stand that reads `node`: itself, or the last input."""
+        return node if node.op != "placeholder" else self.placeholders()[-1]
+
     def repeat(self, node: fx.Node, copies: Mapping[fx.Node, fx.Node], made_by: str) -> fx.Node:
         """Insert a copy of `node` at the graph's insertion point, for the backward: the same operator, on the `copies`
         of its operands where there are some. `made_by` is the pass that wants it."""

@@ -1,1 +1,1 @@
-"""Where what is offloaded lies: files on NVMe."""
+"""Where what is offloaded lies: the host's memory, files on NVMe."""

@@ -5,6 +5,7 @@ On CUDA copies run on a stream for each direction, on a CPU on a thread of their
 
 from __future__ import annotations
 
+import math
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,9 +32,7 @@ class HostMemory:
         """A dense tensor there, zeros. Raises `MemoryError` where there is no room."""
         if self.device.type == "cuda":
             return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True).zero_()
-        size = 1
-        for length in shape:
-            size *= length
+        size = math.prod(shape)
         if not size:
             return torch.empty_strided(shape, stride, dtype=dtype)
         held = mmap.mmap(-1, size * dtype.itemsize)

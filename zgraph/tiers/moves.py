@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Tier(Protocol):
     """Where values lie when they are not on the device."""
 
-    def tensor(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+    def tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]: ...
     def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait: ...
 
@@ -39,7 +39,7 @@ class Disk:
     def __init__(self, store: FileStore) -> None:
         self.store = store
 
-    def tensor(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self.store.tensor(shape, stride, dtype)
 
     def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]:

@@ -65,23 +65,26 @@ def outside_of(
 ) -> Outside:
     """What a rank holds besides what forward and backward take and make; where the update brings states to the device under a
     budget, also its own peak."""
-    held = _held_bytes(module, specs, plan)
-    if plan.memory_budget is None or plan.optimizer is None or not plan.offload.tiers():
+    members, options = _updated(module, specs, plan)
+    trained = [m for m in members if specs[m.name].requires_grad]
+    held = sum(_state_bytes(m, specs[m.name], options) for m in trained if m.name not in options.homes)
+    held += _waiting_bytes(specs, plan)
+    if plan.memory_budget is None or not trained or not plan.offload.tiers():
         return Outside(held)
-    members = [m for m in members_of(module, specs, plan.optimizer) if specs[m.name].requires_grad]
-    program = update_history(plan, members, specs, sizes, device, update_options(plan, members, specs)).program
+    program = update_history(plan, trained, specs, sizes, device, options).program
     peaks = [sum(at.values()) for at in memory_of(program, plan.backend == "inductor")]
     return Outside(held, max(peaks, default=0))
 
 
-def _held_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
-    """Bytes of optimizer states, and of gradients between micro-batches."""
+def _updated(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> tuple[list[Member], UpdateOptions]:
+    """What the plan's optimizer updates (nothing without one), and how."""
+    members = members_of(module, specs, plan.optimizer) if plan.optimizer is not None else []
+    return members, update_options(plan, members, specs)
+
+
+def _waiting_bytes(specs: dict[str, ParamSpec], plan: Plan) -> int:
+    """Bytes of gradients between micro-batches."""
     total = 0
-    if plan.optimizer is not None:
-        members = members_of(module, specs, plan.optimizer)
-        options = update_options(plan, members, specs)
-        on_device = [m for m in members if specs[m.name].requires_grad and m.name not in options.homes]
-        total += sum(_state_bytes(m, specs[m.name], options) for m in on_device)
     if plan.micro_batches > 1:
         # (stages 0 and 1 keep them whole until the last micro-batch)
         shapes = [
@@ -100,9 +103,8 @@ def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan)
         for spec in (s for s in specs.values() if s.home is not None):
             grad = spec.grad_dtype.itemsize if spec.requires_grad else 0
             total += math.prod(spec.shard_shape) * (spec.dtype.itemsize + grad)
-    if plan.offload.tier("optimizer") == "nvme" and plan.optimizer is not None:
-        members = members_of(module, specs, plan.optimizer)
-        options = update_options(plan, members, specs)
+    if plan.offload.tier("optimizer") == "nvme":
+        members, options = _updated(module, specs, plan)
         total += sum(_state_bytes(m, specs[m.name], options) for m in members if m.name in options.homes)
     return total
 

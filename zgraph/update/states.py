@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from zgraph.sharding import Shards
+from zgraph.sharding import Shards, row_by_row
 from zgraph.tiers.moves import Tier
 from zgraph.update import scaler
 from zgraph.update.build import EMA, MASTER, UpdateOptions, states_of
@@ -79,8 +79,7 @@ class States:
         """A tensor for a state, with the strides of its parameter's rows where it has their shape."""
         like = tuple(state.shape) == tuple(local.shape)
         if self.home is not None and param in self.options.homes:
-            shape = torch.Size(state.shape)
-            return self.home.tensor(shape, (local if like else torch.empty(shape, device="meta")).stride(), state.dtype)
+            return self.home.tensor(state.shape, local.stride() if like else row_by_row(state.shape), state.dtype)
         if like:
             return torch.empty_like(local, dtype=state.dtype, device=self.device)
         return torch.empty(state.shape, dtype=state.dtype, device=self.device)

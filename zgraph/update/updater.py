@@ -72,10 +72,9 @@ class Updater:
         self.factor: torch.Tensor | float = 1.0
         self.calls = 0
         self._averages_shown = False
-        self._broken: dict[
-            str, tuple[int, ...]
-        ] = {}  # weights of an update that was left half done, with their versions
-        self._states_loaded = False  # since then
+        # Of an update that was left half done: its weights, with their versions, and whether states were loaded since.
+        self._broken: dict[str, tuple[int, ...]] = {}
+        self._states_loaded = False
         self._late: Late | None = None
         self._programs: dict[tuple[tuple[str, str], ...], CompiledUpdate] = {}
         self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
