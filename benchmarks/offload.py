@@ -135,7 +135,8 @@ def gpt_case(args: argparse.Namespace, where: str) -> dict[str, Any]:
 def steps(model: Any, batches: list[Any], bare: Raw | None = None) -> dict[str, Any]:
     """Train on these batches: losses, the measured and the forecast peak, what a step moved and was to move, and what the `bare`
     disk did before and after each update."""
-    from zgraph.passes.simulator import memory_of, simulate
+    from zgraph.passes.memory import memory_of
+    from zgraph.passes.simulator import simulate
 
     runtime = model.zgraph.runtime
     losses, moved, seconds, updates = [], [], [], []

@@ -6,7 +6,7 @@ chunk, and chunks with equal graphs share one executable. Moves between groups r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """A part of an update: the names of the values it takes and gives, what runs it, the parameters whose shards it writes."""
 
@@ -33,28 +33,47 @@ class Chunk:
 
 
 class UpdateExecutable:
-    """Runs an update's chunks in order over values by name, each of which dies after its last use."""
+    """Runs an update's chunks over values by name, each of which dies after its last use. Those that only parameters named in
+    `late` need run after all others, and may run later."""
 
-    def __init__(self, program: Program, chunks: list[Chunk]) -> None:
+    def __init__(self, program: Program, chunks: list[Chunk], late: Collection[str] = ()) -> None:
         self.program = program
-        self.chunks = chunks
-        last: dict[str, int] = {name: i for i, chunk in enumerate(chunks) for name in chunk.takes}
+        apart = _late(chunks, late)
+        self.chunks = [c for c in chunks if c not in apart] + apart
+        self._now = len(chunks) - len(apart)
+        last: dict[str, int] = {name: i for i, chunk in enumerate(self.chunks) for name in chunk.takes}
         results = {node.name for node in program.output_values()}
-        self._drops = [[n for n in chunk.takes if last[n] == i and n not in results] for i, chunk in enumerate(chunks)]
+        self._drops = [[n for n in c.takes if last[n] == i and n not in results] for i, c in enumerate(self.chunks)]
 
-    def run(self, values: list[Any], written: Callable[[Sequence[str]], None] = lambda names: None) -> list[Any]:
-        """The values of the program's outputs; `values`, those of its inputs in order, is emptied. `written` is told the
-        parameters that are done."""
+    @property
+    def late(self) -> list[Chunk]:
+        """The chunks that may run later."""
+        return self.chunks[self._now :]
+
+    def run(
+        self, values: list[Any], written: Callable[[Sequence[str]], None] = lambda names: None
+    ) -> tuple[list[Any], Callable[[], None]]:
+        """The values of the program's outputs, and what runs the late chunks; `values`, those of its inputs in order, is emptied.
+        `written` is told the parameters that are done."""
         held = dict(zip((n.name for n in self.program.placeholders()), values, strict=True))
         values.clear()
-        for chunk, drops in zip(self.chunks, self._drops, strict=True):
-            taken = [held[n] for n in chunk.takes]
-            for name in drops:
-                del held[name]
-            results = chunk.executable.run(taken)
-            held.update(zip(chunk.gives, results, strict=True))
-            written(chunk.writes)
-        return [held[n.name] for n in self.program.output_values()]
+        for at in range(self._now):
+            self._chunk(at, held)
+            written(self.chunks[at].writes)
+        results = [held[n.name] for n in self.program.output_values()]
+
+        def rest() -> None:
+            for at in range(self._now, len(self.chunks)):
+                self._chunk(at, held)
+
+        return results, rest
+
+    def _chunk(self, at: int, held: dict[str, Any]) -> None:
+        chunk = self.chunks[at]
+        taken = [held[n] for n in chunk.takes]
+        for name in self._drops[at]:
+            del held[name]
+        held.update(zip(chunk.gives, chunk.executable.run(taken), strict=True))
 
     @property
     def executables(self) -> list[Executable]:
@@ -62,8 +81,27 @@ class UpdateExecutable:
         return list({id(c.executable.function): c.executable for c in self.chunks}.values())
 
 
-def compile_chunks(program: Program, compile_one: Callable[[Program], Executable]) -> UpdateExecutable:
-    """Compile each kind of chunk of `program` (in place and grouped, see `write_in_place` and `group_updates`) once."""
+def _late(chunks: list[Chunk], params: Collection[str]) -> list[Chunk]:
+    """The chunks of these parameters alone, and of moves, of which no other takes anything."""
+
+    def only(chunk: Chunk) -> bool:
+        nodes = [n for n in chunk.executable.program.graph.nodes if n.op == "call_function"]
+        return all(info(n).param in params or (moves.is_move(n) and info(n).param is None) for n in nodes)
+
+    found = [c for c in chunks if params and only(c)]
+    while True:
+        needed = {name for c in chunks if c not in found for name in c.takes}
+        left = [c for c in found if not needed.intersection(c.gives)]
+        if len(left) == len(found):
+            return found
+        found = left
+
+
+def compile_chunks(
+    program: Program, compile_one: Callable[[Program], Executable], late: Collection[str] = ()
+) -> UpdateExecutable:
+    """Compile each kind of chunk of `program` (in place and grouped, see `write_in_place` and `group_updates`) once. `late`: see
+    `UpdateExecutable`."""
     made: dict[str, Executable] = {}
     chunks: list[Chunk] = []
     places = {node: port.name for port, node in program.input_items() if port.role is InputRole.PARAMETER}
@@ -77,7 +115,7 @@ def compile_chunks(program: Program, compile_one: Callable[[Program], Executable
         gives = tuple(p.name for p in part.outputs)
         writes = tuple(places[n.all_input_nodes[0]] for n in nodes if is_write(n) and n.all_input_nodes[0] in places)
         chunks.append(Chunk(executable, tuple(p.name for p in part.inputs), gives, writes))
-    return UpdateExecutable(program, chunks)
+    return UpdateExecutable(program, chunks, late)
 
 
 def compile_chunk(part: Program, groups: dict[str, str]) -> Executable:

@@ -14,10 +14,11 @@ Re-materialization in PyTorch"); here they are found by bytes, and no module or 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -28,7 +29,6 @@ from zgraph.passes.fusion import pointwise, sources
 from zgraph.program.node import Phase, info, value
 from zgraph.program.program import InputRole, OutputRole, Program
 
-HILL = 1.3  # two cuts have in between a place where so many times more bytes cross
 FLAT = 1.1  # crossings within this factor are equal
 LONG = 0.25  # a value that is read after so much of the forward is pinned
 MOST = 96  # segments
@@ -88,15 +88,36 @@ class Chain:
     pinned: frozenset[fx.Node]
     loose: list[fx.Node]
 
+    def on(self, program: Program) -> Chain:
+        """This chain on a copy of its program, whose nodes have the same names."""
+        named = {n.name: n for n in program.graph.nodes}
 
-def chain_of(program: Program, costs: Costs) -> Chain:
-    """Cut a captured program into its chain."""
-    return _Builder(program, costs).build()
+        def each(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+            return [named[n.name] for n in nodes]
+
+        def there(segment: Segment) -> Segment:
+            return replace(
+                segment,
+                nodes=each(segment.nodes),
+                backward=each(segment.backward),
+                before=frozenset(each(segment.before)),
+                behind=frozenset(each(segment.behind)),
+                needs=frozenset(each(segment.needs)),
+                ways=[replace(way, kept=frozenset(each(way.kept))) for way in segment.ways],
+            )
+
+        return Chain([there(s) for s in self.segments], frozenset(each(self.pinned)), each(self.loose))
+
+
+def chain_of(program: Program, costs: Costs, apart: float = 2.0) -> Chain:
+    """Cut a captured program into its chain. Between two cuts `apart` times as many bytes are made, at least, as cross them."""
+    return _Builder(program, costs, apart).build()
 
 
 class _Builder:
-    def __init__(self, program: Program, costs: Costs) -> None:
+    def __init__(self, program: Program, costs: Costs, apart: float) -> None:
         self.program = program
+        self.apart = apart
         self.seconds = costs.compute(program)
         self.fused = costs.fused
         nodes = list(program.graph.nodes)
@@ -131,7 +152,7 @@ class _Builder:
         return [s for used in node.all_input_nodes for s in self.on[used]]
 
     def build(self) -> Chain:
-        cuts = _few(self._apart(self._cuts()), self.crossing)
+        cuts = _few(self._unshared(self._cuts()), self.crossing)
         bounds = [0, *cuts, len(self.forward)]
         place = {}  # of each forward node: its segment
         for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
@@ -164,12 +185,12 @@ class _Builder:
 
     # -- cuts -----------------------------------------------------------------------------------------------------------
     def _cuts(self) -> list[int]:
-        """Positions before which the forward may be cut."""
+        """Positions before which the forward may be cut: where no more bytes cross than anywhere near."""
         change = [0] * (len(self.forward) + 2)
         made = [0] * (len(self.forward) + 1)  # bytes made before each position
         for node, last in self.last.items():
             born = self.at[node.all_input_nodes[0] if node.target is operator.getitem else node]
-            made[born + 1] += own_bytes(node)
+            made[born + 1] += own_bytes(node) if node not in self.inlined else 0
             if node not in self.pinned:
                 change[born + 1] += own_bytes(node)
                 change[last + 1] -= own_bytes(node)
@@ -178,19 +199,20 @@ class _Builder:
             live += change[position]
             self.crossing.append(live)
             made[position] += made[position - 1] if position else 0
+        ends = LEAST * made[-1]
+        first, last = bisect.bisect_right(made, ends), bisect.bisect_left(made, made[-1] - ends)
         found: list[int] = []
-        for valley in _valleys(self.crossing[1:-1]):
-            least = min(self.crossing[p + 1] for p in valley)
-            for position in (p + 1 for p in valley):
-                here = self.crossing[position]
-                begin = found[-1] if found and found[-1] - 1 in valley else None
-                far = begin is None or made[position] - made[begin] >= 2 * max(here, 1)
-                ends = min(made[position] - made[found[-1] if found else 0], made[-1] - made[position])
-                if here <= FLAT * least and far and ends > LEAST * made[-1] and not self._inside(position):
-                    found.append(position)
+        for position in range(first, last):
+            here = self.crossing[position]
+            reach = self.apart * max(here, 1)
+            low = max(first, bisect.bisect_left(made, made[position] - reach))
+            high = min(last, bisect.bisect_right(made, made[position] + reach))
+            far = not found or made[position] - made[found[-1]] >= reach
+            if far and here <= FLAT * min(self.crossing[low:high]) and not self._inside(position):
+                found.append(position)
         return found
 
-    def _apart(self, cuts: list[int]) -> list[int]:
+    def _unshared(self, cuts: list[int]) -> list[int]:
         """Without cuts that much the same values cross as another one next to them, which fewer cross: what crosses two
         cuts is counted at both."""
         kept: list[int] = []
@@ -418,25 +440,6 @@ def _thinned(ways: list[Way]) -> list[Way]:
         wanted = best[0].bytes + span * i / (WAYS - 1)
         chosen.add(min(range(len(best)), key=lambda at: abs(best[at].bytes - wanted)))
     return [best[i] for i in sorted(chosen)]
-
-
-def _valleys(heights: Sequence[int]) -> list[range]:
-    """Ranges of positions between two hills: places from which one must climb by `HILL` to get to a lower or equal one."""
-    found: list[range] = []
-    begin, low, high, falling = 0, None, 0, True
-    for position, height in enumerate(heights):
-        if falling:
-            low = height if low is None else min(low, height)
-            if height > HILL * low:
-                found.append(range(begin, position))
-                falling, high = False, height
-        else:
-            high = max(high, height)
-            if height * HILL < high:
-                falling, begin, low = True, position, height
-    if falling and low is not None:
-        found.append(range(begin, len(heights)))
-    return found
 
 
 def _few(cuts: list[int], crossing: Sequence[int]) -> list[int]:

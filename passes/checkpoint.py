@@ -22,7 +22,7 @@ from zgraph.passes.chain import Chain, Segment, chain_of
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.costs import CPU, Costs
 from zgraph.passes.recompute import recompute_all_but
-from zgraph.passes.rotor import Again, Keep, Rotor, Schedule, every_segment_again
+from zgraph.passes.rotor import Again, Keep, Schedule, Solver, every_segment_again
 from zgraph.program.node import Phase, info
 from zgraph.program.program import Program
 
@@ -30,10 +30,12 @@ from zgraph.program.program import Program
 @dataclass(frozen=True)
 class RematerializeOptions:
     """`bytes` is what values between the forward and the backward, and what segments need while they run, may take; None:
-    every segment is computed again once. `costs` say how long operators take."""
+    every segment is computed again once. `costs` say how long operators take. `solver` is that of the program, or of one
+    that it is a copy of, where there is one already."""
 
     bytes: int | None = None
     costs: Costs = field(default_factory=lambda: Costs(CPU))
+    solver: Solver | None = None
 
 
 @graph_pass(
@@ -47,13 +49,13 @@ class RematerializeOptions:
 def rematerialize(program: Program, options: RematerializeOptions) -> dict[str, int]:
     if all(info(n).phase is Phase.FORWARD for n in program.graph.nodes if n.op == "call_function"):
         return {"segments": 0, "recomputed": 0}
-    chain = chain_of(program, options.costs)
     if options.bytes is None:
-        schedule: Schedule | None = every_segment_again(chain.segments)
+        chain = chain_of(program, options.costs)
+        schedule = every_segment_again(chain.segments)
     else:
-        rotor = Rotor(chain.segments)
-        schedule = rotor.schedule(max(options.bytes, rotor.least()))
-    assert schedule is not None
+        solver = options.solver or Solver(program, options.costs)
+        chain, schedule = solver.schedule(options.bytes)
+        chain = chain.on(program)
     made = Replay(program, chain).run(schedule)
     return {"segments": len(chain.segments), "recomputed": made, "deepest": _depth(schedule)}
 
@@ -139,7 +141,7 @@ class Replay:
             self._follow(schedule.later, first=False)
             return
         segment = segments[schedule.segment]
-        stays: Iterable[fx.Node] = schedule.way.kept if first or schedule.rest is not None else ()
+        stays: Iterable[fx.Node] = segment.ways[schedule.way].kept if first or schedule.rest is not None else ()
         behind = segment.behind if schedule.rest is not None else ()
         held = self._keep([*stays, *behind], first)
         if schedule.rest is not None:

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -55,11 +55,15 @@ class Hardware(Record, frozen=True):
     """
 
     name: str = Field(description="what it is called")
+    device: Literal["cpu", "cuda"] = Field(default="cuda", description="what torch calls such devices")
     flops: dict[str, Rate] = Field(description="FLOP/s of products by dtype; float32 is that of every other")
     memory: Rate = Field(description="bytes per second of the device's memory")
     launch: Seconds = Field(default=0.0, description="seconds that a kernel takes besides")
     capacity: Annotated[int, Field(gt=0)] = Field(description="bytes of the device's memory")
     host: Rate = Field(description="bytes per second between host and device, each way")
+    host_memory: Rate = Field(
+        default=50e9, description="bytes per second of the host's memory, as its processors reach it"
+    )
     nvme: Rate = Field(default=3e9, description="bytes per second of a local NVMe disk")
     links: dict[str, Link] = Field(description='by mesh dimension; "*" for those without one of their own')
     operators: dict[str, Seconds] = Field(
@@ -87,6 +91,7 @@ class Hardware(Record, frozen=True):
 NVLINK4, NVLINK3 = Link(bandwidth=450e9, latency=3e-6), Link(bandwidth=300e9, latency=3e-6)
 CPU = Hardware(
     name="cpu",  # one core with AVX-512 of a server, and 1 Gbit/s
+    device="cpu",
     flops={"float32": 150e9, "float64": 75e9},
     memory=13e9,
     launch=2e-6,
@@ -182,6 +187,8 @@ class Costs:
         if known is not None:
             return known
         moved = self.traffic(node)
+        if on_host(node):
+            return moved / self.hardware.host_memory
         launched = self.hardware.launch if moved else 0.0
         return max(flops_of(node) / self.rate(node), moved / self.hardware.memory) + launched
 
@@ -222,6 +229,11 @@ def size_of(node: fx.Node) -> int:
 def own_bytes(node: fx.Node) -> int:
     """The bytes of a storage. Of an operator with several results: those that no node takes."""
     return size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and root_of(u) is u)
+
+
+def on_host(node: fx.Node) -> bool:
+    """Is a value made on the host, beside the device? (Of what comes from elsewhere: is it taken to the host?)"""
+    return node.op == "call_function" and node.target is not moves.OFFLOAD and info(node).home == "cpu"
 
 
 def tier_of(start: fx.Node) -> str:

@@ -50,6 +50,11 @@ def group_updates(program: Program, options: GroupOptions) -> dict[str, int]:
     return {"groups": len(groups)}
 
 
+def default_bytes(away: int) -> int:
+    """The most that one group brings to the device of `away` bytes that lie elsewhere, where the plan does not say."""
+    return min(max(away // 16, LIMITS[0]), LIMITS[1])
+
+
 def groups_of(program: Program) -> list[list[fx.Node]]:
     """The operators of each group, in the order in which they run."""
     found: dict[str, list[fx.Node]] = {}
@@ -69,8 +74,7 @@ def _cut(program: Program, options: GroupOptions) -> list[list[fx.Node]]:
     groups: list[list[fx.Node]] = []
     limit = options.bytes
     if limit is None:
-        away = sum(size_of(n) for n in program.placeholders() if info(n).home is not None)
-        limit = min(max(away // 16, LIMITS[0]), LIMITS[1])
+        limit = default_bytes(sum(size_of(n) for n in program.placeholders() if info(n).home is not None))
     rank = {name: at for at, name in enumerate(options.first)}
     for stage in sorted(found):
         kinds: dict[str, list[list[fx.Node]]] = {}
@@ -136,5 +140,9 @@ def _kind(nodes: list[fx.Node]) -> str:
 
 
 def type_of(val: Any) -> str:
-    """A tensor's dtype, shape and strides as text; the name of any other type."""
-    return f"{val.dtype}{list(val.shape)}{list(val.stride())}" if isinstance(val, torch.Tensor) else str(type(val))
+    """A tensor's dtype, shape, strides and device as text; the name of any other type."""
+    return (
+        f"{val.dtype}{list(val.shape)}{list(val.stride())}{val.device.type}"
+        if isinstance(val, torch.Tensor)
+        else str(type(val))
+    )

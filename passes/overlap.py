@@ -34,8 +34,8 @@ from zgraph.errors import PlanError
 from zgraph.passes.aliases import is_view
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.costs import CPU, Costs, size_of
+from zgraph.passes.memory import memory_of
 from zgraph.passes.room import Room
-from zgraph.passes.simulator import memory_of
 from zgraph.passes.transfers import Transfer, gathers_of, largest_layer, reductions_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info, set_info

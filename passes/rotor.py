@@ -15,18 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zgraph.passes.chain import Segment, Way
+from zgraph.passes.chain import Chain, Segment, chain_of
+from zgraph.passes.costs import Costs
+from zgraph.program.program import Program
 
 SLOTS = 1500
+APART = (2.0, 1.0)  # of the cuts of coarse and of fine chains (see `chain_of`)
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Run a segment's forward and leave what `way` keeps; then `rest`, of the segments behind it (None: there are none); then
+    """Run a segment's forward and leave what its `way` keeps; then `rest`, of the segments behind it (None: there are none); then
     its backward."""
 
     segment: int
-    way: Way
+    way: int
     rest: Schedule | None
 
 
@@ -103,19 +106,20 @@ class Rotor:
 
     def _choices(
         self, i: int, j: int, first: bool
-    ) -> Iterator[tuple[float, int, list[tuple[NDArray[np.float64], int]], Way | int]]:
+    ) -> Iterator[tuple[float, int, list[tuple[NDArray[np.float64], int]], tuple[str, int]]]:
         """What may be done with segments i to j: (seconds of its own, the fewest slots, the tables that it goes on with and the
-        slots that they do not get, which it is: a way that segment i is kept by, or the segment up to which nothing is kept)."""
+        slots that they do not get, which it is: a way (its number) that segment i is kept by, or the segment up to which nothing is
+        kept)."""
         segment = self.segments[i]
         behind = 0 if first else self.tangents[j]
         if i == j:
             if first:  # the last segment: its forward goes over into its backward
                 way = segment.ways[-1]
                 least = self._in_slots(max(way.forward, way.backward))
-                yield segment.seconds + segment.backward_seconds, least, [], way
+                yield segment.seconds + segment.backward_seconds, least, [], ("keep", len(segment.ways) - 1)
                 return
             way = segment.ways[0]
-            yield way.seconds + segment.backward_seconds, self._in_slots(way.backward), [], way
+            yield way.seconds + segment.backward_seconds, self._in_slots(way.backward), [], ("keep", 0)
             return
         for number, way in enumerate(segment.ways):
             if number == 0 and len(segment.ways) > 1 and not way.bytes:
@@ -126,7 +130,7 @@ class Rotor:
                 self._in_slots(way.backward + int(self.grads[j + 1] - self.grads[i + 1])),
             )
             seconds = segment.seconds + way.seconds + segment.backward_seconds
-            yield seconds, least, [(self._table(i + 1, j, first), spent)], way
+            yield seconds, least, [(self._table(i + 1, j, first), spent)], ("keep", number)
         least = 0
         for k in range(i + 1, j + 1):
             passed = self.segments[k - 1]
@@ -137,13 +141,13 @@ class Rotor:
                 float(self.cost[k] - self.cost[i]),
                 least,
                 [(self._table(k, j, first), self.enter[k]), (self.again[i, k - 1], grown)],
-                k,
+                ("again", k),
             )
 
     def _read(self, i: int, j: int, column: int, first: bool) -> Schedule:
         """The schedule behind a cell of the table."""
         best, rests = np.inf, []
-        chosen: Way | int | None = None
+        chosen: tuple[str, int] | None = None
         for seconds, least, parts, which in self._choices(i, j, first):
             if column < least or any(column < spent for _, spent in parts):
                 continue
@@ -151,11 +155,33 @@ class Rotor:
             if total < best:
                 best, chosen, rests = total, which, [spent for _, spent in parts]
         assert chosen is not None, (i, j, column)
-        if isinstance(chosen, Way):
-            rest = self._read(i + 1, j, column - rests[0], first) if j > i else None
-            return Keep(i, chosen, rest)
-        rest = self._read(chosen, j, column - rests[0], first)
-        return Again(chosen, rest, self._read(i, chosen - 1, column - rests[1], first=False))
+        kind, number = chosen
+        if kind == "keep":
+            return Keep(i, number, self._read(i + 1, j, column - rests[0], first) if j > i else None)
+        rest = self._read(number, j, column - rests[0], first)
+        return Again(number, rest, self._read(i, number - 1, column - rests[1], first=False))
+
+
+class Solver:
+    """The best schedules of a program, whose forward is cut both coarsely and finely: of fine segments fewer values need be there at
+    once, but more values cross their cuts."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        chains = [chain_of(program, costs, apart) for apart in APART]
+        self.rotors = [(chain, Rotor(chain.segments)) for chain in chains]
+        self.bytes = self.rotors[0][1].bytes
+
+    def least(self) -> int:
+        """The fewest bytes for which there is a schedule."""
+        return min(rotor.least() for _, rotor in self.rotors)
+
+    def schedule(self, size: int) -> tuple[Chain, Schedule]:
+        """The best schedule within `size` bytes, or the least that there is one for, and the chain that it is of."""
+        size = max(size, self.least())
+        chain, rotor = min(self.rotors, key=lambda way: way[1].seconds(size))
+        found = rotor.schedule(size)
+        assert found is not None
+        return chain, found
 
 
 def _most(segments: Sequence[Segment]) -> int:
@@ -178,5 +204,5 @@ def every_segment_again(segments: Sequence[Segment], first: int = 0) -> Schedule
     """The schedule of full activation checkpointing: what comes into each segment is kept, and nothing else."""
     last = len(segments) - 1
     if first == last:
-        return Keep(last, segments[last].ways[-1], None)
-    return Again(first + 1, every_segment_again(segments, first + 1), Keep(first, segments[first].ways[0], None))
+        return Keep(last, len(segments[last].ways) - 1, None)
+    return Again(first + 1, every_segment_again(segments, first + 1), Keep(first, 0, None))

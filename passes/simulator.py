@@ -3,31 +3,22 @@
 One compute stream runs the nodes in order. A collective runs on its link from its start, or from when the link is free;
 its wait holds the compute stream up until it is done. What the compute stream waits for is exposed. All data-parallel
 collectives share one link, whatever their mesh dimension: a second process group is no second network. Moves to and from
-memory of the host run on a copy engine each way, reads and writes of a disk on the disk. What lies there takes no memory here.
+memory of the host run on a copy engine each way, reads and writes of a disk on the disk, updates there on the host's processors. What
+lies there takes no memory here.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from zgraph.passes.costs import Costs, own_bytes, size_of, tier_of
-from zgraph.passes.fusion import pointwise, positions, sources
+from zgraph.passes.costs import Costs, on_host, size_of, tier_of
+from zgraph.passes.memory import memory_of
 from zgraph.program import collectives, moves
-from zgraph.program.node import Phase, Role, info
-from zgraph.program.program import InputRole, OutputRole, Port, Program
-
-_INPUTS = {
-    InputRole.PARAMETER: "parameters",
-    InputRole.STATE: "states",
-    InputRole.KEPT: "gathered",
-    InputRole.GRADIENT: "gradients",
-    InputRole.ACCUMULATOR: "gradients",
-    InputRole.SAVED: "activations",
-}
+from zgraph.program.node import Role, info
+from zgraph.program.program import Program
 
 
 @dataclass(frozen=True)
@@ -126,10 +117,11 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
     Raises `PlanError` where the hardware has no link for a mesh dimension.
     """
     compute = costs.compute(program)
-    clock = 0.0
+    clock = host = 0.0  # how far the device and the host are
     free = -lead  # when the link is
     lanes: dict[str, float] = {}  # when each copy engine and disk is
     done: dict[fx.Node, float] = {}
+    begun: dict[fx.Node, float] = {}  # when what a move takes was there
     busy: Counter[str] = Counter()
     stalls: list[Stall] = []
     moved: Counter[str] = Counter()
@@ -150,17 +142,23 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
             lane, seconds = lane_of(node), costs.move(node)
             way = f" {'read' if node.target is moves.FETCH else 'write'}" if lane == "nvme" else ""
             moved[lane + way] += size_of(moves.moved_value(node))
-            done[node] = lanes[lane] = max(clock, lanes.get(lane, 0.0)) + seconds
+            begun[node] = host if on_host(moves.moved_value(node)) else max(clock, host)
+            done[node] = lanes[lane] = max(begun[node], lanes.get(lane, 0.0)) + seconds
             busy[lane] += seconds  # type: ignore[assignment]
         elif collectives.is_wait(node) or moves.is_wait(node):
             start = node.all_input_nodes[0]
-            if done.get(start, 0.0) > clock:
-                stalls.append(Stall(node.name, info(start).role, done[start] - clock))
-                clock = done[start]
+            now = host if on_host(node) else clock
+            if done.get(start, 0.0) > now:
+                stalls.append(Stall(node.name, info(start).role, done[start] - max(now, begun.get(start, 0.0))))
+                now = done[start]
+            clock, host = (clock, now) if on_host(node) else (now, host)
+        elif node in compute and on_host(node):
+            host += compute[node]
+            busy["host"] += compute[node]  # type: ignore[assignment]
         elif node in compute:
-            clock += compute[node]
+            clock = max(clock, host) + compute[node]  # (the host starts it)
             busy["compute"] += compute[node]  # type: ignore[assignment]
-    end = max(clock, free, *lanes.values())
+    end = max(clock, host, free, *lanes.values())
     return Forecast(program.name, end, dict(busy), tuple(stalls), tuple(memory_of(program, costs.fused)), dict(moved))
 
 
@@ -168,7 +166,7 @@ def lane_of(start: fx.Node) -> str:
     """What a move occupies: "nvme" (reads and writes alike), "h2d" or "d2h"."""
     if tier_of(start) == "nvme":
         return "nvme"
-    return "h2d" if start.target is moves.FETCH else "d2h"
+    return "h2d" if start.target is moves.FETCH and not on_host(start) else "d2h"
 
 
 def bucket_of(start: fx.Node) -> list[fx.Node]:
@@ -178,80 +176,3 @@ def bucket_of(start: fx.Node) -> list[fx.Node]:
     while name is not None and collectives.is_start(found[-1].next) and info(found[-1].next).bucket == name:
         found.append(found[-1].next)
     return found
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
-def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
-    """Live bytes by category after each node, in order. `fused` says whether the backend fuses: what stays inside a kernel then
-    takes none, and a kernel's result takes the place of an operand that dies there."""
-    nodes = list(program.graph.nodes)
-    on = sources(nodes, fused)
-    at = positions(nodes, on, fused)
-    last: dict[fx.Node, int] = {}
-    backward: set[fx.Node] = set()
-    born = dict(at)
-    for node in nodes:
-        if node.target is operator.getitem and on[node] == (node,):  # made by the operator that gives several values
-            born[node] = born[node.all_input_nodes[0]]
-        if fused and on[node] != (node,) and node.op == "call_function":
-            continue  # (a view, or inside of a kernel: its readers read)
-        for used in (s for a in node.all_input_nodes for s in on[a]):
-            last[used] = max(last.get(used, 0), at[node])
-            if info(node).phase is Phase.BACKWARD:
-                backward.add(used)
-        for own in on[node]:
-            last.setdefault(own, at[node])
-    categories = {node: _INPUTS.get(port.role, "inputs") for port, node in program.input_items()}  # type: ignore[arg-type]
-    given = {root: p for p, n in program.output_items() if n in on for root in on[n]}
-    for node in categories:
-        last[node] = len(nodes)
-    changes: list[Counter[str]] = [Counter() for _ in range(len(nodes) + 1)]
-    for node in nodes:
-        if on[node] != (node,) or node.op == "output" or info(node).home is not None:
-            continue
-        category = categories.get(node) or _category(node, given, node in backward)
-        size = own_bytes(node)
-        changes[born[node]][category] += size
-        if last[node] < len(nodes) and node not in given:
-            replaced = fused and _replaced(nodes[last[node]], node, on)
-            changes[last[node] + (not replaced)][category] -= size
-    live: Counter[str] = Counter()
-    found = []
-    for change in changes[: len(nodes)]:
-        live.update(change)
-        found.append(dict(live))
-    return found
-
-
-def _replaced(reader: fx.Node, value: fx.Node, on: dict[fx.Node, tuple[fx.Node, ...]]) -> bool:
-    """Is `value` overwritten by its last reader's result? (Inductor does it within a phase, by a pointwise kernel.)"""
-    if (
-        on[reader] != (reader,)
-        or not pointwise(reader)
-        or value.op == "placeholder"
-        or size_of(reader) != size_of(value)
-    ):
-        return False
-    if info(value).phase is not info(reader).phase:
-        return False
-    dying = [s for a in reader.all_input_nodes for s in on[a] if size_of(s) == size_of(value) and _made_here(s)]
-    return bool(dying) and value is dying[0]
-
-
-def _made_here(value: fx.Node) -> bool:
-    """Is this memory that a kernel of the program was given? (Inductor writes over no other.)"""
-    return value.op != "placeholder" and value.target is not moves.FETCH
-
-
-def _category(node: fx.Node, given: dict[fx.Node, Port], read_in_backward: bool) -> str:
-    record = info(node)
-    if node.target is moves.FETCH:
-        return "fetched"
-    if collectives.is_start(node) and record.role is Role.GATHER:
-        return "gathered"
-    port = given.get(node)
-    if port is not None and port.role is OutputRole.GRADIENT:
-        return "gradients"
-    if record.phase is Phase.FORWARD and read_in_backward:
-        return "activations"
-    return "outputs" if port is not None else "temporaries"

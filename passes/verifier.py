@@ -16,7 +16,7 @@ from torch import fx
 from zgraph.errors import VerifyError
 from zgraph.passes.aliases import is_random, is_write, mutates, root_of
 from zgraph.program import collectives, moves, ops
-from zgraph.program.node import Phase, Role, has_info, info, value
+from zgraph.program.node import Phase, Role, has_info, info, tensors, value
 from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Port, Program
 
 AROUND = 5  # nodes shown on each side of a fault
@@ -327,7 +327,7 @@ def check_moves(program: Program) -> None:
         if moves.is_wait(node) and not moves.is_start(moves.start_of(node)) and not came_in:
             raise _fault(program, node, f"node {node.name!r} waits for no move", f"{node.args[0]} starts none")
         if "offloaded" in program.facts and node.op == "call_function" and not moves.is_move(node):
-            away = next((a for a in node.all_input_nodes if info(a).home is not None), None)
+            away = next((a for a in node.all_input_nodes if info(a).home is not None and not _on_host(node, a)), None)
             if away is not None:
                 raise _fault(
                     program,
@@ -335,6 +335,12 @@ def check_moves(program: Program) -> None:
                     f"node {node.name!r} reads {away.name!r}, which lies in {info(away).home}",
                     "only a fetch brings it to the device",
                 )
+
+
+def _on_host(node: fx.Node, read: fx.Node) -> bool:
+    """Do a node of an update and what it reads both stand in the host's memory?"""
+    there = all(t.device.type == "cpu" for t in tensors(node))
+    return info(node).phase is Phase.UPDATE and info(read).home == "cpu" and there
 
 
 def check_groups(program: Program) -> None:

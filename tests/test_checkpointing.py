@@ -20,7 +20,7 @@ from zgraph.passes.chain import chain_of
 from zgraph.passes.checkpoint import RematerializeOptions, rematerialize
 from zgraph.passes.cleanup import cleanup
 from zgraph.passes.costs import CPU, Costs
-from zgraph.passes.rotor import Rotor
+from zgraph.passes.rotor import Rotor, Solver
 from zgraph.passes.simulator import simulate
 from zgraph.program.node import Phase, info
 
@@ -174,6 +174,39 @@ def test_the_smallest_memory_and_the_time_are_near_the_optimum(name):
         best = oracle.seconds(size) - plain
         assert simulate(made, COSTS).seconds - plain <= 1.05 * best + 0.01 * plain
         assert besides_inputs(made) - pinned <= size + rotor.bytes // 100
+
+
+class Plain(nn.Module):
+    """Linear layers and a cheap function between them: no value is much smaller than those around it."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def plain(widths: list[int]) -> models.Case:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return models.Case(Plain(widths), (torch.randn(2048, widths[0]),))
+
+
+@pytest.mark.parametrize(
+    ("widths", "least"),
+    [([64] * 25, 0.1), ([16 * 2 ** (i // 4) for i in range(20)], 0.4), ([32, 48] * 12, 0.2)],
+    ids=["of one width", "wider and wider", "by turns"],
+)
+def test_layers_between_which_nothing_is_small_are_cut_as_well(widths, least):
+    solver = Solver(captured(plain(widths)), COSTS)
+    assert solver.least() <= least * solver.bytes
+    model, kept = gradients(plain(widths))
+    budget = int(sum(model.zgraph.forecast().programs[0].peak.values()) * 0.6)
+    _, again = gradients(plain(widths), memory_budget=budget)
+    assert models.equal(kept, again)
 
 
 def test_segments_may_be_computed_again_more_than_once():

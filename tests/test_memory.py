@@ -15,7 +15,7 @@ import zgraph
 from zgraph.compiler import programs
 from zgraph.memory import COMPILING, StepMemory, table
 from zgraph.passes.fusion import sources
-from zgraph.passes.simulator import memory_of
+from zgraph.passes.memory import memory_of
 
 ONE = {"mesh": {"dp": 1}, "zero": 0}
 TESTS = Path(__file__).parent

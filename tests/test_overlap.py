@@ -22,7 +22,8 @@ from zgraph.errors import PlanError
 from zgraph.passes import verify_program
 from zgraph.passes.costs import Costs, Hardware, Link
 from zgraph.passes.manager import History
-from zgraph.passes.simulator import memory_of, simulate
+from zgraph.passes.memory import memory_of
+from zgraph.passes.simulator import simulate
 from zgraph.passes.transfers import layers_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info

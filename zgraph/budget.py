@@ -10,15 +10,15 @@ again, those first whose second gather costs most time per byte (DeepCompile's s
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from zgraph.errors import PlanError
 from zgraph.passes import History, Pass, PassManager
-from zgraph.passes.chain import chain_of
 from zgraph.passes.costs import Costs, size_of
-from zgraph.passes.rotor import Rotor
+from zgraph.passes.rotor import Solver
 from zgraph.passes.simulator import Forecast, simulate
 from zgraph.passes.transfers import gathers_of, largest_layer
 from zgraph.pipeline import PLAIN, Choice, Variant, build
@@ -41,26 +41,42 @@ def run_passes(
     variant: Variant = PLAIN,
     *,
     training: bool = True,
-    outside: Outside | None = None,
+    outsides: Outsides | None = None,
     choice: Choice | None = None,
 ) -> tuple[History, Choice]:
-    """The plan's pipeline over a captured program, which is changed; and what was decided. `outside` is what lives besides
+    """The plan's pipeline over a captured program, which is changed; and what was decided. `outsides` are what lives besides
     it. With a `choice` (another variant's: both must save the same values) nothing is decided again.
 
     Raises `PlanError` with the smallest budget that works if the plan's does not.
     """
     if plan.memory_budget is None:
         return PassManager(build(plan, variant, training=training, costs=costs)).run(captured), Choice()
-    search = _Budget(captured, plan, costs, variant, training, outside or Outside())
+    search = _Budget(captured, plan, costs, variant, training, outsides or Outsides())
     return search.run() if choice is None else search.follow(choice)
 
 
 @dataclass(frozen=True)
 class Outside:
-    """Bytes besides those of forward and backward: `held` all the time, and all that there are at the peak of the `update`."""
+    """What there is besides forward and backward: bytes `held` all the time, all bytes at the peak of the `update`, and the
+    seconds that it takes."""
 
     held: int = 0
     update: int = 0
+    seconds: float = 0.0
+
+
+class Outsides:
+    """The `Outside` for each of the `shares` of the optimizer's states that may be offloaded, made when it is asked for."""
+
+    def __init__(
+        self, shares: tuple[float, ...] = (0.0,), make: Callable[[float], Outside] = lambda share: Outside()
+    ) -> None:
+        self.shares = shares
+        self.at = functools.cache(make)
+
+    @property
+    def first(self) -> Outside:
+        return self.at(self.shares[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +89,7 @@ class _Outcome:
 
 class _Budget:
     def __init__(
-        self, captured: Program, plan: Plan, costs: Costs, variant: Variant, training: bool, outside: Outside
+        self, captured: Program, plan: Plan, costs: Costs, variant: Variant, training: bool, outsides: Outsides
     ) -> None:
         assert plan.memory_budget is not None
         self.captured = captured
@@ -81,17 +97,58 @@ class _Budget:
         self.costs = costs
         self.variant = variant
         self.training = training
-        self.outside = outside
-        self.offloads = training and plan.offload.activations != "none"
+        self.outsides = outsides
+        self.offloads = training and plan.offload.tier("activations") is not None
         self.least = LEAST.but(away=0) if self.offloads else LEAST
         self.budget: int = plan.memory_budget
         passes = self._passes(LEAST)
         self.cut = [p.name for p in passes].index("shard_parameters")
         manager = PassManager(passes[: self.cut], verify=False, snapshots=False)
         self.start = manager.run(captured.snapshot()).program  # what all choices have in common
+        self.share = outsides.shares[0]
         self.tried: dict[Choice, _Outcome] = {}
+        self.simulated: dict[Choice, tuple[Forecast, int, int]] = {}
 
     def run(self) -> tuple[History, Choice]:
+        best, missed = self._best_of_all()
+        history = PassManager(self._passes(best.choice)).run(self.captured.snapshot())
+        if missed is not None:
+            history.program.remarks.append(missed)
+        return history, best.choice.but(states=self.share)
+
+    def _best_of_all(self) -> tuple[_Outcome, Remark | None]:
+        """The fastest step with its update, over all shares of the states that may be offloaded. The more is offloaded, the longer
+        takes the update, and the less has to be done for activations. Raises `PlanError` where none fits."""
+        found: list[tuple[float, float, _Outcome, Remark | None]] = []
+        refused: list[PlanError] = []
+        for share in self.outsides.shares:
+            least = min((f.seconds for f, _, _ in self.simulated.values()), default=0.0)
+            if any(outcome.seconds <= least for _, _, outcome, _ in found):
+                break  # (no step is faster, and the update only gets slower)
+            self._turn_to(share)
+            if found and self.outside.seconds + least >= min(found, key=lambda way: way[0])[0]:
+                break
+            try:
+                outcome, missed = self._best()
+            except PlanError as error:
+                refused.append(error)
+            else:
+                found.append((self.outside.seconds + outcome.seconds, share, outcome, missed))
+        if not found:
+            raise refused[-1]
+        _, share, outcome, missed = min(found, key=lambda way: way[:2])
+        self._turn_to(share)
+        return outcome, missed
+
+    def _turn_to(self, share: float) -> None:
+        self.share, self.tried = share, {}
+
+    @property
+    def outside(self) -> Outside:
+        return self.outsides.at(self.share)
+
+    def _best(self) -> tuple[_Outcome, Remark | None]:
+        """The fastest for one share. Raises `PlanError` where none fits."""
         plain = self._try(self.least)
         base = plain if plain.peak <= self.budget else self._smaller(plain)
         layer = largest_layer(self.start)
@@ -101,32 +158,33 @@ class _Budget:
             found += self._fitted(base.choice.but(room=layer * n // 2, spare=spare, reduce=layer * n))
         best = min(found, key=lambda o: (o.seconds, o.peak))
         ways = [self._keep(outcome) for outcome in dict.fromkeys((best, base, *self._with_room(base)))]
-        best, missed = min(ways, key=lambda way: (way[0].seconds, way[0].peak))
-        history = PassManager(self._passes(best.choice)).run(self.captured)
-        if missed is not None:
-            history.program.remarks.append(missed)
-        return history, best.choice
+        return min(ways, key=lambda way: (way[0].seconds, way[0].peak))
 
     def follow(self, choice: Choice) -> tuple[History, Choice]:
         """Another variant's decisions. Raises `PlanError` if it does not fit with them."""
-        outcome = self._try(choice)
+        if choice.states is not None:
+            self._turn_to(choice.states)
+        outcome = self._try(choice.but(states=None))
         if outcome.peak > self.budget:
             raise self._refusal(outcome, f"{self.captured.name} with the gradients and weights of other micro-batches")
-        return PassManager(self._passes(choice)).run(self.captured), choice
+        return PassManager(self._passes(choice)).run(self.captured.snapshot()), choice
 
     # -- trying -----------------------------------------------------------------------------------------------------------
     def _passes(self, choice: Choice) -> list[Pass]:
-        return build(self.plan, self.variant, training=self.training, costs=self.costs, choice=choice)
+        solver = self._solver if choice.activations is not None else None
+        return build(self.plan, self.variant, training=self.training, costs=self.costs, choice=choice, solver=solver)
 
     def _try(self, choice: Choice) -> _Outcome:
-        if choice not in self.tried:
+        if choice not in self.simulated:
             program = self._after_cut(choice)
             found = simulate(program, self.costs)
-            came = sum(
-                size_of(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values()
-            )  # (counted by the program)
-            peak = max(sum(found.peak.values()), _after(program)) + max(self.outside.held - came, 0)
-            peak = max(peak, self.outside.update)
+            came = sum(size_of(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values())
+            self.simulated[choice] = found, max(sum(found.peak.values()), _after(program)), came
+        if choice not in self.tried:
+            found, peak, came = self.simulated[choice]
+            peak = max(
+                peak + max(self.outside.held - came, 0), self.outside.update
+            )  # (`came` is counted by the program)
             self.tried[choice] = _Outcome(choice, peak, found.seconds, found)
         return self.tried[choice]
 
@@ -135,8 +193,8 @@ class _Budget:
         return PassManager(passes, verify=False, snapshots=False).run(self.start.snapshot()).program
 
     @cached_property
-    def _rotor(self) -> Rotor:
-        return Rotor(chain_of(self.start, self.costs).segments)
+    def _solver(self) -> Solver:
+        return Solver(self.start, self.costs)
 
     def _smaller(self, plain: _Outcome) -> _Outcome:
         """The fastest way to take less: fewest offloaded, fewest computed again, or some of both. Raises `PlanError` where the
@@ -161,7 +219,7 @@ class _Budget:
         """The least that must be computed again. Raises `PlanError` where the smallest is too much."""
         if self.plan.recompute != "auto" or not self.training:
             raise self._refusal(plain, f"{self.captured.name}, with nothing kept and nothing gathered ahead")
-        low, high = self._rotor.least(), self._rotor.bytes
+        low, high = self._solver.least(), self._solver.bytes
         best = outcome = self._try(least.but(activations=low))
         if best.peak > self.budget:
             raise self._refusal(best, f"{self.captured.name}, with all computed again that can be")
@@ -184,7 +242,7 @@ class _Budget:
         used = base.choice.activations
         if used is None or base.forecast.exposed.get("gather", 0.0) < WORTH * base.seconds:
             return []
-        least = self._rotor.least()
+        least = self._solver.least()
         return [self._try(base.choice.but(activations=at)) for at in sorted({least, (least + used) // 2} - {used})]
 
     def _fitted(self, choice: Choice) -> list[_Outcome]:
@@ -207,7 +265,8 @@ class _Budget:
             why=f"{what}, needs {shown_bytes(outcome.peak)} at its peak ({there}{outside}), and takes "
             f"{outcome.seconds * 1e3:.4g} ms by the plan's hardware",
             hint=f"the smallest that works is {outcome.peak} bytes; or more ranks, a smaller batch, a higher ZeRO stage"
-            + ("" if self.plan.recompute == "auto" else ', recompute="auto"'),
+            + ("" if self.plan.recompute == "auto" else ', recompute="auto"')
+            + ("" if self.plan.offload.tiers() else ", or offload"),
         )
 
     # -- kept weights -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zgraph.budget import Outside, run_passes
+from zgraph.budget import Outside, Outsides, run_passes
 from zgraph.capture import Trace, trace
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
@@ -42,7 +42,7 @@ class StepProgram:
         plan: Plan,
         groups: dict[str, str],
         costs: Costs,
-        outside: Outside,
+        outsides: Outsides,
         agree: Callable[[Program], None],
     ) -> None:
         self.name = name
@@ -51,7 +51,7 @@ class StepProgram:
         self.plan = plan
         self.groups = groups
         self.costs = costs
-        self.outside = outside
+        self.outsides = outsides
         self.random = any(is_random(n) for n in captured.graph.nodes)
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
@@ -81,10 +81,20 @@ class StepProgram:
                 self.costs,
                 variant,
                 training=self.differentiated,
-                outside=self.outside,
+                outsides=self.outsides,
                 choice=self._choice,
             )
         return self._histories[variant]
+
+    @property
+    def states(self) -> float | None:
+        """The share of the optimizer's states that a budget's search has let be offloaded; None before it."""
+        return self._choice.states if self._choice is not None else None
+
+    @property
+    def outside(self) -> Outside:
+        """What a rank holds besides."""
+        return self.outsides.first if self.states is None else self.outsides.at(self.states)
 
     def variants(self) -> list[Variant]:
         """Those that a training step of this plan takes, the plain one first."""
@@ -163,7 +173,7 @@ class Entry:
         plan: Plan,
         groups: dict[str, str],
         costs: Costs,
-        outside: Outside,
+        outsides: Outsides,
         device: torch.device,
         agree: Callable[[Program], None] = lambda program: None,
     ) -> None:
@@ -173,7 +183,7 @@ class Entry:
         self.plan = plan
         self.groups = groups
         self.costs = costs
-        self.outside = outside
+        self.outsides = outsides
         self.agree = agree
         self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device, plan.resolved_precision())
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
@@ -193,7 +203,7 @@ class Entry:
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
             captured = self.trace.joint(chosen, decompositions, name)
             self._programs[chosen] = StepProgram(
-                name, captured, self.plan, self.groups, self.costs, self.outside, self.agree
+                name, captured, self.plan, self.groups, self.costs, self.outsides, self.agree
             )
         return self._programs[chosen]
 

@@ -20,7 +20,8 @@ from zgraph.errors import MeshError, ModelError, OffloadError, PlanError
 from zgraph.handle import attach, is_compiled
 from zgraph.passes import History
 from zgraph.passes.costs import Costs
-from zgraph.pipeline import costs_of
+from zgraph.pipeline import Choice, costs_of
+from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import ParamSpec, Program
@@ -30,7 +31,7 @@ from zgraph.sharding import bits, planned_layout, shard
 from zgraph.tiers.moves import Tiers
 from zgraph.update.groups import members_of
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.program import away_bytes, outside_of, update_history, update_options
+from zgraph.update.program import away_bytes, outside_of, shares_of, whole_update
 from zgraph.update.schedule import torch_scheduler
 
 logger = logging.getLogger(__name__)
@@ -83,9 +84,9 @@ def compile(
         logging.getLogger("zgraph").setLevel(logging.WARNING)
     agreement = Agreement(mesh)
     precision = plan.resolved_precision()
-    specs = planned_layout(model, sizes, plan)
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
-    costs = agreed_costs(plan, device, agreement)
+    plan = placed(plan, model, sizes, device, lambda mine: agreement.any("room in the host's memory", mine))
+    specs = planned_layout(model, sizes, plan)
     agreement.vote(
         "the model",
         "; ".join(f"{s.name}: {s.dtype}{list(s.shape)}{'' if s.requires_grad else ' frozen'}" for s in specs.values()),
@@ -112,6 +113,7 @@ def compile(
     if agreement.any("weights beyond the range of the low dtype", bool(too_large)):
         raise overflow_error(too_large or ["(of another rank)"])
     tiers = _tiers(model, plan, specs, device, agreement)
+    costs = agreed_costs(plan, device, agreement, tiers)
     shards = shard(model, specs, mesh, device, seed, tiers.of("parameters"))
     prepare(model, precision, specs)
     runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement, costs, tiers)
@@ -139,10 +141,23 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
     program, not yet split into forward and backward; it is the same on every rank. Raises what `compile` does, but
     for `LoweringError`: nothing is compiled, and the model is not changed.
     """
-    captured = captured_program(model, plan, inputs, world)
+    return _programs(model, plan, inputs, world, costs)[0]
+
+
+def _programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Costs | None) -> tuple[History, Choice]:
+    sizes = plan.resolve_mesh(world)
     costs = costs or costs_of(plan, _device(model))
-    outside = outside_of(model, captured.params, plan, plan.resolve_mesh(world), _device(model))
-    return run_passes(captured, plan, costs, training=captured.name == "train", outside=outside)[0]
+    plan, device = _placed(model, plan, sizes, costs)
+    captured = captured_program(model, plan, inputs, world)
+    outsides = outside_of(model, captured.params, plan, sizes, device, costs)
+    return run_passes(captured, plan, costs, training=captured.name == "train", outsides=outsides)
+
+
+def _placed(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs) -> tuple[Plan, torch.device]:
+    """The plan with its places, and the device that its programs are for: where something is offloaded, that of the hardware."""
+    device = torch.device("cuda", 0) if costs.hardware.device == "cuda" else _device(model)
+    plan = placed(plan, model, sizes, device)
+    return plan, device if plan.offload.tiers() else _device(model)
 
 
 def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Program:
@@ -161,18 +176,24 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
     return traced.joint(pattern, decompositions, "train" if pattern else "eval")
 
 
-def update_program(model: nn.Module, plan: Plan, world: int) -> History:
+def update_program(model: nn.Module, plan: Plan, world: int, inputs: Inputs | None = None) -> History:
     """The update of all of `model`'s parameters that train, by the plan's optimizer, for `world` ranks, without any.
 
-    The model is not compiled, may be on the meta device, and is not changed. Raises `PlanError` if the plan has no
+    The model is not compiled, may be on the meta device, and is not changed. How many states are offloaded may depend on the
+    step's memory, and so on the `inputs` (see `programs`): without them none are that need not be. Raises `PlanError` if the plan has no
     optimizer, or groups that do not fit the model.
     """
     if plan.optimizer is None:
         raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
     sizes = plan.resolve_mesh(world)
-    specs = planned_layout(model, sizes, plan)
-    members = [m for m in members_of(model, specs, plan.optimizer) if specs[m.name].requires_grad]
-    return update_history(plan, members, specs, sizes, _device(model), update_options(plan, members, specs))
+    plan, device = _placed(model, plan, sizes, costs_of(plan, _device(model)))
+    share = None
+    if inputs is not None and len(shares_of(plan)) > 1:
+        share = _programs(model, plan, inputs, world, None)[1].states
+    found = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device, share)
+    if found is None:
+        raise ModelError("no parameter of the model trains", hint="requires_grad_() on those that are to")
+    return found
 
 
 def _tiers(

@@ -17,7 +17,8 @@ from torch import fx
 
 from zgraph.passes.aliases import is_view, root_of
 from zgraph.passes.costs import Costs, bytes_of, flops_of, size_of
-from zgraph.passes.simulator import bucket_of, memory_of
+from zgraph.passes.memory import memory_of
+from zgraph.passes.simulator import bucket_of
 from zgraph.program import collectives
 from zgraph.program.node import Role, info, tensors
 from zgraph.program.program import ParamSpec, Program

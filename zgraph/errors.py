@@ -18,6 +18,7 @@ __all__ = [
     "MeshError",
     "ModelError",
     "OffloadError",
+    "OutOfMemoryError",
     "OverflowError",
     "PassError",
     "PlanError",
@@ -135,6 +136,10 @@ class SymbolicError(ZgraphError):
 
 class OffloadError(ZgraphError):
     """A tensor that can't be moved to or from where it is offloaded; `where` is the folder of its file."""
+
+
+class OutOfMemoryError(ZgraphError, RuntimeError):
+    """A device without room for a step, and what would have fitted; `where` is the user's source line."""
 
 
 class TargetError(ZgraphError):

@@ -115,6 +115,11 @@ class Handle:
             for module in modules:
                 module.training = True
 
+    def finish(self) -> None:
+        """Let an update end that runs late (`offload.delayed_after`), and the weights be those after it: before they are saved or used
+        for anything but the next step. All ranks must call it."""
+        self.runtime.updater.finish()
+
     @property
     def optimizer(self) -> PlanOptimizer | None:
         """The plan's optimizer as a `torch.optim.Optimizer`: its groups' numbers can be read and set. None without one."""
@@ -178,6 +183,7 @@ class Handle:
         optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would be another (stages 1
         to 3 share one), `RankMismatchError` if ranks give different plans.
         """
+        from zgraph.placing import placed
         from zgraph.runtime import agreed_costs
         from zgraph.sharding import planned_layout
 
@@ -188,6 +194,9 @@ class Handle:
                 f"recompile keeps the mesh {old.sizes}, the plan has {sizes}",
                 hint="compile a fresh model, and load a state dict",
             )
+        plan = placed(
+            plan, old.module, sizes, old.device, lambda mine: old.agreement.any("room in the host's memory", mine)
+        )
         if plan.offload != old.plan.offload:
             raise ModelError(
                 "the plan offloads otherwise", where="offload", hint="compile a fresh model, and load a state dict"
@@ -209,7 +218,7 @@ class Handle:
             old.shards,
             old.device,
             old.agreement,
-            agreed_costs(plan, old.device, old.agreement),
+            agreed_costs(plan, old.device, old.agreement, old.tiers),
             old.tiers,
         )
         made.updater.adopt(old.updater, copies=False)

@@ -1,17 +1,19 @@
-"""The memory that steps really take, to stand beside its forecast.
+"""The memory that there is, and that steps really take, to stand beside its forecast.
 
 On CUDA it is what torch's allocator says of itself; on CPU it is counted, once `zgraph.allocations.count()` has been called.
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from zgraph import allocations
-from zgraph.passes.simulator import memory_of
+from zgraph.passes.memory import memory_of
 from zgraph.program.program import Program
 from zgraph.record import shown_bytes
 
@@ -64,3 +66,44 @@ def table(programs: Sequence[Program], fused: bool, held: int, measured: int | N
         line += f", measured {shown_bytes(measured)} ({(total - measured) / measured:+.1%})"
     parts = [*worst.items(), ("optimizer states and waiting gradients", held)]
     return [line, *(f"  {name:40} {shown_bytes(size)}" for name, size in sorted(parts, key=lambda i: -i[1]) if size)]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of a device: `held` by this process's tensors, None where nobody counts; `free` ones that it could still get."""
+
+    held: int | None
+    free: int
+
+
+def room_of(device: torch.device) -> Room:
+    """What is held of a device, and what is left."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return Room(held, free + reserved - held)
+    return Room(allocations.live() if allocations.counting() else None, host_free())
+
+
+def host_free() -> int:
+    """Bytes of the host's memory that this process can still get: the least of what the system, the process's limit on address space and
+    its control group leave."""
+    found = []
+    for line in _text("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = _text("/proc/self/statm").split()
+    if limit != resource.RLIM_INFINITY and pages:
+        found.append(limit - int(pages[0]) * resource.getpagesize())
+    group = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
+    if all(text.isdigit() for text in group):
+        found.append(int(group[0]) - int(group[1]))
+    return max(0, min(found, default=0))
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

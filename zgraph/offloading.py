@@ -5,7 +5,8 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, StrictInt, model_validator
 
@@ -16,25 +17,41 @@ from zgraph.record import Record, short
 
 def _check_place(place: str) -> str:
     kind, _, folder = place.partition(":")
-    if place in ("none", "cpu") or (kind == "nvme" and folder):
+    if place in ("none", "cpu", "auto") or (kind in ("nvme", "auto") and folder):
         return place
-    raise PlanError(f"{short(place)} is no place", hint='"none", "cpu" (the host\'s memory) or "nvme:FOLDER"')
+    hint = '"none", "cpu" (the host\'s memory), "nvme:FOLDER", "auto" or "auto:FOLDER"'
+    raise PlanError(f"{short(place)} is no place", hint=hint)
 
 
+KINDS = ("activations", "optimizer", "parameters")
 Place = Annotated[str, AfterValidator(_check_place)]
 
 
 class Offload(Record, frozen=True):
-    """Where what the device need not hold lies (after ZeRO-Infinity; Rajbhandari et al., 2021)."""
+    """Where what the device need not hold lies (after ZeRO-Infinity; Rajbhandari et al., 2021).
+
+    "auto" is the device, but where a `memory_budget` needs more: then the memory of the host, if that is another, or a file in
+    the FOLDER of "auto:FOLDER".
+    """
 
     activations: Place = Field(
-        default="none", description="what the forward leaves for the backward (DeepSpeed: cpu_checkpointing)"
+        default="auto", description="what the forward leaves for the backward (DeepSpeed: cpu_checkpointing)"
     )
-    optimizer: Place = Field(default="none", description="the optimizer's states")
-    parameters: Place = Field(default="none", description="shards of parameters, and their gradients (zero=3)")
-    ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=1.0,
-        description="the share of the optimizer's states that goes, the largest parameters' first (DeepSpeed: twin-flow)",
+    optimizer: Place = Field(default="auto", description="the optimizer's states")
+    parameters: Place = Field(default="auto", description="shards of parameters, and their gradients (zero=3)")
+    ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="the share of the optimizer's states that goes, the largest parameters' first (DeepSpeed: twin-flow); none: all, or "
+        'of "auto" what the budget needs',
+    )
+    update_on: Literal["host", "device"] = Field(
+        default="host",
+        description="where what is offloaded is updated: on the host's processors (ZeRO-Offload), or on the device, to which it comes",
+    )
+    delayed_after: Annotated[StrictInt, Field(ge=0)] | None = Field(
+        default=None,
+        description="CHANGES THE NUMERICS: after so many updates, those of what is offloaded run beside the next step, which computes with "
+        "the weights before them (ZeRO-Offload's one-step delayed parameter update); none: never",
     )
     staging_bytes: Bytes | None = Field(
         default=None,
@@ -60,10 +77,17 @@ class Offload(Record, frozen=True):
             )
         return self
 
+    def placed(self, auto: Mapping[str, str]) -> Self:
+        """With the places that "auto" is given. (Where the optimizer's is one, `ratio` stays open, and the budget decides.)"""
+        places = {what: auto[what] if getattr(self, what).startswith("auto") else getattr(self, what) for what in KINDS}
+        named = not self.optimizer.startswith("auto")
+        ratio = 1.0 if self.ratio is None and (named or places["optimizer"] == "none") else self.ratio
+        return self.model_copy(update={**places, "ratio": ratio})
+
     def tier(self, what: str) -> str | None:
-        """ "cpu" or "nvme" for "activations", "optimizer" or "parameters"; None for the device."""
-        place: str = getattr(self, what)
-        return None if place == "none" else place.partition(":")[0]
+        """ "cpu" or "nvme" for "activations", "optimizer" or "parameters"; None for the device, and as long as it is "auto"."""
+        kind = str(getattr(self, what)).partition(":")[0]
+        return kind if kind in ("cpu", "nvme") else None
 
     def folder(self) -> str | None:
         """The folder of the disk; there is one at most."""
@@ -71,10 +95,7 @@ class Offload(Record, frozen=True):
 
     def tiers(self) -> list[str]:
         """Those that there are to be, "cpu" before "nvme"."""
-        return sorted({p.partition(":")[0] for p in self._places() if p != "none"})
+        return sorted({t for t in map(self.tier, KINDS) if t is not None})
 
     def _folders(self) -> list[str]:
-        return sorted({p.partition(":")[2] for p in self._places() if p.startswith("nvme:")})
-
-    def _places(self) -> tuple[str, str, str]:
-        return self.activations, self.optimizer, self.parameters
+        return sorted({f for _, _, f in (getattr(self, what).partition(":") for what in KINDS) if f})

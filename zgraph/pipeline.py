@@ -21,10 +21,11 @@ from zgraph.passes.in_place import write_in_place
 from zgraph.passes.inductor_prepare import inductor_prepare
 from zgraph.passes.loss_scale import scale_loss
 from zgraph.passes.offload import OffloadOptions, offload
-from zgraph.passes.offload_update import offload_update
+from zgraph.passes.offload_update import OffloadUpdateOptions, offload_update
 from zgraph.passes.overlap import OverlapOptions, overlap
 from zgraph.passes.recompute import recompute
 from zgraph.passes.release import release
+from zgraph.passes.rotor import Solver
 from zgraph.passes.zero import (
     KeepOptions,
     ReduceOptions,
@@ -56,8 +57,9 @@ PLAIN = Variant()  # a step of one micro-batch
 class Choice:
     """What is decided under a memory budget: bytes of gathered weights beyond what is needed at once, those by which they may
     raise the peak, those of gradients that wait (None: as the plan says), the weights that are held from the forward to
-    the backward, the bytes that activations may take (None: all are kept that the plan does not say otherwise of), and those of
-    activations that are offloaded, where the plan lets them (None: all)."""
+    the backward, the bytes that activations may take (None: all are kept that the plan does not say otherwise of), those of
+    activations that are offloaded, where the plan lets them (None: all), and the share of the optimizer's states that is (None:
+    the plan's `offload.ratio`)."""
 
     room: int | None = None
     spare: int | None = None
@@ -65,6 +67,7 @@ class Choice:
     keep: frozenset[str] = frozenset()
     activations: int | None = None
     away: int | None = None
+    states: float | None = None
 
     def but(self, **changes: Any) -> Choice:
         return replace(self, **changes)
@@ -90,10 +93,12 @@ def build(
     training: bool = True,
     costs: Costs | None = None,
     choice: Choice = Choice(),
+    solver: Solver | None = None,
 ) -> list[Pass]:
     """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there.
 
-    Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU). A program
+    Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU); `solver` is one for what is computed
+    again, where there is one already. A program
     that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
     """
     costs = costs or costs_of(plan)
@@ -104,7 +109,7 @@ def build(
         if plan.recompute != "none":
             passes.append(recompute())
     if training:
-        passes += _checkpointing(plan, costs, choice)
+        passes += _checkpointing(plan, costs, choice, solver)
     passes.append(shard_parameters())
     if keep:
         passes.append(keep_gathered(KeepOptions(variant.gathered_before)))
@@ -115,7 +120,7 @@ def build(
     passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
     passes.append(bucket(BucketOptions(plan.bucket.gather, plan.bucket.reduce, costs)))
     early = plan.prefetch
-    across = training and plan.optimizer is not None and early.across_steps and plan.offload.parameters == "none"
+    across = training and plan.optimizer is not None and early.across_steps and plan.offload.tier("parameters") is None
     waiting = choice.reduce if early.reduce_bytes is None else early.reduce_bytes
     bounds = OverlapOptions(
         max_bytes=early.max_bytes,
@@ -131,15 +136,15 @@ def build(
     if not keep:
         passes.append(release())
     away = plan.offload
-    if away.parameters != "none" or (training and away.activations != "none"):
-        tier = away.tier("activations") if training else None
+    tier = away.tier("activations") if training else None
+    if tier is not None or away.tier("parameters") is not None:
         passes.append(offload(OffloadOptions(tier, choice.away, away.least_bytes, away.staging_bytes, costs)))
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
     return passes
 
 
-def _checkpointing(plan: Plan, costs: Costs, choice: Choice) -> list[Pass]:
+def _checkpointing(plan: Plan, costs: Costs, choice: Choice, solver: Solver | None) -> list[Pass]:
     """What is computed again besides cheap values: what the model and the plan say, or what the budget needs."""
     asked = plan.recompute
     if isinstance(asked, tuple):
@@ -151,7 +156,7 @@ def _checkpointing(plan: Plan, costs: Costs, choice: Choice) -> list[Pass]:
     if asked == "full":
         found.append(rematerialize(RematerializeOptions(None, costs)))
     elif choice.activations is not None:
-        found.append(rematerialize(RematerializeOptions(choice.activations, costs)))
+        found.append(rematerialize(RematerializeOptions(choice.activations, costs, solver)))
     return found
 
 
@@ -169,7 +174,11 @@ def build_update_passes(plan: Plan, first: tuple[str, ...] = ()) -> list[Pass]:
     """The pipeline of update programs; the parameters named in `first` are updated as early as they can be."""
     away = bool(plan.offload.tiers())
     grouped = group_updates(GroupOptions(first, plan.offload.sub_group_bytes))
-    return [write_in_place(), grouped, *([offload_update()] if away else [])]
+    return [
+        write_in_place(),
+        grouped,
+        *([offload_update(OffloadUpdateOptions(plan.offload.update_on == "host"))] if away else []),
+    ]
 
 
 def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | None) -> None:

@@ -271,14 +271,14 @@ class Plan(Record, frozen=True):
                 why="only stage 3 gathers weights for a time; the other stages keep what they gather until the update",
                 hint="zero=3, or leave it out",
             )
-        if self.offload.parameters != "none" and self.zero < 3:
+        if self.offload.tier("parameters") is not None and self.zero < 3:
             raise PlanError(
                 f"offload.parameters at stage {self.zero}",
                 where="offload.parameters",
                 why="only stage 3 lets go of a weight after its use; the other stages hold what they gather",
                 hint="zero=3 (in one process too), or leave it out",
             )
-        if self.offload.optimizer != "none" and self.optimizer is None:
+        if self.offload.tier("optimizer") is not None and self.optimizer is None:
             raise PlanError("states of no optimizer", where="offload.optimizer", hint="give the plan an optimizer")
         if self.numerics is not None and not isinstance(self.precision, str):
             raise PlanError(

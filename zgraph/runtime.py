@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zgraph.ahead import Ahead
 from zgraph.compiled import Entry, StepProgram
 from zgraph.errors import CaptureError, ModelError, PlanError, SignatureError, UnsupportedError
 from zgraph.memory import StepMemory
+from zgraph.out_of_memory import explained
 from zgraph.passes.costs import Costs
 from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
@@ -37,15 +39,16 @@ from zgraph.signature import brief, shared, signature
 from zgraph.tiers.moves import Tiers
 from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.unchanged import Unchanged
-from zgraph.update.program import outside_of
+from zgraph.update.program import outside_of, shares_of
 from zgraph.update.updater import Updater
 
 logger = logging.getLogger(__name__)
 
 
-def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement) -> Costs:
-    """What the ranks schedule from, equal on all: else they would wait for each other's collectives for ever. Raises
-    `PlanError` on every rank if one can't read the hardware's file."""
+def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, tiers: Tiers) -> Costs:
+    """What the ranks schedule from, equal on all: else they would wait for each other's collectives for ever. A disk that `tiers` have
+    is as fast as it was seen to be, on the rank with the slowest. Raises `PlanError` on every rank if one can't read the hardware's
+    file."""
 
     def refused(rank: int, said: str) -> PlanError:
         return PlanError(
@@ -54,7 +57,11 @@ def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement) -> Cost
 
     costs = agreement.together("the hardware's file", lambda: costs_of(plan, device), refused)
     agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
-    return costs
+    if tiers.preflight is None:
+        return costs
+    mine = min(tiers.preflight.read_rate, tiers.preflight.write_rate)
+    slowest = min(agreement.gather("the disk's rate", mine))
+    return replace(costs, hardware=costs.hardware.model_copy(update={"nvme": slowest}))
 
 
 class Runtime:
@@ -86,6 +93,9 @@ class Runtime:
         if mesh is not None:
             self.groups |= {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()}
         self.costs = costs
+        self.shares = shares_of(
+            plan
+        )  # of the optimizer's states that may be offloaded: one, once the first program has chosen
         self.entries: dict[str, Entry] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
         self.kept: dict[str, torch.Tensor] = {}
@@ -174,7 +184,7 @@ class Runtime:
             self.plan,
             self.groups,
             self.costs,
-            outside_of(self.module, specs, self.plan, self.sizes, self.device),
+            outside_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares),
             self.device,
             self.agree,
         )
@@ -189,6 +199,10 @@ class Runtime:
         if self.plan.memory_budget is not None and step.differentiated:
             for variant in step.variants():
                 step.history(variant)  # (what does not fit is refused now, not in the middle of a step)
+        if step.differentiated and step.states is not None and len(self.shares) > 1:
+            self.shares = (step.states,)
+            self.agreement.vote("the share of the optimizer's states that is offloaded", str(step.states))
+            self.updater.offload(step.states)
         step.ahead()
         step.forward()
         if step.parts().backward is not None:
@@ -264,7 +278,8 @@ class Runtime:
             flying.pop(p.name) if p.role is InputRole.FLYING else self._input(p, flat)
             for p in executable.program.inputs
         ]
-        values = executable.run(given)
+        with explained(self, executable, step):
+            values = executable.run(given)
         outputs = list(entry.constants)
         saved = _Saved()
         seen = {id(v) for v in flat}
@@ -349,7 +364,10 @@ class Runtime:
         if clear:
             saved.clear()
         self.clock.ran(executable.program)
-        results = executable.run(values)
+        with explained(self, executable, step):
+            results = executable.run(values)
+        if self.plan.offload.tier("parameters") is not None:
+            self.tiers.settle()  # (gradients lie with their parameters, and may be read)
         gradients: dict[tuple[InputRole | None, str], torch.Tensor] = {}
         for port, value in zip(executable.program.outputs, results, strict=True):
             is_param = port.of is InputRole.PARAMETER

@@ -25,6 +25,7 @@ from zgraph.compiler import Inputs, split_inputs
 from zgraph.errors import ModelError, SignatureError
 from zgraph.passes.virtual import coordinates, run_virtual
 from zgraph.pipeline import costs_of
+from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
@@ -123,6 +124,7 @@ def verify(
     sizes = plan.resolve_mesh(world)
     model = copy.deepcopy(model)
     precision = plan.resolved_precision()
+    plan = placed(plan, model, sizes, _device(model))
     specs = planned_layout(model, sizes, plan)
     check(model, precision, specs)
     prepare(model, precision, specs)
@@ -130,6 +132,7 @@ def verify(
     batches = [_part(inputs, r, world) for r in range(world)]
     args, kwargs = split_inputs(batches[0])
     forward = getattr(model.forward, "__func__", None)
+    costs = costs_of(plan, _device(model))
     entry = Entry(
         "verify",
         "",
@@ -141,8 +144,8 @@ def verify(
         sizes,
         plan,
         {},
-        costs_of(plan, _device(model)),
-        outside_of(model, specs, plan, sizes, _device(model)),
+        costs,
+        outside_of(model, specs, plan, sizes, _device(model), costs),
         _device(model),
     )
     state = torch.get_rng_state()

@@ -66,12 +66,14 @@ def lower(name: str, folder: Path) -> list[dict[str, object]]:
     return made
 
 
-def lower_offload(world: int, folder: Path) -> list[dict[str, object]]:
-    """A step and an update of which all lies in the host's memory: each part's moves as the program and as its code has them."""
+def lower_offload(world: int, on: str, folder: Path) -> list[dict[str, object]]:
+    """A step and its update of which all lies in the host's memory (but parameters, where the update is made there): each part's moves
+    as the program and as its code has them."""
     layers, dtype, _, _ = next(iter(cases.CASES.values()))
     with torch.device("meta"):
         model = cases.Model(layers, dtype)
-    away = {"least_bytes": 1, **dict.fromkeys(("activations", "optimizer", "parameters"), "cpu")}
+    kinds = ("activations", "optimizer", *(["parameters"] if on == "device" else []))
+    away = {"least_bytes": 1, "update_on": on, **dict.fromkeys(kinds, "cpu")}
     plan = zgraph.Plan(mesh={"dp": world}, zero=3, optimizer=zgraph.AdamW(), offload=away)
     parts = split(programs(model, plan, (cases.tokens().to("meta"),), world).program)
     update = update_program(model, plan, world).program
@@ -125,7 +127,8 @@ if __name__ == "__main__":
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     found = {name: lower(name, target) for name in cases.CASES}
     found |= {f"update, {precision}": lower_update(precision, target) for precision in ("fp32", "fp16")}
-    found |= {f"offload, {world}": lower_offload(world, target) for world in (1, 2)}
+    for on in ("host", "device"):
+        found |= {f"offload, {world}, {on}": lower_offload(world, on, target) for world in (1, 2)}
     (target / "lowered.json").write_text(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # the stand-in for the device has nothing to tear down

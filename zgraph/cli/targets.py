@@ -96,7 +96,8 @@ def history_of(target: Target, plan: Plan, world: int, update: bool) -> History:
     """What the plan's passes make of a target: of its step, or of its update."""
     from zgraph.compiler import programs, update_program
 
-    return update_program(target.model, plan, world) if update else programs(target.model, plan, target.inputs, world)
+    made = update_program if update else programs
+    return made(target.model, plan, inputs=target.inputs, world=world)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

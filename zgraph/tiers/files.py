@@ -442,25 +442,10 @@ class FileStore:
     # The whole
 
     def preflight(self, needed: int) -> Preflight:
-        """What the folder can do, measured by writing and reading up to 64 MiB, which are not counted. Raises `OffloadError`
-        if `needed` more bytes have no room, or would make the file larger than this process may."""
-        free = _free(self.folder)
-        if free < needed:
-            raise OffloadError(
-                "the disk has no room for what is to be offloaded",
-                where=str(self.folder),
-                why=f"{needed} bytes are needed, {free} are free",
-                hint="make room, choose another folder, or offload less",
-            )
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        if limit != resource.RLIM_INFINITY and limit < self.file_bytes + needed:
-            raise OffloadError(
-                "this process may not make a file as large as what is to be offloaded",
-                where=str(self.folder),
-                why=f"RLIMIT_FSIZE is {limit} bytes, the file has {self.file_bytes} and {needed} more are needed",
-                hint="raise the limit: ulimit -f unlimited",
-            )
-        size = max(min(_up(needed), TRIAL), BLOCK)
+        """What the folder can do, measured by writing and reading up to 64 MiB, which are not counted. Raises what `require` does."""
+        free, limit = self.require(needed)
+        room = min(TRIAL, free // 4, limit)
+        size = max(room // BLOCK * BLOCK, BLOCK)
         sent = aligned(size).random_(generator=torch.Generator("cpu"))
         slot = self.tensor((size,), (1,), torch.uint8)
         start = time.perf_counter()
@@ -471,6 +456,29 @@ class FileStore:
         if not torch.equal(sent, got):
             raise OffloadError("a folder does not give back what is written there", where=str(self.folder))
         return Preflight(self.folder, free, self.direct, BLOCK, size / (end - written), size / (written - start))
+
+    def require(self, needed: int) -> tuple[int, int]:
+        """The bytes that are free, and those by which the file may still grow. Raises `OffloadError` if `needed` more have no
+        room, or would make the file larger than this process may."""
+        free = _free(self.folder)
+        if free < needed:
+            raise OffloadError(
+                "the disk has no room for what is to be offloaded",
+                where=str(self.folder),
+                why=f"{needed} bytes are needed, {free} are free",
+                hint="make room, choose another folder, or offload less",
+            )
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if limit == resource.RLIM_INFINITY:
+            return free, free
+        if limit < self.file_bytes + needed:
+            raise OffloadError(
+                "this process may not make a file as large as what is to be offloaded",
+                where=str(self.folder),
+                why=f"RLIMIT_FSIZE is {limit} bytes, the file has {self.file_bytes} and {needed} more are needed",
+                hint="raise the limit: ulimit -f unlimited",
+            )
+        return free, limit - self.file_bytes
 
     def close(self) -> None:
         """Waits for what is under way. Tensors stay as they are and can be used, but not read or written here."""

@@ -39,13 +39,22 @@ class HostMemory:
         return torch.frombuffer(held, dtype=dtype).as_strided(tuple(shape), tuple(stride))
 
     def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]:
-        """(a new tensor on `device`, what waits for its values)."""
-        value = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=device)
-        return value, self._copy(value, home, "in")
+        """(a new tensor on `device`, or in the host's memory, what waits for its values)."""
+        pinned = device.type == "cpu" and self.device.type == "cuda"
+        value = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=device, pin_memory=pinned)
+        wait = self._copy(value, home, "out" if pinned else "in")
+        if not pinned:
+            return value, wait
+        return value, self._streams["out"].synchronize  # (the host is to read it)
 
     def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait:
         """Start to write `value` to `home`; it must stay as it is until the wait."""
         return self._copy(home, value, "out")
+
+    def settle(self) -> None:
+        """Wait until what was written is there for the host to read. (Waits for writes hold up the device alone.)"""
+        if self._streams:
+            self._streams["out"].synchronize()
 
     def _copy(self, to: torch.Tensor, of: torch.Tensor, way: str) -> Wait:
         if self._threads is not None:

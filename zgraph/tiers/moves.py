@@ -61,7 +61,7 @@ class Tiers:
         self.plan = plan
         self.preflight: Preflight | None = None
         self._tiers: dict[str, Tier] = {}
-        if "cpu" in plan.tiers():
+        if "cpu" in plan.tiers() or (plan.tiers() and device.type == "cuda"):  # (updates on the host go through it)
             self._tiers["cpu"] = HostMemory(device)
         folder = plan.folder()
         if folder is not None:
@@ -75,6 +75,18 @@ class Tiers:
         """The tier of "activations", "optimizer" or "parameters"."""
         kind = self.plan.tier(what)
         return None if kind is None else self._tiers[kind]
+
+    def settle(self) -> None:
+        """Wait until what programs have written is there for the host to read."""
+        host = self._tiers.get("cpu")
+        if isinstance(host, HostMemory):
+            host.settle()
+
+    def require(self, what: str, size: int) -> None:
+        """Raises `OffloadError` if the disk has no room for so many bytes of this kind."""
+        tier = self.of(what)
+        if isinstance(tier, Disk):
+            tier.store.require(size)
 
     def reused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, what comes from disk lands in memory of what came inside before and is gone."""
@@ -103,7 +115,8 @@ def tier_of(home: torch.Tensor, device: torch.device) -> Tier | None:
     None where there is none."""
     tiers = list(_open.values())
     disk = next((t for t in tiers if isinstance(t, Disk) and t.store.holds(home)), None)
-    return disk or next((t for t in tiers if isinstance(t, HostMemory) and t.device == device), None)
+    ends = (device, home.device)
+    return disk or next((t for t in tiers if isinstance(t, HostMemory) and t.device in ends), None)
 
 
 def in_flight() -> int:

@@ -30,6 +30,7 @@ from zgraph.update.rules import RULES
 
 MASTER = "master"
 EMA = "ema"
+AHEAD = "ahead"  # a parameter as updates see it that run late: the model gets it one step later
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class UpdateOptions:
     `clip_grad_value_`; None: not done. `factor`: gradients are multiplied by an input of the program first. `ema` is
     the share of the old average, None for no average. `loss_scale` is given where an overflow skips the update;
     `finite_norm` skips it where the norm is not finite. `homes` are the tiers that parameters' states lie in, by the parameter's
-    name; those of the others are on the device.
+    name; those of the others are on the device. Where updates are `delayed`, those of parameters with such homes are made on a
+    copy of the parameter, in the same place.
     """
 
     clip_norm: float | None = None
@@ -52,6 +54,11 @@ class UpdateOptions:
     finite_norm: bool = False
     state_dtype: torch.dtype = torch.float32
     homes: Mapping[str, str] = field(default_factory=dict)
+    delayed: bool = False
+
+    def late(self) -> frozenset[str]:
+        """The parameters whose updates run late."""
+        return frozenset(self.homes) if self.delayed else frozenset()
 
 
 def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[str, State]:
@@ -66,6 +73,8 @@ def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[s
         held[name] = State(state.shape, options.state_dtype, state.fill) if low else state
     if options.ema is not None:
         held[EMA] = State(spec.shard_shape, wide)
+    if member.name in options.late():
+        held[AHEAD] = State(spec.shard_shape, spec.dtype)
     return held
 
 
@@ -80,7 +89,7 @@ def build_update(
 ) -> Program:
     """The program that updates `members`, in their order.
 
-    Inputs, by role: PARAMETER and GRADIENT of each member (this rank's padded rows), its STATEs, the STATEs that count
+    Inputs, by role: PARAMETER (but of late ones) and GRADIENT of each member (this rank's padded rows), its STATEs, the STATEs that count
     updates ("/step", …) and those of the loss scale, SCALARS (`scalar_names`), INDEX. Outputs: MUTATION of the parameters and states, and
     OUTPUT "grad_norm" where gradients are clipped by their norm. Members without a rule (`record` None) only have their
     gradients clipped: MUTATION of GRADIENT.
@@ -114,7 +123,7 @@ class _Sharded:
 
     def whole(self, x: Tensor) -> Tensor:
         gathered: Tensor = collectives.ALL_GATHER(x.contiguous(), self._ranks, self._dim)
-        return collectives.WAIT(gathered)[: self.shape[0]]  # type: ignore[no-any-return]
+        return collectives.WAIT(gathered).narrow(0, 0, self.shape[0])  # type: ignore[no-any-return]
 
     def own(self, x: Tensor) -> Tensor:
         missing = self._rows * self._ranks - self.shape[0]
@@ -158,7 +167,7 @@ class _Builder:
         for member in members:
             spec = self.specs[member.name]
             port = Port(InputRole.PARAMETER, member.name)
-            if member.record is not None:
+            if member.record is not None and member.name not in self.options.late():
                 params[member.name] = self.assembler.input(port, spec.shard_shape, spec.dtype, spec, spec.home)
             port = Port(InputRole.GRADIENT, member.name)
             grads[member.name] = self.assembler.input(port, spec.shard_shape, spec.grad_dtype, spec, spec.home)
@@ -182,7 +191,7 @@ class _Builder:
             results.append((Port(OutputRole.OUTPUT, "grad_norm"), norm))
         overflow = self._overflow(grads) if scaling else None
         if overflow is None and norm is not None and self.options.finite_norm:
-            (overflow,) = self.assembler.numbers(lambda n: (~n.isfinite(),), [norm])
+            (overflow,) = self.assembler.numbers(lambda n: (n.isfinite().logical_not(),), [norm])
         loss_scale = self.options.loss_scale
         if overflow is not None and loss_scale is not None:
             advanced = self.assembler.numbers(
@@ -208,7 +217,7 @@ class _Builder:
         for member in updated:
             results += self._update(
                 member,
-                params[member.name],
+                params.get(member.name),
                 given[member.name],
                 states[member.name],
                 scalars,
@@ -229,7 +238,7 @@ class _Builder:
     def _update(
         self,
         member: Member,
-        param: fx.Node,
+        param: fx.Node | None,
         grad: fx.Node,
         states: dict[str, fx.Node],
         scalars: dict[tuple[int, str], fx.Node],
@@ -240,6 +249,10 @@ class _Builder:
         assert member.record is not None
         spec, record = self.specs[member.name], member.record
         rule = RULES[record.name]
+        place = Port(OutputRole.MUTATION, member.name, of=InputRole.PARAMETER)
+        if param is None:
+            place = Port(OutputRole.MUTATION, f"{member.name}/{AHEAD}", of=InputRole.STATE)
+            param, states = states[AHEAD], {k: v for k, v in states.items() if k != AHEAD}
         keys = list(states)
         fields = list(rule.scalars)
         index = [indices[str(spec.shard_dim)]] if spec.shard_dim else []
@@ -270,18 +283,14 @@ class _Builder:
             inputs.append(overflow)
         key = (record.model_copy(update={"groups": ()}), spec.shape, spec.shard_shape, spec.dtype, spec.shard_dim)
         new = self.assembler.of(member.name, one, inputs, key=key)
-        names = [member.name, *(f"{member.name}/{k}" for k in keys)]
-        roles = [InputRole.PARAMETER, *(InputRole.STATE for _ in keys)]
-        return [
-            (Port(OutputRole.MUTATION, n, of=role), value)
-            for n, role, value, old in zip(names, roles, new, [param, *states.values()], strict=True)
-            if value is not old
-        ]
+        places = [place, *(Port(OutputRole.MUTATION, f"{member.name}/{k}", of=InputRole.STATE) for k in keys)]
+        olds = [param, *states.values()]
+        return [(port, value) for port, value, old in zip(places, new, olds, strict=True) if value is not old]
 
     def _select(self, names: list[tuple[int, str]], vector: fx.Node | None) -> dict[tuple[int, str], fx.Node]:
         if vector is None:
             return {}
-        return {n: self.assembler.numbers(lambda v, i=i: (v[i],), [vector])[0] for i, n in enumerate(names)}
+        return {n: self.assembler.numbers(lambda v, i=i: (v.select(0, i),), [vector])[0] for i, n in enumerate(names)}
 
     # -- gradients ----------------------------------------------------------------------------------------------------
     def _scaled(self, grads: dict[str, fx.Node], scalars: dict[tuple[int, str], fx.Node]) -> dict[str, fx.Node]:
@@ -340,7 +349,9 @@ class _Builder:
     def _overflow(self, grads: dict[str, fx.Node]) -> fx.Node:
         """0-dim bool: is any gradient of any rank infinite or no number? A rank that saw it alone must not skip alone."""
         found = [
-            self.assembler.of(n, lambda g: ((~g.isfinite()).any().to(torch.float32),), [g], key="overflow")[0]
+            self.assembler.of(n, lambda g: (g.isfinite().logical_not().any().to(torch.float32),), [g], key="overflow")[
+                0
+            ]
             for n, g in grads.items()
         ]
         dims = [d for d in DATA_DIMS if self.mesh.get(d, 1) > 1]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.errors import ModelError, PlanError
+from zgraph.update.build import AHEAD
 from zgraph.update.groups import Member
 from zgraph.update.rules import RULES
 
@@ -25,6 +26,8 @@ class Updates(Protocol):
     def step(self) -> Any: ...
 
     def make_states(self) -> None: ...
+
+    def wait(self) -> None: ...
 
     def resume(self, counts: dict[torch.Tensor, float]) -> None: ...
 
@@ -97,6 +100,7 @@ class PlanOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Every state of every parameter that trains, as torch's optimizers have it; those not made yet are made."""
+        self._updater().wait()
         self._updater().make_states()
         return super().state_dict()
 
@@ -106,11 +110,14 @@ class PlanOptimizer(torch.optim.Optimizer):
         Tensors may be DTensors of any placement or whole ones. Raises `ModelError` for other groups, parameters, states
         or shapes; then nothing was changed.
         """
+        self._updater().wait()
         self._updater().make_states()
         pairs = list(self._pairs(state_dict))
         for param, saved in pairs:
             mine = self.state[param]
-            for key in saved.keys() | mine.keys():
+            for key in (saved.keys() | mine.keys()) - (
+                {AHEAD} - saved.keys()
+            ):  # (where updates were not late, it is the parameter)
                 shapes = [tuple(s[key].shape) if key in s else None for s in (saved, mine) if key != "step"]
                 if len(set(shapes)) > 1:
                     raise ModelError(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zgraph.budget import Outside
+from zgraph.budget import Outside, Outsides
 from zgraph.passes import History, PassManager
-from zgraph.passes.simulator import memory_of
+from zgraph.passes.costs import Costs
+from zgraph.passes.simulator import simulate
 from zgraph.pipeline import build_update_passes
 from zgraph.program import torch_private
 from zgraph.program.program import ParamSpec
@@ -21,9 +22,14 @@ from zgraph.update.groups import Member, members_of
 if TYPE_CHECKING:
     from zgraph.plan import Plan
 
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the optimizer's states, for a budget to choose from
 
-def update_options(plan: Plan, members: Sequence[Member], specs: dict[str, ParamSpec]) -> UpdateOptions:
-    """What of a plan the update program of `members` depends on, besides its optimizer."""
+
+def update_options(
+    plan: Plan, members: Sequence[Member], specs: dict[str, ParamSpec], share: float | None = None
+) -> UpdateOptions:
+    """What of a plan the update program of `members` depends on, besides its optimizer. `share` is that of the states which is
+    offloaded, by default the plan's."""
     clip = plan.grad_clip
     options = UpdateOptions(
         clip_norm=clip.norm if clip else None,
@@ -34,19 +40,26 @@ def update_options(plan: Plan, members: Sequence[Member], specs: dict[str, Param
         loss_scale=plan.loss_scale() if plan.optimizer else None,
         finite_norm=clip is not None and clip.error_if_nonfinite,
         state_dtype=plan.resolved_precision().state_dtype(),
+        delayed=plan.offload.delayed_after is not None,
     )
-    return replace(options, homes=_homes(plan, members, specs, options))
+    return replace(options, homes=_homes(plan, members, specs, options, shares_of(plan)[0] if share is None else share))
+
+
+def shares_of(plan: Plan) -> tuple[float, ...]:
+    """The shares of the optimizer's states that may be offloaded: the plan's, or what a budget may choose from."""
+    ratio, decides = plan.offload.ratio, plan.memory_budget is not None and plan.offload.tier("optimizer") is not None
+    return SHARES if ratio is None and decides else (1.0 if ratio is None else ratio,)
 
 
 def _homes(
-    plan: Plan, members: Sequence[Member], specs: dict[str, ParamSpec], options: UpdateOptions
+    plan: Plan, members: Sequence[Member], specs: dict[str, ParamSpec], options: UpdateOptions, share: float
 ) -> dict[str, str]:
-    """The tier of each parameter whose states are offloaded: the plan's share of all their bytes at least, the largest first."""
+    """The tier of each parameter whose states are offloaded: this share of all their bytes at least, the largest first."""
     tier = plan.offload.tier("optimizer")
     if tier is None:
         return {}
     sizes = {m.name: _state_bytes(m, specs[m.name], options) for m in members if m.record is not None}
-    wanted = plan.offload.ratio * sum(sizes.values())
+    wanted = share * sum(sizes.values())
     found: dict[str, str] = {}
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
         if wanted <= 0 or sizes[name] < plan.offload.least_bytes:
@@ -61,25 +74,59 @@ def _state_bytes(member: Member, spec: ParamSpec, options: UpdateOptions) -> int
 
 
 def outside_of(
-    module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, sizes: dict[str, int], device: torch.device
-) -> Outside:
-    """What a rank holds besides what forward and backward take and make; where the update brings states to the device under a
-    budget, also its own peak."""
-    members, options = _updated(module, specs, plan)
+    module: torch.nn.Module,
+    specs: dict[str, ParamSpec],
+    plan: Plan,
+    sizes: dict[str, int],
+    device: torch.device,
+    costs: Costs,
+    shares: tuple[float, ...] | None = None,
+) -> Outsides:
+    """What a rank holds besides what forward and backward take and make, by the share of the states that is offloaded (`shares`,
+    by default `shares_of` the plan); where a budget lets the update bring states to the device, its own peak as well."""
+    waiting = _waiting_bytes(specs, plan)
+    shares = shares or shares_of(plan)
+
+    def at(share: float) -> Outside:
+        members, options = _updated(module, specs, plan, share)
+        trained = [m for m in members if specs[m.name].requires_grad]
+        held = sum(_state_bytes(m, specs[m.name], options) for m in trained if m.name not in options.homes)
+        late = (specs[m.name] for m in trained if m.name in options.late() and specs[m.name].home is None)
+        held += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the step before)
+        if plan.memory_budget is None or not trained or not plan.offload.tiers():
+            return Outside(held + waiting)
+        found = simulate(update_history(plan, trained, specs, sizes, device, options).program, costs)
+        return Outside(held + waiting, sum(found.peak.values()), found.seconds)
+
+    return Outsides(shares, at)
+
+
+def whole_update(
+    module: torch.nn.Module,
+    specs: dict[str, ParamSpec],
+    plan: Plan,
+    sizes: dict[str, int],
+    device: torch.device,
+    share: float | None = None,
+) -> History | None:
+    """The update of every parameter that trains; None for a plan without an optimizer. `share`: see `update_options`."""
+    members, options = _updated(module, specs, plan, share)
     trained = [m for m in members if specs[m.name].requires_grad]
-    held = sum(_state_bytes(m, specs[m.name], options) for m in trained if m.name not in options.homes)
-    held += _waiting_bytes(specs, plan)
-    if plan.memory_budget is None or not trained or not plan.offload.tiers():
-        return Outside(held)
-    program = update_history(plan, trained, specs, sizes, device, options).program
-    peaks = [sum(at.values()) for at in memory_of(program, plan.backend == "inductor")]
-    return Outside(held, max(peaks, default=0))
+    return update_history(plan, trained, specs, sizes, device, options) if trained else None
 
 
-def _updated(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> tuple[list[Member], UpdateOptions]:
+def state_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
+    """Bytes of a rank's optimizer states, wherever they lie."""
+    members, options = _updated(module, specs, plan)
+    return sum(_state_bytes(m, specs[m.name], options) for m in members if specs[m.name].requires_grad)
+
+
+def _updated(
+    module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, share: float | None = None
+) -> tuple[list[Member], UpdateOptions]:
     """What the plan's optimizer updates (nothing without one), and how."""
     members = members_of(module, specs, plan.optimizer) if plan.optimizer is not None else []
-    return members, update_options(plan, members, specs)
+    return members, update_options(plan, members, specs, share)
 
 
 def _waiting_bytes(specs: dict[str, ParamSpec], plan: Plan) -> int:
@@ -103,7 +150,7 @@ def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan)
         for spec in (s for s in specs.values() if s.home is not None):
             grad = spec.grad_dtype.itemsize if spec.requires_grad else 0
             total += math.prod(spec.shard_shape) * (spec.dtype.itemsize + grad)
-    if plan.offload.tier("optimizer") == "nvme":
+    if plan.offload.tier("optimizer") == "nvme" and len(shares_of(plan)) == 1:  # (else it is not known yet)
         members, options = _updated(module, specs, plan)
         total += sum(_state_bytes(m, specs[m.name], options) for m in members if m.name in options.homes)
     return total

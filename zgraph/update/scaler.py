@@ -61,13 +61,13 @@ def advance(record: LossScale, state: Mapping[str, Tensor], overflow: Tensor) ->
     ceiling = scale.new_full((), 2.0**MAX_POWER)
     halves = overflow & (hysteresis == 1)
     stable = iteration - last_overflow - 1
-    doubles = ~overflow & (stable > 0) & (stable % record.loss_scale_window == 0)
+    doubles = overflow.logical_not() & (stable > 0) & (stable % record.loss_scale_window == 0)
     grown = torch.where(doubles, torch.minimum(scale * 2, ceiling), scale)
-    refills = ~overflow if record.consecutive_hysteresis else doubles
+    refills = overflow.logical_not() if record.consecutive_hysteresis else doubles
     refilled = torch.where(refills, hysteresis.new_full((), record.hysteresis), hysteresis)
     return {
         "scale": torch.where(halves, torch.maximum(scale / 2, floor), grown),
-        "hysteresis": torch.where(overflow & ~halves, hysteresis - 1, refilled),
+        "hysteresis": torch.where(overflow & halves.logical_not(), hysteresis - 1, refilled),
         "exhausted": state["exhausted"] | (halves & (scale == floor)),
         **counted,
     }

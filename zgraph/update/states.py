@@ -7,6 +7,7 @@ count of updates; "/scale" and its like half precision's loss scale.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ import torch
 from zgraph.sharding import Shards, row_by_row
 from zgraph.tiers.moves import Tier
 from zgraph.update import scaler
-from zgraph.update.build import EMA, MASTER, UpdateOptions, states_of
+from zgraph.update.build import AHEAD, EMA, MASTER, UpdateOptions, states_of
 from zgraph.update.groups import STEP, Member
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.rule import State
@@ -70,10 +71,27 @@ class States:
             name = f"{param}/{key}"
             if name not in self.tensors:
                 made = self._room(param, state, local)
-                self.tensors[name] = made.copy_(local) if key in (MASTER, EMA) else made.fill_(state.fill)
+                self.tensors[name] = made.copy_(local) if key in (MASTER, EMA, AHEAD) else made.fill_(state.fill)
             shown[key] = self.shards.shown(param, self.tensors[name])
         if self.optimizer is not None:
             self.optimizer.state[self.shards.params()[param]] = shown
+
+    def bytes_at(self, options: UpdateOptions) -> int:
+        """The bytes of those that lie elsewhere by these options."""
+        chosen = [self.members[name] for name in options.homes]
+        kept = [s for m in chosen for s in states_of(m, self.shards.specs[m.name], options).values()]
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in kept)
+
+    def move(self, options: UpdateOptions) -> None:
+        """Let the states lie where these options say, also those that are there."""
+        before, self.options = self.options.homes, options
+        for name, tensor in self.own().items():
+            param = name.rpartition("/")[0]
+            if (param in before) != (param in options.homes):
+                self.tensors[name] = self._copy(name, tensor)
+                if self.optimizer is not None:
+                    shown = self.optimizer.state[self.shards.params()[param]]
+                    shown[name.rpartition("/")[2]] = self.shards.shown(param, self.tensors[name])
 
     def _room(self, param: str, state: State, local: torch.Tensor) -> torch.Tensor:
         """A tensor for a state, with the strides of its parameter's rows where it has their shape."""
@@ -150,7 +168,7 @@ class States:
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a state, where such states lie."""
         if self.home is None or name.rpartition("/")[0] not in self.options.homes:
-            return tensor.clone()
+            return tensor.to(self.device, copy=True)
         return self.home.tensor(tensor.shape, tensor.stride(), tensor.dtype).copy_(tensor)
 
     def averaged(self) -> list[str]:

@@ -20,10 +20,12 @@ from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunk
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.errors import OverflowError, PlanError, StepError
+from zgraph.out_of_memory import explained
 from zgraph.passes import History, verify_program
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.schedules import TorchSchedule
 from zgraph.update.build import EMA, scalar_names
+from zgraph.update.delayed import Delayed, refuse_late_collectives
 from zgraph.update.groups import Member, members_of
 from zgraph.update.late import KEYS, Late
 from zgraph.update.optimizer import PlanOptimizer
@@ -56,7 +58,7 @@ class Updater:
         plan = runtime.plan
         self.scaling = plan.loss_scale()
         members = members_of(runtime.module, runtime.shards.specs, plan.optimizer) if plan.optimizer is not None else []
-        self.options = update_options(plan, members, runtime.shards.specs)
+        self.options = update_options(plan, members, runtime.shards.specs)  # (until `offload` says otherwise)
         self.optimizer: PlanOptimizer | None = None
         self.scheduler: Any = None
         if plan.optimizer is not None:
@@ -76,6 +78,7 @@ class Updater:
         self._broken: dict[str, tuple[int, ...]] = {}
         self._states_loaded = False
         self._late: Late | None = None
+        self._delayed = Delayed(runtime.shards, self.states, runtime.device)
         self._programs: dict[tuple[tuple[str, str], ...], CompiledUpdate] = {}
         self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
         self._indices = (
@@ -86,7 +89,12 @@ class Updater:
 
     def adopt(self, old: Updater, *, copies: bool) -> None:
         """Go on where another updater of the same parameters is: states (or copies of them), counts, numbers, the scale."""
+        if len(old.runtime.shares) == 1 < len(self.runtime.shares):
+            self.runtime.shares = old.runtime.shares
+            self.offload(self.runtime.shares[0])
+        old.wait()
         self.states.adopt(old.states, copies=copies)
+        self._delayed.adopt(old._delayed)
         self._broken, self._states_loaded = dict(old._broken), old._states_loaded
         self.calls, self.hooks = old.calls, list(old.hooks)
         if self.scaling == old.scaling and old._late is not None:
@@ -98,14 +106,39 @@ class Updater:
         if self.scheduler is not None and old.scheduler is not None:
             self.scheduler.load_state_dict(old.scheduler.state_dict())
 
+    def offload(self, share: float) -> None:
+        """From now on this share of the states lies in the optimizer's tier. Raises `OffloadError` where it has no room."""
+        members = list(self.states.members.values())
+        self.options = update_options(self.runtime.plan, members, self.runtime.shards.specs, share)
+        self.runtime.tiers.require("optimizer", self.states.bytes_at(self.options))
+        self.states.move(self.options)
+        self._programs.clear()
+        self._last = None
+
     def make_states(self) -> None:
         """Make what is otherwise made by the first update."""
         self.runtime.shards.refresh()
         self.states.fill()
 
+    def wait(self) -> None:
+        """Let an update that runs late end. Raises what it raised."""
+        try:
+            self._delayed.wait()
+        except Exception:
+            self._break()
+            raise
+
+    def finish(self) -> None:
+        """Let the weights be those after all updates."""
+        self.wait()
+        names = self._delayed.publish()
+        if names:
+            self.runtime.weights_changed(names)
+
     def resume(self, counts: dict[torch.Tensor, float]) -> None:
         """Go on from a checkpoint: how many updates each parameter has had says where a schedule is, too."""
         self._states_loaded = True
+        self._delayed.loaded()
         self.states.set_counts({n: counts[p] for n, p in self.runtime.shards.params().items() if p in counts})
         self._last = None
         done = int(max(counts.values(), default=0.0))
@@ -154,7 +187,8 @@ class Updater:
             )
             runtime.agree(history.program)
             compiler = self._compile if runtime.plan.backend == "inductor" else self._run_eagerly
-            executable = compile_chunks(history.program, compiler)
+            executable = compile_chunks(history.program, compiler, self.options.late())
+            refuse_late_collectives(executable)
             for chunk in executable.chunks:
                 verify_program(chunk.executable.program)
             clipped = tuple(m.name for m in chosen if m.record is None)
@@ -184,6 +218,7 @@ class Updater:
                 why="the weights are their averages there, and come back when it ends: the update would be lost",
                 hint="leave the with block first",
             )
+        self.finish()
         self._refuse_broken()
         names = self._with_gradients()
         runtime.agreement.vote("an update", f"{len(names)} gradients: {' '.join(names)}")
@@ -192,7 +227,7 @@ class Updater:
         self._schedule()
         with runtime.clock.timed("update"):
             try:
-                runtime.ahead.begin(names)
+                runtime.ahead.begin([n for n in names if n not in self.options.late()])
                 norm = self._run(names)  # (where a changed field is refused, gradients stay for the next step)
                 for name in names:
                     runtime.shards.params()[name].grad = None
@@ -200,9 +235,12 @@ class Updater:
             except Exception:
                 runtime.ahead.drop()
                 raise
-            runtime.weights_changed(names)
+            late = self.options.late()
+            runtime.weights_changed([n for n in names if n not in late])
             runtime.ahead.finish()
         self.calls += 1
+        if self.calls <= (runtime.plan.offload.delayed_after or 0):
+            self.finish()
         self._after()
         runtime.clock.end_step()
         return norm
@@ -256,6 +294,7 @@ class Updater:
         self.runtime.clock.ran(program)
         with self.runtime.tiers.reused():
             results, clipped = self._results(update)
+        self.runtime.tiers.settle()
         for name, value in clipped:
             self.runtime.shards.write_gradient(name, value)
         self.grad_norm = None
@@ -294,12 +333,25 @@ class Updater:
             else:
                 values.append(self._scalars(update.numbers))
         try:
-            return update.executable.run(values, self.runtime.ahead.written), clipped
+            with explained(self.runtime, update.history.program):
+                results, rest = update.executable.run(values, self.runtime.ahead.written)
+            if update.executable.late:
+                self._delayed.start(lambda: self._run_late(update, rest))
+            return results, clipped
         except Exception:
-            if self.runtime.tiers.keys:
-                self._broken = {n: shards.version(n) for n in shards.params()}
-                self._states_loaded = False
+            self._break()
             raise
+
+    def _run_late(self, update: CompiledUpdate, rest: Callable[[], None]) -> None:
+        with explained(self.runtime, update.history.program):
+            rest()
+
+    def _break(self) -> None:
+        """An update has failed half way."""
+        shards = self.runtime.shards
+        if self.runtime.tiers.keys:
+            self._broken = {n: shards.version(n) for n in shards.params()}
+            self._states_loaded = False
 
     def _scalars(self, wanted: list[tuple[int, str]]) -> torch.Tensor:
         values = self.optimizer.numbers([w for w in wanted if w[0] >= 0]) if self.optimizer is not None else []
@@ -318,6 +370,7 @@ class Updater:
         """Put the averages in place of the weights, which are kept aside."""
         if self.options.ema is None:
             raise StepError("the plan keeps no average of the weights", where="ema", hint="ema=0.999 in the plan")
+        self.finish()
         shards, names = self.runtime.shards, self.states.averaged()
         shards.refresh()
         kept = {n: shards.local(n).clone() for n in names}

@@ -1,0 +1,197 @@
+"""Updates of what lies elsewhere than on an accelerator: computed on the host, bit for bit those of the device.
+
+The accelerator is a pretended one: programs are built for it, their devices are checked, and they run on virtual ranks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_update_programs import Virtual, gradients, parameters
+from torch import fx
+
+import zgraph
+from zgraph.offloading import KINDS
+from zgraph.passes import verify_program
+from zgraph.passes.costs import H100, Costs
+from zgraph.passes.memory import memory_of
+from zgraph.passes.simulator import simulate
+from zgraph.program import collectives, moves
+from zgraph.program.node import info, tensors
+from zgraph.program.program import Program
+from zgraph.sharding import planned_layout
+from zgraph.update.program import whole_update
+
+HERE, THERE = torch.device("cpu"), torch.device("cuda:0")
+RECORDS = {
+    "AdamW": zgraph.AdamW(lr=1e-2, amsgrad=True),
+    "AdamW8bit": zgraph.AdamW8bit(lr=1e-2),
+    "SGD": zgraph.SGD(lr=0.1, momentum=0.9),
+    "Adagrad": zgraph.Adagrad(lr=0.1),
+    "Lion": zgraph.Lion(lr=1e-3),
+    "LAMB": zgraph.LAMB(lr=1e-2),
+    "Muon": zgraph.Muon(lr=1e-2),
+}
+MORE = {
+    "fp32": {},
+    "clipped": {"grad_clip": 0.5, "ema": 0.9},
+    "bf16": {"precision": "bf16", "grad_clip": 0.5},
+    "fp16": {"precision": "fp16", "ema": 0.9},
+}
+
+
+def plan_of(record, tier: str, kinds=("optimizer",), zero: int = 3, away: dict | None = None, **more) -> zgraph.Plan:
+    place = "nvme:/nowhere" if tier == "nvme" else tier
+    offload = {**dict.fromkeys(kinds, place), "least_bytes": 1, "sub_group_bytes": 1, **(away or {})}
+    return zgraph.Plan(zero=zero, backend="eager", optimizer=record, offload=offload, **more)
+
+
+def built(plan: zgraph.Plan, world: int, device: torch.device = THERE) -> Program:
+    model, sizes = parameters(), plan.resolve_mesh(world)
+    history = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device)
+    assert history is not None
+    return history.program
+
+
+def here(program: Program) -> Program:
+    """The same program for tensors of this machine."""
+
+    def moved(leaf):
+        return HERE if isinstance(leaf, torch.device) else leaf
+
+    for node in program.graph.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), moved)
+    return program
+
+
+def devices_of(node: fx.Node) -> set[str]:
+    return {t.device.type for a in (node, *node.all_input_nodes) for t in tensors(a)}
+
+
+def check_places(program: Program) -> None:
+    """Each operator runs where its operands are; nothing of a disk is read but by its fetch."""
+    verify_program(program)
+    for node in program.graph.nodes:
+        if node.op == "call_function" and not moves.is_move(node):
+            assert len(devices_of(node)) == 1, f"{node.format_node()} mixes {devices_of(node)}"
+            assert all(info(a).home != "nvme" for a in node.all_input_nodes)
+        if collectives.is_start(node):
+            assert devices_of(node) == {"cuda"}
+
+
+def stepped(program: Program, plan: zgraph.Plan, world: int) -> Virtual:
+    mine = Virtual(plan.model_copy(update={"offload": zgraph.Plan().offload}), world)
+    mine.program = here(program)
+    for grads in gradients(parameters(), 3):
+        mine.step({n: g.to(mine.specs[n].grad_dtype) for n, g in grads.items()})
+    return mine
+
+
+def same(one: Virtual, other: Virtual) -> bool:
+    return all(
+        torch.equal(a[key].nan_to_num(-1.0), b[key].nan_to_num(-1.0))
+        for a, b in zip(one.ranks, other.ranks, strict=True)
+        for key in a
+    )
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("more", list(MORE))
+@pytest.mark.parametrize("name", list(RECORDS))
+def test_updates_on_the_host_are_those_of_the_device(name, more, tier):
+    plan = plan_of(RECORDS[name], tier, **MORE[more])
+    program = built(plan, 1)
+    check_places(program)
+    assert any(info(n).home == "cpu" and not moves.is_move(n) for n in program.graph.nodes if n.op == "call_function")
+    kept = zgraph.Plan(zero=3, backend="eager", optimizer=RECORDS[name], **MORE[more])
+    assert same(stepped(program, plan, 1), stepped(built(kept, 1), kept, 1))
+
+
+@pytest.mark.parametrize("kinds", [("optimizer",), ("parameters",), KINDS], ids=["states", "parameters", "all"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("name", ["AdamW", "LAMB", "Muon"])
+def test_likewise_at_other_worlds_and_for_parameters(name, tier, world, kinds):
+    """An update that communicates does it on the device, whatever of it lies elsewhere."""
+    more = {"grad_clip": 0.5, "precision": "bf16"}
+    plan = plan_of(RECORDS[name], tier, kinds, **more)
+    program = built(plan, world)
+    check_places(program)
+    kept = zgraph.Plan(zero=3, backend="eager", optimizer=RECORDS[name], **more)
+    assert same(stepped(program, plan, world), stepped(built(kept, world), kept, world))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 1.0])
+def test_a_share_stays_on_the_device_and_is_updated_there(ratio):
+    plan = plan_of(RECORDS["AdamW"], "cpu", away={"ratio": ratio})
+    program = built(plan, 1)
+    check_places(program)
+    where = {
+        "cpu" if info(n).home else "cuda" for n in program.graph.nodes if n.op == "call_function" and info(n).param
+    }
+    assert where == ({"cuda"} if ratio == 0 else {"cpu", "cuda"})  # (new weights arrive on the device)
+    kept = zgraph.Plan(zero=3, backend="eager", optimizer=RECORDS["AdamW"])
+    assert same(stepped(program, plan, 1), stepped(built(kept, 1), kept, 1))
+
+
+def test_states_in_the_hosts_memory_do_not_move_and_gradients_go_down_once():
+    plan = plan_of(RECORDS["SGD"], "cpu")
+    program = built(plan, 1)
+    sizes = [p.nbytes for p in parameters().parameters()]
+    moved = simulate(program, Costs(H100)).moved
+    numbers = moved["d2h"] - 2 * sum(sizes)  # (gradients and weights, which are float32 here)
+    assert 0 <= numbers <= 200 and moved["h2d"] == sum(sizes)
+    on_disk = simulate(built(plan_of(RECORDS["SGD"], "nvme"), 1), Costs(H100)).moved
+    assert on_disk["nvme read"] == on_disk["nvme write"] == sum(sizes)
+    assert on_disk["h2d"] == moved["h2d"]
+
+
+def test_with_a_device_that_is_the_host_nothing_moves_that_lies_in_its_memory():
+    program = built(plan_of(RECORDS["AdamW"], "cpu"), 1, HERE)
+    assert not any(moves.is_move(n) for n in program.graph.nodes)
+    on_device = built(plan_of(RECORDS["AdamW"], "cpu", away={"update_on": "device"}), 1, HERE)
+    assert any(moves.is_move(n) for n in on_device.graph.nodes)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_on_the_device_if_the_plan_says_so(tier):
+    plan = plan_of(RECORDS["AdamW"], tier, away={"update_on": "device"}, grad_clip=0.5)
+    program = built(plan, 1)
+    check_places(program)
+    assert not any(info(n).home and not moves.is_move(n) for n in program.graph.nodes if n.op == "call_function")
+    kept = zgraph.Plan(zero=3, backend="eager", optimizer=RECORDS["AdamW"], grad_clip=0.5)
+    assert same(stepped(program, plan, 1), stepped(built(kept, 1), kept, 1))
+
+
+def test_what_is_on_the_host_takes_no_memory_of_the_device():
+    peaks = {}
+    for on in ("host", "device"):
+        plan = plan_of(RECORDS["AdamW"], "cpu", away={"update_on": on, "sub_group_bytes": 2**20})
+        peaks[on] = max(memory_of(built(plan, 1)), key=lambda at: sum(at.values()))
+    assert sum(peaks["host"].values()) < sum(peaks["device"].values())
+    assert peaks["host"].get("fetched", 0) <= sum(p.nbytes for p in parameters().parameters())
+
+
+def test_the_forecast_counts_the_hosts_time():
+    """The slower the host, and the more is updated there, the longer."""
+
+    def seconds(rate: float, ratio: float) -> float:
+        plan = plan_of(RECORDS["AdamW"], "cpu", away={"ratio": ratio})
+        return simulate(built(plan, 1), Costs(H100.model_copy(update={"host_memory": rate, "launch": 0.0}))).seconds
+
+    assert seconds(1e6, 1.0) > 2 * seconds(2.5e6, 1.0)
+    assert seconds(1e6, 1.0) > seconds(1e6, 0.5) > seconds(1e6, 0.0)
+
+
+def test_groups_wait_for_what_they_need_and_no_longer():
+    """While a group is computed, what the next one needs comes, and what the last one made goes."""
+    program = built(plan_of(RECORDS["AdamW"], "nvme"), 1)
+    order = {n: i for i, n in enumerate(program.graph.nodes)}
+    fetched = [n for n in program.graph.nodes if n.target is moves.FETCH and info(n).home == "cpu"]
+    ahead = 0
+    for start in fetched:
+        (wait,) = [u for u in start.users if moves.is_wait(u)]
+        between = [n for n in program.graph.nodes if order[start] < order[n] < order[wait]]
+        assert info(start).group != info(wait).group  # (else they would be one piece of code)
+        ahead += any(n.op == "call_function" and not moves.is_move(n) for n in between)
+    assert ahead >= len(fetched) // 2

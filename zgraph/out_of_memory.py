@@ -1,0 +1,173 @@
+"""An out-of-memory error, explained: where it struck, what the forecast says of it, what lives there, what would have fitted.
+
+On CUDA the allocator is asked, on a CPU the system. Nothing here communicates: the other ranks may be anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zgraph import errors
+from zgraph.codegen.executable import Executable, failing_node
+from zgraph.memory import room_of
+from zgraph.passes.memory import Life, lives
+from zgraph.plan import Plan
+from zgraph.program.node import info
+from zgraph.program.program import InputRole, Program
+from zgraph.record import Record, shown_bytes
+from zgraph.what_if import Taken, step_by
+
+if TYPE_CHECKING:
+    from zgraph.compiled import StepProgram
+    from zgraph.runtime import Runtime
+
+SHOWN = 5  # tensors
+CHANGES = 3
+DOUBT = 0.03  # of what there is: a forecast's error
+
+
+class OutOfMemoryError(errors.OutOfMemoryError, torch.OutOfMemoryError):
+    """See `zgraph.errors.OutOfMemoryError`; caught by `except torch.OutOfMemoryError` as well."""
+
+
+@contextlib.contextmanager
+def explained(runtime: Runtime, running: Executable | Program, step: StepProgram | None = None) -> Iterator[None]:
+    """An allocation that fails in here, in what is `running`, raises `OutOfMemoryError` with its explanation. What would have
+    fitted is said of `step`, by default the last program that trains."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_exhausted(error) or isinstance(error, errors.OutOfMemoryError):
+            raise
+        raise _explanation(error, runtime, running, step) from error
+
+
+def _is_exhausted(error: Exception) -> bool:
+    """(A CPU's allocator raises a RuntimeError, of which only the text tells.)"""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
+
+
+def _explanation(
+    error: Exception, runtime: Runtime, running: Executable | Program, step: StepProgram | None
+) -> OutOfMemoryError:
+    room = room_of(runtime.device)
+    node = failing_node(error, running) if isinstance(running, Executable) else None
+    program = running.program if isinstance(running, Executable) else running
+    if step is None:
+        trained = [s for e in runtime.entries.values() for s in e.programs() if s.differentiated]
+        step = trained[-1] if trained else None
+    held = f"{shown_bytes(room.held)} are held" if room.held is not None else "what is held is not counted"
+    why = [
+        f"the allocator: {str(error).strip().splitlines()[0]}",
+        f"in this process {held}, {shown_bytes(room.free)} are left on {runtime.device}",
+    ]
+    there = lives(program, runtime.costs.fused)
+    names = [n.name for n in program.graph.nodes]
+    at = names.index(node.name) if node is not None else _peak(there, len(names))
+    there = [life for life in there if life.born <= at < life.gone]
+    by: Counter[str] = Counter()
+    for life in there:
+        by[life.category] += life.bytes
+    if step is not None and not program.input_nodes(InputRole.STATE):
+        by["optimizer states and waiting gradients"] = step.outside.held
+    total = by.total()
+    parts = ", ".join(f"{k} {shown_bytes(v)}" for k, v in by.most_common() if v)
+    why.append(f"the forecast {'here' if node is not None else 'at its peak'}: {shown_bytes(total)} ({parts})")
+    besides = max(0, room.held - total) if room.held is not None else 0
+    if room.held is not None:
+        why.append(f"held besides what the forecast knows: {shown_bytes(besides)}")
+    why += ["the largest that live:", *(f"  {_line(life)}" for life in sorted(there, key=lambda i: -i.bytes)[:SHOWN])]
+    hint = "a smaller batch"
+    if step is not None and step.differentiated:
+        held_now = room.held if room.held is not None else total
+        budget = int((held_now + room.free - besides) * (1 - DOUBT))
+        traceback.clear_frames(error.__traceback__)  # (what the program had made goes: trying needs room as well)
+        try:
+            hint = _changes(runtime, step, budget)
+        except Exception:
+            hint = f"memory_budget={budget}, which is checked before anything runs (there is no room to try it here)"
+    what = f"out of memory in {program.name}"
+    if node is None:
+        return OutOfMemoryError(what, why="\n".join(why), hint=hint)
+    what += f", at {node.name} of {_module(info(node).module)}"
+    return OutOfMemoryError(what, where=info(node).source or None, why="\n".join(why), hint=hint)
+
+
+def _peak(there: list[Life], positions: int) -> int:
+    """The position at which most is live."""
+    return max(range(positions), key=lambda at: sum(i.bytes for i in there if i.born <= at < i.gone))
+
+
+def _module(name: str) -> str:
+    return name or "the model itself"
+
+
+def _line(life: Life) -> str:
+    record = info(life.node)
+    of = f"parameter {record.param}" if record.param else _module(record.module)
+    source = f" · {record.source}" if record.source else ""
+    val = life.node.meta.get("val")
+    shape = f" {str(val.dtype).removeprefix('torch.')}{list(val.shape)}" if isinstance(val, torch.Tensor) else ""
+    return f"{shown_bytes(life.bytes):>10}  {life.category:12} {life.node.name}{shape} · {of}{source}"
+
+
+# -- what would have fitted ---------------------------------------------------------------------------------------------
+def _changes(runtime: Runtime, step: StepProgram, budget: int) -> str:
+    """The changes of the plan that would have fitted into `budget` bytes, the fastest first."""
+    now = _tried(runtime.plan, runtime, step)
+    found: list[tuple[float, int, str]] = []  # (with equal times, the smaller change first)
+    for changes in _candidates(runtime):
+        within = {"memory_budget": budget} if runtime.plan.recompute == "auto" or "recompute" in changes else {}
+        for more in ({}, within) if changes else (within,):
+            taken = _tried(runtime.plan.model_copy(update=changes | more), runtime, step)
+            if taken is not None and taken.peak <= budget:
+                slower = taken.seconds / now.seconds - 1 if now is not None else 0.0
+                said = f"{shown_bytes(taken.peak)}, {slower:+.0%} time by the plan's hardware"
+                found.append((round(slower, 2), len(found), f"{_written(changes | more)}: {said}"))
+                break
+    if not found:
+        return f"nothing of what a plan can change fits into {shown_bytes(budget)}: a smaller batch, or more ranks"
+    return "\n".join(
+        [
+            f"what fits into {shown_bytes(budget)}, the fastest first:",
+            *(f"  {line}" for _, _, line in sorted(found)[:CHANGES]),
+        ]
+    )
+
+
+def _tried(plan: Plan, runtime: Runtime, step: StepProgram) -> Taken | None:
+    """What a step takes by another plan; None where it does not fit, or can't be."""
+    try:
+        return step_by(plan, runtime.module, step.captured, runtime.costs, runtime.device)
+    except errors.ZgraphError:
+        return None
+
+
+def _candidates(runtime: Runtime) -> list[dict[str, Any]]:
+    """Changes of the plan's fields that take less memory, by themselves or within a budget; none is the budget alone."""
+    plan = runtime.plan
+    folder = plan.offload.folder()
+    place = "cpu" if runtime.device.type == "cuda" else f"nvme:{folder or 'FOLDER'}"
+    found: list[dict[str, Any]] = [{} if plan.recompute == "auto" else {"recompute": "auto"}]
+    for kinds in (("activations",), ("optimizer",), ("activations", "optimizer")):
+        here = all(plan.offload.tier(k) is None for k in kinds)
+        if here and not ("optimizer" in kinds and plan.optimizer is None):
+            found.append({"offload": plan.offload.model_copy(update=dict.fromkeys(kinds, place))})
+    if runtime.sizes.get("dp", 1) > 1:
+        found += [{"zero": stage} for stage in range(plan.zero + 1, 4)]
+    return found
+
+
+def _written(changes: dict[str, Any]) -> str:
+    """Changes as a plan is written."""
+    shown = {k: v.model_dump(exclude_defaults=True) if isinstance(v, Record) else v for k, v in changes.items()}
+    return ", ".join(f"{k}={json.dumps(v)}" for k, v in shown.items())

@@ -1,0 +1,79 @@
+"""What "auto" means in a plan's `offload`: which memory a budget may use besides the device's.
+
+Without a budget it is the device. With one, it is the memory of the host where that is another than the device's, else the disk of a
+folder that the plan names. Activations and states are then taken there as far as the budget needs it (`zgraph/budget.py`, after
+capture); parameters all or none, before it: where weights, gradients and the states that stay leave no room for anything else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zgraph.memory import host_free
+from zgraph.offloading import KINDS
+from zgraph.passes.groups import default_bytes
+from zgraph.sharding import planned_layout
+from zgraph.update.program import state_bytes
+
+if TYPE_CHECKING:
+    from zgraph.plan import Plan
+    from zgraph.program.program import ParamSpec
+
+STAGES = 3  # groups of an update that are on the device at once, nearly
+STAY = 0.7  # of a budget, at most, for what lies on the device all the time
+HOST_SHARE = 0.8  # of the host's memory that is free may be used
+
+
+def placed(
+    plan: Plan,
+    module: nn.Module,
+    sizes: dict[str, int],
+    device: torch.device,
+    any_rank: Callable[[bool], bool] = bool,
+) -> Plan:
+    """The plan with a place for each "auto" of its `offload`, if it has a budget. `any_rank` says whether something is true on one
+    rank at least: all place alike."""
+    offload = plan.offload
+    auto = [what for what in KINDS if getattr(offload, what).startswith("auto")]
+    if plan.memory_budget is None:
+        return plan
+    if not auto:
+        return plan.model_copy(update={"offload": offload.placed({})})
+    specs = planned_layout(module, sizes, plan)
+    states = state_bytes(module, specs, plan)
+    weights = sum(_shard_bytes(s) for s in specs.values())
+    host = device.type != "cpu" and not any_rank(states + weights > HOST_SHARE * host_free() / _ranks_here())
+    found = {what: _place(getattr(offload, what), host) for what in auto}
+    if plan.optimizer is None and "optimizer" in found:
+        found["optimizer"] = "none"
+    if "parameters" in found:
+        away = found.get("optimizer", offload.optimizer) != "none"
+        stay = STAGES * (offload.sub_group_bytes or default_bytes(states)) if away else states
+        whole = max((s.nbytes for s in specs.values()), default=0)
+        if plan.zero < 3 or weights + stay + whole <= STAY * plan.memory_budget:
+            found["parameters"] = "none"
+    return plan.model_copy(update={"offload": offload.placed(found)})
+
+
+def _place(auto: str, host: bool) -> str:
+    folder = auto.partition(":")[2]
+    if host:
+        return "cpu"
+    return f"nvme:{folder}" if folder else "none"
+
+
+def _shard_bytes(spec: ParamSpec) -> int:
+    """A rank's part of a parameter and of its gradient."""
+    grad = spec.grad_dtype.itemsize if spec.requires_grad else 0
+    return math.prod(spec.shard_shape) * (spec.dtype.itemsize + grad)
+
+
+def _ranks_here() -> int:
+    """The ranks that share this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
