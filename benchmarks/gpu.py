@@ -6,6 +6,10 @@ can be in the host's memory, and in fp16 (that no step waits for the device, and
 time and peak memory of a step, with activations in the host's memory too, against plain PyTorch and `torch.compile`. The update
 of 100 M parameters in 3 and in 300 tensors against torch's fused and foreach AdamW, as a share of the copy bandwidth of the same run.
 
+What does not fit: activations in the host's memory hidden behind computing; the update of states there, on the host and on the device, beside
+the time that its bytes take over the host's link in the same run; and under a bound on the allocator a model whose weights, gradients and
+states are ten times that bound, which plain PyTorch can't train.
+
 Over a link that is emulated on a stream of its own (`benchmarks/link/emulated.py`), a GPT as one of two ranks of ZeRO-2 and
 ZeRO-3: what of the link's time a step hides, beside computing alone, the link alone and a step without prefetch; the exposed
 communication that a profile shows, beside what the simulator forecasts; that the host never waits for the device; and that
@@ -26,6 +30,7 @@ import argparse
 import contextlib
 import copy
 import datetime
+import itertools
 import os
 import platform
 import sys
@@ -48,7 +53,7 @@ from torch import nn
 import zgraph
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("numbers", "steps", "updates", "times", "link")
+PARTS = ("numbers", "steps", "updates", "times", "fit", "link")
 BOUND = 1e-5  # norm-wise relative error of a float32 gradient
 
 
@@ -65,6 +70,8 @@ class Size:
 
 FULL = Size(hidden=2048, layers=8, heads=16, batch=4, length=1024, vocabulary=32000, repeat=20)
 CHECK = Size(hidden=512, layers=4, heads=8, batch=2, length=256, vocabulary=4096, repeat=0)
+BOUND_BYTES = 2 * 2**30  # of the allocator, for what does not fit
+LARGE = Size(hidden=2048, layers=26, heads=16, batch=1, length=512, vocabulary=32000, repeat=3)  # ten times as much
 QUICK = Size(hidden=64, layers=1, heads=4, batch=2, length=32, vocabulary=256, repeat=3)
 
 
@@ -75,6 +82,7 @@ class Results:
     checks: list[tuple[str, str, str]] = field(default_factory=list)
     times: list[tuple[str, str, str, str]] = field(default_factory=list)
     updates: list[tuple[str, str, str, str]] = field(default_factory=list)
+    fit: list[tuple[str, str, str, str]] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
     overlap: list[tuple[str, ...]] = field(default_factory=list)
     exposed: list[tuple[str, ...]] = field(default_factory=list)
@@ -217,12 +225,12 @@ def check_steps(results: Results, size: Size, device: torch.device) -> None:
 def check_offload(results: Results, size: Size, device: torch.device) -> None:
     """Five steps with all that can be in the host's memory are those with all on the device, and hold less of it."""
     inputs = batch(size, device)
-    for backend in ("eager", "inductor"):
-        what = f"five steps with parameters, states and activations in the host's memory, backend {backend}"
+    for backend, on in itertools.product(("eager", "inductor"), ("host", "device")):
+        what = f"five steps with all in the host's memory, updated on the {on}, backend {backend}"
         with results.attempt(what):
             found, peaks = [], []
             for place in ("none", "cpu"):
-                away = dict.fromkeys(("activations", "optimizer", "parameters"), place)
+                away = {**dict.fromkeys(("activations", "optimizer", "parameters"), place), "update_on": on}
                 plan = zgraph.Plan(backend=backend, optimizer=zgraph.AdamW(lr=1e-3), grad_clip=1.0, offload=away)
                 model = zgraph.compile(llama(size, device, torch.float32), plan)
                 if device.type == "cuda":
@@ -376,6 +384,98 @@ def measure_updates(results: Results, parameters: int, device: torch.device, rep
                     torch.cuda.empty_cache()
 
 
+# -- what does not fit ----------------------------------------------------------------------------------------------
+def host_rates(device: torch.device) -> tuple[float, float]:
+    """Bytes a second from the device to the host's pinned memory and back, in copies of 256 MiB."""
+    here = torch.empty(2**28, dtype=torch.uint8, device=device)
+    there = torch.empty(2**28, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    down, up = (
+        measure(lambda a=a, b=b: a.copy_(b, non_blocking=True), device, 5)[0] for a, b in ((there, here), (here, there))
+    )
+    return 2**28 / down * 1e3, 2**28 / up * 1e3
+
+
+def measure_hidden(results: Results, size: Size, device: torch.device) -> None:
+    """Steps with activations in the host's memory, beside steps that keep them."""
+    inputs, times = batch(size, device), {}
+    for place in ("none", "cpu"):
+        model = zgraph.compile(llama(size, device, torch.bfloat16), zgraph.Plan(offload={"activations": place}))
+        times[place], _, peak = measure(lambda model=model: step(model, inputs), device, size.repeat)
+        moved = model.zgraph.forecast().moved
+        results.fit.append((f"activations: {place}", f"{times[place]:.2f} ms", f"{peak:.2f} GiB", str(moved)))
+        del model
+    ratio = times["cpu"] / times["none"]
+    copies = max(moved.get(way, 0) / rate * 1e3 for way, rate in zip(("d2h", "h2d"), host_rates(device), strict=True))
+    what = "activations go and come behind computing: at most 1.10 of keeping them, where copies take no longer"
+    results.check(what, ratio <= 1.10 or copies > times["none"], f"{ratio:.2f}; copies alone {copies:.2f} ms")
+
+
+def measure_host_updates(results: Results, parameters: int, device: torch.device, repeat: int) -> None:
+    """An update of states in the host's memory, beside what its moves take over the link alone."""
+    rates = host_rates(device)
+    for on in ("host", "device"):
+        with results.attempt(f"update of states in the host's memory, on the {on}"):
+            away = {"optimizer": "cpu", "update_on": on}
+            model: Any = Weights(shapes_of(300, parameters), device)
+            zgraph.compile(model, zgraph.Plan(optimizer=zgraph.AdamW(lr=1e-3), offload=away))
+            grads = [torch.randn_like(p) for p in model.parameters()]
+
+            def step(model: Any = model, grads: Any = grads) -> None:
+                for p, g in zip(model.parameters(), grads, strict=True):
+                    p.grad = g
+                model.step()
+
+            median, _, peak = measure(step, device, repeat)
+            count = sum(p.numel() for p in model.parameters())
+            down, up = (8, 4) if on == "host" else (12, 8)  # bytes a parameter: of gradients and weights, or of states
+            bound = max(count * down / rates[0], count * up / rates[1]) * 1e3
+            results.fit.append(
+                (f"update on the {on}", f"{median:.2f} ms", f"{peak:.2f} GiB", f"{median / bound:.2f} of the link's {bound:.2f} ms")
+            )
+            del model, grads, step
+
+
+def measure_large(results: Results, size: Size, device: torch.device, bound: int) -> None:
+    """A model of ten times the bound on the allocator's bytes: plain PyTorch runs out of memory, zgraph trains within it."""
+    inputs = batch(size, device)
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(bound / torch.cuda.get_device_properties(device).total_memory, device)
+    try:
+        if cuda:
+            with results.attempt("a model of ten times the memory, plain"):
+                try:
+                    model: Any = llama(size, device, torch.float32)
+                    optimizer = torch.optim.AdamW(model.parameters())
+                    step(model, inputs)
+                    optimizer.step()
+                    ran = True
+                except torch.OutOfMemoryError:
+                    ran = False
+                model = optimizer = None
+                torch.cuda.empty_cache()
+                results.check("a model of ten times the memory: plain PyTorch can't", not ran, "out of memory" if not ran else "it ran")
+        with torch.device("meta"):
+            model = llama(size, torch.device("meta"), torch.float32)
+        weights = sum(p.nbytes for p in model.parameters())
+        away = {**dict.fromkeys(("activations", "optimizer", "parameters"), "cpu")}
+        model = zgraph.compile(model, zgraph.Plan(zero=3, optimizer=zgraph.AdamW(lr=1e-4), offload=away, memory_budget=bound))
+        losses: list[float] = []
+
+        def train() -> None:
+            losses.append(float(model.train_step(**inputs).loss))
+
+        median, _, peak = measure(train, device, size.repeat)
+        shown = f"{4 * weights / bound:.1f} times the bound, losses {losses[0]:.3f} to {losses[-1]:.3f}"
+        results.fit.append((f"{weights / 4e6:.0f} M parameters", f"{median:.0f} ms", f"{peak:.2f} GiB", shown))
+        fits = peak * 2**30 <= bound and losses[-1] < losses[0]
+        results.check("a model of ten times the memory trains", fits or not cuda, f"{peak:.2f} of {bound / 2**30:.2f} GiB; {shown}")
+    finally:
+        if cuda:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
 # -- over a link ---------------------------------------------------------------------------------------------------
 def measure_overlap(results: Results, setting: one_gpu.Setting, traces: Path) -> None:
     """What of the link's time is hidden, by the clock and by a profile, and whether the host waits."""
@@ -472,6 +572,11 @@ def render(results: Results, device: torch.device, check: Size, timed: Size, set
                 "An update by AdamW in float32, about 100 M parameters; the median of the same number.",
                 ("", "first step", "update", "bandwidth"),
                 results.updates,
+            ),
+            *table(
+                "What does not fit: whole steps and updates with the host's memory, over its link.",
+                ("", "time", "peak memory of the device", ""),
+                results.fit,
             ),
             *table(
                 f"A whole step as one of two ranks over an emulated link of {link}: {setting.size}, {setting.precision}, "
@@ -580,6 +685,14 @@ def main() -> int:
     if "times" in args.only:
         with results.attempt("times"):
             measure_steps(results, timed, device, args.skip)
+    if "fit" in args.only:
+        quick = args.quick or device.type != "cuda"
+        with results.attempt("hidden activations"):
+            measure_hidden(results, timed, device)
+        with results.attempt("updates on the host"):
+            measure_host_updates(results, 10**6 if quick else 10**8, device, timed.repeat)
+        with results.attempt("a model of ten times the memory"):
+            measure_large(results, QUICK if quick else LARGE, device, 2**24 if quick else BOUND_BYTES)
     if "link" in args.only:
         with results.attempt("over the emulated link"):
             if args.calibrate:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from zgraph.codegen.eager import compile_eager
@@ -64,6 +65,9 @@ class UpdateExecutable:
 
         def rest() -> None:
             for at in range(self._now, len(self.chunks)):
+                for taken in (held[n] for n in self.chunks[at].takes):
+                    if taken.is_cuda:  # (made for another stream, which may use its memory again)
+                        taken.record_stream(torch.cuda.current_stream(taken.device))
                 self._chunk(at, held)
 
         return results, rest

@@ -123,13 +123,14 @@ def _stages(program: Program) -> dict[fx.Node, int]:
 
 
 def _kind(nodes: list[fx.Node]) -> str:
-    """Equal for groups of nodes that compute the same from values of the same types."""
+    """Equal for groups of nodes that compute the same from values of the same types, which lie in the same places."""
     at: dict[fx.Node, str] = {}
 
     def name(node: fx.Node) -> str:
         if node not in at:
             shared = node.op != "placeholder" and info(node).param is None
-            at[node] = f"{node.name if shared else len(at)}:{type_of(value(node))}"
+            home = info(node).home if node.op == "placeholder" else None
+            at[node] = f"{node.name if shared else len(at)}:{type_of(value(node))}:{home}"
         return at[node]
 
     lines = []

@@ -54,7 +54,7 @@ class Rotor:
         n = len(segments)
         self.bytes = _most(segments)
         self.slot = max(self.bytes / slots, 1.0)
-        self.slots = slots
+        self.slots = slots + 2 * n + 2  # (sizes are rounded to slots: what keeps all may take so many more)
         self.enter = [self._in_slots(s.input_bytes) for s in segments] + [0]
         self.cost = np.concatenate([[0.0], np.cumsum([s.seconds for s in segments])])
         self.grads = np.concatenate([[0], np.cumsum([s.gradients for s in segments])])

@@ -73,14 +73,17 @@ class Forecast:
 @dataclass(frozen=True)
 class StepForecast:
     """What a step of one micro-batch will take: its `programs` (forward and backward, then the update, if the plan has one)
-    one after another, and `besides` seconds of the run time around them, where the hardware was measured."""
+    one after another (or the update beside the others, if it is `late`), and `besides` seconds of the run time around them, where the
+    hardware was measured."""
 
     programs: tuple[Forecast, ...]
     besides: float = 0.0
+    late: bool = False
 
     @property
     def seconds(self) -> float:
-        return sum(p.seconds for p in self.programs) + self.besides
+        parts = [p.seconds for p in self.programs]
+        return (max(parts) if self.late else sum(parts)) + self.besides
 
     @property
     def exposed(self) -> float:
@@ -103,12 +106,12 @@ class StepForecast:
         return "\n".join([*lines, f"step: {self.seconds * 1e3:.3f} ms, {exposed}"])
 
 
-def simulate_step(program: Program, update: Program | None, costs: Costs) -> StepForecast:
-    """Replay a step: forward and backward as one `program`, then its `update`. The first gathers of the forward run beside
-    the update of the step before. Raises as `simulate`."""
+def simulate_step(program: Program, update: Program | None, costs: Costs, late: bool = False) -> StepForecast:
+    """Replay a step: forward and backward as one `program`, then its `update`, or beside it one that is `late`. The first gathers of
+    the forward run beside the update of the step before. Raises as `simulate`."""
     after = () if update is None else (simulate(update, costs),)
-    first = simulate(program, costs, lead=sum(u.seconds for u in after))
-    return StepForecast((first, *after), costs.hardware.step)
+    first = simulate(program, costs, lead=0.0 if late else sum(u.seconds for u in after))
+    return StepForecast((first, *after), costs.hardware.step, late)
 
 
 def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:

@@ -182,4 +182,4 @@ def test_moves_of_cuda_code_are_the_programs_and_reach_the_host(
     assert step == {"fetch", "offload", "moved_"}
     assert update == ({"fetch", "store", "moved_"} if on == "device" else {"fetch", "moved_"})
     assert all(part["compiled"] for part in parts[:2])
-    assert any(part["compiled"] for part in parts[2:]) == (on == "device")  # (the rest is C++, for the host)
+    assert any(part["compiled"] for part in parts[2:])

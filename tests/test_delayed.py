@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import refusals
 import torch
 from ranks import Ranks
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 import zgraph
 from zgraph.codegen.chunks import compile_chunks
 from zgraph.codegen.eager import compile_eager
-from zgraph.compiler import update_program
+from zgraph.compiler import programs, update_program
 from zgraph.errors import OffloadError, PlanError, StepError
 from zgraph.update.delayed import refuse_late_collectives
 
@@ -97,19 +98,13 @@ def test_late_is_not_in_time():
     assert trained(plan_of(10))[1] == trained(plan_of(None))[1]
 
 
-@pytest.mark.parametrize(
-    "away",
-    [
-        AWAY,
-        {**AWAY, "optimizer": "disk"},
-        {**AWAY, "parameters": "cpu"},
-        {**AWAY, "parameters": "disk", "optimizer": "disk"},
-    ],
-)
-def test_wherever_states_and_parameters_lie(away, tmp_path):
+@pytest.mark.parametrize("parameters", ["none", "cpu", "disk"])
+@pytest.mark.parametrize("states", ["cpu", "disk"])
+def test_wherever_states_and_parameters_lie(states, parameters, tmp_path):
+    away = {**AWAY, "optimizer": states, "parameters": parameters}
     away = {k: f"nvme:{tmp_path}" if v == "disk" else v for k, v in away.items()}
-    model, losses = trained(plan_of(0, away=away, grad_clip=0.1))
-    expected, weights = by_definition(6, 0, 0.1)
+    expected, weights = by_definition(30, 0, 0.1)
+    model, losses = trained(plan_of(0, away=away, grad_clip=0.1), 30)
     assert losses == expected and same(model, weights)
 
 
@@ -157,6 +152,87 @@ def test_states_of_updates_in_time_can_be_loaded():
     assert all(torch.equal(a, b) for a, b in zip(late.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8])
+def test_parameters_of_one_shape_of_which_some_are_late(ratio):
+    """Of a group that is updated together all are, or none."""
+    away = {"optimizer": "cpu", "least_bytes": 1, "ratio": ratio}
+    model = zgraph.compile(net(), plan_of(0, away=away))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model.train_step(batches(1)[0])
+    late = model.zgraph.runtime.updater.options.late()
+    assert late and {n for n, p in model.named_parameters() if torch.equal(p, before[n])} == late
+    model.zgraph.finish()
+    assert not any(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_states_in_time_loaded_into_a_model_that_was_late_already():
+    model, _ = trained(plan_of(None), 3)
+    late, _ = trained(plan_of(), 5)
+    late.train_step(batches(1)[0])
+    late.load_state_dict(model.state_dict())
+    late.zgraph.optimizer.load_state_dict(model.zgraph.optimizer.state_dict())
+    late.zgraph.finish()
+    assert all(torch.equal(a, b) for a, b in zip(late.parameters(), model.parameters(), strict=True))
+
+
+def test_states_of_late_updates_loaded_into_a_plan_in_time():
+    """The weights are then those after all updates."""
+    late = zgraph.compile(net(), plan_of())
+    for x in batches(4):
+        late.train_step(x)
+    plain = zgraph.compile(net(), plan_of(None))
+    plain.load_state_dict(late.state_dict())
+    plain.zgraph.optimizer.load_state_dict(late.zgraph.optimizer.state_dict())
+    late.zgraph.finish()
+    assert all(torch.equal(a, b) for a, b in zip(late.parameters(), plain.parameters(), strict=True))
+    x = batches(5)[4]
+    assert float(late.train_step(x)) == float(plain.train_step(x))
+
+
+def test_a_load_stays_whatever_comes_then():
+    model = zgraph.compile(net(), plan_of())
+    for x in batches(3):
+        model.train_step(x)
+    fresh = net().state_dict()
+    model.load_state_dict(fresh)
+    twin = copy.deepcopy(model)
+    model.zgraph.recompile(plan_of())
+    for one in (model, twin):
+        one.zgraph.finish()
+        assert all(torch.equal(p, fresh[n]) for n, p in one.named_parameters())
+
+
+def test_recompiled_for_an_optimizer_without_states():
+    model = zgraph.compile(net(), plan_of())
+    other = zgraph.compile(net(), plan_of())
+    for one in (model, other):
+        one.train_step(batches(1)[0])
+    other.zgraph.finish()
+    model.zgraph.recompile(plan_of(optimizer=zgraph.SGD(lr=0.1)))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_nothing_is_copied_twice(monkeypatch):
+    model = zgraph.compile(net(), plan_of(100))
+    model.train_step(batches(1)[0])
+    delayed = model.zgraph.runtime.updater._delayed
+    versions = {n: p._version for n, p in model.named_parameters()}
+    copies = {n: t._version for n, t in model.zgraph.runtime.updater.states.own().items()}
+    model.zgraph.finish()
+    assert {n: p._version for n, p in model.named_parameters()} == versions and not delayed.publish()
+    assert {n: t._version for n, t in model.zgraph.runtime.updater.states.own().items()} == copies
+
+
+def test_a_budget_has_room_for_what_an_update_brings_beside_a_step():
+    def least(after: int | None) -> int:
+        away = {"optimizer": "nvme:/tmp", "least_bytes": 1, "sub_group_bytes": 2**20}
+        plan = plan_of(after, away=away, memory_budget=1)
+        return refusals.smallest(lambda: programs(net(), plan, (batches(1)[0],), 1))
+
+    gradients = sum(p.nbytes for p in net().parameters())
+    assert least(0) >= least(None) + gradients
+
+
 def test_weights_that_the_user_loads_win():
     model = zgraph.compile(net(), plan_of())
     for x in batches(3):
@@ -194,7 +270,13 @@ def test_an_update_that_fails_is_told_at_the_next_step(monkeypatch):
         model.train_step(batches(1)[0])
         with pytest.raises(OffloadError, match="the disk is gone"):
             model.train_step(batches(1)[0])
-    with pytest.raises(StepError, match="failed half way"):
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for again in (model.zgraph.finish, model.step):
+        with pytest.raises(StepError, match="failed half way"):
+            again()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    model.zgraph.optimizer.load_state_dict(model.zgraph.optimizer.state_dict())
+    with pytest.raises(StepError, match="failed half way"):  # (the weights were not loaded)
         model.step()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_update_programs import Virtual, gradients, parameters
-from torch import fx
+from torch import fx, nn
 
 import zgraph
 from zgraph.offloading import KINDS
@@ -132,6 +132,17 @@ def test_a_share_stays_on_the_device_and_is_updated_there(ratio):
     assert where == ({"cuda"} if ratio == 0 else {"cpu", "cuda"})  # (new weights arrive on the device)
     kept = zgraph.Plan(zero=3, backend="eager", optimizer=RECORDS["AdamW"])
     assert same(stepped(program, plan, 1), stepped(built(kept, 1), kept, 1))
+
+
+def test_parameters_of_one_shape_stay_apart_where_some_are_elsewhere():
+    """No parameter whose states are on the device is updated on the host, however groups are made."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    plan = plan_of(RECORDS["AdamW"], "cpu", away={"ratio": 0.5, "sub_group_bytes": None})
+    program = whole_update(model, planned_layout(model, {"dp": 1}, plan), plan, {"dp": 1}, THERE).program
+    check_places(program)
+    homes = {p.name.rpartition("/")[0] for p, n in program.input_items() if info(n).home}
+    on_host = {info(n).param for n in program.graph.nodes if n.op == "call_function" and info(n).home}
+    assert homes and len(homes) < 12 and on_host - {None} == homes
 
 
 def test_states_in_the_hosts_memory_do_not_move_and_gradients_go_down_once():

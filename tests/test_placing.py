@@ -178,9 +178,33 @@ def test_recompile_and_copies_keep_what_was_decided(tmp_path):
     share = model.zgraph.runtime.shares
     twin = copy.deepcopy(model)
     model.zgraph.recompile(plan)
-    assert share[0] > 0 and model.zgraph.runtime.shares == twin.zgraph.runtime.shares == share
     assert float(model.train_step(batches()[0])) == float(twin.train_step(batches()[0]))
-    assert model.zgraph.runtime.shares == twin.zgraph.runtime.shares == share
+    assert share[0] > 0 and model.zgraph.runtime.shares == twin.zgraph.runtime.shares == share
+
+
+def test_recompiled_for_a_smaller_budget_more_goes(tmp_path):
+    weights = sum(p.nbytes for p in deep().parameters())
+    roomy = zgraph.Plan(**ONE, memory_budget=int(20 * weights), offload=auto(tmp_path))
+    model, losses = trained(deep(), roomy)
+    assert model.zgraph.runtime.shares == (0.0,)
+    model.zgraph.recompile(budget_that_moves_states(tmp_path))
+    plain, expected = trained(deep(), zgraph.Plan(**ONE))
+    assert losses == expected
+    assert [float(m.train_step(x)) for m in (model,) for x in batches()] == [
+        float(plain.train_step(x)) for x in batches()
+    ]
+    assert model.zgraph.runtime.shares[0] > 0
+
+
+def test_another_program_of_the_same_inputs_keeps_to_the_share(tmp_path):
+    model, _ = trained(deep(), budget_that_moves_states(tmp_path))
+    (share,) = model.zgraph.runtime.shares
+    (entry,) = model.zgraph.runtime.entries.values()
+    assert entry.outsides.shares == (share,)
+
+
+def test_a_folder_is_not_touched_without_a_budget():
+    zgraph.compile(deep(), zgraph.Plan(**ONE, offload={"activations": "auto:/proc/no/folder"}))
 
 
 def test_an_update_without_ranks_is_that_of_a_step_within_the_budget(tmp_path):
@@ -198,6 +222,15 @@ def test_a_disk_without_room_for_the_states_is_refused_when_they_are_to_go(tmp_p
     monkeypatch.setattr(files, "_free", lambda folder: 1000)
     with pytest.raises(OffloadError, match="no room"):
         model.train_step(batches()[0])
+
+
+def test_a_disk_without_room_for_activations_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    from zgraph.tiers import files
+
+    model = zgraph.compile(deep(), zgraph.Plan(**ONE, offload={"activations": f"nvme:{tmp_path}"}))
+    monkeypatch.setattr(files, "_free", lambda folder: 10_000)
+    with pytest.raises(OffloadError, match="no room"):
+        model(batches()[0])
 
 
 def test_a_budget_that_nothing_meets_says_what_would(tmp_path):

@@ -58,11 +58,16 @@ def run_passes(
 @dataclass(frozen=True)
 class Outside:
     """What there is besides forward and backward: bytes `held` all the time, all bytes at the peak of the `update`, and the
-    seconds that it takes."""
+    seconds that it takes, `late` beside the next step or between two."""
 
     held: int = 0
     update: int = 0
     seconds: float = 0.0
+    late: bool = False
+
+    def step(self, seconds: float) -> float:
+        """The seconds of a whole step whose forward and backward take so many."""
+        return max(seconds, self.seconds) if self.late else seconds + self.seconds
 
 
 class Outsides:
@@ -117,23 +122,23 @@ class _Budget:
         return history, best.choice.but(states=self.share)
 
     def _best_of_all(self) -> tuple[_Outcome, Remark | None]:
-        """The fastest step with its update, over all shares of the states that may be offloaded. The more is offloaded, the longer
-        takes the update, and the less has to be done for activations. Raises `PlanError` where none fits."""
+        """The fastest step with its update, over all shares of the states that may be offloaded: the more is, the less has to be
+        done for activations. Raises `PlanError` where none fits."""
         found: list[tuple[float, float, _Outcome, Remark | None]] = []
         refused: list[PlanError] = []
         for share in self.outsides.shares:
             least = min((f.seconds for f, _, _ in self.simulated.values()), default=0.0)
             if any(outcome.seconds <= least for _, _, outcome, _ in found):
-                break  # (no step is faster, and the update only gets slower)
+                break  # (no step is faster, and the update hardly)
             self._turn_to(share)
-            if found and self.outside.seconds + least >= min(found, key=lambda way: way[0])[0]:
-                break
+            if found and self.outside.step(least) >= min(found, key=lambda way: way[0])[0]:
+                continue
             try:
                 outcome, missed = self._best()
             except PlanError as error:
                 refused.append(error)
             else:
-                found.append((self.outside.seconds + outcome.seconds, share, outcome, missed))
+                found.append((self.outside.step(outcome.seconds), share, outcome, missed))
         if not found:
             raise refused[-1]
         _, share, outcome, missed = min(found, key=lambda way: way[:2])

@@ -172,7 +172,8 @@ class Handle:
         if not trained:
             raise StepError("there is no training program yet", hint="zgraph.compile(…, inputs=…), or a first step")
         updates = [history.program for history in self.updates.values()]
-        return simulate_step(trained[-1].history().program, updates[-1] if updates else None, self.runtime.costs)
+        update, late = updates[-1] if updates else None, bool(self.runtime.updater.options.late())
+        return simulate_step(trained[-1].history().program, update, self.runtime.costs, late)
 
     def recompile(self, plan: Plan) -> None:
         """Run the same weights by another plan (another stage, backend, passes or micro-batches) on the same mesh.
@@ -183,7 +184,7 @@ class Handle:
         optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would be another (stages 1
         to 3 share one), `RankMismatchError` if ranks give different plans.
         """
-        from zgraph.placing import placed
+        from zgraph.placing import placed_as
         from zgraph.runtime import agreed_costs
         from zgraph.sharding import planned_layout
 
@@ -194,10 +195,8 @@ class Handle:
                 f"recompile keeps the mesh {old.sizes}, the plan has {sizes}",
                 hint="compile a fresh model, and load a state dict",
             )
-        plan = placed(
-            plan, old.module, sizes, old.device, lambda mine: old.agreement.any("room in the host's memory", mine)
-        )
-        if plan.offload != old.plan.offload:
+        plan = placed_as(plan, old.plan)
+        if not plan.offload.same(old.plan.offload):
             raise ModelError(
                 "the plan offloads otherwise", where="offload", hint="compile a fresh model, and load a state dict"
             )

@@ -84,6 +84,11 @@ class Offload(Record, frozen=True):
         ratio = 1.0 if self.ratio is None and (named or places["optimizer"] == "none") else self.ratio
         return self.model_copy(update={**places, "ratio": ratio})
 
+    def same(self, other: Offload) -> bool:
+        """Do the two mean the same, once each "auto" that is left is the device?"""
+        mine, theirs = (o.placed(dict.fromkeys(KINDS, "none")) for o in (self, other))
+        return mine == theirs
+
     def tier(self, what: str) -> str | None:
         """ "cpu" or "nvme" for "activations", "optimizer" or "parameters"; None for the device, and as long as it is "auto"."""
         kind = str(getattr(self, what)).partition(":")[0]

@@ -17,7 +17,7 @@ import torch
 from zgraph import errors
 from zgraph.codegen.executable import Executable, failing_node
 from zgraph.memory import room_of
-from zgraph.passes.memory import Life, lives
+from zgraph.passes.memory import Life, lives, memory_of
 from zgraph.plan import Plan
 from zgraph.program.node import info
 from zgraph.program.program import InputRole, Program
@@ -50,10 +50,11 @@ def explained(runtime: Runtime, running: Executable | Program, step: StepProgram
 
 
 def _is_exhausted(error: Exception) -> bool:
-    """(A CPU's allocator raises a RuntimeError, of which only the text tells.)"""
+    """(A CPU's allocator, and that of pinned memory, raise a RuntimeError, of which only the text tells.)"""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
+    texts = ("DefaultCPUAllocator: ", "CUDA error: out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def _explanation(
@@ -72,7 +73,8 @@ def _explanation(
     ]
     there = lives(program, runtime.costs.fused)
     names = [n.name for n in program.graph.nodes]
-    at = names.index(node.name) if node is not None else _peak(there, len(names))
+    totals = [sum(at.values()) for at in memory_of(program, runtime.costs.fused)]
+    at = names.index(node.name) if node is not None else totals.index(max(totals))
     there = [life for life in there if life.born <= at < life.gone]
     by: Counter[str] = Counter()
     for life in there:
@@ -102,11 +104,6 @@ def _explanation(
     return OutOfMemoryError(what, where=info(node).source or None, why="\n".join(why), hint=hint)
 
 
-def _peak(there: list[Life], positions: int) -> int:
-    """The position at which most is live."""
-    return max(range(positions), key=lambda at: sum(i.bytes for i in there if i.born <= at < i.gone))
-
-
 def _module(name: str) -> str:
     return name or "the model itself"
 
@@ -129,7 +126,8 @@ def _changes(runtime: Runtime, step: StepProgram, budget: int) -> str:
         within = {"memory_budget": budget} if runtime.plan.recompute == "auto" or "recompute" in changes else {}
         for more in ({}, within) if changes else (within,):
             taken = _tried(runtime.plan.model_copy(update=changes | more), runtime, step)
-            if taken is not None and taken.peak <= budget:
+            smaller = taken is not None and (now is None or taken.peak < now.peak)
+            if taken is not None and smaller and taken.peak <= budget:
                 slower = taken.seconds / now.seconds - 1 if now is not None else 0.0
                 said = f"{shown_bytes(taken.peak)}, {slower:+.0%} time by the plan's hardware"
                 found.append((round(slower, 2), len(found), f"{_written(changes | more)}: {said}"))

@@ -7,7 +7,6 @@ capture); parameters all or none, before it: where weights, gradients and the st
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -23,7 +22,6 @@ from zgraph.update.program import state_bytes
 
 if TYPE_CHECKING:
     from zgraph.plan import Plan
-    from zgraph.program.program import ParamSpec
 
 STAGES = 3  # groups of an update that are on the device at once, nearly
 STAY = 0.7  # of a budget, at most, for what lies on the device all the time
@@ -47,7 +45,7 @@ def placed(
         return plan.model_copy(update={"offload": offload.placed({})})
     specs = planned_layout(module, sizes, plan)
     states = state_bytes(module, specs, plan)
-    weights = sum(_shard_bytes(s) for s in specs.values())
+    weights = sum(s.rank_bytes for s in specs.values())
     host = device.type != "cpu" and not any_rank(states + weights > HOST_SHARE * host_free() / _ranks_here())
     found = {what: _place(getattr(offload, what), host) for what in auto}
     if plan.optimizer is None and "optimizer" in found:
@@ -61,17 +59,21 @@ def placed(
     return plan.model_copy(update={"offload": offload.placed(found)})
 
 
+def placed_as(plan: Plan, other: Plan) -> Plan:
+    """The plan with each "auto" where the model runs by now, by the `other` plan."""
+    if plan.memory_budget is None:
+        return plan
+    there = {what: str(getattr(other.offload, what)) for what in KINDS}
+    return plan.model_copy(
+        update={"offload": plan.offload.placed({k: "none" if v.startswith("auto") else v for k, v in there.items()})}
+    )
+
+
 def _place(auto: str, host: bool) -> str:
     folder = auto.partition(":")[2]
     if host:
         return "cpu"
     return f"nvme:{folder}" if folder else "none"
-
-
-def _shard_bytes(spec: ParamSpec) -> int:
-    """A rank's part of a parameter and of its gradient."""
-    grad = spec.grad_dtype.itemsize if spec.requires_grad else 0
-    return math.prod(spec.shard_shape) * (spec.dtype.itemsize + grad)
 
 
 def _ranks_here() -> int:

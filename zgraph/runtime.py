@@ -23,14 +23,15 @@ from torch.distributed.tensor import DTensor
 from zgraph.agreement import Agreement
 from zgraph.ahead import Ahead
 from zgraph.compiled import Entry, StepProgram
-from zgraph.errors import CaptureError, ModelError, PlanError, SignatureError, UnsupportedError
+from zgraph.errors import CaptureError, ModelError, OffloadError, PlanError, SignatureError, UnsupportedError
 from zgraph.memory import StepMemory
 from zgraph.out_of_memory import explained
-from zgraph.passes.costs import Costs
+from zgraph.passes.costs import Costs, size_of
 from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
-from zgraph.program import torch_private
+from zgraph.program import moves, torch_private
 from zgraph.program.digest import digest, node_digests
+from zgraph.program.node import info
 from zgraph.program.program import InputRole, OutputRole, Port, Program
 from zgraph.program.remark import Remark
 from zgraph.program.torch_private import keeps_graph
@@ -195,18 +196,33 @@ class Runtime:
 
     def prepare(self, step: StepProgram) -> None:
         """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.) Raises
-        `PlanError` if a program that a step takes does not fit into the plan's memory budget."""
+        `PlanError` if a program that a step takes does not fit into the plan's memory budget, `OffloadError` if the disk has no room
+        for the activations that go there."""
         if self.plan.memory_budget is not None and step.differentiated:
             for variant in step.variants():
                 step.history(variant)  # (what does not fit is refused now, not in the middle of a step)
+        nodes = step.history().program.nodes
+        away = [n for n in nodes if n.target is moves.OFFLOAD and info(n).param is None]
+        self._require("activations", sum(map(size_of, away)))
         if step.differentiated and step.states is not None and len(self.shares) > 1:
-            self.shares = (step.states,)
             self.agreement.vote("the share of the optimizer's states that is offloaded", str(step.states))
-            self.updater.offload(step.states)
+            options = self.updater.options_with(step.states)
+            self._require("optimizer", self.updater.states.bytes_at(options))
+            self.updater.offload(options)
+            self.shares = step.outsides.shares = (step.states,)
         step.ahead()
         step.forward()
         if step.parts().backward is not None:
             step.backward()
+
+    def _require(self, what: str, size: int) -> None:
+        """Raises `OffloadError` on every rank if the disk of one has no room for so many bytes of this kind."""
+        if self.tiers.preflight is not None:
+
+            def refused(rank: int, said: str) -> OffloadError:
+                return OffloadError(f"rank {rank} has no room for {what}", where=self.plan.offload.folder(), why=said)
+
+            self.agreement.together("the disk", lambda: self.tiers.require(what, size), refused)
 
     def agree(self, program: Program) -> None:
         """Let the ranks compare a program before it runs."""

@@ -174,7 +174,8 @@ def _part(inputs: Inputs, rank: int, world: int) -> Inputs:
                 f"a batch of {batch} can't be split over {world} ranks",
                 hint="give a batch that the world divides",
             )
-        return leaf.chunk(world)[rank]
+        # (memory of its own: of two slices of one batch some libraries' products differ in the last bit, by their alignment)
+        return leaf.chunk(world)[rank].clone()
 
     return pytree.tree_map(cut, inputs)  # type: ignore[no-any-return]
 

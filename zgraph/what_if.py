@@ -40,7 +40,8 @@ def step_by(plan: Plan, module: nn.Module, captured: Program, costs: Costs, devi
     history, choice = run_passes(program, plan, costs, PLAIN, outsides=outsides)
     share = outsides.shares[0] if choice.states is None else choice.states
     update = whole_update(module, program.params, plan, captured.mesh, device, share)
-    step = simulate_step(history.program, update.program if update is not None else None, costs)
+    late = plan.offload.delayed_after is not None and bool(plan.offload.tier("optimizer"))
+    step = simulate_step(history.program, update.program if update is not None else None, costs, late)
     peaks = [sum(f.peak.values()) for f in step.programs]
     peaks[0] += outsides.at(share).held
     return Taken(step.seconds, max(peaks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -121,6 +122,12 @@ class ParamSpec:
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of a rank's padded shard (the whole shape where it is not sharded)."""
         return (self.rows, *self.shape[1:]) if self.shard_dim else self.shape
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes of a rank's shard, and of its gradient."""
+        gradient = self.grad_dtype.itemsize if self.requires_grad else 0
+        return math.prod(self.shard_shape) * (self.dtype.itemsize + gradient)
 
     def sharded(self, mesh_dim: str, ranks: int) -> ParamSpec:
         return replace(self, shard_dim=mesh_dim, rows=-(-self.shape[0] // ranks))

@@ -23,12 +23,11 @@ def aligned(size: int) -> torch.Tensor:
     return memory[start : start + size]
 
 
-class Landing:
-    """Memory that reads land in. Inside `reused` it is taken again once its values are gone: pages that are new to the process
-    take as long as the disk does."""
+class Landing(threading.local):
+    """Memory that reads of one thread land in. Inside `reused` it is taken again once its values are gone: pages that are new to
+    the process take as long as the disk does."""
 
-    def __init__(self) -> None:
-        self._kept: list[tuple[torch.Tensor, int]] | None = None  # each with its holders when it is idle
+    _kept: list[tuple[torch.Tensor, int]] | None = None  # each with its holders when it is idle
 
     def take(self, size: int) -> torch.Tensor:
         """That many aligned bytes of any values."""
@@ -44,7 +43,7 @@ class Landing:
 
     @contextmanager
     def reused(self) -> Iterator[None]:
-        """What is taken inside may be memory of values that were read inside. Not reentrant, for one thread."""
+        """What this thread takes inside may be memory of values that it read inside. Not reentrant."""
         self._kept = []
         try:
             yield

@@ -241,7 +241,7 @@ class FileStore:
         return self._write(tensor, value, counted=True)
 
     def reused(self) -> AbstractContextManager[None]:
-        """Inside, what is read lands in memory of values that were read inside before and are gone. For one thread."""
+        """Inside, what this thread reads lands in memory of values that it read inside before and are gone."""
         return self._landing.reused()
 
     @property

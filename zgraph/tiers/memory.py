@@ -35,17 +35,17 @@ class HostMemory:
         size = math.prod(shape)
         if not size:
             return torch.empty_strided(shape, stride, dtype=dtype)
-        held = mmap.mmap(-1, size * dtype.itemsize)
+        try:
+            held = mmap.mmap(-1, size * dtype.itemsize)
+        except OSError as error:
+            raise MemoryError(f"the host has no room for {size * dtype.itemsize} bytes more") from error
         return torch.frombuffer(held, dtype=dtype).as_strided(tuple(shape), tuple(stride))
 
     def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]:
         """(a new tensor on `device`, or in the host's memory, what waits for its values)."""
         pinned = device.type == "cpu" and self.device.type == "cuda"
         value = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=device, pin_memory=pinned)
-        wait = self._copy(value, home, "out" if pinned else "in")
-        if not pinned:
-            return value, wait
-        return value, self._streams["out"].synchronize  # (the host is to read it)
+        return value, self._copy(value, home, "out" if pinned else "in", to_be_read=pinned)
 
     def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait:
         """Start to write `value` to `home`; it must stay as it is until the wait."""
@@ -56,7 +56,8 @@ class HostMemory:
         if self._streams:
             self._streams["out"].synchronize()
 
-    def _copy(self, to: torch.Tensor, of: torch.Tensor, way: str) -> Wait:
+    def _copy(self, to: torch.Tensor, of: torch.Tensor, way: str, *, to_be_read: bool = False) -> Wait:
+        """What waits for the copy: the device, or the host where it is `to_be_read` there."""
         if self._threads is not None:
             done = self._threads.submit(_copied, to, of)
             return lambda: (done.result(), None)[1]
@@ -69,6 +70,8 @@ class HostMemory:
         for tensor in (to, of):
             if tensor.is_cuda:
                 tensor.record_stream(stream)
+        if to_be_read:
+            return over.synchronize
         return lambda: torch.cuda.current_stream(self.device).wait_event(over)
 
 

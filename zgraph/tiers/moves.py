@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -64,7 +65,7 @@ class Tiers:
         if "cpu" in plan.tiers() or (plan.tiers() and device.type == "cuda"):  # (updates on the host go through it)
             self._tiers["cpu"] = HostMemory(device)
         folder = plan.folder()
-        if folder is not None:
+        if folder is not None and "nvme" in plan.tiers():
             store = FileStore(folder, checksums=plan.checksums, threads=plan.threads)
             self._tiers["nvme"] = Disk(store)
             self.preflight = store.preflight(away)
@@ -89,7 +90,7 @@ class Tiers:
             tier.store.require(size)
 
     def reused(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, what comes from disk lands in memory of what came inside before and is gone."""
+        """Inside, what comes from disk for this thread lands in memory of what came inside before and is gone."""
         disk = self._tiers.get("nvme")
         return disk.store.reused() if isinstance(disk, Disk) else contextlib.nullcontext()
 
@@ -100,7 +101,8 @@ class Tiers:
 
 
 _open: weakref.WeakValueDictionary[str, Tier] = weakref.WeakValueDictionary()
-_flying: dict[int, Wait] = {}
+_flying: dict[int, tuple[object, Wait]] = {}  # by address: whose it is (see `apart`), and what waits for it
+_mine = threading.local()
 
 
 def register(kind: str, tier: Tier) -> str:
@@ -119,6 +121,16 @@ def tier_of(home: torch.Tensor, device: torch.device) -> Tier | None:
     return disk or next((t for t in tiers if isinstance(t, HostMemory) and t.device in ends), None)
 
 
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Moves that this thread starts inside are its own: programs that fail elsewhere leave them alone, and the reverse."""
+    _mine.owner = object()
+    try:
+        yield
+    finally:
+        _mine.owner = None
+
+
 def in_flight() -> int:
     """Moves that nobody has waited for yet."""
     return len(_flying)
@@ -129,7 +141,7 @@ def _fetch(home: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not home.numel():
         return home.to(device, copy=True)
     value, wait = (home.to(device, copy=True), _arrived) if tier is None else tier.read(home, device)
-    _flying[value.data_ptr()] = wait
+    _flies(value, wait)
     return value
 
 
@@ -141,7 +153,7 @@ def _offload(x: torch.Tensor, tier: str) -> torch.Tensor:
         )
     home = found.tensor(x.shape, x.stride(), x.dtype)
     if home.numel():
-        _flying[home.data_ptr()] = found.write(home, x)
+        _flies(home, found.write(home, x))
     return home
 
 
@@ -150,23 +162,27 @@ def _store(home: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     tier = tier_of(home, x.device)
     if tier is None or not home.numel():
         home.copy_(x)
-        _flying[token.data_ptr()] = _arrived
+        _flies(token, _arrived)
     else:
-        _flying[token.data_ptr()] = tier.write(home, x)
+        _flies(token, tier.write(home, x))
     return token
 
 
 def _moved(to: torch.Tensor, of: torch.Tensor) -> None:
     if not to.numel():
         return
-    wait = _flying.pop(to.data_ptr(), None)
-    if wait is None:
+    started = _flying.pop(to.data_ptr(), None)
+    if started is None:
         raise OffloadError(
             "a program waits for a move that nothing started",
             why="the backend copied a value that was on its way",
             hint='use backend="eager", and report this: it is a fault of zgraph or of this torch',
         )
-    wait()
+    started[1]()
+
+
+def _flies(to: torch.Tensor, wait: Wait) -> None:
+    _flying[to.data_ptr()] = getattr(_mine, "owner", None), wait
 
 
 def _arrived() -> None:
@@ -175,9 +191,10 @@ def _arrived() -> None:
 
 def _abandon() -> None:
     """A program has failed: what it had on its way lands, and is forgotten."""
-    while _flying:
-        with contextlib.suppress(Exception):
-            _flying.popitem()[1]()
+    for to, (owner, wait) in list(_flying.items()):
+        if owner is getattr(_mine, "owner", None) and _flying.pop(to, None) is not None:
+            with contextlib.suppress(Exception):
+                wait()
 
 
 moves.when_one_fails(_abandon)

@@ -19,13 +19,14 @@ from zgraph.errors import PlanError
 from zgraph.program import collectives
 from zgraph.program.node import info
 from zgraph.sharding import Shards
+from zgraph.tiers.moves import apart
 from zgraph.update.build import AHEAD
 from zgraph.update.states import States
 
 
 class Delayed:
     """The update of one module that is under way, and the weights that it makes. A weight that was changed by others meanwhile (a
-    load, say) stays as they made it, and updates go on from there."""
+    load, say; torch counts no writes through `.data`) stays as they made it, and updates go on from there."""
 
     def __init__(self, shards: Shards, states: States, device: torch.device) -> None:
         self.shards = shards
@@ -35,6 +36,7 @@ class Delayed:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._running: Future[None] | None = None
         self._versions: dict[str, tuple[int, ...]] = {}  # of weights that none but updates have changed
+        self._new = False  # are there weights that are not the model's yet?
 
     def start(self, rest: Callable[[], None]) -> None:
         """Run what is left of an update, in a thread."""
@@ -42,10 +44,11 @@ class Delayed:
             self._versions.setdefault(name, self.shards.version(name))
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._new = True
         self._running = self._threads.submit(self._run, rest)
 
     def _run(self, rest: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+        with apart(), torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
             rest()
         if self._stream is not None:
             self._stream.synchronize()
@@ -61,21 +64,27 @@ class Delayed:
         found = []
         for name in self._made():
             ahead, mine = self.states[f"{name}/{AHEAD}"], self.shards.local(name)
-            if self.shards.version(name) == self._versions.get(name):
+            if self.shards.version(name) != self._versions.get(name):
+                ahead.copy_(mine)
+            elif self._new:
                 mine.copy_(ahead)
                 found.append(name)
-            else:
-                ahead.copy_(mine)
-        self._versions = {}
         return found
 
-    def loaded(self) -> None:
-        """The states were loaded, and the weights they belong to before them."""
+    def published(self) -> None:
+        """Weights and their copies are equal, and counted."""
         self._versions = {name: self.shards.version(name) for name in self._made()}
+        self._new = False
+
+    def loaded(self) -> None:
+        """The states were loaded, and the weights that they belong to before them."""
+        self._versions = {name: self.shards.version(name) for name in self._made()}
+        self._new = True
 
     def adopt(self, other: Delayed) -> None:
         """Go on where another has stopped."""
-        self._versions = {name: self.shards.version(name) for name in other._versions}
+        unchanged = [n for n, version in other._versions.items() if other.shards.version(n) == version]
+        self._versions, self._new = {n: self.shards.version(n) for n in unchanged}, other._new
 
     def _made(self) -> list[str]:
         return [n for n in self.states.options.late() if f"{n}/{AHEAD}" in self.states.tensors]

@@ -107,7 +107,8 @@ class PlanOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over states, counts of updates and the groups' numbers; a schedule goes on from the count.
 
-        Tensors may be DTensors of any placement or whole ones. Raises `ModelError` for other groups, parameters, states
+        Tensors may be DTensors of any placement or whole ones. Load the weights before: where updates run late, here or where it was
+        saved, they go on from each other. Raises `ModelError` for other groups, parameters, states
         or shapes; then nothing was changed.
         """
         self._updater().wait()
@@ -115,9 +116,7 @@ class PlanOptimizer(torch.optim.Optimizer):
         pairs = list(self._pairs(state_dict))
         for param, saved in pairs:
             mine = self.state[param]
-            for key in (saved.keys() | mine.keys()) - (
-                {AHEAD} - saved.keys()
-            ):  # (where updates were not late, it is the parameter)
+            for key in (saved.keys() | mine.keys()) - {AHEAD}:
                 shapes = [tuple(s[key].shape) if key in s else None for s in (saved, mine) if key != "step"]
                 if len(set(shapes)) > 1:
                     raise ModelError(
@@ -128,9 +127,14 @@ class PlanOptimizer(torch.optim.Optimizer):
         counts: dict[torch.Tensor, float] = {}
         for param, saved in pairs:
             counts[param] = float(saved["step"]) if "step" in saved else 0.0
+            mine = self.state[param]
             for key, value in saved.items():
-                if key != "step":
-                    _copy(self.state[param][key], value)
+                if key in mine and key != "step":
+                    _copy(mine[key], value)
+            if AHEAD in mine and AHEAD not in saved:
+                _copy(mine[AHEAD], param)
+            if AHEAD in saved and AHEAD not in mine:  # (here updates are in time: so is the weight)
+                _copy(param, saved[AHEAD])
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in other.items() if k not in ("params", "names")})
         self._updater().resume(counts)

@@ -96,7 +96,10 @@ def outside_of(
         if plan.memory_budget is None or not trained or not plan.offload.tiers():
             return Outside(held + waiting)
         found = simulate(update_history(plan, trained, specs, sizes, device, options).program, costs)
-        return Outside(held + waiting, sum(found.peak.values()), found.seconds)
+        if options.late():  # (what it brings to the device is there beside a step)
+            kept = sum(found.peak.get(k, 0) for k in ("parameters", "gradients", "states"))
+            held += sum(found.peak.values()) - kept
+        return Outside(held + waiting, sum(found.peak.values()), found.seconds, bool(options.late()))
 
     return Outsides(shares, at)
 
@@ -147,9 +150,7 @@ def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan)
     """Bytes that a rank keeps on disk from step to step: what lies there of weights, gradients and states."""
     total = 0
     if plan.offload.tier("parameters") == "nvme":
-        for spec in (s for s in specs.values() if s.home is not None):
-            grad = spec.grad_dtype.itemsize if spec.requires_grad else 0
-            total += math.prod(spec.shard_shape) * (spec.dtype.itemsize + grad)
+        total += sum(s.rank_bytes for s in specs.values() if s.home is not None)
     if plan.offload.tier("optimizer") == "nvme" and len(shares_of(plan)) == 1:  # (else it is not known yet)
         members, options = _updated(module, specs, plan)
         total += sum(_state_bytes(m, specs[m.name], options) for m in members if m.name in options.homes)

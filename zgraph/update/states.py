@@ -160,8 +160,10 @@ class States:
         same_scale = self.options.loss_scale == old.options.loss_scale
         for name, tensor in old.tensors.items():
             of_scale = name.startswith("/") and not name.startswith(STEP)
+            param = name.rpartition("/")[0]
+            elsewhere = (param in self.options.homes) != (param in old.options.homes)
             if name in wanted or name in counts or (of_scale and same_scale):
-                self.tensors[name] = self._copy(name, tensor) if copies else tensor
+                self.tensors[name] = self._copy(name, tensor) if copies or elsewhere else tensor
         for param in touched & self.members.keys():
             self._make(param)
 

@@ -24,7 +24,7 @@ from zgraph.out_of_memory import explained
 from zgraph.passes import History, verify_program
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.schedules import TorchSchedule
-from zgraph.update.build import EMA, scalar_names
+from zgraph.update.build import EMA, UpdateOptions, scalar_names
 from zgraph.update.delayed import Delayed, refuse_late_collectives
 from zgraph.update.groups import Member, members_of
 from zgraph.update.late import KEYS, Late
@@ -90,9 +90,11 @@ class Updater:
     def adopt(self, old: Updater, *, copies: bool) -> None:
         """Go on where another updater of the same parameters is: states (or copies of them), counts, numbers, the scale."""
         if len(old.runtime.shares) == 1 < len(self.runtime.shares):
-            self.runtime.shares = old.runtime.shares
-            self.offload(self.runtime.shares[0])
-        old.wait()
+            self.offload(self.options_with(old.runtime.shares[0]))  # (until the first program says otherwise)
+        if old.options.late() == self.options.late():
+            old.wait()
+        else:
+            old.finish()
         self.states.adopt(old.states, copies=copies)
         self._delayed.adopt(old._delayed)
         self._broken, self._states_loaded = dict(old._broken), old._states_loaded
@@ -106,12 +108,16 @@ class Updater:
         if self.scheduler is not None and old.scheduler is not None:
             self.scheduler.load_state_dict(old.scheduler.state_dict())
 
-    def offload(self, share: float) -> None:
-        """From now on this share of the states lies in the optimizer's tier. Raises `OffloadError` where it has no room."""
+    def options_with(self, share: float) -> UpdateOptions:
+        """The options of updates of which this share of the states is offloaded."""
         members = list(self.states.members.values())
-        self.options = update_options(self.runtime.plan, members, self.runtime.shards.specs, share)
-        self.runtime.tiers.require("optimizer", self.states.bytes_at(self.options))
-        self.states.move(self.options)
+        return update_options(self.runtime.plan, members, self.runtime.shards.specs, share)
+
+    def offload(self, options: UpdateOptions) -> None:
+        """From now on states lie where these options say."""
+        self.finish()
+        self.states.move(options)
+        self.options = options
         self._programs.clear()
         self._last = None
 
@@ -129,11 +135,13 @@ class Updater:
             raise
 
     def finish(self) -> None:
-        """Let the weights be those after all updates."""
+        """Let the weights be those after all updates. Raises `StepError` after one that failed half way."""
         self.wait()
+        self._refuse_broken()
         names = self._delayed.publish()
         if names:
             self.runtime.weights_changed(names)
+        self._delayed.published()
 
     def resume(self, counts: dict[torch.Tensor, float]) -> None:
         """Go on from a checkpoint: how many updates each parameter has had says where a schedule is, too."""
@@ -219,7 +227,6 @@ class Updater:
                 hint="leave the with block first",
             )
         self.finish()
-        self._refuse_broken()
         names = self._with_gradients()
         runtime.agreement.vote("an update", f"{len(names)} gradients: {' '.join(names)}")
         self._settle_previous()
@@ -335,7 +342,7 @@ class Updater:
         try:
             with explained(self.runtime, update.history.program):
                 results, rest = update.executable.run(values, self.runtime.ahead.written)
-            if update.executable.late:
+            if self.options.late():
                 self._delayed.start(lambda: self._run_late(update, rest))
             return results, clipped
         except Exception:
@@ -343,15 +350,14 @@ class Updater:
             raise
 
     def _run_late(self, update: CompiledUpdate, rest: Callable[[], None]) -> None:
-        with explained(self.runtime, update.history.program):
+        with explained(self.runtime, update.history.program), self.runtime.tiers.reused():
             rest()
 
     def _break(self) -> None:
         """An update has failed half way."""
         shards = self.runtime.shards
-        if self.runtime.tiers.keys:
-            self._broken = {n: shards.version(n) for n in shards.params()}
-            self._states_loaded = False
+        self._broken = {n: shards.version(n) for n in shards.params()}
+        self._states_loaded = False
 
     def _scalars(self, wanted: list[tuple[int, str]]) -> torch.Tensor:
         values = self.optimizer.numbers([w for w in wanted if w[0] >= 0]) if self.optimizer is not None else []
