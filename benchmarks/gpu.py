@@ -407,7 +407,8 @@ def measure_hidden(results: Results, size: Size, device: torch.device) -> None:
     ratio = times["cpu"] / times["none"]
     copies = max(moved.get(way, 0) / rate * 1e3 for way, rate in zip(("d2h", "h2d"), host_rates(device), strict=True))
     what = "activations go and come behind computing: at most 1.10 of keeping them, where copies take no longer"
-    results.check(what, ratio <= 1.10 or copies > times["none"], f"{ratio:.2f}; copies alone {copies:.2f} ms")
+    ok = ratio <= 1.10 or copies > times["none"] or device.type != "cuda"
+    results.check(what, ok, f"{ratio:.2f}; copies alone {copies:.2f} ms")
 
 
 def measure_host_updates(results: Results, parameters: int, device: torch.device, repeat: int) -> None:

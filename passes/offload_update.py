@@ -3,8 +3,8 @@
 *Contract.* On entry the update is in place and grouped (`group_updates`), and inputs that lie elsewhere say so (`NodeInfo.home`). On exit
 each group runs in one place. One that reads nothing from elsewhere runs on the device. One that does runs on the host's processors
 (with `host`; ZeRO-Offload: Ren et al., 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"), where what lies in the
-host's memory is read and written as it lies, unless it communicates; else on the device too. What a group needs from another place
-comes before it, what it makes for another goes after it:
+host's memory is read and written as it lies, unless it communicates or multiplies matrices; else on the device too. What a group
+needs from another place comes before it, what it makes for another goes after it:
 
     wait for what group i needs; start what group i + 1 needs; compute group i; wait for what group i - 1 sent; start what group i sends
 
@@ -22,7 +22,7 @@ from torch import fx
 
 from zgraph.passes.aliases import is_write
 from zgraph.passes.contract import graph_pass
-from zgraph.passes.costs import size_of
+from zgraph.passes.costs import flops_of, size_of
 from zgraph.passes.groups import groups_of
 from zgraph.program import collectives, moves
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
@@ -83,7 +83,7 @@ class _Places:
 
     def may_run_on_host(self, nodes: list[fx.Node]) -> bool:
         reads = {a for n in nodes for a in n.all_input_nodes}
-        apart = any(collectives.is_start(n) for n in nodes) or any(a.op == "get_attr" for a in reads)
+        apart = any(collectives.is_start(n) or flops_of(n) for n in nodes) or any(a.op == "get_attr" for a in reads)
         return self.host and not apart and any(a in self.homes for a in reads)
 
     def _needs(self, nodes: list[fx.Node], on_host: bool) -> dict[fx.Node, torch.device]:

@@ -36,7 +36,7 @@ def test_gpu_benchmark_has_a_dry_run_on_cpu(tmp_path: Path) -> None:
     text = run(
         str(BENCHMARKS / "gpu.py"),
         *("--device", "cpu", "--quick", "--skip", "torch.compile", "--output", str(file)),
-        *("--only", "numbers", "steps", "updates", "times"),
+        *("--only", "numbers", "steps", "updates", "times", "fit"),
     )
     written = file.read_text()
     assert written.strip() in text
@@ -45,7 +45,8 @@ def test_gpu_benchmark_has_a_dry_run_on_cpu(tmp_path: Path) -> None:
     assert "| a mesh of one rank: loss and gradients, backend inductor | ok | at most " in written
     assert "| ten training steps in float32, backend inductor | ok | at most " in written
     assert "| fp16: a step that overflows is skipped | ok | 1 skipped in all |" in written
-    assert "in the host's memory, backend inductor | ok | " in written
+    assert "in the host's memory, updated on the host, backend inductor | ok | " in written
+    assert "| a model of ten times the memory trains | ok | " in written and "| update on the device | " in written
     assert "| 300 tensors, zgraph |" in written
     assert "zgraph, inductor" in written and "fused kernels in" in written
 

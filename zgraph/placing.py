@@ -2,7 +2,7 @@
 
 Without a budget it is the device. With one, it is the memory of the host where that is another than the device's, else the disk of a
 folder that the plan names. Activations and states are then taken there as far as the budget needs it (`zgraph/budget.py`, after
-capture); parameters all or none, before it: where weights, gradients and the states that stay leave no room for anything else.
+capture); parameters all or none, before it: where weights, gradients and the states that stay leave little room for anything else.
 """
 
 from __future__ import annotations
