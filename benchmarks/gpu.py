@@ -460,7 +460,7 @@ def measure_large(results: Results, size: Size, device: torch.device, bound: int
         with torch.device("meta"):
             model = llama(size, torch.device("meta"), torch.float32)
         weights = sum(p.nbytes for p in model.parameters())
-        away = {**dict.fromkeys(("activations", "optimizer", "parameters"), "cpu")}
+        away = dict.fromkeys(("activations", "optimizer", "parameters"), "cpu")
         model = zgraph.compile(model, zgraph.Plan(zero=3, optimizer=zgraph.AdamW(lr=1e-4), offload=away, memory_budget=bound))
         losses: list[float] = []
 

@@ -61,7 +61,7 @@ def agrees(found: SymbolicForecast, model: nn.Module, inputs, worlds: list[int],
         assert mine.activations == max(m.get("activations", 0) for m in real.memory)
         assert mine.parameters == real.memory[-1]["parameters"]
         assert mine.gradients == real.memory[-1]["gradients"]
-        held = outside_of(model, program.params, plan, program.mesh, torch.device("cpu"), costs(plan)).first.held
+        held = outside_of(model, program.params, plan, program.mesh, torch.device("cpu"), costs(plan)).at(None).held
         assert mine.states == held
 
 

@@ -77,11 +77,11 @@ class Outsides:
         self, shares: tuple[float, ...] = (0.0,), make: Callable[[float], Outside] = lambda share: Outside()
     ) -> None:
         self.shares = shares
-        self.at = functools.cache(make)
+        self._made = functools.cache(make)
 
-    @property
-    def first(self) -> Outside:
-        return self.at(self.shares[0])
+    def at(self, share: float | None) -> Outside:
+        """That for a share, by default the first."""
+        return self._made(self.shares[0] if share is None else share)
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,7 +94,7 @@ class StepProgram:
     @property
     def outside(self) -> Outside:
         """What a rank holds besides."""
-        return self.outsides.first if self.states is None else self.outsides.at(self.states)
+        return self.outsides.at(self.states)
 
     def variants(self) -> list[Variant]:
         """Those that a training step of this plan takes, the plain one first."""

@@ -72,17 +72,19 @@ def _explanation(
         f"in this process {held}, {shown_bytes(room.free)} are left on {runtime.device}",
     ]
     there = lives(program, runtime.costs.fused)
-    names = [n.name for n in program.graph.nodes]
-    totals = [sum(at.values()) for at in memory_of(program, runtime.costs.fused)]
-    at = names.index(node.name) if node is not None else totals.index(max(totals))
+    if node is not None:
+        at = list(program.graph.nodes).index(node)
+    else:
+        totals = [sum(by.values()) for by in memory_of(program, runtime.costs.fused)]
+        at = totals.index(max(totals))
     there = [life for life in there if life.born <= at < life.gone]
-    by: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
     for life in there:
-        by[life.category] += life.bytes
+        kinds[life.category] += life.bytes
     if step is not None and not program.input_nodes(InputRole.STATE):
-        by["optimizer states and waiting gradients"] = step.outside.held
-    total = by.total()
-    parts = ", ".join(f"{k} {shown_bytes(v)}" for k, v in by.most_common() if v)
+        kinds["optimizer states and waiting gradients"] = step.outside.held
+    total = kinds.total()
+    parts = ", ".join(f"{k} {shown_bytes(v)}" for k, v in kinds.most_common() if v)
     why.append(f"the forecast {'here' if node is not None else 'at its peak'}: {shown_bytes(total)} ({parts})")
     besides = max(0, room.held - total) if room.held is not None else 0
     if room.held is not None:

@@ -38,10 +38,9 @@ def step_by(plan: Plan, module: nn.Module, captured: Program, costs: Costs, devi
     costs = replace(costs, fused=plan.backend == "inductor")
     outsides = outside_of(module, program.params, plan, captured.mesh, device, costs)
     history, choice = run_passes(program, plan, costs, PLAIN, outsides=outsides)
-    share = outsides.shares[0] if choice.states is None else choice.states
-    update = whole_update(module, program.params, plan, captured.mesh, device, share)
+    update = whole_update(module, program.params, plan, captured.mesh, device, choice.states)
     late = plan.offload.delayed_after is not None and bool(plan.offload.tier("optimizer"))
     step = simulate_step(history.program, update.program if update is not None else None, costs, late)
     peaks = [sum(f.peak.values()) for f in step.programs]
-    peaks[0] += outsides.at(share).held
+    peaks[0] += outsides.at(choice.states).held
     return Taken(step.seconds, max(peaks))

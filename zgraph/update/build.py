@@ -78,6 +78,11 @@ def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[s
     return held
 
 
+def state_bytes_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> int:
+    """The bytes of what is kept for one parameter on this rank."""
+    return sum(math.prod(s.shape) * s.dtype.itemsize for s in states_of(member, spec, options).values())
+
+
 def build_update(
     members: Sequence[Member],
     specs: dict[str, ParamSpec],

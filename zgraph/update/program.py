@@ -16,7 +16,7 @@ from zgraph.passes.simulator import simulate
 from zgraph.pipeline import build_update_passes
 from zgraph.program import torch_private
 from zgraph.program.program import ParamSpec
-from zgraph.update.build import UpdateOptions, build_update, states_of
+from zgraph.update.build import UpdateOptions, build_update, state_bytes_of
 from zgraph.update.groups import Member, members_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _homes(
     tier = plan.offload.tier("optimizer")
     if tier is None:
         return {}
-    sizes = {m.name: _state_bytes(m, specs[m.name], options) for m in members if m.record is not None}
+    sizes = {m.name: state_bytes_of(m, specs[m.name], options) for m in members if m.record is not None}
     wanted = share * sum(sizes.values())
     found: dict[str, str] = {}
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
@@ -67,10 +67,6 @@ def _homes(
         found[name] = tier
         wanted -= sizes[name]
     return found
-
-
-def _state_bytes(member: Member, spec: ParamSpec, options: UpdateOptions) -> int:
-    return sum(math.prod(s.shape) * s.dtype.itemsize for s in states_of(member, spec, options).values())
 
 
 def outside_of(
@@ -88,9 +84,8 @@ def outside_of(
     shares = shares or shares_of(plan)
 
     def at(share: float) -> Outside:
-        members, options = _updated(module, specs, plan, share)
-        trained = [m for m in members if specs[m.name].requires_grad]
-        held = sum(_state_bytes(m, specs[m.name], options) for m in trained if m.name not in options.homes)
+        trained, options = _trained(module, specs, plan, share)
+        held = sum(state_bytes_of(m, specs[m.name], options) for m in trained if m.name not in options.homes)
         late = (specs[m.name] for m in trained if m.name in options.late() and specs[m.name].home is None)
         held += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the step before)
         if plan.memory_budget is None or not trained or not plan.offload.tiers():
@@ -113,15 +108,22 @@ def whole_update(
     share: float | None = None,
 ) -> History | None:
     """The update of every parameter that trains; None for a plan without an optimizer. `share`: see `update_options`."""
-    members, options = _updated(module, specs, plan, share)
-    trained = [m for m in members if specs[m.name].requires_grad]
+    trained, options = _trained(module, specs, plan, share)
     return update_history(plan, trained, specs, sizes, device, options) if trained else None
 
 
 def state_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
     """Bytes of a rank's optimizer states, wherever they lie."""
-    members, options = _updated(module, specs, plan)
-    return sum(_state_bytes(m, specs[m.name], options) for m in members if specs[m.name].requires_grad)
+    trained, options = _trained(module, specs, plan)
+    return sum(state_bytes_of(m, specs[m.name], options) for m in trained)
+
+
+def _trained(
+    module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, share: float | None = None
+) -> tuple[list[Member], UpdateOptions]:
+    """What of `_updated` has gradients."""
+    members, options = _updated(module, specs, plan, share)
+    return [m for m in members if specs[m.name].requires_grad], options
 
 
 def _updated(
@@ -153,7 +155,7 @@ def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan)
         total += sum(s.rank_bytes for s in specs.values() if s.home is not None)
     if plan.offload.tier("optimizer") == "nvme" and len(shares_of(plan)) == 1:  # (else it is not known yet)
         members, options = _updated(module, specs, plan)
-        total += sum(_state_bytes(m, specs[m.name], options) for m in members if m.name in options.homes)
+        total += sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name in options.homes)
     return total
 
 

@@ -7,7 +7,6 @@ count of updates; "/scale" and its like half precision's loss scale.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ import torch
 from zgraph.sharding import Shards, row_by_row
 from zgraph.tiers.moves import Tier
 from zgraph.update import scaler
-from zgraph.update.build import AHEAD, EMA, MASTER, UpdateOptions, states_of
+from zgraph.update.build import AHEAD, EMA, MASTER, UpdateOptions, state_bytes_of, states_of
 from zgraph.update.groups import STEP, Member
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.rule import State
@@ -78,9 +77,7 @@ class States:
 
     def bytes_at(self, options: UpdateOptions) -> int:
         """The bytes of those that lie elsewhere by these options."""
-        chosen = [self.members[name] for name in options.homes]
-        kept = [s for m in chosen for s in states_of(m, self.shards.specs[m.name], options).values()]
-        return sum(math.prod(s.shape) * s.dtype.itemsize for s in kept)
+        return sum(state_bytes_of(self.members[n], self.shards.specs[n], options) for n in options.homes)
 
     def move(self, options: UpdateOptions) -> None:
         """Let the states lie where these options say, also those that are there."""

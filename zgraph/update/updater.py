@@ -232,9 +232,11 @@ class Updater:
         self._settle_previous()
         self._run_hooks(names)
         self._schedule()
+        late = self.options.late()
+        timely = [n for n in names if n not in late]
         with runtime.clock.timed("update"):
             try:
-                runtime.ahead.begin([n for n in names if n not in self.options.late()])
+                runtime.ahead.begin(timely)
                 norm = self._run(names)  # (where a changed field is refused, gradients stay for the next step)
                 for name in names:
                     runtime.shards.params()[name].grad = None
@@ -242,8 +244,7 @@ class Updater:
             except Exception:
                 runtime.ahead.drop()
                 raise
-            late = self.options.late()
-            runtime.weights_changed([n for n in names if n not in late])
+            runtime.weights_changed(timely)
             runtime.ahead.finish()
         self.calls += 1
         if self.calls <= (runtime.plan.offload.delayed_after or 0):
