@@ -150,7 +150,7 @@ def zgraph_step(size: Any, plan: Any) -> tuple[Callable[[], Any], Callable[[], d
         runtime = model.zgraph.runtime
         step = next(iter(model.zgraph.programs.values()))
         found = simulate(step.history().program, runtime.costs)
-        return {"forecast": sum(found.peak.values()) + step.held, "forecast seconds": model.zgraph.forecast().seconds}
+        return {"forecast": sum(found.peak.values()) + step.outside.held, "forecast seconds": model.zgraph.forecast().seconds}
 
     return lambda: model.train_step(*batch), said
 

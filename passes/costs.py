@@ -21,12 +21,13 @@ from pydantic import Field
 from torch import fx
 
 from zgraph.errors import PlanError
+from zgraph.names import did_you_mean
 from zgraph.passes.aliases import aliased_input, root_of
 from zgraph.passes.fusion import fusible, readers, together
 from zgraph.program import collectives, moves, ops
 from zgraph.program.node import info, tensors, value
 from zgraph.program.program import Program
-from zgraph.record import Record, did_you_mean
+from zgraph.record import Record
 
 Rate = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]

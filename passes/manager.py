@@ -1,7 +1,8 @@
 """Runs a pipeline: contracts first, then each pass; after each, the verifier, a clock, counts and a snapshot.
 
 A pass that raises, or that leaves a program which the verifier refuses, writes a reproducer: a folder with the
-program before it (as JSON and as text) and the names of the passes that were still to run.
+program before it (as JSON and as text), the names of the passes that were still to run, and what they were made from;
+`zgraph repro` runs it again.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch.autograd.profiler import record_function
 
 from zgraph.errors import ContractError, PassError, PlanError, VerifyError
-from zgraph.passes.contract import Pass
+from zgraph.passes.contract import Contract, Pass
 from zgraph.passes.verifier import ValueCache, verify_program
 from zgraph.program.program import Program
 
@@ -27,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: seconds of its own and of the verifier, its counts, and the program after it.
+    """What one pass did: seconds of its own and of the verifier, its counts, and the program after it; its contract and its
+    options (None for the capture, which is no pass).
 
     Without snapshots `program` is the one that later passes went on to change.
     """
@@ -38,6 +41,8 @@ class PassRecord:
     verify_seconds: float
     stats: dict[str, int]
     program: Program
+    contract: Contract | None = None
+    options: Any = None
 
     @property
     def nodes(self) -> int:
@@ -67,13 +72,22 @@ class PassManager:
     """Runs `passes` in order over a program. Raises `ContractError` before running anything if they don't fit.
 
     `verify` checks the program before the first pass and after each. `snapshots` keeps a copy of the graph after each
-    pass (fake values are shared): the history and reproducers need them.
+    pass (fake values are shared): the history and reproducers need them. `recipe` is what a reproducer says of how the
+    passes were made, as JSON (see `zgraph.recipe`).
     """
 
-    def __init__(self, passes: Sequence[Pass], *, verify: bool = True, snapshots: bool = True) -> None:
+    def __init__(
+        self,
+        passes: Sequence[Pass],
+        *,
+        verify: bool = True,
+        snapshots: bool = True,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> None:
         self.passes = list(passes)
         self.verify = verify
         self.snapshots = snapshots
+        self.recipe = recipe
         self._values = ValueCache()
 
     def check(self, facts: frozenset[str] = frozenset()) -> None:
@@ -140,7 +154,16 @@ class PassManager:
                 ) from error
             logger.debug("pass %s: %.3f s, verified in %.3f s, %s", step.name, took, verified, stats)
             history.records.append(
-                PassRecord(step.name, step.contract.summary, took, verified, stats, self._keep(program))
+                PassRecord(
+                    step.name,
+                    step.contract.summary,
+                    took,
+                    verified,
+                    stats,
+                    self._keep(program),
+                    step.contract,
+                    step.options,
+                )
             )
         return history
 
@@ -166,7 +189,12 @@ class PassManager:
             (folder / "program.json").write_text(json.dumps(to_json(before)))
             (folder / "program.txt").write_text(render(before))
             node = error.node if isinstance(error, VerifyError) else None
-            rest = {"passes": [p.name for p in self.passes[at:]], "error": str(error), "node": node}
+            rest = {
+                "passes": [p.name for p in self.passes[at:]],
+                "error": f"{type(error).__name__}: {error}",
+                "node": node,
+                "recipe": self.recipe,
+            }
             (folder / "pipeline.json").write_text(json.dumps(rest, indent=2))
             return str(folder)
         except Exception as problem:

@@ -41,7 +41,7 @@ from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info, set_info
 from zgraph.program.program import InputRole, Level, Program
 from zgraph.program.remark import Remark
-from zgraph.record import shown_bytes
+from zgraph.units import shown_bytes
 
 DOUBT = 1.5  # a gather is as urgent as if all transfers took so many times their (simulated) time
 SLACK = 1.25  # what is wanted on the link while an operator runs, in its own (simulated) time: costs are estimates

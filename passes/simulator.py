@@ -30,6 +30,17 @@ class Stall:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a node does occupies a lane ("compute", "link:dp", "h2d", "d2h", "nvme", "host") from `start` on, in seconds after the
+    program's first node. A bucket's is its first start's."""
+
+    node: str
+    lane: str
+    start: float
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Forecast:
     """What one run of a program will take.
@@ -38,6 +49,7 @@ class Forecast:
     where communication is exposed, in order. `moved` are bytes between the device and elsewhere: "nvme read", "nvme write", "h2d",
     "d2h". `memory` has the live bytes by category after each node of the program, in
     order: inputs count for as long as the program runs, other values to their last reader, views with what they look at.
+    `spans` are what the lanes do, and `clock` is when the device is done with each node of the program, in order.
     """
 
     program: str
@@ -46,6 +58,8 @@ class Forecast:
     stalls: tuple[Stall, ...]
     memory: tuple[dict[str, int], ...]
     moved: dict[str, int] = field(default_factory=dict)
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+    clock: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def exposed(self) -> dict[str, float]:
@@ -125,29 +139,35 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
     lanes: dict[str, float] = {}  # when each copy engine and disk is
     done: dict[fx.Node, float] = {}
     begun: dict[fx.Node, float] = {}  # when what a move takes was there
-    busy: Counter[str] = Counter()
     stalls: list[Stall] = []
     moved: Counter[str] = Counter()
+    spans: list[Span] = []
+    clocks: list[float] = []
+
+    def occupy(node: fx.Node, lane: str, start: float, seconds: float) -> None:
+        if seconds:
+            spans.append(Span(node.name, lane, start, seconds))
+
     for node in program.graph.nodes:
-        if collectives.is_start(node):
-            if node in done:  # (with the bucket)
-                continue
+        if collectives.is_start(node) and node not in done:  # (else it went with its bucket)
             starts = bucket_of(node)
             dim = str(info(node).mesh_dim)
             name = f"link:{dim if dim in costs.hardware.links else '*'}"
             seconds, work = costs.transfer(starts, program.mesh[dim]), costs.work(starts)
+            occupy(node, "compute", clock, work)
             clock += work
-            free = max(clock - lead if info(node).ahead else clock, free) + seconds
+            begins = max(clock - lead if info(node).ahead else clock, free)
+            occupy(node, name, begins, seconds)
+            free = begins + seconds
             done.update(dict.fromkeys(starts, free))
-            busy[name] += seconds  # type: ignore[assignment]
-            busy["compute"] += work  # type: ignore[assignment]
         elif moves.is_start(node):
             lane, seconds = lane_of(node), costs.move(node)
             way = f" {'read' if node.target is moves.FETCH else 'write'}" if lane == "nvme" else ""
             moved[lane + way] += size_of(moves.moved_value(node))
             begun[node] = host if on_host(moves.moved_value(node)) else max(clock, host)
-            done[node] = lanes[lane] = max(begun[node], lanes.get(lane, 0.0)) + seconds
-            busy[lane] += seconds  # type: ignore[assignment]
+            begins = max(begun[node], lanes.get(lane, 0.0))
+            occupy(node, lane, begins, seconds)
+            done[node] = lanes[lane] = begins + seconds
         elif collectives.is_wait(node) or moves.is_wait(node):
             start = node.all_input_nodes[0]
             now = host if on_host(node) else clock
@@ -156,13 +176,19 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
                 now = done[start]
             clock, host = (clock, now) if on_host(node) else (now, host)
         elif node in compute and on_host(node):
+            occupy(node, "host", host, compute[node])
             host += compute[node]
-            busy["host"] += compute[node]  # type: ignore[assignment]
         elif node in compute:
-            clock = max(clock, host) + compute[node]  # (the host starts it)
-            busy["compute"] += compute[node]  # type: ignore[assignment]
+            clock = max(clock, host)  # (the host starts it)
+            occupy(node, "compute", clock, compute[node])
+            clock += compute[node]
+        clocks.append(max(clock, host))
     end = max(clock, host, free, *lanes.values())
-    return Forecast(program.name, end, dict(busy), tuple(stalls), tuple(memory_of(program, costs.fused)), dict(moved))
+    busy: Counter[str] = Counter()
+    for span in spans:
+        busy[span.lane] += span.seconds  # type: ignore[assignment]
+    memory = tuple(memory_of(program, costs.fused))
+    return Forecast(program.name, end, dict(busy), tuple(stalls), memory, dict(moved), tuple(spans), tuple(clocks))
 
 
 def lane_of(start: fx.Node) -> str:

@@ -23,8 +23,16 @@ WITH_CODE = [path for path in DOCUMENTS if "```python" in path.read_text()]
 # A layer, by its folder, and what of zgraph it may import.
 LAYERS = {
     "zgraph/program": ("zgraph.program", "zgraph.errors", "zgraph._version"),
-    "passes": ("zgraph.passes", "zgraph.program", "zgraph.record", "zgraph.errors"),
-    "codegen": ("zgraph.codegen", "zgraph.passes", "zgraph.program", "zgraph.record", "zgraph.errors"),
+    "passes": ("zgraph.passes", "zgraph.program", "zgraph.record", "zgraph.names", "zgraph.units", "zgraph.errors"),
+    "codegen": (
+        "zgraph.codegen",
+        "zgraph.passes",
+        "zgraph.program",
+        "zgraph.record",
+        "zgraph.names",
+        "zgraph.units",
+        "zgraph.errors",
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import zgraph
 from zgraph import placing
-from zgraph.compiler import update_program
+from zgraph.compiler import planned_step, update_program
 from zgraph.errors import OffloadError, PlanError
 from zgraph.offloading import KINDS
 from zgraph.placing import placed
@@ -211,8 +211,9 @@ def test_an_update_without_ranks_is_that_of_a_step_within_the_budget(tmp_path):
     """Which part of the states is elsewhere depends on the step, and so on its inputs."""
     plan = budget_that_moves_states(tmp_path)
     kinds = {port.name for port, node in update_program(deep(), plan, 1).program.input_items() if info(node).home}
-    with_inputs = update_program(deep(), plan, 1, (batches()[0],)).program
-    assert not kinds and any(info(node).home for _, node in with_inputs.input_items())
+    update = planned_step(deep(), plan, (batches()[0],), 1).update
+    assert update is not None
+    assert not kinds and any(info(node).home for _, node in update.program.input_items())
 
 
 def test_a_disk_without_room_for_the_states_is_refused_when_they_are_to_go(tmp_path, monkeypatch):

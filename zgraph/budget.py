@@ -21,12 +21,13 @@ from zgraph.passes.costs import Costs, size_of
 from zgraph.passes.rotor import Solver
 from zgraph.passes.simulator import Forecast, simulate
 from zgraph.passes.transfers import gathers_of, largest_layer
-from zgraph.pipeline import PLAIN, Choice, Variant, build
+from zgraph.pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant, build
 from zgraph.plan import Plan
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.remark import Remark
-from zgraph.record import shown_bytes
+from zgraph.recipe import to_recipe
+from zgraph.units import shown_bytes
 
 TURNS = 10  # of the search for the bytes that activations may take
 WORTH = 0.01  # of a step: so much waiting is worth a search
@@ -43,15 +44,18 @@ def run_passes(
     training: bool = True,
     outsides: Outsides | None = None,
     choice: Choice | None = None,
+    edit: Edit = EVERYTHING,
 ) -> tuple[History, Choice]:
     """The plan's pipeline over a captured program, which is changed; and what was decided. `outsides` are what lives besides
-    it. With a `choice` (another variant's: both must save the same values) nothing is decided again.
+    it. With a `choice` (another variant's: both must save the same values) nothing is decided again. An `edit` leaves passes out.
 
     Raises `PlanError` with the smallest budget that works if the plan's does not.
     """
     if plan.memory_budget is None:
-        return PassManager(build(plan, variant, training=training, costs=costs)).run(captured), Choice()
-    search = _Budget(captured, plan, costs, variant, training, outsides or Outsides())
+        passes = edit.cut(build(plan, variant, training=training, costs=costs, edit=edit))
+        recipe = to_recipe(plan, costs, variant, training, Choice(), edit)
+        return PassManager(passes, recipe=recipe).run(captured), Choice()
+    search = _Budget(captured, plan, costs, variant, training, outsides or Outsides(), edit)
     return search.run() if choice is None else search.follow(choice)
 
 
@@ -94,7 +98,14 @@ class _Outcome:
 
 class _Budget:
     def __init__(
-        self, captured: Program, plan: Plan, costs: Costs, variant: Variant, training: bool, outsides: Outsides
+        self,
+        captured: Program,
+        plan: Plan,
+        costs: Costs,
+        variant: Variant,
+        training: bool,
+        outsides: Outsides,
+        edit: Edit,
     ) -> None:
         assert plan.memory_budget is not None
         self.captured = captured
@@ -103,6 +114,7 @@ class _Budget:
         self.variant = variant
         self.training = training
         self.outsides = outsides
+        self.edit = edit
         self.offloads = training and plan.offload.tier("activations") is not None
         self.least = LEAST.but(away=0) if self.offloads else LEAST
         self.budget: int = plan.memory_budget
@@ -116,7 +128,7 @@ class _Budget:
 
     def run(self) -> tuple[History, Choice]:
         best, missed = self._best_of_all()
-        history = PassManager(self._passes(best.choice)).run(self.captured.snapshot())
+        history = self._history(best.choice)
         if missed is not None:
             history.program.remarks.append(missed)
         return history, best.choice.but(states=self.share)
@@ -172,12 +184,24 @@ class _Budget:
         outcome = self._try(choice.but(states=None))
         if outcome.peak > self.budget:
             raise self._refusal(outcome, f"{self.captured.name} with the gradients and weights of other micro-batches")
-        return PassManager(self._passes(choice)).run(self.captured.snapshot()), choice
+        return self._history(choice), choice
+
+    def _history(self, choice: Choice) -> History:
+        recipe = to_recipe(self.plan, self.costs, self.variant, self.training, choice, self.edit)
+        return PassManager(self.edit.cut(self._passes(choice)), recipe=recipe).run(self.captured.snapshot())
 
     # -- trying -----------------------------------------------------------------------------------------------------------
     def _passes(self, choice: Choice) -> list[Pass]:
         solver = self._solver if choice.activations is not None else None
-        return build(self.plan, self.variant, training=self.training, costs=self.costs, choice=choice, solver=solver)
+        return build(
+            self.plan,
+            self.variant,
+            training=self.training,
+            costs=self.costs,
+            choice=choice,
+            solver=solver,
+            edit=self.edit,
+        )
 
     def _try(self, choice: Choice) -> _Outcome:
         if choice not in self.simulated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,14 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zgraph.agreement import Agreement
-from zgraph.budget import run_passes
+from zgraph.budget import Outside, run_passes
 from zgraph.capture import trace
 from zgraph.casts import check, overflow_error, prepare, refuse_overflow
 from zgraph.errors import MeshError, ModelError, OffloadError, PlanError
 from zgraph.handle import attach, is_compiled
 from zgraph.passes import History
 from zgraph.passes.costs import Costs
-from zgraph.pipeline import Choice, costs_of
+from zgraph.pipeline import EVERYTHING, Edit, costs_of
 from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
@@ -31,7 +32,7 @@ from zgraph.sharding import bits, planned_layout, shard
 from zgraph.tiers.moves import Tiers
 from zgraph.update.groups import members_of
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.program import away_bytes, outside_of, shares_of, whole_update
+from zgraph.update.program import away_bytes, outside_of, whole_update
 from zgraph.update.schedule import torch_scheduler
 
 logger = logging.getLogger(__name__)
@@ -141,16 +142,37 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
     program, not yet split into forward and backward; it is the same on every rank. Raises what `compile` does, but
     for `LoweringError`: nothing is compiled, and the model is not changed.
     """
-    return _programs(model, plan, inputs, world, costs)[0]
+    return planned_step(model, plan, inputs, world, costs, updates=False).step
 
 
-def _programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Costs | None) -> tuple[History, Choice]:
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step as a plan makes it for some ranks: its programs (`update` is None without an optimizer), and what a rank holds besides."""
+
+    step: History
+    update: History | None
+    outside: Outside
+
+
+def planned_step(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Inputs,
+    world: int,
+    costs: Costs | None = None,
+    edit: Edit = EVERYTHING,
+    updates: bool = True,
+) -> PlannedStep:
+    """What `programs` makes, and if `updates` the update that belongs to it. An `edit` leaves passes out of the step's pipeline."""
     sizes = plan.resolve_mesh(world)
     costs = costs or costs_of(plan, _device(model))
     plan, device = _placed(model, plan, sizes, costs)
     captured = captured_program(model, plan, inputs, world)
-    outsides = outside_of(model, captured.params, plan, sizes, device, costs)
-    return run_passes(captured, plan, costs, training=captured.name == "train", outsides=outsides)
+    specs, training = captured.params, captured.name == "train"
+    outsides = outside_of(model, specs, plan, sizes, device, costs)
+    history, choice = run_passes(captured, plan, costs, training=training, outsides=outsides, edit=edit)
+    update = whole_update(model, specs, plan, sizes, device, choice.states) if training and updates else None
+    return PlannedStep(history, update, outsides.at(choice.states))
 
 
 def _placed(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs) -> tuple[Plan, torch.device]:
@@ -176,21 +198,18 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
     return traced.joint(pattern, decompositions, "train" if pattern else "eval")
 
 
-def update_program(model: nn.Module, plan: Plan, world: int, inputs: Inputs | None = None) -> History:
+def update_program(model: nn.Module, plan: Plan, world: int) -> History:
     """The update of all of `model`'s parameters that train, by the plan's optimizer, for `world` ranks, without any.
 
-    The model is not compiled, may be on the meta device, and is not changed. How many states are offloaded may depend on the
-    step's memory, and so on the `inputs` (see `programs`): without them none are that need not be. Raises `PlanError` if the plan has no
+    The model is not compiled, may be on the meta device, and is not changed. Where a budget decides how many states are offloaded, none
+    are here that need not be: that depends on the step's memory (`planned_step`). Raises `PlanError` if the plan has no
     optimizer, or groups that do not fit the model.
     """
     if plan.optimizer is None:
         raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
     sizes = plan.resolve_mesh(world)
     plan, device = _placed(model, plan, sizes, costs_of(plan, _device(model)))
-    share = None
-    if inputs is not None and len(shares_of(plan)) > 1:
-        share = _programs(model, plan, inputs, world, None)[1].states
-    found = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device, share)
+    found = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device)
     if found is None:
         raise ModelError("no parameter of the model trains", hint="requires_grad_() on those that are to")
     return found

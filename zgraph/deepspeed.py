@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from zgraph.errors import PlanError
-from zgraph.record import did_you_mean, short
+from zgraph.names import did_you_mean
+from zgraph.record import short
 
 # (key of the section) -> (field of the plan, field of its record)
 _SIZES = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 from textwrap import indent
 
 __all__ = [
+    "BundleError",
     "CaptureError",
     "CollectiveError",
     "ContractError",
@@ -112,6 +113,10 @@ class VerifyError(PassError):
 
 class FilterError(ZgraphError, ValueError):
     """A glob over a program's nodes that matches none of them; `hint` has the names nearest to it."""
+
+
+class BundleError(ZgraphError):
+    """A bundle that can't be written, or read: of another version, damaged, or no bundle."""
 
 
 class LoweringError(ZgraphError):

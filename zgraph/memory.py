@@ -15,7 +15,7 @@ import torch
 from zgraph import allocations
 from zgraph.passes.memory import memory_of
 from zgraph.program.program import Program
-from zgraph.record import shown_bytes
+from zgraph.units import shown_bytes
 
 COMPILING = 2  # the first steps, whose peaks are left out
 MEASURED = 8  # steps after them; then the allocator's own maximum is the user's again

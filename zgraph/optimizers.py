@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Self, Union
 from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, StrictBool, StrictInt, model_validator
 
 from zgraph.errors import PlanError
-from zgraph.record import Record, did_you_mean, joined, short
+from zgraph.names import did_you_mean
+from zgraph.record import Record, joined, short
 
 __all__ = [
     "LAMB",

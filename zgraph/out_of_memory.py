@@ -21,7 +21,8 @@ from zgraph.passes.memory import Life, lives, memory_of
 from zgraph.plan import Plan
 from zgraph.program.node import info
 from zgraph.program.program import InputRole, Program
-from zgraph.record import Record, shown_bytes
+from zgraph.record import Record
+from zgraph.units import shown_bytes
 from zgraph.what_if import Taken, step_by
 
 if TYPE_CHECKING:

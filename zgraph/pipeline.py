@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from zgraph.errors import PlanError
+from zgraph.errors import PassError, PlanError
+from zgraph.names import did_you_mean
 from zgraph.passes import Pass, PassType
 from zgraph.passes.bucket import BucketOptions, bucket
 from zgraph.passes.checkpoint import CheckpointOptions, RematerializeOptions, checkpoint, rematerialize
@@ -73,6 +74,33 @@ class Choice:
         return replace(self, **changes)
 
 
+@dataclass(frozen=True)
+class Edit:
+    """Passes that are left out of a pipeline, and the one it ends after, for someone who looks for what a pass does."""
+
+    without: frozenset[str] = frozenset()
+    until: str | None = None
+
+    def cut(self, passes: list[Pass]) -> list[Pass]:
+        """The passes up to the last that is wanted. Raises `PassError` if that one is not there."""
+        if self.until is None:
+            return passes
+        names = [p.name for p in passes]
+        if self.until not in names:
+            raise PassError(f"there is no pass {self.until!r} in this pipeline", hint=did_you_mean(self.until, names))
+        return passes[: names.index(self.until) + 1]
+
+    def kept(self, passes: list[Pass]) -> list[Pass]:
+        """The passes without those that are left out. Raises `PassError` if one of these is not there."""
+        names = [p.name for p in passes]
+        for name in sorted(self.without - set(names)):
+            raise PassError(f"there is no pass {name!r} in this pipeline", hint=did_you_mean(name, names))
+        return [p for p in passes if p.name not in self.without]
+
+
+EVERYTHING = Edit()
+
+
 def costs_of(plan: Plan, device: torch.device | None = None) -> Costs:
     """What passes decide from: the plan's hardware, else that of the device (by default a CPU). Raises `PlanError` for
     hardware that is not known, a file that can't be read, and a mesh dimension without a link."""
@@ -94,8 +122,9 @@ def build(
     costs: Costs | None = None,
     choice: Choice = Choice(),
     solver: Solver | None = None,
+    edit: Edit = EVERYTHING,
 ) -> list[Pass]:
-    """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there.
+    """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there, `PassError` for one to leave out that is not.
 
     Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU); `solver` is one for what is computed
     again, where there is one already. A program
@@ -141,7 +170,7 @@ def build(
         passes.append(offload(OffloadOptions(tier, choice.away, away.least_bytes, away.staging_bytes, costs)))
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
-    return passes
+    return edit.kept(passes)
 
 
 def _checkpointing(plan: Plan, costs: Costs, choice: Choice, solver: Solver | None) -> list[Pass]:

@@ -33,10 +33,11 @@ from zgraph import planfile
 from zgraph.communication import Bucket, Bytes, Prefetch
 from zgraph.errors import MeshError, PlanError
 from zgraph.loss_scaling import LossScale
+from zgraph.names import did_you_mean
 from zgraph.offloading import Offload
 from zgraph.optimizers import AnyOptimizer
 from zgraph.precision import Precision, precision_of, preset
-from zgraph.record import Record, did_you_mean, joined, short
+from zgraph.record import Record, joined, short
 from zgraph.schedules import AnySchedule
 from zgraph.training import Average, Clip
 

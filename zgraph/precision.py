@@ -23,7 +23,8 @@ from pydantic import Field, StrictBool
 
 from zgraph.errors import PlanError
 from zgraph.loss_scaling import LossScale
-from zgraph.record import Record, did_you_mean, short
+from zgraph.names import did_you_mean
+from zgraph.record import Record, short
 
 __all__ = ["Precision", "precision_of", "preset"]
 

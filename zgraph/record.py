@@ -5,7 +5,6 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any, NoReturn, Self
 from pydantic import BaseModel, ValidationError
 
 from zgraph.errors import PlanError
+from zgraph.names import did_you_mean
 
 __all__ = ["Record", "did_you_mean", "joined", "short"]
 
@@ -113,12 +113,6 @@ def _problems(record: type[Record], detail: Any) -> Iterator[PlanError]:
         )
 
 
-def did_you_mean(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
-    folded = {key.casefold(): key for key in known}
-    near = difflib.get_close_matches(name.casefold(), folded, n=1)
-    return f"did you mean {folded[near[0]]!r}?" if near else f"the known ones are {', '.join(known)}"
-
-
 def _key_path(parts: list[Any]) -> str | None:
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return path.removeprefix(".") or None
@@ -126,10 +120,3 @@ def _key_path(parts: list[Any]) -> str | None:
 
 def short(value: Any) -> str:
     return reprlib.repr(value)
-
-
-def shown_bytes(size: float) -> str:
-    """A size as people read it: "1.50 GiB", "12.0 MiB", "96 bytes"."""
-    if size < 2**20:
-        return f"{size:.0f} bytes"
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

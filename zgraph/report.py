@@ -12,7 +12,7 @@ from zgraph.passes.simulator import simulate
 from zgraph.program import collectives
 from zgraph.program.node import Role, info
 from zgraph.program.program import Program
-from zgraph.record import shown_bytes
+from zgraph.units import shown_bytes
 
 if TYPE_CHECKING:
     from zgraph.compiled import StepProgram

@@ -29,7 +29,8 @@ from pydantic import (
 )
 
 from zgraph.errors import PlanError
-from zgraph.record import Record, did_you_mean, short
+from zgraph.names import did_you_mean
+from zgraph.record import Record, short
 
 __all__ = [
     "AnySchedule",

@@ -13,9 +13,12 @@ from typer.core import TyperGroup
 
 from zgraph._version import __version__
 from zgraph.cli.calibrate import calibrate
+from zgraph.cli.diff import diff
 from zgraph.cli.dump import dump
 from zgraph.cli.forecast import forecast
+from zgraph.cli.memory import memory
 from zgraph.cli.passes import passes
+from zgraph.cli.timeline import timeline
 from zgraph.cli.verify import verify
 from zgraph.errors import ZgraphError
 
@@ -39,15 +42,19 @@ app = typer.Typer(
     name="zgraph",
     help="A compiler for training steps. These commands look at what it makes of a model, on CPU, for any"
     " number of ranks, without starting any.",
-    epilog="TARGET is 'package.module:factory', a callable that returns (model, inputs), or the name of an"
-    " example, such as train_lm. Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or an error.",
+    epilog="TARGET is 'package.module:factory', a callable that returns (model, inputs); hf:DIR, a folder with a"
+    " transformers config.json; the name of an example, such as train_lm; or a bundle, the folder that a run writes with"
+    " ZGRAPH_BUNDLE=FOLDER set. Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or an error.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.command()(dump)
+app.command()(diff)
 app.command()(passes)
+app.command()(memory)
+app.command()(timeline)
 app.command()(verify)
 app.command()(forecast)
 app.command()(calibrate)

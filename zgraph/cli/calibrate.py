@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from zgraph.cli.targets import PlanOption, TargetArgument, load_plan, load_target
+from zgraph.cli.options import PlanOption, TargetArgument
+from zgraph.cli.targets import load_plan, load_target
 
 
 def calibrate(

@@ -1,43 +1,67 @@
-"""`zgraph dump`: a program as text or JSON, after any pass."""
+"""`zgraph dump`: a program after any pass, as text, Python, JSON, a drawing, or for Model Explorer."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zgraph.cli.targets import (
+from zgraph.cli.options import (
+    BatchOption,
+    HardwareOption,
     JsonOption,
+    OutputOption,
     PlanOption,
+    ProgramOption,
     TargetArgument,
     UpdateOption,
     WorldOption,
-    did_you_mean,
-    history_of,
-    load_plan,
-    load_target,
-    planned_passes,
-    resolve_world,
-    use_color,
-    write,
 )
+from zgraph.cli.output import use_color, write, write_file
+from zgraph.cli.targets import bundle_folder, load_plan, look, planned_passes, way_of
 from zgraph.errors import PassError
+from zgraph.names import did_you_mean
 
 if TYPE_CHECKING:
+    from zgraph.inspection.inspection import Inspection, Way
     from zgraph.program.program import Program
+
+
+class Format(StrEnum):
+    TEXT = "text"
+    PYTHON = "python"
+    JSON = "json"
+    DOT = "dot"
+    EXPLORER = "explorer"
+
+
+class Changed(StrEnum):
+    WHOLE = "whole"
+    DIFF = "diff"
 
 
 def dump(
     target: TargetArgument,
     plan: PlanOption = None,
     world: WorldOption = None,
+    hardware: HardwareOption = None,
+    batch: BatchOption = None,
     after: Annotated[
         str | None,
         typer.Option("--after", metavar="PASS", help="The program after this pass. [default: the last]"),
+    ] = None,
+    changed: Annotated[
+        Changed | None,
+        typer.Option(
+            "--print-changed",
+            metavar="whole|diff",
+            help="After each pass that changed it: the program, or what is other.",
+        ),
     ] = None,
     filter: Annotated[
         str | None,
@@ -47,45 +71,102 @@ def dump(
         int | None,
         typer.Option("--rank", metavar="R", min=0, help="Say too where rank R stands: the program is every rank's."),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write to a file.", show_default=False),
+    stop_after: Annotated[
+        str | None, typer.Option("--stop-after", metavar="PASS", help="Run no pass behind this one.")
     ] = None,
+    disable: Annotated[
+        list[str] | None, typer.Option("--disable", metavar="PASS", help="Leave this pass out (may be repeated).")
+    ] = None,
+    program: ProgramOption = None,
     update: UpdateOption = False,
+    form: Annotated[
+        Format, typer.Option("--format", help="explorer is for Model Explorer; with -o its overlays come beside it.")
+    ] = Format.TEXT,
+    output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the program that a plan makes of a model, as Python."""
-    if as_json and filter is not None:
-        raise typer.BadParameter("JSON holds whole programs: leave out --json or --filter")
-    the_plan = load_plan(plan)
-    ranks = resolve_world(the_plan, world)
-    if rank is not None and rank >= ranks:
-        raise typer.BadParameter(f"there is no rank {rank} in a world of {ranks}: they are 0 to {ranks - 1}")
-
-    if after is not None:  # before the capture, which takes its time
+    form = Format.JSON if as_json else form
+    if filter is not None and form not in (Format.TEXT, Format.DOT):
+        raise typer.BadParameter(f"--format {form} is of whole programs: leave out --filter")
+    if changed is not None and form is not Format.TEXT:
+        raise typer.BadParameter(f"--print-changed is text: leave out --format {form}")
+    wanted = [name for name in (after, stop_after, *(disable or ())) if name is not None]
+    if wanted and bundle_folder(target) is None:  # before the capture, which takes its time
+        the_plan = load_plan(plan)
         planned = [p.name for training in (True, False) for p in planned_passes(the_plan, update, training=training)]
-        _check_pass(after, ["capture", *planned])
-    found = load_target(target)
+        for name in wanted:
+            if name not in ["capture", *planned]:
+                raise PassError(
+                    f"there is no pass {name!r} in this pipeline", hint=did_you_mean(name, ["capture", *planned])
+                )
 
-    from zgraph.program.serial import to_json
+    edited = None
+    if stop_after is not None or disable:
+        from zgraph.pipeline import Edit
+
+        edited = Edit(frozenset(disable or ()), stop_after)
+    found = look(target, plan, world, hardware, batch, edit=edited)
+    if rank is not None and rank >= found.world:
+        raise typer.BadParameter(
+            f"there is no rank {rank} in a world of {found.world}: they are 0 to {found.world - 1}"
+        )
+    way = way_of(found, program, update)
+    if changed is not None:
+        write(_changes(way, changed, filter), output)
+        return
+    shown = (way.last if after is None else way.after(after)).program
+    place = None if rank is None else rank_place(shown, rank, filter or "*")
+    write(_rendered(shown, found, form, filter, place, output), output)
+
+
+def _rendered(
+    program: Program,
+    found: Inspection,
+    form: Format,
+    filter: str | None,
+    place: dict[str, Any] | None,
+    output: Path | None,
+) -> str:
+    if form is Format.JSON:
+        from zgraph.program.serial import to_json
+
+        data = to_json(program)
+        return json.dumps(data if place is None else {**data, "rank": place}, allow_nan=False)
+    if form is Format.EXPLORER:
+        from zgraph.inspection.formats.explorer import explorer, overlays
+
+        for name, data in overlays(program, found.costs).items() if output is not None else ():
+            assert output is not None
+            write_file(json.dumps(data).encode(), output.with_name(f"{output.stem}.{name}.json"))
+        return json.dumps(explorer(program))
+    head = "" if place is None else _rank_text(place)
+    if form is Format.DOT:
+        from zgraph.inspection.formats.dot import dot
+        from zgraph.program.text import matching
+
+        return "".join(f"//{line[1:]}\n" for line in head.splitlines()) + dot(program, matching(program, filter))
+    if form is Format.PYTHON:
+        from zgraph.inspection.formats.python import python_source
+
+        return head + python_source(program)
     from zgraph.program.text import render
 
-    history = history_of(found, the_plan, ranks, update)
-    if after is not None:
-        _check_pass(after, [r.name for r in history.records])
-    program = history.program if after is None else history.after(after)
-    place = None if rank is None else rank_place(program, rank, filter or "*")
-    if as_json:
-        data = to_json(program)
-        write(json.dumps(data if place is None else {**data, "rank": place}, allow_nan=False), output)
-        return
-    text = render(program, color=output is None and use_color(sys.stdout), filter=filter)
-    write(text if place is None else _rank_text(place) + text, output)
+    return head + render(program, color=output is None and use_color(sys.stdout), filter=filter)
 
 
-def _check_pass(name: str, known: list[str]) -> None:
-    if name not in known:
-        raise PassError(f"there is no pass {name!r} in this pipeline", hint=did_you_mean(name, known))
+def _changes(way: Way, changed: Changed, filter: str | None) -> str:
+    """Each program that a pass changed, or its difference from the one before, under the pass's name."""
+    from zgraph.program.text import diff, render
+
+    parts: list[str] = []
+    for before, after in zip(way.snapshots, way.snapshots[1:], strict=False):
+        text = diff(before.program, after.program)
+        if not text:
+            continue
+        shown = text if changed is Changed.DIFF else render(after.program, filter=filter)
+        parts.append(f"# ==== after {after.name}: {after.summary} ====\n{shown.rstrip()}\n")
+    return "\n".join(parts) or "no pass changed it"
 
 
 def rank_place(program: Program, rank: int, params: str = "*") -> dict[str, Any]:

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zgraph.cli.targets import (
+from zgraph.cli.options import (
+    BatchOption,
+    HardwareOption,
     JsonOption,
+    OutputOption,
     PlanOption,
-    Target,
     TargetArgument,
     WorldOption,
-    history_of,
-    load_plan,
-    load_target,
-    resolve_world,
 )
+from zgraph.cli.output import give
+from zgraph.cli.targets import load_plan, load_target, look, resolve_world, with_hardware
 
 if TYPE_CHECKING:
-    from zgraph.passes.costs import Costs
     from zgraph.passes.simulator import Forecast
-    from zgraph.plan import Plan
-
-DEFAULT = "h100-80g"
 
 
 def forecast(
     target: TargetArgument,
     plan: PlanOption = None,
     world: WorldOption = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            "--hardware",
-            metavar="NAME",
-            help="h100-80g, h200-141g, a100-80g, cpu, or the file of zgraph calibrate. [default: the plan's, else h100-80g]",
-        ),
-    ] = None,
+    hardware: HardwareOption = None,
+    batch: BatchOption = None,
     symbolic: Annotated[
         bool, typer.Option("--symbolic", help="Formulas in the world, the batch and the sequence length.")
     ] = False,
+    output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Forecast a step: time by stream, exposed communication, peak memory.
@@ -51,44 +42,46 @@ def forecast(
     zgraph calibrate it is what that machine takes.
     With --symbolic as formulas, and what they give at the target's own sizes: without a schedule they bound the time.
     """
-    the_plan = load_plan(plan)
-    ranks = resolve_world(the_plan, world)
-
-    from zgraph.passes.simulator import simulate_step
-    from zgraph.pipeline import costs_of
-
-    the_plan = the_plan.model_copy(
-        update={"hardware": hardware or the_plan.hardware or DEFAULT}
-    )  # (schedules are for it)
-    costs = costs_of(the_plan)
-    found = load_target(target)
     if symbolic:
-        _symbolic(found, the_plan, ranks, costs, as_json)
+        _symbolic(target, plan, world, hardware, batch, output, as_json)
         return
-    program = history_of(found, the_plan, ranks, update=False).program
-    updates = the_plan.optimizer is not None
-    step = simulate_step(program, history_of(found, the_plan, ranks, update=True).program if updates else None, costs)
-    if as_json:
-        head = {"world": ranks, "hardware": costs.hardware.model_dump(mode="json")}
-        body = {"seconds": step.seconds, "exposed": step.exposed, "programs": [_row(f) for f in step.programs]}
-        typer.echo(json.dumps({**head, **body}, indent=1))
-        return
-    typer.echo(f"{ranks} rank(s) of {costs.hardware.name}{'' if costs.hardware.measured else ', at data-sheet rates'}")
-    typer.echo(str(step))
+    found = look(target, plan, world, hardware, batch)
+    step, costs = found.forecast, found.costs
+    head = f"{found.world} rank(s) of {costs.hardware.name}{'' if costs.hardware.measured else ', at data-sheet rates'}"
+    data = {
+        "world": found.world,
+        "hardware": found.hardware,
+        "seconds": step.seconds,
+        "exposed": step.exposed,
+        "programs": [_row(f) for f in step.programs],
+    }
+    give(data, f"{head}\n{step}", as_json, output)
 
 
-def _symbolic(target: Target, plan: Plan, world: int, costs: Costs, as_json: bool) -> None:
+def _symbolic(
+    target: str,
+    plan: Path | None,
+    world: int | None,
+    hardware: str | None,
+    batch: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    from zgraph.pipeline import costs_of
     from zgraph.symbolic import symbolic_forecast
 
-    made = symbolic_forecast(target.model, plan, target.inputs, costs)
-    batch, sequence = made.sizes.batch, made.sizes.sequence
-    here = made.at(world=world, batch=batch, sequence=sequence)
-    if as_json:
-        figures = {"world": world, "batch": batch, "sequence": sequence, **asdict(here)}
-        hardware = costs.hardware.model_dump(mode="json")
-        typer.echo(json.dumps({"hardware": hardware, **made.to_json(), "at": figures}, indent=1))
-        return
-    typer.echo(f"{made}\n\nat world {world}, {made.sizes}: {here}")
+    the_plan = with_hardware(load_plan(plan), hardware)
+    ranks, costs = resolve_world(the_plan, world), costs_of(the_plan)
+    found = load_target(target, batch)
+    made = symbolic_forecast(found.model, the_plan, found.inputs, costs)
+    rows, sequence = made.sizes.batch, made.sizes.sequence
+    here = made.at(world=ranks, batch=rows, sequence=sequence)
+    data = {
+        "hardware": costs.hardware.model_dump(mode="json"),
+        **made.to_json(),
+        "at": {"world": ranks, "batch": rows, "sequence": sequence, **asdict(here)},
+    }
+    give(data, f"{made}\n\nat world {ranks}, {made.sizes}: {here}", as_json, output)
 
 
 def _row(made: Forecast) -> dict[str, Any]:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from zgraph.cli.targets import (
+from zgraph.cli.options import (
+    BatchOption,
+    HardwareOption,
     JsonOption,
+    OutputOption,
     PlanOption,
+    ProgramOption,
     UpdateOption,
     WorldOption,
-    history_of,
-    load_plan,
-    load_target,
-    planned_passes,
-    resolve_world,
 )
-
-if TYPE_CHECKING:
-    from zgraph.passes import Contract
+from zgraph.cli.output import give
+from zgraph.cli.targets import load_plan, look, planned_passes, resolve_world, way_of
 
 
 def passes(
@@ -31,55 +27,53 @@ def passes(
     ] = None,
     plan: PlanOption = None,
     world: WorldOption = None,
+    hardware: HardwareOption = None,
+    batch: BatchOption = None,
+    program: ProgramOption = None,
     update: UpdateOption = False,
+    options: Annotated[bool, typer.Option("--options", help="Show the passes' options too.")] = False,
+    output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the passes that a plan runs, in order."""
-    the_plan = load_plan(plan)
-    ranks = resolve_world(the_plan, world)
-
-    planned = [p for training in (False, True) for p in planned_passes(the_plan, update, training=training)]
-    contracts = {p.name: p.contract for p in planned}
-    missed: list[dict[str, Any]] = []
+    """List the passes that a plan runs, in order, and what they missed."""
     if target is None:
-        rows = [_row(p.name, p.contract.summary, p.contract) for p in planned_passes(the_plan, update)]
+        the_plan = load_plan(plan)
+        ranks = resolve_world(the_plan, world)
+
+        from zgraph.inspection.snapshot import facts_of
+
+        rows = [facts_of(p.name, p.contract.summary, p.contract, p.options) for p in planned_passes(the_plan, update)]
+        missed: list[dict[str, Any]] = []
     else:
-        rows = []
-        history = history_of(load_target(target), the_plan, ranks, update)
-        missed = [asdict(r) | {"text": str(r)} for r in history.program.remarks]
-        for record in history.records:
-            row = _row(record.name, record.summary, contracts.get(record.name))
-            row |= {"seconds": record.seconds, "verify_seconds": record.verify_seconds}
-            rows.append(row | {"nodes": record.nodes, "stats": dict(record.stats)})
-    if as_json:
-        typer.echo(json.dumps({"world": ranks, "passes": rows, "remarks": missed}, indent=1))
-        return
-    typer.echo("\n".join(_text(row, max(len(r["name"]) for r in rows)) for row in rows))
-    for remark in sorted(missed, key=lambda r: -r["seconds"]):
-        typer.echo(f"missed by {remark['made_by']}: {remark['text']}")
+        found = look(target, plan, world, hardware, batch)
+        ranks, way = found.world, way_of(found, program, update)
+
+        from zgraph.inspection.diff import compare
+
+        rows = [dict(s.facts) for s in way.snapshots]
+        for row, before, after in zip(rows[1:], way.snapshots, way.snapshots[1:], strict=False):
+            changed = compare(before, after, simulate=False)
+            row["changed"] = {key: len(getattr(changed, key)) for key in ("added", "removed", "moved", "changed")}
+        missed = sorted(way.remarks, key=lambda r: -r["seconds"])
+    width = max(len(row["name"]) for row in rows)
+    lines = [_text(row, width, options) for row in rows]
+    lines += [f"missed by {remark['made_by']}: {remark['text']}" for remark in missed]
+    give({"world": ranks, "passes": rows, "remarks": missed}, "\n".join(lines), as_json, output)
 
 
-def _row(name: str, summary: str, contract: Contract | None) -> dict[str, Any]:
-    """One pass as JSON has it; the capture, which is no pass, has no contract."""
-    return {
-        "name": name,
-        "summary": summary,
-        "requires": sorted(contract.requires) if contract else [],
-        "provides": sorted(contract.provides) if contract else [],
-        "conflicts": sorted(contract.conflicts) if contract else [],
-        "bitwise": contract.bitwise if contract else True,
-        "level": contract.level.name.lower() if contract and contract.level is not None else None,
-    }
-
-
-def _text(row: dict[str, Any], width: int) -> str:
+def _text(row: dict[str, Any], width: int, options: bool) -> str:
     indent = " " * (width + 2)
     lines = [f"{row['name']:{width}}  {row['summary']}"]
     facts = [f"{key} {', '.join(row[key])}" for key in ("requires", "provides", "conflicts") if row[key]]
     if facts:
         lines.append(indent + "; ".join(facts))
+    if options and row["options"]:
+        lines.append(indent + "options " + ", ".join(f"{key}={value!r}" for key, value in row["options"].items()))
     if "seconds" in row:
         stats = [f"{count} {name}" for name, count in row["stats"].items()]
         verified = f"(verified in {row['verify_seconds']:.3f} s)"
         lines.append(indent + ", ".join([f"{row['nodes']} nodes, {row['seconds']:.3f} s {verified}", *stats]))
+        changed = [f"{count} {what}" for what, count in row.get("changed", {}).items() if count]
+        if changed:
+            lines.append(indent + f"nodes: {', '.join(changed)}")
     return "\n".join(lines)

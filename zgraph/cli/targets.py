@@ -1,13 +1,14 @@
 """What commands look at: the target's model and inputs, the plan, the number of ranks.
 
 package.module:factory    a callable that returns (model, inputs); the current directory is on the path
+hf:DIR                    a folder with a transformers config.json; the model is made on the meta device
 train_lm                  an example of a source checkout, found from the current directory upwards or next
                           to the package; its `factory` is called
+./some/folder             a bundle (`zgraph.inspection.bundle`)
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import math
@@ -15,41 +16,28 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from zgraph.cli.output import progress
 from zgraph.errors import TargetError
+from zgraph.names import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
 
     from zgraph.compiler import Inputs
-    from zgraph.passes import History, Pass
+    from zgraph.inspection.inspection import Inspection, Way
+    from zgraph.passes import Pass
+    from zgraph.pipeline import Edit
     from zgraph.plan import Plan
 
 FACTORY = "factory"
-
-TargetArgument = Annotated[
-    str,
-    typer.Argument(metavar="TARGET", help="package.module:factory, or an example's name.", show_default=False),
-]
-PlanOption = Annotated[
-    Path | None,
-    typer.Option("--plan", metavar="FILE", help="A plan as TOML, YAML or JSON. [default: Plan()]"),
-]
-WorldOption = Annotated[
-    int | None,
-    typer.Option("--world", metavar="N", min=1, help="The number of ranks. [default: the mesh's, 2 for its -1]"),
-]
-UpdateOption = Annotated[
-    bool, typer.Option("--update", help="Show the program of the plan's optimizer instead of forward and backward.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for other tools.")]
+HF = "hf:"
+DEFAULT_HARDWARE = "h100-80g"
 
 
 @dataclass(frozen=True)
@@ -60,8 +48,15 @@ class Target:
     inputs: Inputs
 
 
-def load_target(text: str) -> Target:
-    """Import a target and call its factory. Raises `TargetError` with the nearest right name."""
+def load_target(text: str, batch: str | None = None) -> Target:
+    """Import a target and call its factory. `batch` ("4x512") is that of a transformers' one. Raises `TargetError` with the nearest
+    right name."""
+    if text.startswith(HF):
+        from zgraph.cli.transformers_target import load
+
+        return Target(*load(text.removeprefix(HF), batch))
+    if batch is not None:
+        raise TargetError("--batch is for hf:DIR", where=f"target {text!r}", hint="the factory makes its own inputs")
     if ":" in text:
         module_name, _, path = text.partition(":")
         module = _module(module_name, text)
@@ -92,38 +87,75 @@ def planned_passes(plan: Plan, update: bool, *, training: bool = True) -> list[P
     return build_update_passes(plan) if update else build(plan, training=training)
 
 
-def history_of(target: Target, plan: Plan, world: int, update: bool) -> History:
-    """What the plan's passes make of a target: of its step, or of its update."""
-    from zgraph.compiler import programs, update_program
+def look(
+    text: str,
+    plan: Path | None = None,
+    world: int | None = None,
+    hardware: str | None = None,
+    batch: str | None = None,
+    *,
+    edit: Edit | None = None,
+) -> Inspection:
+    """The step that a target's text stands for: what the plan makes of a model, or what lies in a bundle. Raises what finding and
+    capturing raise, and `TargetError` for options that a bundle has no use for: it is of one plan, world and hardware."""
+    folder = bundle_folder(text)
+    if folder is not None:
+        given = [
+            f"--{name}"
+            for name, value in (("plan", plan), ("world", world), ("hw", hardware), ("batch", batch))
+            if value
+        ]
+        given += ["--stop-after or --disable"] if edit is not None else []
+        if given:
+            raise TargetError(
+                f"a bundle takes no {', no '.join(given)}",
+                where=text,
+                why="it holds what was compiled, for its own plan, world and hardware",
+                hint="name the model instead",
+            )
+        from zgraph.inspection.bundle import read
 
-    made = update_program if update else programs
-    return made(target.model, plan, inputs=target.inputs, world=world)
+        return read(folder)
+    the_plan = with_hardware(load_plan(plan), hardware)
+    ranks = resolve_world(the_plan, world)
+    target = load_target(text, batch)
+
+    from zgraph.inspection.inspection import of_model
+
+    with progress(f"compiling {text} for {ranks} ranks"):
+        return of_model(target.model, the_plan, target.inputs, ranks, origin=text, edit=edit)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint: the known name nearest to a wrong one, or all of them where none is near."""
-    names = list(dict.fromkeys(known))
-    folded = {n.casefold(): n for n in names}
-    near = difflib.get_close_matches(name.casefold(), folded, n=1)
-    return f"did you mean {folded[near[0]]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
+def way_of(found: Inspection, program: str | None, update: bool) -> Way:
+    """The program of a step that options ask for. Raises `TargetError` where there is none."""
+    if program is not None:
+        return found.way(program)
+    if not update:
+        return found.way()
+    if found.update is None:
+        from zgraph.errors import PlanError
+
+        raise PlanError("the plan has no optimizer", where="optimizer", hint='optimizer = {name = "adamw", lr = 3e-4}')
+    return found.update
 
 
-def use_color(stream: Any) -> bool:
-    """Colour is for a terminal, and not where NO_COLOR (https://no-color.org) is set to anything but ""."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and bool(stream.isatty())
+def bundle_folder(text: str) -> Path | None:
+    """The folder that a target's text names, if it is one: there is no example of that name, or it is a path."""
+    path = Path(text)
+    if text.startswith("hf:") or (":" in text and not path.exists()):
+        return None
+    if (path / "bundle.json").exists() or os.sep in text:
+        return path
+    return path if path.is_dir() and text not in _examples() else None
 
 
-def write(text: str, output: Path | None) -> None:
-    """Print text, or put it in a file (a line on stderr says so)."""
-    text = text.rstrip("\n")
-    if output is None:
-        typer.echo(text)
-        return
-    try:
-        output.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise TargetError("the output can't be written", where=str(output), why=error.strerror) from error
-    typer.echo(f"wrote {output}", err=True)
+def with_hardware(plan: Plan, hardware: str | None) -> Plan:
+    """The plan with the hardware that is asked for, else its own, else the default: schedules are made for it. Raises `PlanError`."""
+    from zgraph.pipeline import costs_of
+
+    plan = plan.model_copy(update={"hardware": hardware or plan.hardware or DEFAULT_HARDWARE})
+    costs_of(plan)  # (what is wrong with it is said before the capture)
+    return plan
 
 
 # -- finding a factory -------------------------------------------------------------------------

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from typing import TYPE_CHECKING
 
 import typer
 
-from zgraph.cli.targets import (
-    JsonOption,
-    PlanOption,
-    TargetArgument,
-    WorldOption,
-    load_plan,
-    load_target,
-    resolve_world,
-)
+from zgraph.cli.options import JsonOption, OutputOption, PlanOption, TargetArgument, WorldOption
+from zgraph.cli.output import CHECK_FAILED, give, progress
+from zgraph.cli.targets import load_plan, load_target, resolve_world
 
 if TYPE_CHECKING:
     from zgraph.compiler import Inputs
 
-CHECK_FAILED = 1
-
 
 def verify(
-    target: TargetArgument, plan: PlanOption = None, world: WorldOption = None, as_json: JsonOption = False
+    target: TargetArgument,
+    plan: PlanOption = None,
+    world: WorldOption = None,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Run the program on N virtual ranks and compare outputs, gradients and buffers with the plain model.
 
@@ -43,21 +39,24 @@ def verify(
             "note: the batch has one row, so all ranks see the same data: a missing reduction is not found",
             err=True,
         )
-    report = run(found.model, the_plan, ranks, inputs)
-    if as_json:
-        worst = [dataclasses.asdict(d) | {"ok": d.ok} for d in report.worst()]
-        values = {
-            "ok": report.ok,
-            "exact": report.exact,
-            "world": ranks,
-            "compared": len(report.differences),
-            "worst": worst,
-        }
-        typer.echo(json.dumps(values, indent=1, default=str))
-    else:
-        typer.echo(str(report))
+    with progress(f"running {target} on {ranks} virtual ranks"):
+        report = run(found.model, the_plan, ranks, inputs)
+    worst = [dataclasses.asdict(d) | {"error": _finite(d.error), "ok": d.ok} for d in report.worst()]
+    values = {
+        "ok": report.ok,
+        "exact": report.exact,
+        "world": ranks,
+        "compared": len(report.differences),
+        "worst": worst,
+    }
+    give(values, str(report), as_json, output)
     if not report.ok:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _finite(error: float) -> float | None:
+    """JSON has no infinity: an error that can't be measured (another shape) is null there."""
+    return error if math.isfinite(error) else None
 
 
 def global_batch(inputs: Inputs, world: int) -> tuple[Inputs, bool]:

@@ -51,8 +51,9 @@ _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _META = ("partitioner_tag", "seq_nr", "autograd_backward", "is_gradient_acc", "original_aten")
 
 
-def to_json(program: Program) -> dict[str, Any]:
-    """The program as a JSON value (dicts, lists, strings, finite numbers).
+def to_json(program: Program, *, constants: bool = True) -> dict[str, Any]:
+    """The program as a JSON value (dicts, lists, strings, finite numbers). Without `constants` those of more than `MAX_CONSTANT_BYTES` are
+    written as types: such a program can be looked at, and not run.
 
     Raises `UnsupportedError` for what has no form: an argument that is no plain value, a call of anything but
     an operator, a constant of more than `MAX_CONSTANT_BYTES`.
@@ -68,7 +69,7 @@ def to_json(program: Program) -> dict[str, Any]:
         "params": [_encode_record(spec) for spec in program.params.values()],
         "inputs": [_encode_record(port) for port in program.inputs],
         "outputs": [_encode_record(port) for port in program.outputs],
-        "constants": _encode_constants(program),
+        "constants": _encode_constants(program, constants),
         "nodes": [_encode_node(node) for node in program.graph.nodes],
     }
 
@@ -194,7 +195,7 @@ def _encode_record(record: NodeInfo | Port | ParamSpec) -> dict[str, Any]:
     }
 
 
-def _encode_constants(program: Program) -> dict[str, Any]:
+def _encode_constants(program: Program, all_data: bool) -> dict[str, Any]:
     """What the get_attr nodes read: the bytes of a real tensor, the type alone of a fake one."""
     found: dict[str, Any] = {}
     for node in program.graph.find_nodes(op="get_attr"):
@@ -208,6 +209,8 @@ def _encode_constants(program: Program) -> dict[str, Any]:
             continue
         held = held.detach().resolve_conj().resolve_neg()
         span = held.as_strided((_span(held),), (1,))
+        if span.nbytes > MAX_CONSTANT_BYTES and not all_data:
+            continue
         if span.nbytes > MAX_CONSTANT_BYTES:
             raise UnsupportedError(
                 f"constant {name!r} is too large for JSON",

@@ -52,9 +52,7 @@ def render(program: Program, *, color: bool = False, filter: str | None = None) 
     Raises `FilterError` if the filter matches no node. A node that carries no record yet is printed without what only
     that knows, so that a pass can be looked at while it is written.
     """
-    wanted = [n for n in program.graph.nodes if n.op != "output" and (filter is None or _matches(n, filter))]
-    if filter is not None and not wanted:
-        raise FilterError(f"no node matches {filter!r}", where=f"program {program.name}", hint=_near(filter, program))
+    wanted = matching(program, filter)
     lines = [_title(program)]
     if filter is None:
         lines += [_facts(program), *_signature(program)]
@@ -70,6 +68,14 @@ def render(program: Program, *, color: bool = False, filter: str | None = None) 
         lines += _results(program)
     text = "\n".join(lines) + "\n"
     return _colored(text) if color else text
+
+
+def matching(program: Program, filter: str | None) -> list[fx.Node]:
+    """The nodes that a glob (none: every one) matches by name, module's path or parameter. Raises `FilterError` if there are none."""
+    wanted = [n for n in program.graph.nodes if n.op != "output" and (filter is None or _matches(n, filter))]
+    if filter is not None and not wanted:
+        raise FilterError(f"no node matches {filter!r}", where=f"program {program.name}", hint=_near(filter, program))
+    return wanted
 
 
 def diff(before: Program, after: Program) -> str:

@@ -16,6 +16,7 @@ from zgraph.passes.simulator import simulate
 from zgraph.pipeline import build_update_passes
 from zgraph.program import torch_private
 from zgraph.program.program import ParamSpec
+from zgraph.recipe import to_update_recipe
 from zgraph.update.build import UpdateOptions, build_update, state_bytes_of
 from zgraph.update.groups import Member, members_of
 
@@ -172,4 +173,6 @@ def update_history(
     """Build the update of `members` and run the passes for it; parameters named in `first` are updated as early as they can be."""
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     program = build_update(members, specs, sizes, device, options, decompositions, name)
-    return PassManager(build_update_passes(plan, tuple(first))).run(program)
+    return PassManager(build_update_passes(plan, tuple(first)), recipe=to_update_recipe(plan, tuple(first))).run(
+        program
+    )

@@ -1,0 +1,91 @@
+"""`zgraph memory`: the forecast peak, when it is and who holds it; a check for CI; a snapshot for PyTorch's memory visualiser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zgraph.cli.options import (
+    BatchOption,
+    HardwareOption,
+    JsonOption,
+    OutputOption,
+    PlanOption,
+    TargetArgument,
+    WorldOption,
+)
+from zgraph.cli.output import CHECK_FAILED, give, table, write_file
+from zgraph.cli.targets import look
+from zgraph.units import milliseconds, shown_bytes
+
+if TYPE_CHECKING:
+    from zgraph.inspection.inspection import Inspection
+    from zgraph.inspection.memory import Peak
+
+TOP = 3  # holders that a failed check names
+
+
+def memory(
+    target: TargetArgument,
+    plan: PlanOption = None,
+    world: WorldOption = None,
+    hardware: HardwareOption = None,
+    batch: BatchOption = None,
+    bounds: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--assert", metavar="BOUND", help="Exit with 1 unless it holds: 'peak<=72GiB', 'activations<=10GiB'."
+        ),
+    ] = None,
+    visualiser: Annotated[
+        Path | None,
+        typer.Option("--pickle", metavar="FILE", help="Write a snapshot for https://pytorch.org/memory_viz."),
+    ] = None,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Forecast the peak of a step: when it is, and who holds it, by category and module."""
+    from zgraph.inspection.memory import data_of, parse_bound, peak_of, size_for
+
+    wanted = [
+        (text, parse_bound(text)) for text in bounds or ()
+    ]  # (a bound that says nothing is refused before the capture)
+    found = look(target, plan, world, hardware, batch)
+    peak = peak_of(found)
+    sizes = [(text, bound, size_for(bound, found, peak)) for text, bound in wanted]
+    checks = [{"bound": text, "bytes": size, "holds": bound.holds(size)} for text, bound, size in sizes]
+    if visualiser is not None:
+        from zgraph.inspection.memory_viz import pickle_of
+
+        write_file(pickle_of(found), visualiser)
+    give(data_of(found) | {"checks": checks}, text_of(found, peak), as_json, output)
+    failed = [(text, bound, size) for text, bound, size in sizes if not bound.holds(size)]
+    for text, bound, size in failed:
+        typer.echo(
+            f"zgraph: {text} does not hold: {shown_bytes(size)}, {shown_bytes(size - bound.bytes)} too much", err=True
+        )
+        for holder in peak.holders[:TOP]:
+            typer.echo(f"  {holder.node}: {shown_bytes(holder.bytes)} of {holder.category}, {holder.module}", err=True)
+    if failed:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def text_of(found: Inspection, peak: Peak) -> str:
+    """The peak for people."""
+    where = f"in {peak.program} at {peak.node}, {milliseconds(peak.seconds)} after its start"
+    lines = [f"peak {shown_bytes(peak.bytes)} {where}; {found.world} rank(s) of {found.costs.hardware.name}"]
+    measured = found.measured.get("peak")
+    if measured:
+        lines.append(f"measured {shown_bytes(measured)} in a step ({(peak.bytes - measured) / measured:+.1%} forecast)")
+    for name, sizes in (("category", peak.categories), ("module", dict(list(peak.modules.items())[:15]))):
+        rows = [(key, shown_bytes(size), f"{size / peak.bytes:.1%}") for key, size in sizes.items()]
+        lines += ["", table((name, "bytes", "share"), rows)]
+    rows = [(h.node, h.type, shown_bytes(h.bytes), h.category, h.module, _short(h.source)) for h in peak.holders[:15]]
+    lines += ["", table(("largest", "type", "bytes", "category", "module", "line"), rows)]
+    return "\n".join(lines)
+
+
+def _short(source: str) -> str:
+    return source.rpartition("/")[2]

@@ -1,0 +1,92 @@
+"""`zgraph timeline`: the simulated step as a trace for Perfetto, or beside a profile of a real run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zgraph.cli.options import (
+    BatchOption,
+    HardwareOption,
+    JsonOption,
+    OutputOption,
+    PlanOption,
+    TargetArgument,
+    WorldOption,
+)
+from zgraph.cli.output import give, table, write
+from zgraph.cli.targets import look
+from zgraph.errors import TargetError
+from zgraph.units import milliseconds
+
+SHOWN = 30  # nodes, in the text
+
+
+def timeline(
+    target: TargetArgument,
+    plan: PlanOption = None,
+    world: WorldOption = None,
+    hardware: HardwareOption = None,
+    batch: BatchOption = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", metavar="N", min=1, help="Show the first N ranks: they run alike.")
+    ] = 1,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against", metavar="TRACE", help="Set it beside a PyTorch profile (export_chrome_trace) of a real run."
+        ),
+    ] = None,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the simulated step as a Chrome trace: a lane for each stream, counters of live bytes, arrows from gathers to first uses.
+
+    With --against it prints what each node was to take beside what a profile says it took.
+    """
+    found = look(target, plan, world, hardware, batch)
+    if ranks > found.world:
+        raise typer.BadParameter(f"there are {found.world} ranks, not {ranks}")
+    if against is None:
+        from zgraph.inspection.trace import trace_of
+
+        write(json.dumps(trace_of(found, ranks)), output)
+        return
+    from zgraph.inspection.against import beside
+
+    made = beside(found, read_profile(against))
+    rows = [
+        (
+            row.node,
+            row.operator,
+            milliseconds(row.forecast),
+            milliseconds(row.measured) if row.measured is not None else "",
+            f"{row.measured / row.forecast:.2f}" if row.measured is not None and row.forecast else "",
+            row.module,
+        )
+        for row in sorted(made.rows, key=lambda r: -abs((r.measured or r.forecast) - r.forecast))[:SHOWN]
+    ]
+    lines = [str(made), "", table(("node", "operator", "forecast", "measured", "ratio", "module"), rows)]
+    give(made.to_json(), "\n".join(lines), as_json, output)
+
+
+def read_profile(path: Path) -> dict[str, object]:
+    """A Chrome trace that torch.profiler exported. Raises `TargetError`."""
+    import gzip
+
+    try:
+        content = path.read_bytes()
+        data = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
+    except (OSError, ValueError, EOFError) as error:
+        raise TargetError("the profile can't be read", where=str(path), why=str(error)) from error
+    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
+        raise TargetError(
+            "this is no profile",
+            where=str(path),
+            why="it has no traceEvents",
+            hint="torch.profiler.profile().export_chrome_trace(FILE)",
+        )
+    return data

@@ -1,0 +1,156 @@
+"""A bundle: a folder with all that can be seen of a compiled step, for another machine or another day.
+
+    bundle.json            what it is of, plan, hardware, programs with their passes and remarks, what was measured
+    plan.json              the plan, as a file that `--plan` takes
+    NAME/03-PASS.json      program NAME after its fourth pass, as `zgraph dump --format json` gives it
+    NAME/03-PASS.txt       the same for people
+    remarks.txt            what the passes missed
+    memory.json            the forecast of the memory: `zgraph memory --json`
+    timeline.json          the simulated step for Perfetto: `zgraph timeline`
+    report.html            all of it as one page: `zgraph report`
+
+Reading one loads neither torch nor a program, until something asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from zgraph._version import __version__
+from zgraph.errors import BundleError
+from zgraph.inspection.inspection import Inspection, Way
+from zgraph.inspection.snapshot import Snapshot, of_file
+
+FORMAT = 1
+HEAD = "bundle.json"
+
+
+def is_bundle(folder: Path) -> bool:
+    """Is this a folder that a bundle may lie in?"""
+    return (folder / HEAD).exists() or folder.is_dir()
+
+
+def write(inspection: Inspection, folder: Path, written: set[str] | None = None) -> None:
+    """Write a bundle; programs named in `written` lie there already, and those that are written now are added to it.
+
+    The head comes last and in one move: a bundle that has one is whole. Raises `BundleError` where the folder can't be written.
+    """
+    from zgraph.inspection import memory, report, trace
+
+    written = set() if written is None else written
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for way in inspection.ways.values():
+            if way.name not in written:
+                _write_way(way, folder)
+                written.add(way.name)
+        plan = json.dumps(inspection.plan_data, indent=2, ensure_ascii=False)
+        remarks = "\n".join(f"{r['program']}, {r['made_by']}: {r['text']}" for r in inspection.remarks())
+        for name, text in {
+            "plan.json": plan,
+            "remarks.txt": remarks or "nothing was missed",
+            "memory.json": json.dumps(memory.data_of(inspection), indent=1),
+            "timeline.json": json.dumps(trace.trace_of(inspection)),
+            "report.html": report.page_of(inspection),
+        }.items():
+            (folder / name).write_text(text + "\n", encoding="utf-8")
+        aside = folder / f".{HEAD}.{os.getpid()}"
+        aside.write_text(json.dumps(_head(inspection), indent=1), encoding="utf-8")
+        aside.replace(folder / HEAD)
+    except OSError as error:
+        raise BundleError("the bundle can't be written", where=str(folder), why=error.strerror) from error
+
+
+def read(folder: Path) -> Inspection:
+    """The bundle in a folder. Raises `BundleError` for none, one of another version, and one that is damaged."""
+    head = _read_head(folder)
+    try:
+        ways = {row["name"]: _way(row, folder) for row in head["programs"]}
+        return Inspection(
+            str(folder), int(head["world"]), ways, dict(head["plan"]), dict(head["hardware"]), dict(head["measured"])
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise BundleError(
+            "the bundle is damaged",
+            where=str(folder / HEAD),
+            why=f"{type(error).__name__}: {error}",
+            hint="write it again",
+        ) from error
+
+
+def _read_head(folder: Path) -> dict[str, Any]:
+    path = folder / HEAD
+    if not path.exists():
+        raise BundleError(
+            "this folder is no bundle",
+            where=str(folder),
+            why=f"it has no {HEAD}",
+            hint="a run writes one with ZGRAPH_BUNDLE=FOLDER set",
+        )
+    try:
+        head = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BundleError("the bundle can't be read", where=str(path), why=str(error), hint="write it again") from error
+    if not isinstance(head, dict) or "format" not in head:
+        raise BundleError("the bundle is damaged", where=str(path), why="it states no format", hint="write it again")
+    if head["format"] != FORMAT:
+        raise BundleError(
+            f"this bundle is of format {head['format']!r}, and this zgraph reads format {FORMAT}",
+            where=str(path),
+            why=f"zgraph {head.get('zgraph', 'of an unknown version')} wrote it",
+            hint="write it again with this version",
+        )
+    return head
+
+
+def _write_way(way: Way, folder: Path) -> None:
+    from zgraph.program.text import render
+
+    (folder / way.name).mkdir(exist_ok=True)
+    for at, snapshot in enumerate(way.snapshots):
+        path = folder / _stem(way, at, snapshot)
+        path.with_suffix(".json").write_text(json.dumps(snapshot.data, allow_nan=False), encoding="utf-8")
+        path.with_suffix(".txt").write_text(render(snapshot.program), encoding="utf-8")
+
+
+def _stem(way: Way, at: int, snapshot: Snapshot) -> str:
+    return f"{way.name}/{at:02}-{snapshot.name}"
+
+
+def _head(inspection: Inspection) -> dict[str, Any]:
+    import torch
+
+    programs = [
+        {
+            "name": way.name,
+            "kind": way.kind,
+            "held": way.held,
+            "remarks": way.remarks,
+            "passes": [
+                {"facts": s.facts, "figures": vars(s.figures), "file": f"{_stem(way, at, s)}.json"}
+                for at, s in enumerate(way.snapshots)
+            ],
+        }
+        for way in inspection.ways.values()
+    ]
+    return {
+        "format": FORMAT,
+        "zgraph": __version__,
+        "torch": str(torch.__version__),
+        "of": inspection.origin,
+        "world": inspection.world,
+        "plan": inspection.plan_data,
+        "hardware": inspection.hardware,
+        "measured": inspection.measured,
+        "programs": programs,
+    }
+
+
+def _way(row: dict[str, Any], folder: Path) -> Way:
+    passes = [of_file(p["facts"], p["figures"], folder / p["file"]) for p in row["passes"]]
+    if not passes:
+        raise ValueError(f"program {row['name']!r} has no passes")
+    return Way(row["name"], row["kind"], passes, int(row["held"]), row["remarks"])

@@ -1,0 +1,92 @@
+"""A program as a Python file that runs: imports, a `forward` over a module of its constants, and inputs of the right types.
+
+What it holds besides what the text shows is all that Python needs: whole names of operators, and the values that fx leaves out.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.errors import UnsupportedError
+from zgraph.program import collectives, moves
+from zgraph.program.node import value
+from zgraph.program.program import Program
+
+_HEAD = '''"""Program {name} of zgraph: {nodes} nodes, mesh {mesh}.
+
+`inputs()` makes random inputs of the right types, `forward` runs the program on them.{note}
+"""
+
+import torch
+from torch import device, inf, nan
+
+import zgraph.program.collectives
+import zgraph.program.moves
+import zgraph.program.ops
+'''
+_NEEDS_RANKS = """
+Its collectives need the process groups that they name: on one process they can be read, and not run."""
+
+
+def python_source(program: Program) -> str:
+    """The file. Raises `UnsupportedError` for a constant that is too large to be written down."""
+    code = program.graph.python_code("self")
+    ranks = any(collectives.is_start(n) or moves.is_move(n) for n in program.graph.nodes)
+    note = _NEEDS_RANKS if ranks else ""
+    head = _HEAD.format(name=program.name, nodes=len(program.graph.nodes), mesh=program.mesh or "none", note=note)
+    globals_ = [
+        f"{name} = {_path(held)}"
+        for name, held in code.globals.items()
+        if name not in ("torch", "device", "inf", "nan")
+    ]
+    parts = [head, *globals_, _constants(program), code.src.strip(), _inputs(program)]
+    parts += ["" if ranks else 'if __name__ == "__main__":\n    print(forward(constants(), *inputs()))']
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _path(held: Any) -> str:
+    if held is type(None):
+        return "type(None)"
+    module, name = getattr(held, "__module__", None), getattr(held, "__qualname__", None)
+    if isinstance(held, (torch.dtype, torch.memory_format, torch.layout, torch.device)):
+        return repr(held) if not isinstance(held, torch.device) else f"torch.{held!r}"
+    if module in ("builtins", None) or name is None:
+        return name or repr(held)
+    return f"__import__({module!r}, fromlist=['_']).{name}"
+
+
+def _constants(program: Program) -> str:
+    """A function that gives an object with the program's constants."""
+    lines = ["def constants():", "    held = torch.nn.Module()"]
+    for node in program.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        tensor = operator.attrgetter(name)(program.module)
+        if tensor.numel() > 10_000:
+            raise UnsupportedError(
+                f"constant {name!r} is too large to be written as Python",
+                where=f"node {node.name!r}",
+                hint="--format json",
+            )
+        made = f"torch.tensor({tensor.tolist()!r}, dtype={tensor.dtype}, device={str(tensor.device)!r})"
+        lines.append(f"    held.{name} = {made}")
+    return "\n".join([*lines, "    return held"])
+
+
+def _inputs(program: Program) -> str:
+    lines = ["def inputs():", "    return ["]
+    for port, node in program.input_items():
+        lines.append(f"        {_random(node)},  # {node.name}: {port.role} {port.name}")
+    return "\n".join([*lines, "    ]"])
+
+
+def _random(node: fx.Node) -> str:
+    held = value(node)
+    if not isinstance(held, torch.Tensor):
+        return repr(held)
+    where = f"dtype={held.dtype}, device={str(held.device)!r}"
+    strided = f"torch.empty_strided({tuple(held.shape)}, {held.stride()}, {where})"
+    return f"{strided}.normal_()" if held.dtype.is_floating_point else f"{strided}.zero_()"

@@ -1,0 +1,163 @@
+"""Where a step's memory goes: the peak, what holds it, and the curve over the step, by category and by module."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zgraph.communication import parse_bytes
+from zgraph.errors import PlanError, TargetError
+from zgraph.inspection.inspection import STEP, Inspection, Way
+from zgraph.names import did_you_mean
+from zgraph.passes.memory import Life
+from zgraph.passes.simulator import Forecast
+from zgraph.program.node import info, value
+from zgraph.program.text import type_text
+
+HELD = "held besides"  # states of the optimizer, and gradients that wait, while forward and backward run
+HOLDERS = 20
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One tensor that is there at the peak: whose it is, its bytes, and the positions of the program at which it comes and goes."""
+
+    node: str
+    type: str
+    category: str
+    bytes: int
+    module: str
+    source: str
+    born: int
+    gone: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a step takes of the device: in which program, at which node and second, bytes in all, by category and by module, and
+    the largest tensors."""
+
+    program: str
+    node: str
+    position: int
+    seconds: float
+    bytes: int
+    categories: dict[str, int]
+    modules: dict[str, int]
+    holders: tuple[Holder, ...]
+
+
+def peak_of(inspection: Inspection, count: int = HOLDERS) -> Peak:
+    """The peak of a step, with its `count` largest tensors."""
+    found = [(total_at(way, forecast), way, forecast) for way, forecast in inspection.forecasts()]
+    (size, position), way, forecast = max(found, key=lambda f: f[0][0])
+    node = way.last.program.nodes[position]
+    live = [life for life in inspection.lives(way) if life.born <= position < life.gone and life.bytes]
+    live.sort(key=lambda life: (-life.bytes, life.born))
+    modules: Counter[str] = Counter()
+    for life in live:
+        modules[owner(life)] += life.bytes
+    if way.held:
+        modules[HELD] = way.held
+    return Peak(
+        way.name,
+        node.name,
+        position,
+        forecast.clock[position],
+        size,
+        _sorted({**forecast.memory[position], **({HELD: way.held} if way.held else {})}),
+        _sorted(modules),
+        tuple(holder_of(life) for life in live[:count]),
+    )
+
+
+def total_at(way: Way, forecast: Forecast) -> tuple[int, int]:
+    """(the most bytes of a program's run, with what is held besides; the position at which they are first reached)."""
+    sizes = [sum(at.values()) for at in forecast.memory]
+    most = max(sizes, default=0)
+    return most + way.held, sizes.index(most) if sizes else 0
+
+
+def owner(life: Life) -> str:
+    """The module that a value belongs to: that of its parameter, or the one that made it."""
+    record = info(life.node)
+    if record.param:
+        return record.param.rpartition(".")[0] or "(root)"
+    return record.module or "(root)"
+
+
+def holder_of(life: Life) -> Holder:
+    record = info(life.node)
+    shown = type_text(value(life.node))
+    return Holder(life.node.name, shown, life.category, life.bytes, owner(life), record.source, life.born, life.gone)
+
+
+def data_of(inspection: Inspection) -> dict[str, Any]:
+    """The forecast of the memory as JSON."""
+    peak = peak_of(inspection)
+    programs = [
+        {
+            "name": way.name,
+            "kind": way.kind,
+            "held": way.held,
+            "peak": total_at(way, forecast)[0],
+            "curve": [sum(at.values()) + way.held for at in forecast.memory],
+        }
+        for way, forecast in inspection.forecasts()
+    ]
+    measured = inspection.measured.get("peak")
+    return {"world": inspection.world, "peak": asdict(peak), "measured": measured, "programs": programs}
+
+
+# -- assertions ---------------------------------------------------------------------------------------------------------
+_ASSERTION = re.compile(r"\s*([a-z ]+?)\s*(<=|<)\s*(.+?)\s*$")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound that the peak, or a category of it, must hold: "peak<=72GiB"."""
+
+    what: str
+    strict: bool
+    bytes: int
+
+    def holds(self, size: int) -> bool:
+        return size < self.bytes if self.strict else size <= self.bytes
+
+
+def parse_bound(text: str) -> Bound:
+    """ "peak<=72GiB", "activations < 10 GB". Raises `TargetError` for anything else."""
+    hint = "'peak<=72GiB', or a category: 'activations<=10GiB'"
+    found = _ASSERTION.match(text)
+    if found is None:
+        raise TargetError(f"{text!r} is no bound on memory", hint=hint)
+    try:
+        size = int(found[3]) if found[3].isdigit() else parse_bytes(found[3])
+    except PlanError as error:
+        raise TargetError(f"{text!r} is no bound on memory", why=error.what, hint=hint) from error
+    if not isinstance(size, int):
+        raise TargetError(f"{text!r} is no bound on memory", why=f"{found[3]!r} is no size", hint=hint)
+    return Bound(found[1], found[2] == "<", size)
+
+
+def size_for(bound: Bound, inspection: Inspection, peak: Peak) -> int:
+    """The bytes that a bound is about: of all at the peak, or the most of a category at any time. Raises `TargetError` for a category
+    that there is none of."""
+    if bound.what == "peak":
+        return peak.bytes
+    most: Counter[str] = Counter()
+    for way, forecast in inspection.forecasts():
+        if way.held and way.kind == STEP:
+            most[HELD] = max(most[HELD], way.held)
+        for at in forecast.memory:
+            for category, size in at.items():
+                most[category] = max(most[category], size)
+    if bound.what not in most:
+        raise TargetError(f"there is no category {bound.what!r}", hint=did_you_mean(bound.what, ["peak", *most]))
+    return most[bound.what]
+
+
+def _sorted(sizes: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(((k, v) for k, v in sizes.items() if v), key=lambda i: -i[1]))

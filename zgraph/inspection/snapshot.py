@@ -1,0 +1,146 @@
+"""One program as one pass left it, as a graph or as JSON: the one is made of the other when it is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zgraph.errors import BundleError
+
+if TYPE_CHECKING:
+    from zgraph.passes import Contract, PassRecord
+    from zgraph.passes.costs import Costs
+    from zgraph.program.program import Program
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a program will take: `seconds` of a run, `exposed` seconds of communication among them, `peak` bytes of the device."""
+
+    seconds: float
+    exposed: float
+    peak: int
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """The program after one pass, what the pass is and what it says it did.
+
+    `facts` are the pass's: "name", "summary", "requires", "provides", "conflicts", "bitwise", "level", "options", "seconds",
+    "verify_seconds", "nodes", "stats".
+    """
+
+    facts: dict[str, Any]
+    make_program: Callable[[], Program]
+    make_data: Callable[[], dict[str, Any]]
+    make_figures: Callable[[], Figures]
+
+    @property
+    def name(self) -> str:
+        return str(self.facts["name"])
+
+    @property
+    def summary(self) -> str:
+        return str(self.facts["summary"])
+
+    @cached_property
+    def program(self) -> Program:
+        """The graph."""
+        return self.make_program()
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """The program as JSON, as `zgraph.program.serial` writes it."""
+        return self.make_data()
+
+    @cached_property
+    def figures(self) -> Figures:
+        """What the program takes, simulated."""
+        return self.make_figures()
+
+
+def of_record(record: PassRecord, costs: Costs) -> Snapshot:
+    """A snapshot of a pass that has run."""
+
+    def data() -> dict[str, Any]:
+        from zgraph.program.serial import to_json
+
+        return to_json(record.program, constants=False)
+
+    facts = facts_of(record.name, record.summary, record.contract, record.options)
+    facts |= {"seconds": record.seconds, "verify_seconds": record.verify_seconds}
+    facts |= {"nodes": record.nodes, "stats": dict(record.stats)}
+    return Snapshot(facts, lambda: record.program, data, lambda: figures_of(record.program, costs))
+
+
+def of_file(facts: dict[str, Any], figures: dict[str, Any], path: Path) -> Snapshot:
+    """A snapshot that lies in a bundle. Reading it raises `BundleError` where the file is damaged or gone."""
+
+    def data() -> dict[str, Any]:
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        except (OSError, ValueError) as error:
+            raise BundleError(
+                "a program of the bundle can't be read", where=str(path), why=str(error), hint="write the bundle again"
+            ) from error
+
+    def program() -> Program:
+        from zgraph.errors import ZgraphError
+        from zgraph.program.serial import from_json
+
+        try:
+            return from_json(snapshot.data)
+        except BundleError:
+            raise
+        except ZgraphError as error:
+            raise BundleError(error.what, where=str(path), why=error.why, hint=error.hint) from error
+
+    snapshot = Snapshot(facts, program, data, lambda: Figures(**figures))
+    return snapshot
+
+
+def figures_of(program: Program, costs: Costs) -> Figures:
+    from zgraph.passes.simulator import simulate
+
+    found = simulate(program, costs)
+    return Figures(found.seconds, sum(found.exposed.values()), sum(found.peak.values()))
+
+
+def facts_of(name: str, summary: str, contract: Contract | None, options: Any) -> dict[str, Any]:
+    """What a pass is, as JSON; the capture, which is no pass, has no contract."""
+    return {
+        "name": name,
+        "summary": summary,
+        "requires": sorted(contract.requires) if contract else [],
+        "provides": sorted(contract.provides) if contract else [],
+        "conflicts": sorted(contract.conflicts) if contract else [],
+        "bitwise": contract.bitwise if contract else True,
+        "level": contract.level.name.lower() if contract and contract.level is not None else None,
+        "options": {f.name: _shown(getattr(options, f.name)) for f in _fields(options)},
+    }
+
+
+def _fields(options: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(options) if dataclasses.is_dataclass(options) else ()
+
+
+def _shown(option: Any) -> Any:
+    """An option as JSON has it, short: hardware by its name, a function by its reference."""
+    from zgraph.passes.costs import Costs
+
+    if option is None or isinstance(option, (bool, int, float, str)):
+        return option
+    if isinstance(option, Costs):
+        return option.hardware.name
+    if isinstance(option, (set, frozenset)):
+        return sorted(map(str, option))
+    if isinstance(option, (list, tuple)):
+        return [_shown(o) for o in option]
+    if callable(option):
+        return f"{getattr(option, '__module__', '')}:{getattr(option, '__qualname__', type(option).__name__)}"
+    return type(option).__name__
