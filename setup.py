@@ -14,5 +14,5 @@ setup(
         for name, folder in ROOTS.items()
         for package in (name, *(f"{name}.{inner}" for inner in find_packages(folder)))
     ],
-    package_data={"": ["py.typed", "*.cpp"]},
+    package_data={"": ["py.typed", "*.cpp", "*.html", "*.css", "*.js"]},
 )

@@ -1,28 +1,25 @@
 """Runs a pipeline: contracts first, then each pass; after each, the verifier, a clock, counts and a snapshot.
 
-A pass that raises, or that leaves a program which the verifier refuses, writes a reproducer: a folder with the
-program before it (as JSON and as text), the names of the passes that were still to run, and what they were made from;
-`zgraph repro` runs it again.
+A pass that raises, or that leaves a program which the verifier refuses, writes a reproducer (`zgraph/passes/reproducer.py`).
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch.autograd.profiler import record_function
 
-from zgraph.errors import ContractError, PassError, PlanError, VerifyError
+from zgraph.errors import ContractError, PassError, PlanError
+from zgraph.passes import reproducer
 from zgraph.passes.contract import Contract, Pass
 from zgraph.passes.verifier import ValueCache, verify_program
+from zgraph.program import torch_private
 from zgraph.program.program import Program
+from zgraph.program.text import render
 
 logger = logging.getLogger(__name__)
 
@@ -92,24 +89,29 @@ class PassManager:
 
     def check(self, facts: frozenset[str] = frozenset()) -> None:
         """Do the passes' contracts fit, one after another, from these facts on?"""
+        for fault in self.faults(facts):
+            raise fault
+
+    def faults(self, facts: frozenset[str] = frozenset()) -> Iterator[ContractError]:
+        """Every pass whose contract does not fit where it stands, from these facts on."""
         known = set(facts)
         names: set[str] = set()
         for step in self.passes:
             contract = step.contract
             if contract.name in names:
-                raise ContractError(f"pass {contract.name!r} stands twice in the pipeline", hint="leave one out")
+                yield ContractError(f"pass {contract.name!r} stands twice in the pipeline", hint="leave one out")
             names.add(contract.name)
             missing = contract.requires - known
             if missing:
                 givers = sorted({p.name for p in self.passes if p.contract.provides & missing})
-                raise ContractError(
+                yield ContractError(
                     f"pass {contract.name!r} can't run here",
                     why=f"it requires {sorted(missing)}, which no pass before it provides",
                     hint=f"put it after {givers}" if givers else "add the pass that provides it",
                 )
             clash = contract.conflicts & known
             if clash:
-                raise ContractError(
+                yield ContractError(
                     f"pass {contract.name!r} can't run here",
                     why=f"it conflicts with {sorted(clash)}",
                     hint="put it earlier",
@@ -126,7 +128,9 @@ class PassManager:
         history = History()
         seconds = self._verify(program)
         history.records.append(
-            PassRecord("capture", "the joint forward and backward graph", 0.0, seconds, {}, self._keep(program))
+            PassRecord(
+                "capture", "the joint forward and backward graph", 0.0, seconds, {}, self._keep(program, 0, "capture")
+            )
         )
         for at, step in enumerate(self.passes):
             before = history.records[-1].program if self.snapshots else None
@@ -146,12 +150,15 @@ class PassManager:
                 where = self._reproducer(before, at, error)
                 if isinstance(error, PassError):
                     error.add_note(f"in pass {step.name!r}; reproducer: {where}")
+                    error.history, error.failure = history, error
                     raise
-                raise PassError(
+                failed = PassError(
                     f"pass {step.name!r} failed",
                     why=f"{type(error).__name__}: {error}",
                     hint=f"reproducer: {where}",
-                ) from error
+                )
+                failed.history, failed.failure = history, error
+                raise failed from error
             logger.debug("pass %s: %.3f s, verified in %.3f s, %s", step.name, took, verified, stats)
             history.records.append(
                 PassRecord(
@@ -160,15 +167,18 @@ class PassManager:
                     took,
                     verified,
                     stats,
-                    self._keep(program),
+                    self._keep(program, at + 1, step.name),
                     step.contract,
                     step.options,
                 )
             )
         return history
 
-    def _keep(self, program: Program) -> Program:
-        return program.snapshot() if self.snapshots else program
+    def _keep(self, program: Program, at: int, name: str) -> Program:
+        if not self.snapshots:
+            return program
+        torch_private.trace_artifact(f"zgraph_{program.name}_{at:02}_{name}", lambda: render(program))
+        return program.snapshot()
 
     def _verify(self, program: Program) -> float:
         start = time.perf_counter()
@@ -180,22 +190,7 @@ class PassManager:
         """Write what is needed to replay the failure; never let this hide the failure itself."""
         if before is None:
             return "none (snapshots are off)"
-        from zgraph.program.serial import to_json
-        from zgraph.program.text import render
-
         try:
-            base = os.environ.get("ZGRAPH_REPRO_DIR")
-            folder = Path(tempfile.mkdtemp(prefix="zgraph-repro-", dir=base))
-            (folder / "program.json").write_text(json.dumps(to_json(before)))
-            (folder / "program.txt").write_text(render(before))
-            node = error.node if isinstance(error, VerifyError) else None
-            rest = {
-                "passes": [p.name for p in self.passes[at:]],
-                "error": f"{type(error).__name__}: {error}",
-                "node": node,
-                "recipe": self.recipe,
-            }
-            (folder / "pipeline.json").write_text(json.dumps(rest, indent=2))
-            return str(folder)
+            return str(reproducer.write(before, [p.name for p in self.passes[at:]], error, self.recipe))
         except Exception as problem:
             return f"could not be written ({problem})"

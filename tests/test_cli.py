@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from zgraph import __version__
 from zgraph.cli.app import app
-from zgraph.cli.targets import use_color
+from zgraph.cli.output import use_color
 
 HERE = Path(__file__).parent
 SMALL = "cli_targets:factory"
@@ -384,3 +384,126 @@ def test_forecast_refuses_hardware_that_is_not_there(tmp_path, plan):
     rates = "memory = 1e12\ncapacity = 1\nhost = 1e9\nflops = {float32 = 1e12}\n"
     path.write_text(f'name = "mine"\n{rates}[links.replicate]\nbandwidth = 1e9\n')
     assert "has no link for mesh dimension 'dp'" in refused("forecast", SMALL, "--hardware", path)
+
+
+# Targets of transformers.
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder with a config.json."""
+    hf = pytest.importorskip("transformers", reason="transformers is not installed")
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
+    hf.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    return folder
+
+
+def test_a_config_of_transformers_is_a_target(llama):
+    text = ok("dump", f"hf:{llama}", "--batch", "2x16", "--world", 512, "--filter", "*up_proj*")
+    assert "mesh dp 512" in text and "dist.all_gather(" in text and "f32[2, 16, 64]" in text
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["BertForMaskedLM", "BertForSequenceClassification", "ViTForImageClassification", "T5ForConditionalGeneration"],
+)
+def test_models_that_are_no_decoders_get_inputs_that_they_take(model, tmp_path):
+    hf = pytest.importorskip("transformers", reason="transformers is not installed")
+    if model.startswith("T5"):
+        config = hf.T5Config(
+            d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16, vocab_size=64, decoder_start_token_id=0
+        )
+    else:
+        kind = hf.BertConfig if model.startswith("Bert") else hf.ViTConfig
+        config = kind(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config.architectures = [model]
+    config.save_pretrained(tmp_path)
+    assert "step: " in ok("forecast", f"hf:{tmp_path}", "--batch", "2x16", "--world", 4)
+
+
+@pytest.mark.parametrize("batch", ["0", "x", "4x", "4x0", "-1"])
+def test_a_batch_that_is_none_is_refused(llama, batch):
+    assert "is no batch" in refused("dump", f"hf:{llama}", "--batch", batch)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    assert "there is no config.json" in refused("dump", f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text("{}")
+    assert "the config makes no model" in refused("dump", f"hf:{tmp_path}")
+
+
+def test_a_batch_is_for_transformers_only():
+    assert "--batch is for hf:DIR" in refused("dump", SMALL, "--batch", "4x16")
+
+
+# What all commands have.
+
+EVERY = {
+    "dump": [SMALL, "--format", "json"],
+    "diff": [SMALL],
+    "passes": [SMALL],
+    "explain": [SMALL, "peak"],
+    "memory": [SMALL],
+    "timeline": [SMALL],
+    "forecast": [SMALL],
+    "plan": [SMALL],
+    "verify": [SMALL],
+    "bisect": [SMALL],
+    "check": [SMALL],
+    "env": [],
+}
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_every_command_writes_json_to_a_file(command, tmp_path):
+    path = tmp_path / "out.json"
+    out = ["-o", path] if command != "plan" else []  # (its file is the best plan)
+    done = zgraph(command, *EVERY[command], "--json", *out)
+    assert done.exit_code == 0, done.output
+    text = path.read_text() if out else done.stdout
+    assert isinstance(json.loads(text), dict) and (not out or (not done.stdout and f"wrote {path}" in done.stderr))
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_an_output_that_can_not_be_written_is_usage(command, tmp_path):
+    if command == "plan":
+        pytest.skip("its file is a plan: see tests/test_plans.py")
+    assert "can't be written" in refused(command, *EVERY[command], "-o", tmp_path / "no" / "out")
+
+
+def test_no_color_and_pipes_get_plain_text():
+    for env in ({}, {"NO_COLOR": "1", "FORCE_COLOR": "1"}):
+        done = process("memory", SMALL, **env)
+        assert done.returncode == 0 and "\x1b" not in done.stdout
+
+
+def test_memory_fails_a_check_with_the_top_holders():
+    done = zgraph("memory", SMALL, "--assert", "peak<=100", "--assert", "activations<=10GiB")
+    assert done.exit_code == 1 and "peak<=100 does not hold" in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("  ")]) == 3
+    assert zgraph("memory", SMALL, "--assert", "peak<=1GiB").exit_code == 0
+
+
+def test_a_bound_on_a_category_that_there_is_none_of_names_those_that_there_are():
+    assert "did you mean 'activations'" in refused("memory", SMALL, "--assert", "activation<=1GiB")
+
+
+def test_dump_runs_a_part_of_the_pipeline():
+    text = ok("dump", SMALL, "--stop-after", "shard_parameters")
+    assert "dist.all_gather(" in text and "dist.reduce_scatter(" not in text
+    assert "zgraph.release(" not in ok("dump", SMALL, "--disable", "release")
+    assert "requires ['sharded']" in refused("dump", SMALL, "--disable", "shard_parameters")
+
+
+def test_dump_prints_what_each_pass_changed():
+    whole, diff = ok("dump", SMALL, "--print-changed"), ok("dump", SMALL, "--print-changed=diff")
+    for text in (whole, diff):
+        assert "# ==== after shard_parameters: " in text
+    assert "def forward(" in whole and "+    gather_first_weight" in diff

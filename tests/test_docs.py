@@ -1,6 +1,6 @@
 """What the documentation says is true: blocks run, commands exist, tables and the map of files are complete.
 
-A Python block that begins with a comment `# name.py` is a file, which the other blocks can import.
+A Python block that begins with a comment `# name.py` is a file, which the other blocks can import; one of TOML is a plan.
 These run in order in one namespace, as a reader would type them.
 """
 
@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+GUIDE = ROOT / "docs/guide.md"
 DOCUMENTS = [README, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", ROOT / "examples/README.md"]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 WITH_CODE = [path for path in DOCUMENTS if "```python" in path.read_text()]
@@ -48,12 +49,12 @@ def blocks(path: Path, language: str) -> list[tuple[int, str]]:
 
 
 def file_name(block: str) -> str | None:
-    first = re.match(r"# (\w+\.py)\n", block)
+    first = re.match(r"# (\w+\.(?:py|toml))\n", block)
     return first[1] if first else None
 
 
 def write_files(path: Path, folder: Path) -> None:
-    for _, block in blocks(path, "python"):
+    for _, block in [*blocks(path, "python"), *blocks(path, "toml")]:
         if name := file_name(block):
             (folder / name).write_text(block)
 
@@ -120,6 +121,29 @@ def test_the_graphs_shown_in_the_readme_are_those_that_zgraph_dump_prints(folder
         assert ("…" in "".join(lines)) == (sum(bool(line.strip()) for line in lines) < len(printed) - 1)
 
 
+@pytest.mark.parametrize("path", [GUIDE], ids=name_of)
+def test_the_guides_commands_print_what_it_shows(path, folder, monkeypatch):
+    """Each command is run; the lines shown come in this order, "…" stands for any lines, and in a line for anything."""
+    from typer.testing import CliRunner
+
+    from zgraph.cli.app import app
+
+    write_files(path, folder)
+    for line, block in blocks(path, "text"):
+        for command, *shown in (part.splitlines() for part in block.split("$ zgraph ")[1:]):
+            done = CliRunner().invoke(app, shlex.split(command))
+            assert done.exit_code == 0, f"{name_of(path)}:{line}: {done.output}"
+            printed = done.stdout.splitlines()
+            at = 0
+            for wanted in shown:
+                if wanted in ("", "…"):
+                    continue
+                pattern = ".*".join(re.escape(" ".join(part.split())) for part in wanted.split("…"))
+                match = [i for i, p in enumerate(printed[at:], at) if re.fullmatch(pattern, " ".join(p.split()))]
+                assert match, f"{name_of(path)}:{line}: {wanted}\n{done.stdout}"
+                at = match[0] + 1
+
+
 # -- commands ---------------------------------------------------------------------------------------
 def commands(path: Path) -> list[list[str]]:
     """Every `zgraph …` command in a document, in words: in blocks, after a prompt, and in running text."""
@@ -142,7 +166,7 @@ def test_commands_exist_with_their_options(path):
     for words in commands(path):
         assert words[1] in known, words
         options = {option for parameter in known[words[1]].params for option in parameter.opts}
-        given = [word for word in words[2:] if word.startswith("-")]
+        given = [word.partition("=")[0] for word in words[2:] if word.startswith("-")]
         assert set(given) <= options, words
 
 

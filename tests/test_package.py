@@ -68,6 +68,8 @@ def test_the_wheel_holds_every_source_the_license_and_the_typing_marks(wheel):
         sources = {f"{target}/{file.relative_to(ROOT / folder)}" for file in (ROOT / folder).rglob("*.py")}
         assert sources <= files
         assert f"{target}/py.typed" in files
+    assert {f"zgraph/inspection/page/page.{kind}" for kind in ("html", "css")} <= files
+    assert {f"zgraph/inspection/page/{script.name}" for script in ROOT.glob("zgraph/inspection/page/*.js")} <= files
     assert any(re.fullmatch(r"zgraph-.*\.dist-info/licenses/LICENSE", file) for file in files)
     assert not [file for file in files if file.startswith("tests/")]
 

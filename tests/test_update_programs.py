@@ -27,7 +27,7 @@ from zgraph.update.blockwise import dequantize, dynamic_map, quantize
 from zgraph.update.build import scalar_names, states_of
 from zgraph.update.groups import members_of
 from zgraph.update.program import update_options
-from zgraph.verification import _shard
+from zgraph.virtual_step import shard_of
 
 pytestmark = pytest.mark.core
 
@@ -99,7 +99,7 @@ class Virtual:
             self.ranks.append(held)
 
     def shard(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        return _shard(whole, self.specs[name], rank, self.sizes).clone()
+        return shard_of(whole, self.specs[name], rank, self.sizes).clone()
 
     def step(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The program's plain outputs on rank 0 (they are the same on all)."""

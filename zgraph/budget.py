@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,7 +54,7 @@ def run_passes(
     if plan.memory_budget is None:
         passes = edit.cut(build(plan, variant, training=training, costs=costs, edit=edit))
         recipe = to_recipe(plan, costs, variant, training, Choice(), edit)
-        return PassManager(passes, recipe=recipe).run(captured), Choice()
+        return PassManager(passes, verify=edit.verified, recipe=recipe).run(captured), Choice()
     search = _Budget(captured, plan, costs, variant, training, outsides or Outsides(), edit)
     return search.run() if choice is None else search.follow(choice)
 
@@ -120,8 +120,7 @@ class _Budget:
         self.budget: int = plan.memory_budget
         passes = self._passes(LEAST)
         self.cut = [p.name for p in passes].index("shard_parameters")
-        manager = PassManager(passes[: self.cut], verify=False, snapshots=False)
-        self.start = manager.run(captured.snapshot()).program  # what all choices have in common
+        self.start = self._run(passes[: self.cut], captured, LEAST)  # what all choices have in common
         self.share = outsides.shares[0]
         self.tried: dict[Choice, _Outcome] = {}
         self.simulated: dict[Choice, tuple[Forecast, int, int]] = {}
@@ -188,7 +187,8 @@ class _Budget:
 
     def _history(self, choice: Choice) -> History:
         recipe = to_recipe(self.plan, self.costs, self.variant, self.training, choice, self.edit)
-        return PassManager(self.edit.cut(self._passes(choice)), recipe=recipe).run(self.captured.snapshot())
+        passes = self.edit.cut(self._passes(choice))
+        return PassManager(passes, verify=self.edit.verified, recipe=recipe).run(self.captured.snapshot())
 
     # -- trying -----------------------------------------------------------------------------------------------------------
     def _passes(self, choice: Choice) -> list[Pass]:
@@ -206,7 +206,8 @@ class _Budget:
     def _try(self, choice: Choice) -> _Outcome:
         if choice not in self.simulated:
             program = self._after_cut(choice)
-            found = simulate(program, self.costs)
+            with self._failures_of(choice):
+                found = simulate(program, self.costs)
             came = sum(size_of(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values())
             self.simulated[choice] = found, max(sum(found.peak.values()), _after(program)), came
         if choice not in self.tried:
@@ -218,8 +219,22 @@ class _Budget:
         return self.tried[choice]
 
     def _after_cut(self, choice: Choice, until: int | None = None) -> Program:
-        passes = self._passes(choice)[self.cut : until]
-        return PassManager(passes, verify=False, snapshots=False).run(self.start.snapshot()).program
+        return self._run(self._passes(choice)[self.cut : until], self.start, choice)
+
+    def _run(self, passes: list[Pass], program: Program, choice: Choice) -> Program:
+        with self._failures_of(choice):
+            return PassManager(passes, verify=False, snapshots=False).run(program.snapshot()).program
+
+    @contextlib.contextmanager
+    def _failures_of(self, choice: Choice) -> Iterator[None]:
+        """Without snapshots and the verifier a search is fast, but what fails leaves no reproducer: it is run again with both."""
+        try:
+            yield
+        except PlanError:
+            raise
+        except Exception:
+            self._history(choice)
+            raise
 
     @cached_property
     def _solver(self) -> Solver:

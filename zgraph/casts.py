@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -61,10 +62,16 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def check(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> None:
     """Raises `PlanError` for a pattern of `keep_fp32` that matches nothing."""
+    for fault in faults_of(module, precision, specs):
+        raise fault
+
+
+def faults_of(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> Iterator[PlanError]:
+    """Each pattern of `keep_fp32` that matches nothing."""
     names = [*specs, *(n for n, _ in module.named_modules())]
     for pattern in precision.keep_fp32:
         if not any(fnmatch.fnmatchcase(n, pattern) for n in names):
-            raise PlanError(
+            yield PlanError(
                 f"{pattern!r} matches no parameter and no module",
                 where="precision.keep_fp32",
                 hint=f"names look like {next(iter(specs), 'none')!r}",

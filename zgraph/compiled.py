@@ -24,7 +24,7 @@ from zgraph.codegen.partition import Parts, split
 from zgraph.passes import History, verify_program
 from zgraph.passes.aliases import is_random
 from zgraph.passes.costs import Costs
-from zgraph.pipeline import PLAIN, Choice, Variant
+from zgraph.pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class StepProgram:
-    """The programs for one signature and one choice of differentiated outputs. `agree` is told of each before it is compiled."""
+    """The programs for one signature and one choice of differentiated outputs. `agree` is told of each before it is compiled. An
+    `edit` is for programs that are looked at, and not run by ranks."""
 
     def __init__(
         self,
@@ -44,9 +45,11 @@ class StepProgram:
         costs: Costs,
         outsides: Outsides,
         agree: Callable[[Program], None],
+        edit: Edit = EVERYTHING,
     ) -> None:
         self.name = name
         self.agree = agree
+        self.edit = edit
         self.captured = captured
         self.plan = plan
         self.groups = groups
@@ -83,6 +86,7 @@ class StepProgram:
                 training=self.differentiated,
                 outsides=self.outsides,
                 choice=self._choice,
+                edit=self.edit,
             )
         return self._histories[variant]
 

@@ -19,6 +19,7 @@ from zgraph.capture import trace
 from zgraph.casts import check, overflow_error, prepare, refuse_overflow
 from zgraph.errors import MeshError, ModelError, OffloadError, PlanError
 from zgraph.handle import attach, is_compiled
+from zgraph.inspection.recorder import record
 from zgraph.passes import History
 from zgraph.passes.costs import Costs
 from zgraph.pipeline import EVERYTHING, Edit, costs_of
@@ -118,6 +119,7 @@ def compile(
     shards = shard(model, specs, mesh, device, seed, tiers.of("parameters"))
     prepare(model, precision, specs)
     runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement, costs, tiers)
+    record(runtime, agreement)
     attach(model, runtime, loss_fn)
     if inputs is not None:
         args, kwargs = split_inputs(inputs)
@@ -162,12 +164,14 @@ def planned_step(
     costs: Costs | None = None,
     edit: Edit = EVERYTHING,
     updates: bool = True,
+    captured: Program | None = None,
 ) -> PlannedStep:
-    """What `programs` makes, and if `updates` the update that belongs to it. An `edit` leaves passes out of the step's pipeline."""
+    """What `programs` makes, and if `updates` the update that belongs to it. An `edit` leaves passes out of the step's pipeline. What was
+    `captured` of the model by this plan already is not captured again (and not changed)."""
     sizes = plan.resolve_mesh(world)
     costs = costs or costs_of(plan, _device(model))
-    plan, device = _placed(model, plan, sizes, costs)
-    captured = captured_program(model, plan, inputs, world)
+    plan, device = placed_for(model, plan, sizes, costs)
+    captured = captured_program(model, plan, inputs, world) if captured is None else captured.snapshot()
     specs, training = captured.params, captured.name == "train"
     outsides = outside_of(model, specs, plan, sizes, device, costs)
     history, choice = run_passes(captured, plan, costs, training=training, outsides=outsides, edit=edit)
@@ -175,7 +179,7 @@ def planned_step(
     return PlannedStep(history, update, outsides.at(choice.states))
 
 
-def _placed(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs) -> tuple[Plan, torch.device]:
+def placed_for(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs) -> tuple[Plan, torch.device]:
     """The plan with its places, and the device that its programs are for: where something is offloaded, that of the hardware."""
     device = torch.device("cuda", 0) if costs.hardware.device == "cuda" else _device(model)
     plan = placed(plan, model, sizes, device)
@@ -208,7 +212,7 @@ def update_program(model: nn.Module, plan: Plan, world: int) -> History:
     if plan.optimizer is None:
         raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
     sizes = plan.resolve_mesh(world)
-    plan, device = _placed(model, plan, sizes, costs_of(plan, _device(model)))
+    plan, device = placed_for(model, plan, sizes, costs_of(plan, _device(model)))
     found = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device)
     if found is None:
         raise ModelError("no parameter of the model trains", hint="requires_grad_() on those that are to")

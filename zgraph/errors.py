@@ -88,7 +88,11 @@ class OverflowError(StepError):
 
 
 class PassError(ZgraphError):
-    """A pass that failed; `where` names the pass."""
+    """A pass that failed; `where` names the pass. `failure` is what it, or the verifier after it, raised, and `history` the program's
+    way as far as it came (a `zgraph.passes.History`)."""
+
+    failure: Exception | None = None
+    history: object = None
 
 
 class ContractError(PassError):

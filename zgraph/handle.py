@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.compiled import StepProgram
 from zgraph.errors import ModelError, StepError
+from zgraph.inspection.explain import Explanation, explain
+from zgraph.inspection.inspection import Inspection, of_runtime
 from zgraph.passes import History
 from zgraph.passes.simulator import StepForecast, simulate_step
 from zgraph.plan import Plan
@@ -62,8 +64,21 @@ class Handle:
         return self.runtime.updater.histories()
 
     def report(self) -> Report:
-        """What was compiled: layouts, passes, collectives, and the kernels with the operators that each fused."""
+        """What was compiled: layouts, passes, collectives, and the kernels with the operators that each fused. `str()` of it is text, in a
+        notebook it is the page that `zgraph report` writes."""
         return Report(self.runtime)
+
+    def inspect(self) -> Inspection:
+        """All that the command line looks at: the programs after every pass, what they take, what was missed, what was measured."""
+        return of_runtime(self.runtime)
+
+    def explain(self, what: str) -> Explanation:
+        """Why a node, a parameter, a pass or the "peak" is as it is, or what was "missed": reason, cost, remedy. Raises `TargetError` with
+        the nearest name for one that there is none of, `StepError` before the first program is compiled."""
+        found = self.inspect()
+        if not found.ways:
+            raise StepError("there is no program yet", hint="zgraph.compile(…, inputs=…), or a first step")
+        return explain(found, what)
 
     def remarks(self) -> list[Remark]:
         """What passes would have liked to do and could not, with reason, cost and remedy; the costliest first."""
@@ -221,6 +236,7 @@ class Handle:
             old.tiers,
         )
         made.updater.adopt(old.updater, copies=False)
+        made.recorder = old.recorder.of(made) if old.recorder is not None else None
         old.ahead.drop()
         self.runtime = made
 

@@ -6,11 +6,10 @@ On CUDA the allocator is asked, on a CPU the system. Nothing here communicates: 
 from __future__ import annotations
 
 import contextlib
-import json
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,19 +17,16 @@ from zgraph import errors
 from zgraph.codegen.executable import Executable, failing_node
 from zgraph.memory import room_of
 from zgraph.passes.memory import Life, lives, memory_of
-from zgraph.plan import Plan
 from zgraph.program.node import info
 from zgraph.program.program import InputRole, Program
-from zgraph.record import Record
 from zgraph.units import shown_bytes
-from zgraph.what_if import Taken, step_by
+from zgraph.what_if import what_fits
 
 if TYPE_CHECKING:
     from zgraph.compiled import StepProgram
     from zgraph.runtime import Runtime
 
 SHOWN = 5  # tensors
-CHANGES = 3
 DOUBT = 0.03  # of what there is: a forecast's error
 
 
@@ -97,7 +93,7 @@ def _explanation(
         budget = int((held_now + room.free - besides) * (1 - DOUBT))
         traceback.clear_frames(error.__traceback__)  # (what the program had made goes: trying needs room as well)
         try:
-            hint = _changes(runtime, step, budget)
+            hint = what_fits(runtime.plan, runtime.module, step.captured, runtime.costs, runtime.device, budget)
         except Exception:
             hint = f"memory_budget={budget}, which is checked before anything runs (there is no room to try it here)"
     what = f"out of memory in {program.name}"
@@ -118,57 +114,3 @@ def _line(life: Life) -> str:
     val = life.node.meta.get("val")
     shape = f" {str(val.dtype).removeprefix('torch.')}{list(val.shape)}" if isinstance(val, torch.Tensor) else ""
     return f"{shown_bytes(life.bytes):>10}  {life.category:12} {life.node.name}{shape} · {of}{source}"
-
-
-# -- what would have fitted ---------------------------------------------------------------------------------------------
-def _changes(runtime: Runtime, step: StepProgram, budget: int) -> str:
-    """The changes of the plan that would have fitted into `budget` bytes, the fastest first."""
-    now = _tried(runtime.plan, runtime, step)
-    found: list[tuple[float, int, str]] = []  # (with equal times, the smaller change first)
-    for changes in _candidates(runtime):
-        within = {"memory_budget": budget} if runtime.plan.recompute == "auto" or "recompute" in changes else {}
-        for more in ({}, within) if changes else (within,):
-            taken = _tried(runtime.plan.model_copy(update=changes | more), runtime, step)
-            smaller = taken is not None and (now is None or taken.peak < now.peak)
-            if taken is not None and smaller and taken.peak <= budget:
-                slower = taken.seconds / now.seconds - 1 if now is not None else 0.0
-                said = f"{shown_bytes(taken.peak)}, {slower:+.0%} time by the plan's hardware"
-                found.append((round(slower, 2), len(found), f"{_written(changes | more)}: {said}"))
-                break
-    if not found:
-        return f"nothing of what a plan can change fits into {shown_bytes(budget)}: a smaller batch, or more ranks"
-    return "\n".join(
-        [
-            f"what fits into {shown_bytes(budget)}, the fastest first:",
-            *(f"  {line}" for _, _, line in sorted(found)[:CHANGES]),
-        ]
-    )
-
-
-def _tried(plan: Plan, runtime: Runtime, step: StepProgram) -> Taken | None:
-    """What a step takes by another plan; None where it does not fit, or can't be."""
-    try:
-        return step_by(plan, runtime.module, step.captured, runtime.costs, runtime.device)
-    except errors.ZgraphError:
-        return None
-
-
-def _candidates(runtime: Runtime) -> list[dict[str, Any]]:
-    """Changes of the plan's fields that take less memory, by themselves or within a budget; none is the budget alone."""
-    plan = runtime.plan
-    folder = plan.offload.folder()
-    place = "cpu" if runtime.device.type == "cuda" else f"nvme:{folder or 'FOLDER'}"
-    found: list[dict[str, Any]] = [{} if plan.recompute == "auto" else {"recompute": "auto"}]
-    for kinds in (("activations",), ("optimizer",), ("activations", "optimizer")):
-        here = all(plan.offload.tier(k) is None for k in kinds)
-        if here and not ("optimizer" in kinds and plan.optimizer is None):
-            found.append({"offload": plan.offload.model_copy(update=dict.fromkeys(kinds, place))})
-    if runtime.sizes.get("dp", 1) > 1:
-        found += [{"zero": stage} for stage in range(plan.zero + 1, 4)]
-    return found
-
-
-def _written(changes: dict[str, Any]) -> str:
-    """Changes as a plan is written."""
-    shown = {k: v.model_dump(exclude_defaults=True) if isinstance(v, Record) else v for k, v in changes.items()}
-    return ", ".join(f"{k}={json.dumps(v)}" for k, v in shown.items())

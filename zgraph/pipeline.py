@@ -76,10 +76,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Edit:
-    """Passes that are left out of a pipeline, and the one it ends after, for someone who looks for what a pass does."""
+    """Passes that are left out of a pipeline, and the one it ends after, for someone who looks for what a pass does; and whether the
+    verifier looks at what each leaves."""
 
     without: frozenset[str] = frozenset()
     until: str | None = None
+    verified: bool = True
 
     def cut(self, passes: list[Pass]) -> list[Pass]:
         """The passes up to the last that is wanted. Raises `PassError` if that one is not there."""

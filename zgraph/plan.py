@@ -327,7 +327,7 @@ class Plan(Record, frozen=True):
         try:
             plan = cls.model_validate(data)
         except PlanError as error:
-            raise _located(error, file, text) from None
+            raise located(error, file, text) from None
         plan._origins.update(dict.fromkeys(plan.model_fields_set, f"file {file}"))
         return plan
 
@@ -381,6 +381,10 @@ class Plan(Record, frozen=True):
         """`passes`, parsed."""
         return tuple(UserPass.parse(text) for text in self.passes)
 
+    def usual_world(self) -> int:
+        """The number of ranks to look at it with where none is given: that of the mesh, with 2 for its -1."""
+        return math.prod(2 if size == -1 else size for size in self.mesh.values())
+
     def resolve_mesh(self, world: int) -> dict[str, int]:
         """The mesh's sizes by name, in ranks, with -1 filled in; `MeshError` if their product can't be `world` ranks."""
         known = math.prod(size for size in self.mesh.values() if size != -1)
@@ -402,10 +406,10 @@ class Plan(Record, frozen=True):
         return {name: world // known if size == -1 else size for name, size in self.mesh.items()}
 
 
-def _located(error: PlanError, file: Path, text: str) -> PlanError:
+def located(error: PlanError, file: Path, text: str) -> PlanError:
     """The same error, with file and line in `where`."""
     if error.problems:
-        return joined([_located(problem, file, text) for problem in error.problems])
+        return joined([located(problem, file, text) for problem in error.problems])
     place = str(file)
     if error.where:
         lines = planfile.lines_of_key(text, re.sub(r"\[\d+\]", "", error.where).rpartition(".")[2])

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from html import escape
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zgraph.codegen.executable import Executable, Kernel
+from zgraph.inspection.inspection import of_runtime
+from zgraph.inspection.report import page_of
 from zgraph.memory import table
 from zgraph.passes.simulator import simulate
 from zgraph.program import collectives
@@ -50,6 +55,19 @@ class Report:
     def library_calls(self) -> tuple[Kernel, ...]:
         """What runs outside fused kernels: BLAS products and torch's own kernels. Collectives are not among them."""
         return tuple(k for part in self.parts for k in part.library)
+
+    def html(self) -> str:
+        """The whole of it as one page, which needs nothing else."""
+        return page_of(of_runtime(self._runtime))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the page to a file."""
+        Path(path).write_text(self.html(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page in a frame."""
+        page = escape(self.html(), quote=True)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 800px; border: 0" title="zgraph report"></iframe>'
 
     def __str__(self) -> str:
         runtime = self._runtime

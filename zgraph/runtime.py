@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.unchanged import Unchanged
 from zgraph.update.program import outside_of, shares_of
 from zgraph.update.updater import Updater
+
+if TYPE_CHECKING:
+    from zgraph.inspection.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +108,15 @@ class Runtime:
         self.accumulating = False
         self.ahead = Ahead(shards, agreement, device)
         self.memory = StepMemory(device)
-        self.clock = Clock(device, on_begin=self.memory.begin, on_end=self.memory.end)
+        self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
+        self.recorder: Recorder | None = None
         self.updater = Updater(self)
+
+    def _ended(self) -> None:
+        """A step is over."""
+        self.memory.end()
+        if self.recorder is not None:
+            self.recorder.stepped()
 
     # -- calls ------------------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,6 +158,8 @@ class Runtime:
             made.unsettled_before = known > 0 and self.entries[before].unsettled
             self.entries[key] = made
             self._calls[key] = made.trace.flat.bind(lambda *flat: self._execute(made, flat))
+            if self.recorder is not None:
+                self.recorder.compiled()
         return key, self.entries[key]
 
     def _settle(self, entry: Entry) -> None:

@@ -1,21 +1,28 @@
-"""A model's step by another plan, simulated: what it would take, without compiling it."""
+"""A model's step by another plan, simulated: what it would take, without compiling it, and which plans would fit."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from zgraph.budget import run_passes
+from zgraph.errors import ZgraphError
 from zgraph.passes.costs import Costs
 from zgraph.passes.simulator import simulate_step
 from zgraph.pipeline import PLAIN
 from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program.program import Program
+from zgraph.record import Record
 from zgraph.sharding import planned_layout
+from zgraph.units import shown_bytes
 from zgraph.update.program import outside_of, whole_update
+
+CHANGES = 3  # that are told
 
 
 @dataclass(frozen=True)
@@ -44,3 +51,54 @@ def step_by(plan: Plan, module: nn.Module, captured: Program, costs: Costs, devi
     peaks = [sum(f.peak.values()) for f in step.programs]
     peaks[0] += outsides.at(choice.states).held
     return Taken(step.seconds, max(peaks))
+
+
+def what_fits(plan: Plan, module: nn.Module, captured: Program, costs: Costs, device: torch.device, budget: int) -> str:
+    """The changes of the plan by which a step would take no more than `budget` bytes, the fastest first; or that there are none."""
+
+    def tried(other: Plan) -> Taken | None:
+        """(None where it does not fit, or can't be.)"""
+        try:
+            return step_by(other, module, captured, costs, device)
+        except ZgraphError:
+            return None
+
+    now = tried(plan)
+    found: list[tuple[float, int, str]] = []  # (with equal times, the smaller change first)
+    for changes in _candidates(plan, captured.mesh, device):
+        within = {"memory_budget": budget} if plan.recompute == "auto" or "recompute" in changes else {}
+        for more in ({}, within) if changes else (within,):
+            taken = tried(plan.model_copy(update=changes | more))
+            smaller = taken is not None and (now is None or taken.peak < now.peak)
+            if taken is not None and smaller and taken.peak <= budget:
+                slower = taken.seconds / now.seconds - 1 if now is not None else 0.0
+                said = f"{shown_bytes(taken.peak)}, {slower:+.0%} time by the plan's hardware"
+                found.append((round(slower, 2), len(found), f"{_written(changes | more)}: {said}"))
+                break
+    if not found:
+        return f"nothing of what a plan can change fits into {shown_bytes(budget)}: a smaller batch, or more ranks"
+    return "\n".join(
+        [
+            f"what fits into {shown_bytes(budget)}, the fastest first:",
+            *(f"  {line}" for _, _, line in sorted(found)[:CHANGES]),
+        ]
+    )
+
+
+def _candidates(plan: Plan, sizes: dict[str, int], device: torch.device) -> list[dict[str, Any]]:
+    """Changes of the plan's fields that take less memory, by themselves or within a budget; none is the budget alone."""
+    place = "cpu" if device.type == "cuda" else f"nvme:{plan.offload.folder() or 'FOLDER'}"
+    found: list[dict[str, Any]] = [{} if plan.recompute == "auto" else {"recompute": "auto"}]
+    for kinds in (("activations",), ("optimizer",), ("activations", "optimizer")):
+        here = all(plan.offload.tier(k) is None for k in kinds)
+        if here and not ("optimizer" in kinds and plan.optimizer is None):
+            found.append({"offload": plan.offload.model_copy(update=dict.fromkeys(kinds, place))})
+    if sizes.get("dp", 1) > 1:
+        found += [{"zero": stage} for stage in range(plan.zero + 1, 4)]
+    return found
+
+
+def _written(changes: dict[str, Any]) -> str:
+    """Changes as a plan is written."""
+    shown = {k: v.model_dump(exclude_defaults=True) if isinstance(v, Record) else v for k, v in changes.items()}
+    return ", ".join(f"{k}={json.dumps(v)}" for k, v in shown.items())

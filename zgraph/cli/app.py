@@ -12,12 +12,19 @@ import typer
 from typer.core import TyperGroup
 
 from zgraph._version import __version__
+from zgraph.cli.bisect import bisect
 from zgraph.cli.calibrate import calibrate
+from zgraph.cli.check import check
 from zgraph.cli.diff import diff
-from zgraph.cli.dump import dump
+from zgraph.cli.dump import DumpCommand, dump
+from zgraph.cli.env import env
+from zgraph.cli.explain import explain
 from zgraph.cli.forecast import forecast
 from zgraph.cli.memory import memory
 from zgraph.cli.passes import passes
+from zgraph.cli.plan import plan
+from zgraph.cli.report import report
+from zgraph.cli.repro import repro
 from zgraph.cli.timeline import timeline
 from zgraph.cli.verify import verify
 from zgraph.errors import ZgraphError
@@ -50,12 +57,19 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(dump)
+app.command(cls=DumpCommand)(dump)
 app.command()(diff)
 app.command()(passes)
+app.command()(explain)
 app.command()(memory)
 app.command()(timeline)
+app.command()(report)
+app.command()(plan)
+app.command()(check)
 app.command()(verify)
+app.command()(bisect)
+app.command()(repro)
+app.command()(env)
 app.command()(forecast)
 app.command()(calibrate)
 

@@ -7,15 +7,18 @@ from typing import Annotated
 
 import typer
 
-from zgraph.cli.options import PlanOption, TargetArgument
+from zgraph.cli.options import JsonOption, PlanOption, TargetArgument
 from zgraph.cli.targets import load_plan, load_target
 
 
 def calibrate(
     target: TargetArgument,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="Where to write.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", "--output", metavar="FILE.json", help="Where to write.", show_default=False)
+    ],
     plan: PlanOption = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="How many steps to time.")] = 12,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a few steps on this machine, time every operator and link, and write them down for a plan's `hardware`.
 
@@ -30,6 +33,9 @@ def calibrate(
 
     made = run(found.model, the_plan, found.inputs, path=out, steps=steps)
     if not dist.is_initialized() or dist.get_rank() == 0:
+        if as_json:
+            typer.echo(made.model_dump_json(indent=1))
+            return
         products = ", ".join(f"{rate / 1e9:.1f} GFLOP/s in {dtype}" for dtype, rate in made.flops.items())
         typer.echo(f"{len(made.operators)} operators; {products}; memory {made.memory / 1e9:.1f} GB/s")
         for dim, link in made.links.items():

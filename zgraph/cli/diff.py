@@ -84,7 +84,7 @@ def text_of(found: Difference, shown: int | None) -> str:
     a, b = found.figures
     rows = [
         ("nodes", *map(str, found.nodes), f"{found.nodes[1] - found.nodes[0]:+}"),
-        ("step", milliseconds(a.seconds), milliseconds(b.seconds), f"{(b.seconds - a.seconds) * 1e3:+.3f} ms"),
+        ("time", milliseconds(a.seconds), milliseconds(b.seconds), f"{(b.seconds - a.seconds) * 1e3:+.3f} ms"),
         ("exposed", milliseconds(a.exposed), milliseconds(b.exposed), f"{(b.exposed - a.exposed) * 1e3:+.3f} ms"),
         ("peak", shown_bytes(a.peak), shown_bytes(b.peak), _signed(b.peak - a.peak)),
     ]

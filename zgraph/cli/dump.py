@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from zgraph.cli.options import (
     BatchOption,
@@ -22,7 +23,7 @@ from zgraph.cli.options import (
     UpdateOption,
     WorldOption,
 )
-from zgraph.cli.output import use_color, write, write_file
+from zgraph.cli.output import progress, use_color, write, write_file
 from zgraph.cli.targets import bundle_folder, load_plan, look, planned_passes, way_of
 from zgraph.errors import PassError
 from zgraph.names import did_you_mean
@@ -38,11 +39,19 @@ class Format(StrEnum):
     JSON = "json"
     DOT = "dot"
     EXPLORER = "explorer"
+    BUNDLE = "bundle"
 
 
 class Changed(StrEnum):
     WHOLE = "whole"
     DIFF = "diff"
+
+
+class DumpCommand(TyperCommand):
+    """`--print-changed` may stand alone (typer's own options that take a value must have one)."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["--print-changed=whole" if a == "--print-changed" else a for a in args])
 
 
 def dump(
@@ -59,7 +68,7 @@ def dump(
         Changed | None,
         typer.Option(
             "--print-changed",
-            metavar="whole|diff",
+            metavar="[=diff]",
             help="After each pass that changed it: the program, or what is other.",
         ),
     ] = None,
@@ -80,7 +89,11 @@ def dump(
     program: ProgramOption = None,
     update: UpdateOption = False,
     form: Annotated[
-        Format, typer.Option("--format", help="explorer is for Model Explorer; with -o its overlays come beside it.")
+        Format,
+        typer.Option(
+            "--format",
+            help="explorer is for Model Explorer; with -o its overlays come beside it. bundle is a folder with all of the step.",
+        ),
     ] = Format.TEXT,
     output: OutputOption = None,
     as_json: JsonOption = False,
@@ -91,6 +104,8 @@ def dump(
         raise typer.BadParameter(f"--format {form} is of whole programs: leave out --filter")
     if changed is not None and form is not Format.TEXT:
         raise typer.BadParameter(f"--print-changed is text: leave out --format {form}")
+    if form is Format.BUNDLE and (output is None or after is not None):
+        raise typer.BadParameter("--format bundle is of all passes, and needs -o FOLDER")
     wanted = [name for name in (after, stop_after, *(disable or ())) if name is not None]
     if wanted and bundle_folder(target) is None:  # before the capture, which takes its time
         the_plan = load_plan(plan)
@@ -111,6 +126,14 @@ def dump(
         raise typer.BadParameter(
             f"there is no rank {rank} in a world of {found.world}: they are 0 to {found.world - 1}"
         )
+    if form is Format.BUNDLE:
+        from zgraph.inspection import bundle
+
+        assert output is not None
+        with progress("writing the bundle"):
+            bundle.write(found, output)
+        typer.echo(f"wrote {output}", err=True)
+        return
     way = way_of(found, program, update)
     if changed is not None:
         write(_changes(way, changed, filter), output)

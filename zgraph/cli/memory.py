@@ -82,8 +82,8 @@ def text_of(found: Inspection, peak: Peak) -> str:
     for name, sizes in (("category", peak.categories), ("module", dict(list(peak.modules.items())[:15]))):
         rows = [(key, shown_bytes(size), f"{size / peak.bytes:.1%}") for key, size in sizes.items()]
         lines += ["", table((name, "bytes", "share"), rows)]
-    rows = [(h.node, h.type, shown_bytes(h.bytes), h.category, h.module, _short(h.source)) for h in peak.holders[:15]]
-    lines += ["", table(("largest", "type", "bytes", "category", "module", "line"), rows)]
+    held = [(h.node, h.type, shown_bytes(h.bytes), h.category, h.module, _short(h.source)) for h in peak.holders[:15]]
+    lines += ["", table(("largest", "type", "bytes", "category", "module", "line"), held)]
     return "\n".join(lines)
 
 

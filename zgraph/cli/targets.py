@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import os
 import pkgutil
 import sys
@@ -48,13 +47,13 @@ class Target:
     inputs: Inputs
 
 
-def load_target(text: str, batch: str | None = None) -> Target:
-    """Import a target and call its factory. `batch` ("4x512") is that of a transformers' one. Raises `TargetError` with the nearest
-    right name."""
+def load_target(text: str, batch: str | None = None, *, weights: bool = False) -> Target:
+    """Import a target and call its factory. `batch` ("4x512") is that of a transformers' one, which has numbers only with `weights`.
+    Raises `TargetError` with the nearest right name."""
     if text.startswith(HF):
         from zgraph.cli.transformers_target import load
 
-        return Target(*load(text.removeprefix(HF), batch))
+        return Target(*load(text.removeprefix(HF), batch, weights=weights))
     if batch is not None:
         raise TargetError("--batch is for hf:DIR", where=f"target {text!r}", hint="the factory makes its own inputs")
     if ":" in text:
@@ -75,7 +74,7 @@ def load_plan(path: Path | None) -> Plan:
 def resolve_world(plan: Plan, world: int | None) -> int:
     """The number of ranks asked for, else that of the plan's mesh with 2 for its -1. Raises `MeshError`."""
     if world is None:
-        world = math.prod(2 if size == -1 else size for size in plan.mesh.values())
+        world = plan.usual_world()
     plan.resolve_mesh(world)
     return world
 
@@ -135,7 +134,7 @@ def way_of(found: Inspection, program: str | None, update: bool) -> Way:
     if found.update is None:
         from zgraph.errors import PlanError
 
-        raise PlanError("the plan has no optimizer", where="optimizer", hint='optimizer = {name = "adamw", lr = 3e-4}')
+        raise PlanError("the plan has no optimizer", where="optimizer", hint='optimizer = {name = "AdamW", lr = 3e-4}')
     return found.update
 
 
@@ -158,10 +157,26 @@ def with_hardware(plan: Plan, hardware: str | None) -> Plan:
     return plan
 
 
+def refuse_bundle(text: str, command: str) -> None:
+    """Raises `TargetError` for the folder of a bundle, which holds programs and no model."""
+    if bundle_folder(text) is not None:
+        raise TargetError(
+            f"zgraph {command} needs the model",
+            where=f"target {text!r}",
+            why="a folder may hold a bundle: programs, without the model that they were made of",
+            hint="name the model: package.module:factory, hf:DIR, or an example",
+        )
+
+
 # -- finding a factory -------------------------------------------------------------------------
-def _module(name: str, target: str) -> ModuleType:
+def on_path() -> None:
+    """Let modules of the current directory be imported."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
+
+def _module(name: str, target: str) -> ModuleType:
+    on_path()
     if not name:
         raise TargetError(f"target {target!r} names no module", hint="write package.module:factory")
     try:

@@ -12,9 +12,10 @@ from zgraph.errors import TargetError
 DEFAULT_BATCH = "1x512"
 
 
-def load(folder: str, batch: str | None) -> tuple[Any, dict[str, Any]]:
-    """(the model of `folder`/config.json, without weights; its inputs, with labels where it takes some). `batch` is "rows" or
-    "rows x tokens". Nothing is fetched, and no code of the folder is run. Raises `TargetError`."""
+def load(folder: str, batch: str | None, *, weights: bool = False) -> tuple[Any, dict[str, Any]]:
+    """(the model of `folder`/config.json; its inputs, with labels where it takes some). `batch` is "rows" or "rows x tokens". The model is
+    on the meta device and inputs are zeros; with `weights` both have random numbers. Nothing is fetched, and no code of the folder is run.
+    Raises `TargetError`."""
     rows, length = _batch(batch or DEFAULT_BATCH)
     where = f"target 'hf:{folder}'"
     path = Path(folder)
@@ -30,7 +31,8 @@ def load(folder: str, batch: str | None) -> tuple[Any, dict[str, Any]]:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         config.use_cache = False
         names = [n for n in getattr(config, "architectures", None) or () if hasattr(transformers, n)]
-        with torch.device("meta"):
+        with torch.device("cpu" if weights else "meta"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
             made = (
                 getattr(transformers, names[0])(config)
                 if names
@@ -40,7 +42,8 @@ def load(folder: str, batch: str | None) -> tuple[Any, dict[str, Any]]:
         raise TargetError(
             "the config makes no model", where=f"{path / 'config.json'}", why=f"{type(error).__name__}: {error}"
         ) from error
-    return made.train(), _inputs(made, config, rows, length)
+    inputs = _inputs(made, config, rows, length)
+    return made.train(), _drawn(inputs, config) if weights else inputs
 
 
 def _inputs(model: Any, config: Any, rows: int, length: int) -> dict[str, Any]:
@@ -58,6 +61,22 @@ def _inputs(model: Any, config: Any, rows: int, length: int) -> dict[str, Any]:
         if "SequenceClassification" in type(model).__name__:
             labels = labels[:, 0]
     return {**inputs, "labels": labels} if "labels" in takes else inputs
+
+
+def _drawn(inputs: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Inputs of the same shapes, with numbers that a model can take: each row another."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    words = getattr(config.get_text_config(), "vocab_size", None) or config.num_labels
+    found = {}
+    for name, like in inputs.items():
+        if like.is_floating_point():
+            found[name] = torch.randn(like.shape, generator=generator)
+        else:
+            most = words if like.dim() > 1 else config.num_labels
+            found[name] = torch.randint(most, like.shape, generator=generator)
+    return found
 
 
 def _batch(text: str) -> tuple[int, int]:

@@ -33,13 +33,12 @@ def is_bundle(folder: Path) -> bool:
     return (folder / HEAD).exists() or folder.is_dir()
 
 
-def write(inspection: Inspection, folder: Path, written: set[str] | None = None) -> None:
-    """Write a bundle; programs named in `written` lie there already, and those that are written now are added to it.
+def write(inspection: Inspection, folder: Path, written: set[str] | None = None, *, views: bool = True) -> None:
+    """Write a bundle; programs named in `written` lie there already, and those that are written now are added to it. Without
+    `views` what is made of them (remarks, memory, timeline, report) is left as it is.
 
     The head comes last and in one move: a bundle that has one is whole. Raises `BundleError` where the folder can't be written.
     """
-    from zgraph.inspection import memory, report, trace
-
     written = set() if written is None else written
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,21 +46,27 @@ def write(inspection: Inspection, folder: Path, written: set[str] | None = None)
             if way.name not in written:
                 _write_way(way, folder)
                 written.add(way.name)
-        plan = json.dumps(inspection.plan_data, indent=2, ensure_ascii=False)
-        remarks = "\n".join(f"{r['program']}, {r['made_by']}: {r['text']}" for r in inspection.remarks())
-        for name, text in {
-            "plan.json": plan,
-            "remarks.txt": remarks or "nothing was missed",
-            "memory.json": json.dumps(memory.data_of(inspection), indent=1),
-            "timeline.json": json.dumps(trace.trace_of(inspection)),
-            "report.html": report.page_of(inspection),
-        }.items():
+        for name, text in (_views(inspection) if views else {}).items():
             (folder / name).write_text(text + "\n", encoding="utf-8")
         aside = folder / f".{HEAD}.{os.getpid()}"
         aside.write_text(json.dumps(_head(inspection), indent=1), encoding="utf-8")
         aside.replace(folder / HEAD)
     except OSError as error:
         raise BundleError("the bundle can't be written", where=str(folder), why=error.strerror) from error
+
+
+def _views(inspection: Inspection) -> dict[str, str]:
+    """The files that are made of the programs, by name."""
+    from zgraph.inspection import memory, report, trace
+
+    remarks = "\n".join(f"{r['program']}, {r['made_by']}: {r['text']}" for r in inspection.remarks())
+    return {
+        "plan.json": json.dumps(inspection.plan_data, indent=2, ensure_ascii=False),
+        "remarks.txt": remarks or "nothing was missed",
+        "memory.json": json.dumps(memory.data_of(inspection), indent=1),
+        "timeline.json": json.dumps(trace.trace_of(inspection)),
+        "report.html": report.page_of(inspection),
+    }
 
 
 def read(folder: Path) -> Inspection:

@@ -138,15 +138,22 @@ class Inspection:
 
 
 def of_model(
-    model: nn.Module, plan: Plan, inputs: Inputs, world: int, *, origin: str = "", edit: Edit | None = None
+    model: nn.Module,
+    plan: Plan,
+    inputs: Inputs,
+    world: int,
+    *,
+    origin: str = "",
+    edit: Edit | None = None,
+    captured: Program | None = None,
 ) -> Inspection:
     """What a plan makes of a model, for so many ranks, without any. `inputs` are those of one rank. The model may be on the meta
-    device and is not changed. Raises what `zgraph.compile` does."""
+    device and is not changed. `captured` is what was captured of it by this plan already. Raises what `zgraph.compile` does."""
     from zgraph.compiler import planned_step
     from zgraph.pipeline import EVERYTHING, costs_of
 
     costs = costs_of(plan)
-    made = planned_step(model, plan, inputs, world, costs, edit or EVERYTHING)
+    made = planned_step(model, plan, inputs, world, costs, edit or EVERYTHING, captured=captured)
     step = _way(made.step, made.outside.held, costs)
     ways = {step.name: step}
     if made.update is not None:
@@ -165,17 +172,15 @@ def of_runtime(runtime: Runtime) -> Inspection:
             ways[program.name] = _way(program.history(), program.outside.held, runtime.costs)
     for name, history in runtime.updater.histories().items():
         ways[name] = _way(history, 0, runtime.costs, name)
+    seconds = median_step(runtime.clock).get("step")
+    measured = {"steps": len(runtime.clock.steps), "seconds": seconds, "peak": runtime.memory.measured}
     return Inspection(
         type(runtime.module).__name__,
         runtime.mesh.size() if runtime.mesh is not None else 1,
         ways,
         runtime.plan.model_dump(mode="json"),
         runtime.costs.hardware.model_dump(mode="json"),
-        {
-            "steps": len(runtime.clock.steps),
-            "seconds": median_step(runtime.clock).get("step"),
-            "peak": runtime.memory.measured,
-        },
+        measured,
     )
 
 

@@ -12,6 +12,7 @@ from zgraph.inspection import bundle
 from zgraph.inspection.inspection import of_runtime
 
 if TYPE_CHECKING:
+    from zgraph.agreement import Agreement
     from zgraph.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -19,60 +20,71 @@ logger = logging.getLogger(__name__)
 VARIABLE = "ZGRAPH_BUNDLE"
 MEASURED = (5, 20, 100)  # steps after which what was measured is written again
 
+_taken: set[Path] = set()  # folders of this process's models
+
 
 class Recorder:
-    """The bundle of one running model. A folder that can't be written is refused when the model is compiled; what goes wrong later is
-    logged and ends the recording, not the run."""
+    """The bundle of one running model. What goes wrong while it runs is logged and ends the recording, not the run."""
 
     def __init__(self, runtime: Runtime, folder: Path) -> None:
         self.runtime = runtime
         self.folder = folder
         self.written: set[str] = set()
         self.steps = 0
-        self.changed = False
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".probe.{os.getpid()}"
-            probe.write_text("")
-            probe.unlink()
-        except OSError as error:
-            raise BundleError(
-                "a bundle can't be written here", where=f"{VARIABLE}={folder}", why=error.strerror
-            ) from error
+
+    def of(self, runtime: Runtime) -> Recorder:
+        """A recorder of the same model's next run time, which is compiled anew, for the same folder."""
+        return Recorder(runtime, self.folder)
 
     def compiled(self) -> None:
-        """Programs were made: they are written when this step is over (and a first one now)."""
-        self.changed = True
-        if not self.written:
-            self.write()
+        """A program was made: it is written now, should nothing come after it. (Pages of what there is are made once here.)"""
+        self._write(views=not self.written)
 
     def stepped(self) -> None:
-        """A step is over."""
+        """A step is over: its update is there, and from time to time there is more that was measured."""
         self.steps += 1
-        if self.changed or self.steps in MEASURED:
-            self.write()
+        updates = self.runtime.updater.histories().keys()
+        if self.steps in MEASURED or not updates <= self.written:
+            self._write(views=True)
 
-    def write(self) -> None:
-        self.changed = False
+    def _write(self, *, views: bool) -> None:
         try:
-            bundle.write(of_runtime(self.runtime), self.folder, self.written)
+            bundle.write(of_runtime(self.runtime), self.folder, self.written, views=views)
         except Exception as error:
             logger.warning("the bundle in %s is not written any more: %s", self.folder, error)
             self.runtime.recorder = None
 
 
-def recorder_of(runtime: Runtime) -> Recorder | None:
-    """What records a runtime, if someone wants that. A second model of the process gets a folder of its own beside the first's."""
+def record(runtime: Runtime, agreement: Agreement) -> None:
+    """Let a bundle be written of this model, where someone wants that. A second model of the process gets a folder beside the first's.
+
+    Raises `BundleError` on every rank where rank 0 can't write into the folder.
+    """
     folder = os.environ.get(VARIABLE)
-    if not folder or runtime.agreement.rank != 0:
-        return None
-    path = Path(folder)
-    name, at = path, 1
-    while name in _TAKEN:
+    if not agreement.any("a bundle", bool(folder)):
+        return
+
+    def refused(rank: int, said: str) -> BundleError:
+        return BundleError(f"rank {rank} can't write a bundle", where=f"{VARIABLE}={folder}", why=said)
+
+    first = not agreement.ranks or runtime.mesh is None or runtime.mesh.get_rank() == agreement.ranks[0]
+    runtime.recorder = agreement.together(
+        "the bundle", lambda: Recorder(runtime, _folder(folder)) if first and folder else None, refused
+    )
+
+
+def _folder(wanted: str) -> Path:
+    """The first folder of this name that no model of the process has; it can be written into."""
+    path, at = Path(wanted), 1
+    while path in _taken:
         at += 1
-        name = path.with_name(f"{path.name}-{at}")
-    _TAKEN.add(name)
-    return Recorder(runtime, name)
-
-
-_TAKEN: set[Path] = set()
+        path = Path(f"{wanted}-{at}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".probe.{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise BundleError("a bundle can't be written here", where=f"{VARIABLE}={wanted}", why=error.strerror) from error
+    _taken.add(path)
+    return path

@@ -11,6 +11,7 @@ import difflib
 import fnmatch
 import json
 import operator
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -52,22 +53,27 @@ def render(program: Program, *, color: bool = False, filter: str | None = None) 
     Raises `FilterError` if the filter matches no node. A node that carries no record yet is printed without what only
     that knows, so that a pass can be looked at while it is written.
     """
+    text = "".join(f"{text}\n" for text, _ in lines(program, filter))
+    return _colored(text) if color else text
+
+
+def lines(program: Program, filter: str | None = None) -> Iterator[tuple[str, fx.Node | None]]:
+    """The lines that `render` puts together, each with the node that it is of: None for headings, and for the list of what is returned."""
     wanted = matching(program, filter)
-    lines = [_title(program)]
+    yield _title(program), None
     if filter is None:
-        lines += [_facts(program), *_signature(program)]
+        yield _facts(program), None
+        yield from _signature(program)
     phase: Phase | None = None
     for node in wanted:
         if node.op == "placeholder" and filter is None:
             continue
         if has_info(node) and info(node).phase is not phase:
             phase = info(node).phase
-            lines.append(f"    # ---- {phase} ----")
-        lines.append(_line(node))
+            yield f"    # ---- {phase} ----", None
+        yield line(node), node
     if filter is None:
-        lines += _results(program)
-    text = "\n".join(lines) + "\n"
-    return _colored(text) if color else text
+        yield from ((text, None) for text in _results(program))
 
 
 def matching(program: Program, filter: str | None) -> list[fx.Node]:
@@ -123,11 +129,11 @@ def _facts(program: Program) -> str:
     return f"# {held}; facts: {', '.join(sorted(program.facts)) or 'none'}"
 
 
-def _signature(program: Program) -> list[str]:
-    lines = ["def forward("]
+def _signature(program: Program) -> Iterator[tuple[str, fx.Node | None]]:
+    yield "def forward(", None
     for port, node in program.input_items():
-        lines.append(_commented(f"    {node.name}: {type_text(value(node))},", _port(port, program)))
-    return [*lines, "):"]
+        yield _commented(f"    {node.name}: {type_text(value(node))},", _port(port, program)), node
+    yield "):", None
 
 
 def _port(port: Port, program: Program) -> str:
@@ -145,7 +151,8 @@ def _results(program: Program) -> list[str]:
     return [*lines, "    )"]
 
 
-def _line(node: fx.Node) -> str:
+def line(node: fx.Node) -> str:
+    """A node as its program's text has it."""
     val, code = value(node), _call(node)
     if val is not None:
         code = f"{node.name}: {type_text(val)} = {code}"
@@ -162,10 +169,11 @@ def _call(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{_arg(node.args[0])}[{_arg(node.args[1])}]"
     parts = [*(_arg(a) for a in node.args), *(f"{k}={_arg(v)}" for k, v in node.kwargs.items())]
-    return f"{_target(node.target)}({', '.join(parts)})"
+    return f"{operator_text(node.target)}({', '.join(parts)})"
 
 
-def _target(target: Any) -> str:
+def operator_text(target: Any) -> str:
+    """What a node calls, as the text has it: "aten.mm", "dist.all_gather"."""
     if target in _CALLS:
         return _CALLS[target]
     text = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))

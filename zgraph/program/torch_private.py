@@ -542,3 +542,13 @@ def land(values: Iterable[torch.Tensor]) -> None:
     with contextlib.suppress(RuntimeError), _disable_current_modes():
         for value in values:
             torch.ops._c10d_functional.wait_tensor(value)
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text among what TORCH_TRACE collects, for tlparse; without TORCH_TRACE nothing is made."""
+    torch._logging.trace_structured(  # type: ignore[attr-defined]
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+        expect_trace_id=False,
+    )

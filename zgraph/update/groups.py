@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,30 +35,15 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
 
     Raises `PlanError` for a parameter that two groups match, a group that matches none, and a complex parameter.
     """
+    for fault in faults_of(specs, optimizer):
+        raise fault
     records = [(_patterns(g), g) for g in optimizer.groups]
-    used = [False] * len(records)
     groups: dict[Any, int] = {}
     found: list[Member] = []
     for name, spec in specs.items():
-        matching = [i for i, (patterns, _) in enumerate(records) if _matches(name, patterns)]
-        if len(matching) > 1:
-            both = " and ".join(repr(records[i][1].match) for i in matching[:2])
-            raise PlanError(
-                f"parameter {name!r} is in two groups",
-                where="optimizer.groups",
-                why=f"both {both} match it",
-                hint="make one of the patterns narrower",
-            )
-        for i in matching:
-            used[i] = True
         if not spec.dtype.is_floating_point:
-            if spec.requires_grad:
-                raise PlanError(
-                    f"parameter {name!r} is {str(spec.dtype).removeprefix('torch.')}, which no optimizer of a plan updates",
-                    where="optimizer",
-                    hint="hold it as two real parameters, or leave the optimizer out of the plan and use torch's",
-                )
             continue
+        matching = [i for i, (patterns, _) in enumerate(records) if _matches(name, patterns)]
         record = _record(optimizer, name, spec, module)
         if matching:
             record = record.model_copy(update=dict(records[matching[0]][1].overrides))
@@ -70,14 +55,40 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
             record = record.model_copy(update={"weight_decay": 0.0})
         record = record.model_copy(update={"groups": ()})
         found.append(Member(name, record, groups.setdefault(record, len(groups))))
+    return found
+
+
+def faults_of(specs: dict[str, ParamSpec], optimizer: Any) -> Iterator[PlanError]:
+    """Whatever keeps an optimizer from these parameters, each once."""
+    records = [(_patterns(g), g) for g in optimizer.groups]
+    used = [False] * len(records)
+    told: set[tuple[int, ...]] = set()
+    for name, spec in specs.items():
+        matching = tuple(i for i, (patterns, _) in enumerate(records) if _matches(name, patterns))
+        if len(matching) > 1 and matching not in told:
+            told.add(matching)
+            both = " and ".join(repr(records[i][1].match) for i in matching[:2])
+            yield PlanError(
+                f"parameter {name!r} is in two groups",
+                where="optimizer.groups",
+                why=f"both {both} match it",
+                hint="make one of the patterns narrower",
+            )
+        for i in matching:
+            used[i] = True
+        if not spec.dtype.is_floating_point and spec.requires_grad:
+            yield PlanError(
+                f"parameter {name!r} is {str(spec.dtype).removeprefix('torch.')}, which no optimizer of a plan updates",
+                where="optimizer",
+                hint="hold it as two real parameters, or leave the optimizer out of the plan and use torch's",
+            )
     for (_, group), was in zip(records, used, strict=True):
         if not was:
-            raise PlanError(
+            yield PlanError(
                 f"the optimizer's group {group.match!r} matches no parameter",
                 where="optimizer.groups",
                 hint=f"names look like {next(iter(specs), 'none')!r}",
             )
-    return found
 
 
 def _patterns(group: Any) -> tuple[str, ...]:

@@ -85,13 +85,13 @@ def outside_of(
     shares = shares or shares_of(plan)
 
     def at(share: float) -> Outside:
-        trained, options = _trained(module, specs, plan, share)
-        held = sum(state_bytes_of(m, specs[m.name], options) for m in trained if m.name not in options.homes)
-        late = (specs[m.name] for m in trained if m.name in options.late() and specs[m.name].home is None)
+        members, options = trained(module, specs, plan, share)
+        held = sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name not in options.homes)
+        late = (specs[m.name] for m in members if m.name in options.late() and specs[m.name].home is None)
         held += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the step before)
-        if plan.memory_budget is None or not trained or not plan.offload.tiers():
+        if plan.memory_budget is None or not members or not plan.offload.tiers():
             return Outside(held + waiting)
-        found = simulate(update_history(plan, trained, specs, sizes, device, options).program, costs)
+        found = simulate(update_history(plan, members, specs, sizes, device, options).program, costs)
         if options.late():  # (what it brings to the device is there beside a step)
             kept = sum(found.peak.get(k, 0) for k in ("parameters", "gradients", "states"))
             held += sum(found.peak.values()) - kept
@@ -109,20 +109,20 @@ def whole_update(
     share: float | None = None,
 ) -> History | None:
     """The update of every parameter that trains; None for a plan without an optimizer. `share`: see `update_options`."""
-    trained, options = _trained(module, specs, plan, share)
-    return update_history(plan, trained, specs, sizes, device, options) if trained else None
+    members, options = trained(module, specs, plan, share)
+    return update_history(plan, members, specs, sizes, device, options) if members else None
 
 
 def state_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
     """Bytes of a rank's optimizer states, wherever they lie."""
-    trained, options = _trained(module, specs, plan)
-    return sum(state_bytes_of(m, specs[m.name], options) for m in trained)
+    members, options = trained(module, specs, plan)
+    return sum(state_bytes_of(m, specs[m.name], options) for m in members)
 
 
-def _trained(
+def trained(
     module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, share: float | None = None
 ) -> tuple[list[Member], UpdateOptions]:
-    """What of `_updated` has gradients."""
+    """What the plan's optimizer updates of the parameters that have gradients, and how. `share`: see `update_options`."""
     members, options = _updated(module, specs, plan, share)
     return [m for m in members if specs[m.name].requires_grad], options
 
@@ -169,10 +169,11 @@ def update_history(
     options: UpdateOptions,
     name: str = "update",
     first: Sequence[str] = (),
+    verified: bool = True,
 ) -> History:
-    """Build the update of `members` and run the passes for it; parameters named in `first` are updated as early as they can be."""
+    """Build the update of `members` and run the passes for it; parameters named in `first` are updated as early as they can be. Is what
+    each pass leaves `verified`?"""
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     program = build_update(members, specs, sizes, device, options, decompositions, name)
-    return PassManager(build_update_passes(plan, tuple(first)), recipe=to_update_recipe(plan, tuple(first))).run(
-        program
-    )
+    recipe = to_update_recipe(plan, tuple(first))
+    return PassManager(build_update_passes(plan, tuple(first)), verify=verified, recipe=recipe).run(program)

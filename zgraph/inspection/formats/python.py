@@ -6,6 +6,7 @@ What it holds besides what the text shows is all that Python needs: whole names 
 from __future__ import annotations
 
 import operator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ def python_source(program: Program) -> str:
 def _path(held: Any) -> str:
     if held is type(None):
         return "type(None)"
+    if isinstance(held, ModuleType):
+        return f"__import__({held.__name__!r}, fromlist=['_'])"
     module, name = getattr(held, "__module__", None), getattr(held, "__qualname__", None)
     if isinstance(held, (torch.dtype, torch.memory_format, torch.layout, torch.device)):
         return repr(held) if not isinstance(held, torch.device) else f"torch.{held!r}"

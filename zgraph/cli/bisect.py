@@ -1,0 +1,111 @@
+"""`zgraph bisect`: the first pass that changes what a step computes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zgraph.cli.options import BatchOption, JsonOption, OutputOption, PlanOption, TargetArgument, WorldOption
+from zgraph.cli.output import CHECK_FAILED, give, progress, table
+from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world
+from zgraph.cli.verify import global_batch
+
+if TYPE_CHECKING:
+    from zgraph.inspection.bisect import Bisection, Culprit, Stage
+
+SHOWN = 5  # tensors and nodes of a kind, in the text
+
+
+def bisect(
+    target: TargetArgument,
+    plan: PlanOption = None,
+    world: WorldOption = None,
+    batch: BatchOption = None,
+    bound: Annotated[
+        float | None,
+        typer.Option(
+            "--bound", metavar="X", min=0.0, help="The relative error that is allowed. [default: by dtype, as verify]"
+        ),
+    ] = None,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the first pass that changes numerics: the programs after each pass, on N virtual ranks.
+
+    Exits with 1 if there is one: more than rounding, or a bit that the pass says it keeps.
+    """
+    refuse_bundle(target, "bisect")
+    the_plan = load_plan(plan)
+    ranks = resolve_world(the_plan, world)
+    found = load_target(target, batch, weights=True)
+
+    from zgraph.inspection.bisect import bisect as run
+
+    inputs, different = global_batch(found.inputs, ranks)
+    if not different and ranks > 1:
+        typer.echo(
+            "note: the batch has one row, so all ranks see the same data: a missing reduction is not found", err=True
+        )
+    with progress(f"running {target} after each pass on {ranks} virtual ranks"):
+        made = run(found.model, the_plan, ranks, inputs, bound=bound)
+    give(made.to_json(), text_of(made), as_json, output)
+    if not made.ok:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def text_of(made: Bisection) -> str:
+    """The passes to blame for people, the first at length, and what every pass did."""
+    where = f"{len(made.stages)} programs on {made.world} virtual rank(s)"
+    lines = [f"{where}: no pass changes numerics"] if made.ok else []
+    for number, culprit in enumerate(made.culprits):
+        if number == 0:
+            lines += [f"{culprit.name} is the first pass that changes numerics, of {where}", *_at_length(culprit)]
+        else:
+            lines.append(f"also {culprit.name}, in the {culprit.program}: {_said(culprit)}")
+    if made.failure is not None:
+        lines.append(f"no pass was run after that: {made.failure}")
+    rows = [(s.program, s.name, _bits(s), _error(s), "" if _ok(s) else "BAD") for s in made.stages]
+    return "\n".join([*lines, "", table(("program", "pass", "bits", "largest error", ""), rows)])
+
+
+def _at_length(culprit: Culprit) -> list[str]:
+    lines = [f"in the {culprit.program}: {culprit.summary}"]
+    if culprit.refused is not None:
+        lines += ["", "the verifier refuses what it leaves:", f"  {culprit.refused}"]
+    for title, tensors in (
+        ("more than rounding:", culprit.beyond),
+        ("said to keep bits and did not (against the program before it):", culprit.bits),
+    ):
+        if tensors:
+            lines += ["", title, *(f"  {d}" for d in tensors[:SHOWN])]
+            lines += [f"  … {len(tensors) - SHOWN} more"] if len(tensors) > SHOWN else []
+    if culprit.changed is None:
+        return lines
+    for what in ("added", "removed", "moved", "changed"):
+        nodes = getattr(culprit.changed, what)
+        if nodes:
+            shown = [f"  {r.name}  {r.operator}{'  ' + r.of if r.of else ''}" for r in nodes[:SHOWN]]
+            lines += ["", f"it {what} {len(nodes)} node(s):" if what != "moved" else f"it moved {len(nodes)}:", *shown]
+            lines += [f"  … {len(nodes) - SHOWN} more"] if len(nodes) > SHOWN else []
+    return lines
+
+
+def _said(culprit: Culprit) -> str:
+    found = [("more than rounding", culprit.beyond), ("said to keep bits and did not", culprit.bits)]
+    said = [f"{what} ({len(tensors)} tensors)" for what, tensors in found if tensors]
+    return ", ".join([*said, *(["refused by the verifier"] if culprit.refused is not None else [])])
+
+
+def _bits(stage: Stage) -> str:
+    if stage.kept:
+        return "kept"
+    return "CHANGED" if stage.said_bitwise else "changed, as it says"
+
+
+def _error(stage: Stage) -> str:
+    return "" if stage.worst is None else f"{stage.worst.error:.3g} (allowed {stage.worst.allowed:.3g})"
+
+
+def _ok(stage: Stage) -> bool:
+    return (stage.kept or not stage.said_bitwise) and (stage.worst is None or stage.worst.ok)

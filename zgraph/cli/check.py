@@ -1,0 +1,79 @@
+"""`zgraph check`: everything that would fail, at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from zgraph.cli.options import (
+    BatchOption,
+    HardwareOption,
+    JsonOption,
+    OutputOption,
+    PlanOption,
+    TargetArgument,
+    WorldOption,
+)
+from zgraph.cli.output import CHECK_FAILED, give, progress
+from zgraph.cli.targets import DEFAULT_HARDWARE, load_target, on_path, refuse_bundle
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zgraph.compiler import Inputs
+    from zgraph.inspection.check import Checked, Finding
+
+LEVELS = ("error", "warning", "note")
+
+
+def check(
+    target: TargetArgument,
+    plan: PlanOption = None,
+    world: WorldOption = None,
+    hardware: HardwareOption = None,
+    batch: BatchOption = None,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a plan against a model, a number of ranks and hardware, and tell everything that would fail at once.
+
+    Exits with 1 if there is an error. Nothing is compiled, and no rank started.
+    """
+    refuse_bundle(target, "check")
+    on_path()  # (for passes and policies of the user's)
+
+    from zgraph.inspection.check import check as run
+
+    def find() -> tuple[nn.Module, Inputs]:
+        found = load_target(target, batch)
+        return found.model, found.inputs
+
+    with progress(f"checking {target}"):
+        made = run(find, plan, world, hardware, DEFAULT_HARDWARE)
+    give({"target": target, **made.to_json()}, text_of(made), as_json, output)
+    if not made.ok:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def text_of(made: Checked) -> str:
+    """The findings for people, errors first."""
+    lines: list[str] = []
+    for level in LEVELS:
+        for finding in made.findings:
+            if finding.level == level:
+                lines += _told(finding)
+    lines += [f"skipped  {name}: {why}" for name, why in made.skipped.items()]
+    counts = ((level, sum(f.level == level for f in made.findings)) for level in LEVELS)
+    said = ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts)
+    ranks = "" if made.world is None else f" for {made.world} rank(s)"
+    return "\n".join([*lines, "", f"{said}{ranks}; well: {', '.join(made.passed) or 'nothing'}"])
+
+
+def _told(finding: Finding) -> list[str]:
+    lines = [f"{finding.level:8} {finding.check}: {finding.what}"]
+    for label, text in (("where", finding.where), ("why", finding.why), ("to do", finding.hint)):
+        if text:
+            first, *rest = text.splitlines()
+            lines += [f"{'':8}   {label}: {first}", *(f"{'':8}     {line}" for line in rest)]
+    return lines

@@ -1,0 +1,51 @@
+"""`zgraph report`: all that can be seen of a step as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zgraph.cli.options import BatchOption, HardwareOption, JsonOption, PlanOption, TargetArgument, WorldOption
+from zgraph.cli.output import give, write_file
+from zgraph.cli.targets import look
+
+DEFAULT = Path("zgraph-report.html")
+
+
+def report(
+    target: TargetArgument,
+    plan: PlanOption = None,
+    world: WorldOption = None,
+    hardware: HardwareOption = None,
+    batch: BatchOption = None,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write.")] = DEFAULT,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a page to look at in a browser: every pass, the graph, memory, the timeline, parameters, what was missed.
+
+    It is one file that needs no network.
+    """
+    found = look(target, plan, world, hardware, batch)
+
+    from zgraph.inspection.memory import peak_of
+    from zgraph.inspection.report import page_of
+
+    content = page_of(found).encode()
+    write_file(content, output)
+    programs = [
+        {"name": way.name, "kind": way.kind, "passes": len(way.snapshots) - 1, "nodes": way.last.facts["nodes"]}
+        for way in found.ways.values()
+    ]
+    data = {
+        "report": str(output),
+        "bytes": len(content),
+        "world": found.world,
+        "seconds": found.forecast.seconds,
+        "exposed": found.forecast.exposed,
+        "peak": peak_of(found).bytes,
+        "programs": programs,
+    }
+    if as_json:
+        give(data, "", True, None)

@@ -1,0 +1,56 @@
+"""`zgraph repro`: a pass that failed, run again from the folder that it left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zgraph.cli.options import JsonOption, OutputOption
+from zgraph.cli.output import CHECK_FAILED, give
+from zgraph.cli.targets import on_path
+
+if TYPE_CHECKING:
+    from zgraph.inspection.repro import Failure, Replay
+
+
+def repro(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="What a pass that failed has written: zgraph-repro-….", show_default=False
+        ),
+    ],
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the pass of a reproducer again, and those after it: does it still fail, and where?
+
+    Exits with 1 if it does. The program is in the folder: neither the model nor its ranks are needed.
+    """
+    from zgraph.inspection.repro import replay
+
+    on_path()  # (for passes of the user's)
+    found = replay(folder)
+    give(found.to_json(), text_of(found), as_json, output)
+    if found.now is not None:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def text_of(found: Replay) -> str:
+    """What came of it, for people."""
+    if found.now is None:
+        lines = [f"{', '.join(found.passes)}: nothing fails any more", "", "it was:", *_told(found.before)]
+    elif found.same:
+        lines = [f"pass {found.now.name!r} fails again, with the same error", "", *_told(found.now)]
+    else:
+        lines = ["it fails again, in another way:", *_told(found.now), "", "it was:", *_told(found.before)]
+    if found.lines:
+        lines += ["", *found.lines]
+    return "\n".join([*lines, "", f"(written by zgraph {found.zgraph} with torch {found.torch})"])
+
+
+def _told(failure: Failure) -> list[str]:
+    node = [f"  node {failure.node!r}"] if failure.node else []
+    return [f"  pass {failure.name!r}", *node, *(f"  {line}" for line in failure.error.splitlines())]

@@ -1,0 +1,125 @@
+"""The parameters of a program as the page's table has them: layout, bytes, how often gathered, how reduced, where used."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from zgraph.passes.costs import computes, size_of
+from zgraph.program import collectives, moves
+from zgraph.program.node import Phase, Role, info
+from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
+
+_CARRIES = (Role.GATHER, Role.FETCH, Role.WAIT, Role.LAYOUT)  # what a weight goes through on its way to its readers
+
+
+@dataclass
+class _Uses:
+    """What a program does with one parameter: its gathers by phase, fetches from its home, reductions of its gradient, readers."""
+
+    gathers: Counter[Phase] = field(default_factory=Counter)
+    fetches: int = 0
+    reductions: list[str] = field(default_factory=list)
+    readers: list[fx.Node] = field(default_factory=list)
+
+
+def parameters_of(program: Program, update: Program | None) -> list[dict[str, Any]]:
+    """A row for each parameter, in the model's order. The bytes of optimizer states are those that `update` takes in."""
+    uses, states = _uses(program), _states(update)
+    kept = {port.name for port in program.outputs if port.role is OutputRole.KEPT}
+    kept |= {port.name for port in program.inputs if port.role in (InputRole.KEPT, InputRole.FLYING)}
+    return [
+        _row(spec, uses[spec.name], states.get(spec.name, 0), spec.name in kept) for spec in program.params.values()
+    ]
+
+
+def _row(spec: ParamSpec, found: _Uses, states: int, kept: bool) -> dict[str, Any]:
+    held = math.prod(spec.shard_shape)
+    return {
+        "name": spec.name,
+        "shape": list(spec.shape),
+        "elements": spec.numel,
+        "dtype": _short(spec.dtype),
+        "compute": _short(spec.compute_dtype),
+        "layout": f"Shard(0) over {spec.shard_dim}" if spec.shard_dim else "whole",
+        "rows": spec.rows if spec.shard_dim else None,
+        "bytes": held * spec.dtype.itemsize,
+        "gradient": held * spec.grad_dtype.itemsize if spec.requires_grad else 0,
+        "states": states,
+        "home": spec.home or "device",
+        "forward": found.gathers[Phase.FORWARD],
+        "backward": found.gathers[Phase.BACKWARD],
+        "fetches": found.fetches,
+        "between": _between(spec, found, kept),
+        "reduction": ", ".join(dict.fromkeys(found.reductions)) or ("none" if spec.requires_grad else "frozen"),
+        "first": found.readers[0].name if found.readers else "",
+        "last": found.readers[-1].name if found.readers else "",
+    }
+
+
+def _between(spec: ParamSpec, found: _Uses, kept: bool) -> str:
+    """What becomes of the whole parameter between its uses."""
+    if spec.shard_dim is None:
+        return "always whole"
+    if kept:
+        return "kept until weights change"
+    if not found.gathers:
+        return "never gathered"
+    late = any(info(node).phase is Phase.BACKWARD for node in found.readers)
+    if found.gathers[Phase.FORWARD] and late and not found.gathers[Phase.BACKWARD]:
+        return "kept for the backward"
+    return "released after use"
+
+
+def _uses(program: Program) -> defaultdict[str, _Uses]:
+    found: defaultdict[str, _Uses] = defaultdict(_Uses)
+    carried: dict[fx.Node, set[str]] = {}  # the parameters that a node's value is, gathered, cast or viewed
+    for port, node in program.input_items():
+        name = info(node).param or port.name
+        if port.role in (InputRole.PARAMETER, InputRole.KEPT, InputRole.FLYING) and name in program.params:
+            carried[node] = {name}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            break
+        record = info(node)
+        if record.param is not None:
+            _count(node, found[record.param])
+        names = set().union(*(carried.get(a, ()) for a in node.all_input_nodes))
+        if not names or record.role is Role.RELEASE:
+            continue
+        if (record.role in _CARRIES and record.param in names) or not computes(node):
+            carried[node] = names
+            continue
+        for name in names:
+            found[name].readers.append(node)
+    return found
+
+
+def _count(node: fx.Node, found: _Uses) -> None:
+    record = info(node)
+    if node.target is moves.FETCH:
+        found.fetches += 1
+    elif not collectives.is_start(node):
+        return
+    elif record.role is Role.GATHER:
+        found.gathers[record.phase] += 1
+    elif record.role is Role.REDUCE:
+        how = collectives.reduce_op_of(node)
+        found.reductions.append(f"{collectives.kind(node)}{f' {how}' if how else ''} over {record.mesh_dim}")
+
+
+def _states(update: Program | None) -> dict[str, int]:
+    """The bytes of optimizer states by parameter: a state is called "parameter/name"."""
+    found: Counter[str] = Counter()
+    for port, node in update.input_items() if update is not None else ():
+        if port.role is InputRole.STATE:
+            found[port.name.rpartition("/")[0]] += size_of(node)
+    return found
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,429 @@
+"""A plan's step on virtual ranks beside the plain model, in one process: what `zgraph.verify` and `zgraph bisect` run.
+
+Each virtual rank gets its part of the global batch. The plain model runs on each part as well; outputs and updated buffers must
+equal those of the same rank, gradients the mean over ranks.
+
+Programs are run operator by operator: whole ones as any pass left them, or split ones as they are compiled. What a whole program
+takes and gives depends on the passes that it has seen, of which its facts speak. Parameters come in whole before they are "sharded". Its
+gradients are each rank's own, and larger by the loss scale if it is "scaled", before they are "reduced". Such gradients are
+reduced here, with the same roundings as `reduce_gradients` makes, so that the results of any two programs can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from zgraph.capture import find_loss
+from zgraph.casts import check, prepare
+from zgraph.codegen.partition import Parts
+from zgraph.compiled import Entry, StepProgram
+from zgraph.compiler import Inputs, split_inputs
+from zgraph.errors import ModelError, SignatureError
+from zgraph.passes.virtual import coordinates, run_virtual
+from zgraph.pipeline import PLAIN, Edit, Variant, costs_of
+from zgraph.placing import placed
+from zgraph.plan import Plan
+from zgraph.program import torch_private
+from zgraph.program.node import tensor
+from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.rounding import Difference, difference
+from zgraph.sharding import planned_layout
+from zgraph.update.program import outside_of
+
+SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which changes no gradient that it does not save
+
+Results = list[dict[tuple[str, str], torch.Tensor]]
+"""What a program gave, rank by rank: by what it is (see `Difference.what`) and its name."""
+
+_Extra = dict[tuple[Any, str], Any]
+
+
+@contextlib.contextmanager
+def virtual_step(
+    model: nn.Module,
+    plan: Plan,
+    world: int,
+    inputs: Inputs,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Iterator[VirtualStep]:
+    """The step of `model` by `plan`, on so many ranks. `inputs` are the global batch. Inside, random numbers are drawn as plain PyTorch
+    draws them; afterwards the random state is what it was. Raises what `zgraph.verify` does."""
+    state = torch.get_rng_state()
+    try:
+        with torch_private.eager_random_numbers():
+            yield VirtualStep(model, plan, world, inputs, loss_fn)
+    finally:
+        torch.set_rng_state(state)
+
+
+class VirtualStep:
+    """See `virtual_step`. `model` is a copy whose parameters have the dtypes that ranks hold, `params` are these, whole."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        world: int,
+        inputs: Inputs,
+        loss_fn: Callable[..., torch.Tensor] | None,
+    ) -> None:
+        from zgraph.handle import is_compiled
+
+        if is_compiled(model):
+            raise ModelError(
+                "a plain model is compared, on virtual ranks", why="this one is compiled", hint="build it again"
+            )
+        without = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta), None)
+        if without is not None:
+            raise ModelError(
+                "the model has no numbers to compare",
+                why=f"{without!r} is on the meta device",
+                hint="build the model on a real device",
+            )
+        self.sizes = plan.resolve_mesh(world)
+        self.model = copy.deepcopy(model)
+        self.device = _device(model)
+        precision = plan.resolved_precision()
+        self.plan = placed(plan, self.model, self.sizes, self.device)
+        self.specs = planned_layout(self.model, self.sizes, self.plan)
+        check(self.model, precision, self.specs)
+        prepare(self.model, precision, self.specs)
+        plain = _in_precision(self.model, self.specs)
+        batches = [_part(inputs, r, world) for r in range(world)]
+        self.costs = costs_of(self.plan, self.device)
+        self.outsides = outside_of(self.model, self.specs, self.plan, self.sizes, self.device, self.costs)
+        self.entry = Entry(
+            "step",
+            "",
+            self.model,
+            getattr(self.model.forward, "__func__", None),
+            *split_inputs(batches[0]),
+            self.specs,
+            self.sizes,
+            self.plan,
+            {},
+            self.costs,
+            self.outsides,
+            self.device,
+        )
+        self.ranks = [_Rank(self.model, plain, self.entry, batch, loss_fn) for batch in batches]
+        self.params = {n: p.detach() for n, p in self.model.named_parameters()}
+
+    @cached_property
+    def step(self) -> StepProgram:
+        """The programs of the step."""
+        return self.entry.program(frozenset(self.ranks[0].tangents))
+
+    def unverified(self) -> StepProgram:
+        """The same programs, made by passes after which nobody looks."""
+        made = self.step
+        return StepProgram(
+            made.name,
+            made.captured,
+            made.plan,
+            made.groups,
+            made.costs,
+            made.outsides,
+            made.agree,
+            Edit(verified=False),
+        )
+
+    # -- what programs give -------------------------------------------------------------------------------------------
+    def of_program(self, program: Program, variant: Variant = PLAIN) -> Results:
+        """What a whole program gives, whichever pass it has come from."""
+        given = [
+            [self._input(port, node, rank, program, {}) for port, node in program.input_items()]
+            for rank in range(len(self.ranks))
+        ]
+        values = run_virtual(program, given, self._random_states())
+        found = [self._named(program, rank, row) for rank, row in enumerate(values)]
+        if "reduced" not in program.facts:
+            self._reduce(found, variant, "scaled" in program.facts)
+        return found
+
+    def of_parts(self, parts: Parts) -> Results:
+        """What a split program gives: its forward, then its backward."""
+        extras: list[_Extra] = [{} for _ in self.ranks]
+
+        def run(part: Program, states: list[torch.Tensor] | None = None) -> list[tuple[Any, ...]]:
+            given = [
+                [self._input(port, node, rank, part, extra) for port, node in part.input_items()]
+                for rank, extra in enumerate(extras)
+            ]
+            return run_virtual(part, given, states)
+
+        passed = {
+            OutputRole.FLYING: InputRole.FLYING,
+            OutputRole.SAVED: InputRole.SAVED,
+            OutputRole.KEPT: InputRole.KEPT,
+        }
+        states = self._random_states()
+        found: Results = [{} for _ in self.ranks]
+        for part in (*parts.ahead, parts.forward, parts.backward):
+            if part is None:
+                continue
+            for rank, values in enumerate(run(part, None if part in parts.ahead else states)):
+                found[rank] |= self._named(part, rank, values)
+                extras[rank] |= {
+                    (passed[p.role], p.name): v  # type: ignore[index]
+                    for p, v in zip(part.outputs, values, strict=True)
+                    if p.role in passed
+                }
+        return found
+
+    def _random_states(self) -> list[torch.Tensor]:
+        return [r.random.clone() for r in self.ranks]
+
+    def _named(self, program: Program, rank: int, values: Sequence[Any]) -> dict[tuple[str, str], torch.Tensor]:
+        """A program's results by what they are; what it only hands to another is none."""
+        found: dict[tuple[str, str], torch.Tensor] = {}
+        for port, value in zip(program.outputs, values, strict=True):
+            if port.role is OutputRole.OUTPUT and port.index is not None:
+                found["output", self.ranks[rank].output_name(port.index)] = value
+            elif port.role is OutputRole.MUTATION:
+                found["buffer" if port.of is InputRole.BUFFER else "changed input", port.name] = value
+            elif port.role is OutputRole.KEPT:
+                found["kept weight", port.name] = value
+            elif port.role is OutputRole.GRADIENT:
+                found["gradient" if port.of is InputRole.PARAMETER else "gradient of input", port.name] = value
+        return found
+
+    def _input(self, port: Port, node: fx.Node, rank: int, program: Program, extra: _Extra) -> Any:
+        run = self.ranks[rank]
+        if (port.role, port.name) in extra:
+            return extra[port.role, port.name]
+        if port.role is InputRole.PARAMETER and "sharded" in program.facts:
+            return shard_of(self.params[port.name], self.specs[port.name], rank, self.sizes)
+        if port.role in (InputRole.PARAMETER, InputRole.KEPT):
+            return _laid_out(self.params[port.name], node)
+        if port.role is InputRole.ACCUMULATOR:
+            return _laid_out(run.waiting(port.name, self.specs[port.name]), node)
+        if port.role is InputRole.TANGENT:
+            return run.tangents[int(port.name.removeprefix("output_"))].contiguous()
+        if port.role is InputRole.SCALE:
+            return torch.tensor(SCALE)
+        assert port.index is not None
+        value = run.flat[port.index]
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+    def _reduce(self, found: Results, variant: Variant, scaled: bool) -> None:
+        """Put gradients that are each rank's own in the form in which the finished program gives them."""
+        for what, name in list(found[0]):
+            if what == "gradient" and name in self.specs:
+                wholes = self._finished(name, [r[what, name] for r in found], variant, scaled)
+                for rank, mine in enumerate(self._parted(name, wholes, variant)):
+                    found[rank][what, name] = mine
+
+    def _finished(
+        self, name: str, grads: Sequence[torch.Tensor], variant: Variant, scaled: bool = False
+    ) -> list[torch.Tensor]:
+        """The whole gradient of a parameter on each rank, as `variant` makes it of the ranks' own."""
+        spec = self.specs[name]
+        scale = torch.tensor(SCALE) if scaled else None
+        if variant.accumulated:
+            held = [r.waiting(name, spec) for r in self.ranks]
+            held = held if scale is None else [h * scale for h in held]
+            grads = [h + g.to(spec.grad_dtype) for h, g in zip(held, grads, strict=True)]
+        made = [mean_of(grads, self.sizes, spec)] * len(grads) if variant.reduce else list(grads)
+        made = [g.to(spec.grad_dtype) for g in made]
+        return made if scale is None else [g / scale for g in made]
+
+    def gradient(self, name: str, rank: int) -> torch.Tensor:
+        """A rank's part of the plain model's gradient, zeros where it has none."""
+        own = [r.grads.get(name) for r in self.ranks]
+        given = [g for g in own if g is not None] or [torch.zeros(self.specs[name].shape)]
+        return self._parted(name, self._finished(name, given, PLAIN) * len(own), PLAIN)[rank]
+
+    def _parted(self, name: str, wholes: list[torch.Tensor], variant: Variant) -> list[torch.Tensor]:
+        if not variant.reduce:
+            return wholes
+        return [shard_of(whole, self.specs[name], rank, self.sizes) for rank, whole in enumerate(wholes)]
+
+    # -- comparing ----------------------------------------------------------------------------------------------------
+    def differences(self, found: Results, variant: Variant = PLAIN, bound: float | None = None) -> list[Difference]:
+        """How far each result is from the plain model's. `bound`: see `zgraph.rounding.difference`."""
+        wholes: dict[str, list[torch.Tensor]] = {}
+        for name in self.params:
+            own = [r.grads.get(name) for r in self.ranks]
+            given = [g for g in own if g is not None]
+            if len(given) == len(own):
+                wholes[name] = self._finished(name, given, variant)
+        norm = float(torch.stack([w[0].double().norm() for w in wholes.values()] or [torch.zeros(())]).norm())
+        parted = {n: self._parted(n, w, variant) for n, w in wholes.items()}
+        compared: list[Difference] = []
+        reached = {name for what, name in found[0] if what == "gradient"}
+        if self.step.differentiated:
+            for name in sorted(wholes.keys() ^ reached):
+                how = "missing" if name in wholes else "should not be there"
+                compared.append(Difference("gradient", f"{name} ({how})", 0, float("inf"), 0.0, False))
+        computed = self.plan.resolved_precision().dtype("compute")
+        for rank, (run, values) in enumerate(zip(self.ranks, found, strict=True)):
+            for (what, name), value in values.items():
+                if what == "output":
+                    compared.append(
+                        difference(what, name, rank, value, run.plain[name], computed=computed, bound=bound)
+                    )
+                elif what == "buffer":
+                    compared.append(difference(what, name, rank, value, run.buffers[name], bound=bound))
+                elif what == "kept weight":
+                    whole = self.params[name].to(self.specs[name].compute_dtype)
+                    compared.append(difference(what, name, rank, value, whole, bound=bound))
+                elif what == "gradient" and name in parted:
+                    low = self.specs[name].compute_dtype
+                    compared.append(difference(what, name, rank, value, parted[name][rank], norm, low, bound))
+        return compared
+
+
+class _Rank:
+    """The plain model on one rank's batch: its outputs, gradients and updated buffers, and what the program needs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reference: nn.Module,
+        entry: Entry,
+        inputs: Inputs,
+        loss_fn: Callable[..., torch.Tensor] | None,
+    ) -> None:
+        args, kwargs = split_inputs(inputs)
+        plain = copy.deepcopy(reference)
+        self.flat = entry.trace.flat.flatten(model, args, kwargs)
+        self.flat = tuple(
+            v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in self.flat
+        )
+        self.random = torch.get_rng_state()
+        precision = entry.plan.resolved_precision()
+        if precision.cast_inputs and (low := precision.dtype("compute")) is not None:
+            args, kwargs = pytree.tree_map(
+                lambda x: x.to(low) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
+            )
+        out = precision.dtype("output")
+        values: list[Any] = []
+
+        def capture(*flat: Any) -> Sequence[Any]:
+            with torch.no_grad():
+                made = [_cast(v, out) for v in entry.trace.flat.graph_module(*flat)]
+            # Each output is a leaf, so that a tangent is the loss's derivative by this output and no other.
+            values.extend(
+                v.detach().requires_grad_() if i in entry.trace.differentiable else v for i, v in enumerate(made)
+            )
+            return values
+
+        # The plain model itself decides the numbers; dynamo's flat graph on the same state tells its outputs apart.
+        torch.set_rng_state(self.random)
+        output = pytree.tree_map(lambda v: _cast(v, out), plain(*args, **kwargs))
+        self.grads: dict[str, torch.Tensor | None] = {}
+        self.tangents: dict[int, torch.Tensor] = {}
+        twin = copy.deepcopy(reference)
+        torch.set_rng_state(self.random)
+        flat_output = entry.trace.flat.bind(capture)(twin, *args, **kwargs)
+        self._flat_leaves, self._outputs = _tensors(flat_output), values
+        plain_leaves = {id(f): p for f, p in zip(self._flat_leaves, _tensors(output), strict=False)}
+        # (where the output's structure can't be flattened, the flat graph's own output stands for the plain model's)
+        self.plain = {self.output_name(i): plain_leaves.get(id(v), v) for i, v in enumerate(values)}
+        if entry.trace.differentiable:
+            loss = loss_fn(output) if loss_fn else find_loss(output)
+            flat_loss = loss_fn(flat_output) if loss_fn else find_loss(flat_output)
+            if loss is None or flat_loss is None:
+                raise ModelError("the model's output holds no loss", hint="give a loss_fn")
+            loss.backward()
+            wanted = sorted(entry.trace.differentiable)
+            found = torch.autograd.grad(flat_loss, [values[i] for i in wanted], allow_unused=True)
+            self.tangents = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
+            self.grads = {n: p.grad for n, p in plain.named_parameters()}
+        self.buffers = dict(plain.named_buffers())
+
+    def output_name(self, index: int) -> str:
+        """What a flat output is called: by its place in the model's output, where it has one."""
+        at = next((i for i, leaf in enumerate(self._flat_leaves) if leaf is self._outputs[index]), None)
+        return f"output {index}" if at is None else f"leaf {at}"
+
+    def waiting(self, name: str, spec: ParamSpec) -> torch.Tensor:
+        """The unreduced gradient of an earlier micro-batch: as large as this one's."""
+        grad = self.grads.get(name)
+        return torch.zeros(spec.shape, dtype=spec.grad_dtype) if grad is None else grad.to(spec.grad_dtype)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+def _part(inputs: Inputs, rank: int, world: int) -> Inputs:
+    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    batch = max(sizes, default=0)
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
+            return leaf
+        if batch % world:
+            raise SignatureError(
+                f"a batch of {batch} can't be split over {world} ranks",
+                hint="give a batch that the world divides",
+            )
+        # (memory of its own: of two slices of one batch some libraries' products differ in the last bit, by their alignment)
+        return leaf.chunk(world)[rank].clone()
+
+    return pytree.tree_map(cut, inputs)  # type: ignore[no-any-return]
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    floats = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floats else value
+
+
+def _in_precision(model: nn.Module, specs: dict[str, ParamSpec]) -> nn.Module:
+    """A copy whose parameters have the dtypes that are computed in; `model`'s own become those that ranks hold."""
+    plain = copy.deepcopy(model)
+    for (name, param), own in zip(plain.named_parameters(), model.parameters(), strict=True):
+        own.data = own.data.to(specs[name].dtype)
+        param.data = own.data.to(specs[name].compute_dtype)
+    return plain
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _laid_out(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    """A copy with the dtype and strides that the program's input has."""
+    like = tensor(node)
+    return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype).copy_(value)
+
+
+def shard_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, int]) -> torch.Tensor:
+    """A virtual rank's padded shard of a whole parameter or gradient."""
+    if spec.shard_dim is None:
+        return whole
+    first = spec.rows * coordinates(sizes, rank)[spec.shard_dim]
+    padded = whole.new_zeros(spec.shard_shape)
+    mine = whole[first : first + spec.rows]
+    padded[: mine.shape[0]] = mine
+    if padded.stride() != spec.stride and whole.dim() > 1 and not whole.is_contiguous():
+        order = sorted(range(1, whole.dim()), key=lambda d: (-spec.stride[d], d))
+        packed = padded.permute(0, *order).contiguous()
+        return packed.permute([[0, *order].index(d) for d in range(whole.dim())])
+    return padded
+
+
+def mean_of(grads: Sequence[torch.Tensor], sizes: dict[str, int], spec: ParamSpec) -> torch.Tensor:
+    """The mean over ranks, in rank order, first within each `dp` group as the program does it, in the dtype that it reduces in."""
+    dims = [d for d in DATA_DIMS if sizes.get(d, 1) > 1]
+    values = [g.to(spec.reduce_dtype) for g in grads] if dims else list(grads)
+    for dim in dims:
+        groups = [values[i : i + sizes[dim]] for i in range(0, len(values), sizes[dim])]
+        values = []
+        for group in groups:
+            total = group[0].clone()
+            for g in group[1:]:
+                total += g
+            values.append(total / len(group))
+    return values[0]
