@@ -6,6 +6,7 @@ other memory or on disk (`NodeInfo.home`) takes none.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ _INPUTS = {
     InputRole.ACCUMULATOR: "gradients",
     InputRole.SAVED: "activations",
 }
+
+
+CATEGORIES = (*dict.fromkeys(_INPUTS.values()), "inputs", "fetched", "temporaries", "outputs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +55,13 @@ def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
         live.update(change)
         found.append(dict(live))
     return found
+
+
+def idle_bytes(program: Program) -> int:
+    """The bytes of parameters on the device that a program does not take: they are there all the same."""
+    taken = {port.name for port in program.inputs if port.role is InputRole.PARAMETER}
+    idle = (s for s in program.params.values() if s.name not in taken and s.home is None)
+    return sum(math.prod(s.shard_shape) * s.dtype.itemsize for s in idle)
 
 
 def lives(program: Program, fused: bool = False) -> list[Life]:

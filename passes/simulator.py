@@ -23,11 +23,12 @@ from zgraph.program.program import Program
 
 @dataclass(frozen=True)
 class Stall:
-    """The compute stream waits at `node` for `seconds`, for a collective or a move with this role."""
+    """The compute stream (or the host, if that is the `lane`) waits at `node` for `seconds`, for a collective or a move with this role."""
 
     node: str
     role: Role
     seconds: float
+    lane: str = "compute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +76,10 @@ class Forecast:
         return max(self.memory, key=lambda m: sum(m.values()), default={})
 
     def __str__(self) -> str:
+        whole = self.seconds or 1.0  # (an empty program takes no time, nor does any part of it)
         lines = [f"{self.program}: {self.seconds * 1e3:.3f} ms"]
-        lines += [f"  {name:12} {t * 1e3:10.3f} ms  {t / self.seconds:6.1%}" for name, t in sorted(self.busy.items())]
-        lines += [f"  exposed {name:4}{t * 1e3:11.3f} ms  {t / self.seconds:6.1%}" for name, t in self.exposed.items()]
+        lines += [f"  {name:12} {t * 1e3:10.3f} ms  {t / whole:6.1%}" for name, t in sorted(self.busy.items())]
+        lines += [f"  exposed {name:4}{t * 1e3:11.3f} ms  {t / whole:6.1%}" for name, t in self.exposed.items()]
         lines += [f"  moved {name:11}{size / 2**20:10.1f} MiB" for name, size in sorted(self.moved.items())]
         lines.append(f"  peak memory  {sum(self.peak.values()) / 2**20:10.1f} MiB")
         lines += [f"    {k:12} {v / 2**20:8.1f} MiB" for k, v in sorted(self.peak.items(), key=lambda i: -i[1]) if v]
@@ -86,37 +88,46 @@ class Forecast:
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What a step of one micro-batch will take: its `programs` (forward and backward, then the update, if the plan has one)
-    one after another (or the update beside the others, if it is `late`), and `besides` seconds of the run time around them, where the
-    hardware was measured."""
+    """What a step will take: its `programs` (forward and backward of each micro-batch, then the update, if the plan has one) one after
+    another, as often as `runs` says of each (once, if it is empty). A `late` update runs beside the others, as far as the
+    device has time for it. `besides` are seconds of the run time around them, where the hardware was measured."""
 
     programs: tuple[Forecast, ...]
     besides: float = 0.0
     late: bool = False
+    runs: tuple[int, ...] = ()
+
+    def times(self) -> list[tuple[Forecast, int]]:
+        """Each program, and how often it runs."""
+        return list(zip(self.programs, self.runs or (1,) * len(self.programs), strict=True))
 
     @property
     def seconds(self) -> float:
-        parts = [p.seconds for p in self.programs]
-        return (max(parts) if self.late else sum(parts)) + self.besides
+        parts = [p.seconds * runs for p, runs in self.times()]
+        if not self.late:
+            return sum(parts) + self.besides
+        busy = sum(p.busy.get("compute", 0.0) * runs for p, runs in self.times())
+        return max(sum(parts[:-1]), parts[-1], busy) + self.besides
 
     @property
     def exposed(self) -> float:
         """Seconds of communication that nothing hides."""
-        return sum(sum(p.exposed.values()) for p in self.programs)
+        return sum(sum(p.exposed.values()) * runs for p, runs in self.times())
 
     @property
     def moved(self) -> dict[str, int]:
         """Bytes between the device and elsewhere, as in `Forecast`."""
         found: Counter[str] = Counter()
-        for program in self.programs:
-            found.update(program.moved)
+        for program, runs in self.times():
+            found.update({way: size * runs for way, size in program.moved.items()})
         return dict(found)
 
     def __str__(self) -> str:
-        lines = [str(p) for p in self.programs]
+        lines = [f"{runs} times {p}" if runs > 1 else str(p) for p, runs in self.times()]
         if self.besides:
             lines.append(f"besides: {self.besides * 1e3:.3f} ms")
-        exposed = f"{self.exposed * 1e3:.3f} ms ({self.exposed / self.seconds:.1%}) of it exposed communication"
+        share = self.exposed / self.seconds if self.seconds else 0.0
+        exposed = f"{self.exposed * 1e3:.3f} ms ({share:.1%}) of it exposed communication"
         return "\n".join([*lines, f"step: {self.seconds * 1e3:.3f} ms, {exposed}"])
 
 
@@ -172,7 +183,8 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
             start = node.all_input_nodes[0]
             now = host if on_host(node) else clock
             if done.get(start, 0.0) > now:
-                stalls.append(Stall(node.name, info(start).role, done[start] - max(now, begun.get(start, 0.0))))
+                waited = done[start] - max(now, begun.get(start, 0.0))
+                stalls.append(Stall(node.name, info(start).role, waited, "host" if on_host(node) else "compute"))
                 now = done[start]
             clock, host = (clock, now) if on_host(node) else (now, host)
         elif node in compute and on_host(node):

@@ -507,3 +507,68 @@ def test_dump_prints_what_each_pass_changed():
     for text in (whole, diff):
         assert "# ==== after shard_parameters: " in text
     assert "def forward(" in whole and "+    gather_first_weight" in diff
+
+
+def test_a_category_that_there_is_nothing_of_is_within_its_bound():
+    assert zgraph("memory", SMALL, "--world", 1, "--assert", "gathered<=1KiB").exit_code == 0
+
+
+def test_a_failed_bound_on_a_category_names_holders_of_that_category():
+    done = zgraph("memory", SMALL, "--assert", "parameters<=1")
+    assert done.exit_code == 1 and done.stderr.count(" of parameters, ") == 3
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["passes", "--hw", "cpu"],
+        ["passes", "--program", "train"],
+        ["dump", SMALL, "--print-changed", "--after", "cleanup"],
+        ["dump", SMALL, "--print-changed=diff", "--filter", "*first*"],
+        ["dump", SMALL, "--update", "--program", "train"],
+        ["dump", SMALL, "--format", "python", "--filter", "*first*"],
+        ["plan", SMALL, "-o", "plan.txt"],
+    ],
+)
+def test_options_that_mean_nothing_together_are_usage(args):
+    done = zgraph(*args)
+    assert done.exit_code == 2 and not done.stdout
+
+
+def test_what_a_factory_prints_is_not_in_the_answer(tmp_path, monkeypatch):
+    (tmp_path / "noisy.py").write_text(
+        "print('imported')\nimport cli_targets\ndef factory():\n    print('called')\n    return cli_targets.factory()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = zgraph("memory", "noisy:factory", "--json")
+    assert json.loads(done.stdout) and "called" in done.stderr
+
+
+def test_a_factory_that_ends_the_process_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "ending.py").write_text("import sys\ndef factory():\n    sys.exit(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "target 'ending:factory' failed" in refused("memory", "ending:factory")
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "bisect", "check", "calibrate"])
+def test_commands_that_need_the_model_refuse_a_bundle(command, tmp_path):
+    (tmp_path / "bundle.json").write_text("{}")
+    out = ["-o", tmp_path / "here.json"] if command == "calibrate" else []
+    assert f"zgraph {command} needs the model" in refused(command, tmp_path, *out)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_behind_a_pipe_is_an_error_without_a_traceback():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "zgraph", "dump", SMALL]
+        done = subprocess.run(command, cwd=HERE, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_model_of_nothing_takes_no_time(tmp_path, monkeypatch):
+    (tmp_path / "nothing.py").write_text(
+        "import torch\nclass N(torch.nn.Module):\n    def forward(self, x):\n        return x\ndef factory():\n    return N(), (torch.zeros(2),)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "step: 0.000 ms" in ok("forecast", "nothing:factory")
+    assert zgraph("plan", "nothing:factory").exit_code == 0

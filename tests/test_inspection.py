@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import types
@@ -17,14 +20,15 @@ from typer.testing import CliRunner
 
 import zgraph
 from zgraph.cli.app import app
-from zgraph.errors import BundleError, TargetError
+from zgraph.errors import BundleError, TargetError, ZgraphError
 from zgraph.inspection import bundle
 from zgraph.inspection.against import beside
 from zgraph.inspection.diff import compare
 from zgraph.inspection.formats.dot import dot
 from zgraph.inspection.formats.explorer import explorer, overlays
 from zgraph.inspection.formats.python import python_source
-from zgraph.inspection.inspection import EVALUATION, STEP, UPDATE, of_model
+from zgraph.inspection.inspection import EVALUATION, STEP, UPDATE
+from zgraph.inspection.making import of_model
 from zgraph.inspection.memory import parse_bound, peak_of
 from zgraph.inspection.memory_viz import pickle_of, snapshot_of
 from zgraph.inspection.trace import first_reader, trace_of
@@ -158,7 +162,7 @@ assert "torch" not in sys.modules
     [
         ("dump", ["--after", "regather", "--filter", "*q_proj*"]),
         ("dump", ["--format", "json"]),
-        ("dump", ["--print-changed", "diff"]),
+        ("dump", ["--print-changed=diff"]),
         ("passes", ["--options"]),
         ("diff", []),
         ("explain", ["peak"]),
@@ -196,6 +200,67 @@ def test_a_damaged_bundle_is_refused(content, tmp_path):
     (tmp_path / "bundle.json").write_text(content)
     with pytest.raises(BundleError, match="bundle"):
         bundle.read(tmp_path)
+
+
+def spoilt(head: dict, *path, value=None) -> dict:
+    """A copy of a bundle's head in which something is another thing, or is not there."""
+    head = copy.deepcopy(head)
+    at = head
+    for key in path[:-1]:
+        at = at[key]
+    if value is None:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return head
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        (("programs",), []),
+        (("programs", 0, "passes", 1, "facts", "nodes"), None),
+        (("programs", 0, "passes", 1, "figures"), {"seconds": "x"}),
+        (("programs", 0, "passes"), []),
+        (("programs", 0, "remarks"), [{"made_by": "me"}]),
+        (("measured",), {"peak": "much"}),
+        (("plan",), {"zero": 9}),
+        (("hardware",), {"name": "x"}),
+    ],
+)
+@pytest.mark.parametrize("name", ["memory", "passes", "diff", "explain", "report"])
+def test_every_command_refuses_a_bundle_in_which_something_is_wrong(folder, path, value, name, tmp_path):
+    shutil.copytree(folder, tmp_path / "b")
+    head = json.loads((folder / "bundle.json").read_text())
+    (tmp_path / "b/bundle.json").write_text(json.dumps(spoilt(head, *path, value=value)))
+    out = ["-o", tmp_path / "out"] if name == "report" else []
+    done = command(name, tmp_path / "b", *(["peak"] if name == "explain" else []), *out)
+    if name in ("passes", "diff") and path[0] in ("plan", "hardware"):
+        assert done.exit_code == 0  # (they need neither)
+    else:
+        assert done.exit_code == 2 and str(tmp_path / "b") in done.stderr, done.output
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"nodes": [1]}', '{"nodes": [{"name": 1}]}'])
+def test_a_damaged_program_of_a_bundle_is_named(folder, content, tmp_path):
+    shutil.copytree(folder, tmp_path / "b")
+    (tmp_path / "b/train/00-capture.json").write_text(content)
+    for name in ("diff", "passes"):
+        done = command(name, tmp_path / "b")
+        assert done.exit_code == 2 and "00-capture.json" in done.stderr, done.output
+
+
+def test_a_bundle_that_is_written_again_keeps_nothing_of_the_one_before(inspected, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "b")
+    renamed = dataclasses.replace(inspected.way(), name="other", step="other")
+    bundle.write(dataclasses.replace(inspected, ways={"other": renamed}), tmp_path / "b")
+    assert [p.name for p in (tmp_path / "b").iterdir() if p.is_dir()] == ["other"]
+
+
+def test_a_bundle_is_compared_with_a_model_under_a_plan(folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    done = command("diff", folder, "cli_targets:factory", "--world", 4)
+    assert done.exit_code == 0 and "whole step" in done.stdout, done.output
 
 
 def test_a_folder_without_a_bundle_is_refused(tmp_path):
@@ -240,6 +305,47 @@ def test_lanes_of_a_trace_do_not_overlap_themselves(inspected):
     for tid in {e["tid"] for e in events}:
         lane = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == tid)
         assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(lane))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offload": {"optimizer": "cpu", "parameters": "cpu"}},
+        {"offload": {"optimizer": "cpu", "delayed_after": 1}},
+        {"zero": 1, "micro_batches": 4},
+        {"prefetch": {"across_steps": True}},
+    ],
+)
+def test_no_lane_does_two_things_at_once_and_the_trace_is_as_long_as_the_step(changes):
+    case = models.stack(4)
+    found = of_model(case.model, PLAN.model_copy(update=changes), case.inputs, 2)
+    events = [e for e in trace_of(found)["traceEvents"] if e["ph"] == "X"]
+    for tid in {e["tid"] for e in events}:
+        for kind in ("busy", "exposed"):  # (a lane waits while it does nothing)
+            lane = sorted(
+                (e["ts"], e["ts"] + e["dur"])
+                for e in events
+                if e["tid"] == tid and (e["cat"] == "exposed") is (kind == "exposed")
+            )
+            assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(lane)), (tid, kind)
+    before = sum(e["dur"] for e in events if e["cat"] == "before")
+    if not found.late:
+        assert max(e["ts"] + e["dur"] for e in events) - before == pytest.approx(found.forecast.seconds * 1e6)
+
+
+def test_a_late_update_costs_the_device_what_it_computes():
+    case = models.stack(4)
+    plan = PLAN.model_copy(update={"offload": {"optimizer": "cpu", "delayed_after": 1}})
+    step = of_model(case.model, plan, case.inputs, 2).forecast
+    assert step.late and step.seconds >= sum(p.busy["compute"] for p in step.programs)
+
+
+def test_parameters_that_are_not_used_take_memory_all_the_same():
+    case = models.build("unused_parameter")
+    found = of_model(case.model, PLAN.model_copy(update={"optimizer": None}), case.inputs, 1)
+    taken = {port.name for port in found.way().last.program.inputs}
+    idle = sum(p.nbytes for n, p in case.model.named_parameters() if n not in taken)
+    assert idle and found.way().held == idle
 
 
 def test_an_arrow_points_to_the_first_that_computes_with_a_weight(inspected):
@@ -369,6 +475,17 @@ def test_on_cuda_a_nodes_time_is_that_of_its_kernels(inspected):
     assert row.measured == pytest.approx(250e-6) and found.ranges[0][2] == pytest.approx(250e-6)
 
 
+def test_a_profile_of_another_model_is_told(inspected):
+    """Its operators ran more often than the program has nodes for them."""
+    same = {"pid": 1, "tid": 1, "ph": "X"}
+    events = [{**same, "cat": "user_annotation", "name": "zgraph:train.forward", "ts": 0.0, "dur": 100.0}]
+    events += [
+        {**same, "cat": "cpu_op", "name": "aten::convolution", "ts": float(at), "dur": 0.5} for at in range(1, 9)
+    ]
+    found = beside(inspected, {"traceEvents": events})
+    assert found.strange == {"aten::convolution": 8} and "is it of this model and plan?" in str(found)
+
+
 def test_a_profile_of_something_else_is_refused(inspected, tmp_path):
     with pytest.raises(TargetError, match="no program of zgraph"):
         beside(inspected, {"traceEvents": []})
@@ -438,7 +555,34 @@ programs(case.model, zgraph.Plan(mesh={"dp": -1}, backend="eager"), case.inputs,
     assert '"zgraph_train_00_capture"' in text and "_shard_parameters" in text and "dist.all_gather" in text
 
 
+def test_a_run_of_several_micro_batches_leaves_all_of_their_programs(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZGRAPH_BUNDLE", str(tmp_path / "run"))
+    case = models.stack(2)
+    model = zgraph.compile(case.model, PLAN.model_copy(update={"zero": 1, "micro_batches": 4}))
+    args, kwargs = (case.inputs, {}) if isinstance(case.inputs, tuple) else ((), case.inputs)
+    model.train_step(*args, **kwargs)
+    found = bundle.read(tmp_path / "run")
+    assert {name: way.runs for name, way in found.ways.items()} == {
+        "train0": 1,
+        "train0-next": 2,
+        "train0-last": 1,
+        "update0": 1,
+    }
+
+
 # From Python.
+
+
+def test_before_the_first_program_that_is_said():
+    case = models.build("even_mlp")
+    model = zgraph.compile(case.model, PLAN)
+    for ask in (
+        lambda: model.zgraph.explain("peak"),
+        lambda: model.zgraph.report().html(),
+        lambda: model.zgraph.inspect().way(),
+    ):
+        with pytest.raises(ZgraphError, match="there is no program yet"):
+            ask()
 
 
 def test_a_model_explains_itself(tmp_path):

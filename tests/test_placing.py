@@ -211,7 +211,7 @@ def test_an_update_without_ranks_is_that_of_a_step_within_the_budget(tmp_path):
     """Which part of the states is elsewhere depends on the step, and so on its inputs."""
     plan = budget_that_moves_states(tmp_path)
     kinds = {port.name for port, node in update_program(deep(), plan, 1).program.input_items() if info(node).home}
-    update = planned_step(deep(), plan, (batches()[0],), 1).update
+    update = planned_step(deep(), plan, (batches()[0],), 1).update()
     assert update is not None
     assert not kinds and any(info(node).home for _, node in update.program.input_items())
 

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 
 from zgraph.cli.app import app
 from zgraph.inspection import bundle
-from zgraph.inspection.inspection import Inspection, of_model
+from zgraph.inspection.inspection import Inspection
+from zgraph.inspection.making import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.page import SCRIPTS
 from zgraph.inspection.page.data import runs, unpack

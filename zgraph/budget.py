@@ -18,6 +18,7 @@ from functools import cached_property
 from zgraph.errors import PlanError
 from zgraph.passes import History, Pass, PassManager
 from zgraph.passes.costs import Costs, size_of
+from zgraph.passes.memory import idle_bytes
 from zgraph.passes.rotor import Solver
 from zgraph.passes.simulator import Forecast, simulate
 from zgraph.passes.transfers import gathers_of, largest_layer
@@ -121,6 +122,7 @@ class _Budget:
         passes = self._passes(LEAST)
         self.cut = [p.name for p in passes].index("shard_parameters")
         self.start = self._run(passes[: self.cut], captured, LEAST)  # what all choices have in common
+        self.idle = idle_bytes(captured)
         self.share = outsides.shares[0]
         self.tried: dict[Choice, _Outcome] = {}
         self.simulated: dict[Choice, tuple[Forecast, int, int]] = {}
@@ -212,9 +214,8 @@ class _Budget:
             self.simulated[choice] = found, max(sum(found.peak.values()), _after(program)), came
         if choice not in self.tried:
             found, peak, came = self.simulated[choice]
-            peak = max(
-                peak + max(self.outside.held - came, 0), self.outside.update
-            )  # (`came` is counted by the program)
+            # (`came` is counted by the program)
+            peak = max(peak + max(self.outside.held - came, 0) + self.idle, self.outside.update)
             self.tried[choice] = _Outcome(choice, peak, found.seconds, found)
         return self.tried[choice]
 

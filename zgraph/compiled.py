@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zgraph.codegen.partition import Parts, split
 from zgraph.passes import History, verify_program
 from zgraph.passes.aliases import is_random
 from zgraph.passes.costs import Costs
+from zgraph.passes.memory import idle_bytes
 from zgraph.pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant
 from zgraph.plan import Plan
 from zgraph.program import torch_private
@@ -98,7 +100,19 @@ class StepProgram:
     @property
     def outside(self) -> Outside:
         """What a rank holds besides."""
-        return self.outsides.at(self.states)
+        found = self.outsides.at(self.states)
+        return replace(found, held=found.held + idle_bytes(self.captured))
+
+    def runs(self) -> list[tuple[str, Variant, int]]:
+        """What a training step runs: ("first", …) for the first micro-batch, ("next", …) for those that follow, ("last", …) for one that
+        adds up what they left; each with its variant and how often it runs."""
+        micro = self.plan.micro_batches
+        if micro == 1:
+            return [("first", PLAIN, 1)]
+        if self.plan.zero >= 2:  # (each micro-batch reduces)
+            return [("first", PLAIN, 1), ("next", Variant(self.keeps), micro - 1)]
+        found = [("first", Variant(reduce=False), 1), ("next", Variant(self.keeps, reduce=False), micro - 2)]
+        return [run for run in (*found, ("last", Variant(self.keeps, accumulated=True), 1)) if run[2]]
 
     def variants(self) -> list[Variant]:
         """Those that a training step of this plan takes, the plain one first."""

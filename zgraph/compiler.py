@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zgraph.agreement import Agreement
-from zgraph.budget import Outside, run_passes
 from zgraph.capture import trace
 from zgraph.casts import check, overflow_error, prepare, refuse_overflow
+from zgraph.compiled import StepProgram
 from zgraph.errors import MeshError, ModelError, OffloadError, PlanError
 from zgraph.handle import attach, is_compiled
 from zgraph.inspection.recorder import record
@@ -26,7 +26,7 @@ from zgraph.pipeline import EVERYTHING, Edit, costs_of
 from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
-from zgraph.program.program import ParamSpec, Program
+from zgraph.program.program import OutputRole, ParamSpec, Program
 from zgraph.runtime import Runtime, agreed_costs
 from zgraph.schedules import TorchSchedule
 from zgraph.sharding import bits, planned_layout, shard
@@ -144,16 +144,16 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
     program, not yet split into forward and backward; it is the same on every rank. Raises what `compile` does, but
     for `LoweringError`: nothing is compiled, and the model is not changed.
     """
-    return planned_step(model, plan, inputs, world, costs, updates=False).step
+    return planned_step(model, plan, inputs, world, costs).step.history()
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step as a plan makes it for some ranks: its programs (`update` is None without an optimizer), and what a rank holds besides."""
+    """A step as a plan makes it for some ranks: its programs, and those of its update."""
 
-    step: History
-    update: History | None
-    outside: Outside
+    step: StepProgram
+    update: Callable[[], History | None]  # None where nothing is updated; a budget says what of it lies elsewhere
+    late: bool  # does it run beside the next step?
 
 
 def planned_step(
@@ -163,20 +163,26 @@ def planned_step(
     world: int,
     costs: Costs | None = None,
     edit: Edit = EVERYTHING,
-    updates: bool = True,
     captured: Program | None = None,
 ) -> PlannedStep:
-    """What `programs` makes, and if `updates` the update that belongs to it. An `edit` leaves passes out of the step's pipeline. What was
-    `captured` of the model by this plan already is not captured again (and not changed)."""
+    """What `programs` makes, and the update that belongs to it. `inputs` are those of a micro-batch. An `edit` leaves passes out of the
+    step's pipeline. What was `captured` of the model by this plan already is not captured again (and not changed)."""
     sizes = plan.resolve_mesh(world)
     costs = costs or costs_of(plan, _device(model))
     plan, device = placed_for(model, plan, sizes, costs)
-    captured = captured_program(model, plan, inputs, world) if captured is None else captured.snapshot()
-    specs, training = captured.params, captured.name == "train"
+    captured = captured_program(model, plan, inputs, world) if captured is None else captured
+    reached = {p.name for p in captured.outputs if p.role is OutputRole.GRADIENT}
+    specs = {
+        n: replace(s, requires_grad=n in reached) for n, s in captured.params.items()
+    }  # (what has no gradient is not updated)
     outsides = outside_of(model, specs, plan, sizes, device, costs)
-    history, choice = run_passes(captured, plan, costs, training=training, outsides=outsides, edit=edit)
-    update = whole_update(model, specs, plan, sizes, device, choice.states) if training and updates else None
-    return PlannedStep(history, update, outsides.at(choice.states))
+    step = StepProgram(captured.name, captured, plan, {}, costs, outsides, lambda program: None, edit)
+
+    def update() -> History | None:
+        step.history()
+        return whole_update(model, specs, plan, sizes, device, step.states) if step.differentiated else None
+
+    return PlannedStep(step, update, plan.offload.late)
 
 
 def placed_for(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs) -> tuple[Plan, torch.device]:

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.compiled import StepProgram
 from zgraph.errors import ModelError, StepError
 from zgraph.inspection.explain import Explanation, explain
-from zgraph.inspection.inspection import Inspection, of_runtime
+from zgraph.inspection.inspection import Inspection
+from zgraph.inspection.making import of_runtime
 from zgraph.passes import History
 from zgraph.passes.simulator import StepForecast, simulate_step
 from zgraph.plan import Plan

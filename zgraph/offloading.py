@@ -94,6 +94,11 @@ class Offload(Record, frozen=True):
         kind = str(getattr(self, what)).partition(":")[0]
         return kind if kind in ("cpu", "nvme") else None
 
+    @property
+    def late(self) -> bool:
+        """Are there updates that run beside the next step?"""
+        return self.delayed_after is not None and self.tier("optimizer") is not None
+
     def folder(self) -> str | None:
         """The folder of the disk; there is one at most."""
         return next(iter(self._folders()), None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zgraph.codegen.executable import Executable, Kernel
-from zgraph.inspection.inspection import of_runtime
+from zgraph.inspection.making import of_runtime
 from zgraph.inspection.report import page_of
 from zgraph.memory import table
 from zgraph.passes.simulator import simulate

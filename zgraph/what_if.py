@@ -46,7 +46,7 @@ def step_by(plan: Plan, module: nn.Module, captured: Program, costs: Costs, devi
     outsides = outside_of(module, program.params, plan, captured.mesh, device, costs)
     history, choice = run_passes(program, plan, costs, PLAIN, outsides=outsides)
     update = whole_update(module, program.params, plan, captured.mesh, device, choice.states)
-    late = plan.offload.delayed_after is not None and bool(plan.offload.tier("optimizer"))
+    late = plan.offload.late
     step = simulate_step(history.program, update.program if update is not None else None, costs, late)
     peaks = [sum(f.peak.values()) for f in step.programs]
     peaks[0] += outsides.at(choice.states).held

@@ -6,6 +6,7 @@ goes to stderr whole, without a traceback. Any other exception is a bug of zgrap
 
 from __future__ import annotations
 
+import errno
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,11 @@ class _Commands(TyperGroup):
         except ZgraphError as error:
             typer.echo(f"zgraph: {error}", err=True)
             raise typer.Exit(USAGE_ERROR) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                raise
+            typer.echo(f"zgraph: the output can't be written: {error.strerror}", err=True)
+            raise typer.Exit(USAGE_ERROR) from error
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)  # in the order of their registration
@@ -50,8 +56,8 @@ app = typer.Typer(
     help="A compiler for training steps. These commands look at what it makes of a model, on CPU, for any"
     " number of ranks, without starting any.",
     epilog="TARGET is 'package.module:factory', a callable that returns (model, inputs); hf:DIR, a folder with a"
-    " transformers config.json; the name of an example, such as train_lm; or a bundle, the folder that a run writes with"
-    " ZGRAPH_BUNDLE=FOLDER set. Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or an error.",
+    " transformers config.json; the name of an example, such as train_lm; or, where programs are looked at, a bundle: the folder that a run"
+    " writes with ZGRAPH_BUNDLE=FOLDER set. Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or an error.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zgraph.cli.options import BatchOption, JsonOption, OutputOption, PlanOption, TargetArgument, WorldOption
+from zgraph.cli.options import BatchOption, JsonOption, ModelArgument, OutputOption, PlanOption, WorldOption
 from zgraph.cli.output import CHECK_FAILED, give, progress, table
 from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world
 from zgraph.cli.verify import global_batch
@@ -18,7 +18,7 @@ SHOWN = 5  # tensors and nodes of a kind, in the text
 
 
 def bisect(
-    target: TargetArgument,
+    target: ModelArgument,
     plan: PlanOption = None,
     world: WorldOption = None,
     batch: BatchOption = None,

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from zgraph.cli.options import JsonOption, PlanOption, TargetArgument
-from zgraph.cli.targets import load_plan, load_target
+from zgraph.cli.options import JsonOption, ModelArgument, PlanOption
+from zgraph.cli.targets import load_plan, load_target, refuse_bundle
 
 
 def calibrate(
-    target: TargetArgument,
+    target: ModelArgument,
     out: Annotated[
         Path, typer.Option("-o", "--out", "--output", metavar="FILE.json", help="Where to write.", show_default=False)
     ],
@@ -24,6 +24,7 @@ def calibrate(
 
     Under torchrun on all ranks, which measure together: torchrun --nproc-per-node 2 -m zgraph calibrate TARGET …
     """
+    refuse_bundle(target, "calibrate")
     the_plan = load_plan(plan)
     found = load_target(target)
 

@@ -10,9 +10,9 @@ from zgraph.cli.options import (
     BatchOption,
     HardwareOption,
     JsonOption,
+    ModelArgument,
     OutputOption,
     PlanOption,
-    TargetArgument,
     WorldOption,
 )
 from zgraph.cli.output import CHECK_FAILED, give, progress
@@ -28,7 +28,7 @@ LEVELS = ("error", "warning", "note")
 
 
 def check(
-    target: TargetArgument,
+    target: ModelArgument,
     plan: PlanOption = None,
     world: WorldOption = None,
     hardware: HardwareOption = None,

@@ -19,13 +19,15 @@ from zgraph.cli.options import (
     WorldOption,
 )
 from zgraph.cli.output import give, table
-from zgraph.cli.targets import look, way_of
+from zgraph.cli.targets import bundle_folder, look, way_of
 from zgraph.units import milliseconds, shown_bytes
 
 if TYPE_CHECKING:
     from zgraph.inspection.diff import Difference, Row
+    from zgraph.inspection.inspection import Inspection
 
 SHOWN = 10  # nodes of a kind, in the text
+STEP = ("world", "seconds", "exposed", "peak")
 
 
 def diff(
@@ -61,26 +63,51 @@ def diff(
 
     if other is not None and to_plan is not None:
         raise typer.BadParameter("a second target or --to-plan, not both")
-    first = way_of(look(target, plan, world, hardware, batch), program, update)
+
+    def seen(name: str, by: Path | None) -> Inspection:
+        """One of two targets; what a bundle has no use for is for the other one."""
+        own = (None, None, None, None) if other is not None and bundle_folder(name) else (by, world, hardware, batch)
+        return look(name, *own)
+
+    found = seen(target, plan)
+    first = way_of(found, program, update)
     if other is None and to_plan is None:
-        one, two = (
-            first.snapshots[0] if before is None else first.after(before),
-            first.last if after is None else first.after(after),
-        )
-        names = one.name, two.name
-    else:
-        second = way_of(
-            look(other or target, to_plan if to_plan is not None else plan, world, hardware, batch), program, update
-        )
-        one = first.last if before is None else first.after(before)
-        two = second.last if after is None else second.after(after)
-        names = (target, other) if other is not None else (str(plan or "the default plan"), str(to_plan))
-    found = compare(one, two, names)
-    give(found.to_json(), text_of(found, None if every else SHOWN), as_json, output)
+        one = first.snapshots[0] if before is None else first.after(before)
+        two = first.last if after is None else first.after(after)
+        made = compare(one, two)
+        give(made.to_json(), text_of(made, first.name, None if every else SHOWN), as_json, output)
+        return
+    against = seen(other or target, to_plan if to_plan is not None else plan)
+    second = way_of(against, program, update)
+    one = first.last if before is None else first.after(before)
+    two = second.last if after is None else second.after(after)
+    names = (target, other) if other is not None else (str(plan or "the default plan"), str(to_plan))
+    made = compare(one, two, names)
+    steps = {"before": _step(found), "after": _step(against)}
+    data = made.to_json() | {"steps": {key: dict(zip(STEP, row, strict=True)) for key, row in steps.items()}}
+    whole = table(("whole step", *names), _rows(steps["before"], steps["after"]))
+    text = f"{whole}\n\n{text_of(made, first.name, None if every else SHOWN)}"
+    give(data, text, as_json, output)
 
 
-def text_of(found: Difference, shown: int | None) -> str:
-    """The difference for people, with so many nodes of each kind by name."""
+def _step(found: Inspection) -> tuple[int, float, float, int]:
+    """Ranks, seconds, exposed seconds and bytes at the peak of a whole step, with its update and what is held besides."""
+    from zgraph.inspection.memory import peak_of
+
+    return found.world, found.forecast.seconds, found.forecast.exposed, peak_of(found).bytes
+
+
+def _rows(a: tuple[int, float, float, int], b: tuple[int, float, float, int]) -> list[tuple[str, str, str]]:
+    return [
+        ("ranks", str(a[0]), str(b[0])),
+        ("time", milliseconds(a[1]), milliseconds(b[1])),
+        ("exposed", milliseconds(a[2]), milliseconds(b[2])),
+        ("peak", shown_bytes(a[3]), shown_bytes(b[3])),
+    ]
+
+
+def text_of(found: Difference, program: str, shown: int | None) -> str:
+    """The difference for people, with so many nodes of each kind by name. Its figures are those of the `program` alone."""
     a, b = found.figures
     rows = [
         ("nodes", *map(str, found.nodes), f"{found.nodes[1] - found.nodes[0]:+}"),
@@ -88,7 +115,7 @@ def text_of(found: Difference, shown: int | None) -> str:
         ("exposed", milliseconds(a.exposed), milliseconds(b.exposed), f"{(b.exposed - a.exposed) * 1e3:+.3f} ms"),
         ("peak", shown_bytes(a.peak), shown_bytes(b.peak), _signed(b.peak - a.peak)),
     ]
-    lines = [table(("", found.before, found.after, "change"), rows)]
+    lines = [table((f"{program} alone", found.before, found.after, "change"), rows)]
     if found.empty:
         return "\n".join([*lines, "", "the programs are the same"])
     gone, came = found.bytes

@@ -98,12 +98,18 @@ def dump(
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the program that a plan makes of a model, as Python."""
+    """Print the program that a plan makes of a model: readable text, or a form for other tools."""
     form = Format.JSON if as_json else form
     if filter is not None and form not in (Format.TEXT, Format.DOT):
         raise typer.BadParameter(f"--format {form} is of whole programs: leave out --filter")
     if changed is not None and form is not Format.TEXT:
         raise typer.BadParameter(f"--print-changed is text: leave out --format {form}")
+    if changed is not None and after is not None:
+        raise typer.BadParameter("--print-changed is of every pass: leave out --after")
+    if changed is Changed.DIFF and filter is not None:
+        raise typer.BadParameter("--print-changed=diff is of whole programs: leave out --filter")
+    if update and program is not None:
+        raise typer.BadParameter("--update or --program, not both")
     if form is Format.BUNDLE and (output is None or after is not None):
         raise typer.BadParameter("--format bundle is of all passes, and needs -o FOLDER")
     wanted = [name for name in (after, stop_after, *(disable or ())) if name is not None]

@@ -12,6 +12,7 @@ from zgraph.cli.options import (
     JsonOption,
     OutputOption,
     PlanOption,
+    ProgramOption,
     TargetArgument,
     WorldOption,
 )
@@ -32,6 +33,7 @@ def explain(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    program: ProgramOption = None,
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -41,5 +43,5 @@ def explain(
     from zgraph.inspection.explain import MISSED
     from zgraph.inspection.explain import explain as run
 
-    found = run(look(target, plan, world, hardware, batch), what or MISSED)
+    found = run(look(target, plan, world, hardware, batch, program=program), MISSED if missed else str(what))
     give(found.to_json(), str(found), as_json, output)

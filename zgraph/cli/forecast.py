@@ -14,11 +14,13 @@ from zgraph.cli.options import (
     JsonOption,
     OutputOption,
     PlanOption,
+    ProgramOption,
     TargetArgument,
     WorldOption,
 )
 from zgraph.cli.output import give
 from zgraph.cli.targets import load_plan, load_target, look, resolve_world, with_hardware
+from zgraph.units import shown_bytes
 
 if TYPE_CHECKING:
     from zgraph.passes.simulator import Forecast
@@ -30,6 +32,7 @@ def forecast(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    program: ProgramOption = None,
     symbolic: Annotated[
         bool, typer.Option("--symbolic", help="Formulas in the world, the batch and the sequence length.")
     ] = False,
@@ -45,17 +48,22 @@ def forecast(
     if symbolic:
         _symbolic(target, plan, world, hardware, batch, output, as_json)
         return
-    found = look(target, plan, world, hardware, batch)
+    from zgraph.inspection.memory import peak_of
+
+    found = look(target, plan, world, hardware, batch, program=program)
     step, costs = found.forecast, found.costs
+    peak = peak_of(found)
     head = f"{found.world} rank(s) of {costs.hardware.name}{'' if costs.hardware.measured else ', at data-sheet rates'}"
     data = {
         "world": found.world,
         "hardware": found.hardware,
         "seconds": step.seconds,
         "exposed": step.exposed,
-        "programs": [_row(f) for f in step.programs],
+        "peak": peak.bytes,
+        "programs": [_row(f, runs) for f, runs in step.times()],
     }
-    give(data, f"{head}\n{step}", as_json, output)
+    held = f"peak: {shown_bytes(peak.bytes)} in {peak.program}, with what is held besides it"
+    give(data, f"{head}\n{step}\n{held}", as_json, output)
 
 
 def _symbolic(
@@ -84,9 +92,10 @@ def _symbolic(
     give(data, f"{made}\n\nat world {ranks}, {made.sizes}: {here}", as_json, output)
 
 
-def _row(made: Forecast) -> dict[str, Any]:
+def _row(made: Forecast, runs: int) -> dict[str, Any]:
     return {
         "name": made.program,
+        "runs": runs,
         "seconds": made.seconds,
         "busy": made.busy,
         "exposed": made.exposed,

@@ -13,6 +13,7 @@ from zgraph.cli.options import (
     JsonOption,
     OutputOption,
     PlanOption,
+    ProgramOption,
     TargetArgument,
     WorldOption,
 )
@@ -33,6 +34,7 @@ def memory(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    program: ProgramOption = None,
     bounds: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,26 +49,22 @@ def memory(
     as_json: JsonOption = False,
 ) -> None:
     """Forecast the peak of a step: when it is, and who holds it, by category and module."""
-    from zgraph.inspection.memory import data_of, parse_bound, peak_of, size_for
+    from zgraph.inspection.memory import data_of, parse_bound, peak_of
 
-    wanted = [
-        (text, parse_bound(text)) for text in bounds or ()
-    ]  # (a bound that says nothing is refused before the capture)
-    found = look(target, plan, world, hardware, batch)
-    peak = peak_of(found)
-    sizes = [(text, bound, size_for(bound, found, peak)) for text, bound in wanted]
-    checks = [{"bound": text, "bytes": size, "holds": bound.holds(size)} for text, bound, size in sizes]
+    wanted = [(text, parse_bound(text)) for text in bounds or ()]  # (what says nothing is refused before the capture)
+    found = look(target, plan, world, hardware, batch, program=program)
+    checked = [(text, bound, peak_of(found, category=bound.category)) for text, bound in wanted]
+    checks = [{"bound": text, "bytes": at.bytes, "holds": bound.holds(at.bytes)} for text, bound, at in checked]
     if visualiser is not None:
         from zgraph.inspection.memory_viz import pickle_of
 
         write_file(pickle_of(found), visualiser)
-    give(data_of(found) | {"checks": checks}, text_of(found, peak), as_json, output)
-    failed = [(text, bound, size) for text, bound, size in sizes if not bound.holds(size)]
-    for text, bound, size in failed:
-        typer.echo(
-            f"zgraph: {text} does not hold: {shown_bytes(size)}, {shown_bytes(size - bound.bytes)} too much", err=True
-        )
-        for holder in peak.holders[:TOP]:
+    give(data_of(found) | {"checks": checks}, text_of(found, peak_of(found)), as_json, output)
+    failed = [(text, bound, at) for text, bound, at in checked if not bound.holds(at.bytes)]
+    for text, bound, at in failed:
+        over = shown_bytes(at.bytes - bound.bytes)
+        typer.echo(f"zgraph: {text} does not hold: {shown_bytes(at.bytes)}, {over} too much", err=True)
+        for holder in at.holders[:TOP]:
             typer.echo(f"  {holder.node}: {shown_bytes(holder.bytes)} of {holder.category}, {holder.module}", err=True)
     if failed:
         raise typer.Exit(CHECK_FAILED)
@@ -80,7 +78,7 @@ def text_of(found: Inspection, peak: Peak) -> str:
     if measured:
         lines.append(f"measured {shown_bytes(measured)} in a step ({(peak.bytes - measured) / measured:+.1%} forecast)")
     for name, sizes in (("category", peak.categories), ("module", dict(list(peak.modules.items())[:15]))):
-        rows = [(key, shown_bytes(size), f"{size / peak.bytes:.1%}") for key, size in sizes.items()]
+        rows = [(key, shown_bytes(size), f"{size / max(peak.bytes, 1):.1%}") for key, size in sizes.items()]
         lines += ["", table((name, "bytes", "share"), rows)]
     held = [(h.node, h.type, shown_bytes(h.bytes), h.category, h.module, _short(h.source)) for h in peak.holders[:15]]
     lines += ["", table(("largest", "type", "bytes", "category", "module", "line"), held)]

@@ -15,6 +15,12 @@ TargetArgument = Annotated[
         show_default=False,
     ),
 ]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET", help="A model: package.module:factory, hf:DIR, or an example's name.", show_default=False
+    ),
+]
 PlanOption = Annotated[
     Path | None,
     typer.Option("--plan", metavar="FILE", help="A plan as TOML, YAML or JSON. [default: Plan()]"),

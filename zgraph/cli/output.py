@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,12 @@ def use_color(stream: Any) -> bool:
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[None]:
-    """While this lasts, a terminal sees what is being done."""
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """While this lasts, a terminal sees what is being done; what it yields is told of each part."""
     if not sys.stderr.isatty():
-        yield
+        yield lambda part: None
         return
     from rich.console import Console
 
-    with Console(stderr=True, no_color=not use_color(sys.stderr)).status(f"{what} …"):
-        yield
+    with Console(stderr=True, no_color=not use_color(sys.stderr)).status(f"{what} …") as status:
+        yield lambda part: status.update(f"{what}: {part} …")

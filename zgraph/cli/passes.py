@@ -37,6 +37,10 @@ def passes(
 ) -> None:
     """List the passes that a plan runs, in order, and what they missed."""
     if target is None:
+        if given := [
+            f"--{name}" for name, value in (("hw", hardware), ("batch", batch), ("program", program)) if value
+        ]:
+            raise typer.BadParameter(f"{', '.join(given)}: only with a TARGET")
         the_plan = load_plan(plan)
         ranks = resolve_world(the_plan, world)
 

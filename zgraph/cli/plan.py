@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zgraph.cli.options import BatchOption, HardwareOption, JsonOption, TargetArgument, WorldOption
+from zgraph.cli.options import BatchOption, HardwareOption, JsonOption, ModelArgument, WorldOption
 from zgraph.cli.output import CHECK_FAILED, give, progress, table
 from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world, with_hardware
 from zgraph.errors import TargetError
@@ -15,10 +15,13 @@ from zgraph.units import milliseconds, shown_bytes
 
 if TYPE_CHECKING:
     from zgraph.inspection.plans import Evaluation
+    from zgraph.plan import Plan
+
+SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
 def plan(
-    target: TargetArgument,
+    target: ModelArgument,
     plans: Annotated[
         list[Path] | None,
         typer.Option(
@@ -52,35 +55,32 @@ def plan(
     refuse_bundle(target, "plan")
     if search and len(plans or ()) > 1:
         raise typer.BadParameter("--search begins from one plan")
-    from zgraph.inspection.plans import evaluate, limit_of
-    from zgraph.inspection.plans import search as run
+    if output is not None and output.suffix not in SUFFIXES:
+        raise typer.BadParameter(
+            f"a plan is written as {', '.join(SUFFIXES)}, not {output.suffix or 'without a suffix'}"
+        )
+    from zgraph.inspection import plans as kinds
 
     paths: list[Path | None] = list(plans) if plans else [None]
     given = {str(path or "the default plan"): with_hardware(load_plan(path), hardware) for path in paths}
+    limit = _bytes(budget) if budget is not None else None
+    ranks = _ranks(given, world)
     found = load_target(target, batch)
     rows: list[Evaluation] = []
     for name, one in given.items():
-        ranks = resolve_world(one, world)
-        limit = _bytes(budget) if budget is not None else limit_of(one)
-        with progress(f"evaluating {name}"):
-            rows += (
-                run(found.model, found.inputs, one, ranks, limit)
-                if search
-                else [evaluate(found.model, found.inputs, one, ranks, name)]
-            )
-    ranked = sorted(rows, key=lambda e: (not e.fits(limit), e.seconds, e.peak))
-    best = ranked[0] if ranked[0].fits(limit) else None
-    lines = [
-        table(
-            ("plan", "step", "exposed", "peak", "fits", "of the best"),
-            [_row(e, limit, best) for e in ranked],
-        ),
-        "",
-        f"within {shown_bytes(limit)} on {ranks} rank(s) of {ranked[0].plan.hardware}: "
-        + (f"{best.name} is the fastest" if best else "none fits"),
-    ]
+        with progress(f"evaluating {name}") as say:
+            if search:
+                rows += kinds.search(found.model, found.inputs, one, ranks, limit or kinds.limit_of(one), say)
+            else:
+                rows.append(kinds.evaluate(found.model, found.inputs, one, ranks, name, limit))
+    ranked = kinds.ranked(rows)
+    best = ranked[0] if ranked[0].fits else None
+    head = ("plan", "step", "exposed", "peak", "of", "fits", "to the best")
+    lines = [table(head, [_row(e, best) for e in ranked]), ""]
+    where = f"on {ranks} rank(s) of {ranked[0].plan.hardware}"
+    lines.append(f"{where}, {best.name} is the fastest that fits" if best else f"{where}, none fits")
     lines += [f"{e.name}: {e.problem}" for e in ranked if e.problem]
-    data = {"world": ranks, "limit": limit, "best": best.name if best else None, "plans": [e.to_json() for e in ranked]}
+    data = {"world": ranks, "best": best.name if best else None, "plans": [e.to_json() for e in ranked]}
     give(data, "\n".join(lines), as_json, None)
     if best is None:
         raise typer.Exit(CHECK_FAILED)
@@ -89,12 +89,24 @@ def plan(
         typer.echo(f"wrote {output}", err=True)
 
 
-def _row(found: Evaluation, limit: int, best: Evaluation | None) -> tuple[str, ...]:
+def _ranks(given: dict[str, Plan], world: int | None) -> int:
+    """The number of ranks that all plans are compared for. Raises `TargetError` where their meshes are of different ones."""
+    if world is not None:
+        return world
+    found = {name: resolve_world(plan, None) for name, plan in given.items()}
+    if len(set(found.values())) > 1:
+        shown = ", ".join(f"{name} for {ranks}" for name, ranks in found.items())
+        raise TargetError("the plans are for different numbers of ranks", why=shown, hint="--world N")
+    return next(iter(found.values()))
+
+
+def _row(found: Evaluation, best: Evaluation | None) -> tuple[str, ...]:
     if not found.possible:
-        return (found.name, "", "", "", "no", "")
-    ratio = f"{found.seconds / best.seconds:.2f}" if best else ""
+        return (found.name, "", "", "", shown_bytes(found.limit), "no", "")
+    ratio = f"{found.seconds / best.seconds:.2f}" if best and best.seconds else ""
     times = milliseconds(found.seconds), milliseconds(found.exposed)
-    return (found.name, *times, shown_bytes(found.peak), "yes" if found.fits(limit) else "no", ratio)
+    sizes = shown_bytes(found.peak), shown_bytes(found.limit)
+    return (found.name, *times, *sizes, "yes" if found.fits else "no", ratio)
 
 
 def _bytes(text: str) -> int:

@@ -9,6 +9,7 @@ train_lm                  an example of a source checkout, found from the curren
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -94,9 +95,11 @@ def look(
     batch: str | None = None,
     *,
     edit: Edit | None = None,
+    program: str | None = None,
 ) -> Inspection:
     """The step that a target's text stands for: what the plan makes of a model, or what lies in a bundle. Raises what finding and
-    capturing raise, and `TargetError` for options that a bundle has no use for: it is of one plan, world and hardware."""
+    capturing raise, `TargetError` for a `program` that there is none of, and for options that a bundle has no use for: it is of one plan,
+    world and hardware."""
     folder = bundle_folder(text)
     if folder is not None:
         given = [
@@ -114,15 +117,15 @@ def look(
             )
         from zgraph.inspection.bundle import read
 
-        return read(folder)
+        return read(folder).only(program)
     the_plan = with_hardware(load_plan(plan), hardware)
     ranks = resolve_world(the_plan, world)
     target = load_target(text, batch)
 
-    from zgraph.inspection.inspection import of_model
+    from zgraph.inspection.making import of_model
 
     with progress(f"compiling {text} for {ranks} ranks"):
-        return of_model(target.model, the_plan, target.inputs, ranks, origin=text, edit=edit)
+        return of_model(target.model, the_plan, target.inputs, ranks, origin=text, edit=edit).only(program)
 
 
 def way_of(found: Inspection, program: str | None, update: bool) -> Way:
@@ -180,7 +183,8 @@ def _module(name: str, target: str) -> ModuleType:
     if not name:
         raise TargetError(f"target {target!r} names no module", hint="write package.module:factory")
     try:
-        return importlib.import_module(name)
+        with contextlib.redirect_stdout(sys.stderr):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if not (name == missing or name.startswith(missing + ".")):
@@ -189,9 +193,11 @@ def _module(name: str, target: str) -> ModuleType:
             f"there is no module {missing!r}",
             where=f"target {target!r}",
             why="it is neither installed nor in the current directory",
-            hint=did_you_mean(missing, _siblings(missing)),
+            hint=f"write {name.removesuffix('.py')}:…"
+            if name.endswith(".py")
+            else did_you_mean(missing, _siblings(missing)),
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failed(name, error) from error
 
 
@@ -223,8 +229,9 @@ def _example(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with contextlib.redirect_stdout(sys.stderr):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _import_failed(name, error) from error
     return module
@@ -272,8 +279,9 @@ def _call(factory: Callable[[], Any], target: str) -> Target:
 
     hint = "return (model, inputs): an nn.Module, and a tuple of args or a dict of kwargs"
     try:
-        made = factory()
-    except Exception as error:
+        with contextlib.redirect_stdout(sys.stderr):  # (stdout is for the answer)
+            made = factory()
+    except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
         raise TargetError(f"target {target!r} failed", where=_frame(error), why=why) from error
     if not isinstance(made, tuple) or len(made) != 2:
@@ -286,7 +294,7 @@ def _call(factory: Callable[[], Any], target: str) -> Target:
     return Target(model, inputs)
 
 
-def _import_failed(name: str, error: Exception) -> TargetError:
+def _import_failed(name: str, error: BaseException) -> TargetError:
     why = f"{type(error).__name__}: {error}"
     return TargetError(f"module {name!r} can't be imported", where=_frame(error), why=why)
 

@@ -14,6 +14,7 @@ from zgraph.cli.options import (
     JsonOption,
     OutputOption,
     PlanOption,
+    ProgramOption,
     TargetArgument,
     WorldOption,
 )
@@ -31,6 +32,7 @@ def timeline(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    program: ProgramOption = None,
     ranks: Annotated[
         int, typer.Option("--ranks", metavar="N", min=1, help="Show the first N ranks: they run alike.")
     ] = 1,
@@ -47,7 +49,7 @@ def timeline(
 
     With --against it prints what each node was to take beside what a profile says it took.
     """
-    found = look(target, plan, world, hardware, batch)
+    found = look(target, plan, world, hardware, batch, program=program)
     if ranks > found.world:
         raise typer.BadParameter(f"there are {found.world} ranks, not {ranks}")
     if against is None:
@@ -58,16 +60,17 @@ def timeline(
     from zgraph.inspection.against import beside
 
     made = beside(found, read_profile(against))
+    worst = sorted(made.rows, key=lambda row: -abs(row.measured - row.forecast))[:SHOWN]
     rows = [
         (
             row.node,
             row.operator,
             milliseconds(row.forecast),
-            milliseconds(row.measured) if row.measured is not None else "",
-            f"{row.measured / row.forecast:.2f}" if row.measured is not None and row.forecast else "",
+            milliseconds(row.measured),
+            f"{row.measured / row.forecast:.2f}" if row.forecast else "",
             row.module,
         )
-        for row in sorted(made.rows, key=lambda r: -abs((r.measured or r.forecast) - r.forecast))[:SHOWN]
+        for row in worst
     ]
     lines = [str(made), "", table(("node", "operator", "forecast", "measured", "ratio", "module"), rows)]
     give(made.to_json(), "\n".join(lines), as_json, output)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from zgraph.cli.options import JsonOption, OutputOption, PlanOption, TargetArgument, WorldOption
+from zgraph.cli.options import JsonOption, ModelArgument, OutputOption, PlanOption, WorldOption
 from zgraph.cli.output import CHECK_FAILED, give, progress
-from zgraph.cli.targets import load_plan, load_target, resolve_world
+from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world
 
 if TYPE_CHECKING:
     from zgraph.compiler import Inputs
 
 
 def verify(
-    target: TargetArgument,
+    target: ModelArgument,
     plan: PlanOption = None,
     world: WorldOption = None,
     output: OutputOption = None,
@@ -27,6 +27,7 @@ def verify(
 
     Exits with 1 if they differ by more than rounding.
     """
+    refuse_bundle(target, "verify")
     the_plan = load_plan(plan)
     ranks = resolve_world(the_plan, world)
     found = load_target(target)

@@ -1,9 +1,9 @@
 """The simulated step beside a PyTorch profile of a real run, node by node.
 
-A run marks each of its programs in a profile ("zgraph:train0.forward"). Inside such a range the operators that ran are in the program's
-order, so the n-th `aten::mm` is the n-th node that calls it. What Inductor fused has no operator of its own in a profile: of a range, what no
-operator took is set beside all of its other nodes together. On CUDA an operator's time is that of the kernels that it launched. Times are
-medians over the runs that the profile has.
+A run marks each of its programs in a profile ("zgraph:train0.forward"). Inside such a range the operators that ran are in the
+program's order, so the n-th `aten::mm` is the n-th node that calls it. What Inductor fused has no operator of its own in a profile: of
+a range, what no operator took is set beside all of its other nodes together. Operators that the program lacks are told. On CUDA an
+operator's time is that of the kernels that it launched. Times are medians over the runs that the profile has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,36 +28,43 @@ from zgraph.units import milliseconds
 
 _RANGE = re.compile(r"zgraph:([a-z]+)\d*(?:\.\d+)?(?:\.(forward|backward|ahead\d*|\d+))?$")
 _CALL = "## Call CompiledFxGraph"
+_QUIET = {
+    f"aten::{name}"
+    for name in ("t", "transpose", "view", "reshape", "expand", "as_strided", "empty", "empty_strided", "detach")
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A node, or the fused nodes of a range: seconds that were forecast, and that were measured (None where the profile lacks it)."""
+    """A node, or the `fused` nodes of a range that have no operator of their own in the profile, taken together: seconds that were
+    forecast, and that were measured."""
 
     node: str
     operator: str
     module: str
     forecast: float
-    measured: float | None
+    measured: float
+    fused: int = 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, and for each range (name, seconds forecast, seconds measured, runs)."""
+    """All rows; for each range (name, seconds forecast, seconds measured, runs); and how often operators ran of which a range's program has
+    no node, or fewer: many of them say that the profile is of another program."""
 
     rows: tuple[Row, ...]
     ranges: tuple[tuple[str, float, float, int], ...]
-
-    @property
-    def matched(self) -> int:
-        return sum(row.measured is not None for row in self.rows)
+    strange: dict[str, int]
 
     def __str__(self) -> str:
-        lines = [f"{self.matched} of {len(self.rows)} rows are in the profile"]
+        alone, fused = sum(not row.fused for row in self.rows), sum(row.fused for row in self.rows)
+        lines = [f"{alone} nodes are in the profile; {fused} others are taken together, by range"]
+        if self.strange:
+            shown = ", ".join(f"{name} ({count} times)" for name, count in list(self.strange.items())[:5])
+            lines.append(f"in the profile, and not in the programs: {shown}: is it of this model and plan?")
         lines += [
-            f"{name}: forecast {milliseconds(ahead)}, measured {milliseconds(took)} ({took / ahead:.2f} times), {runs} run(s)"
-            if ahead
-            else f"{name}: measured {milliseconds(took)}, {runs} run(s)"
+            f"{name}: forecast {milliseconds(ahead)}, measured {milliseconds(took)}"
+            f"{f' ({took / ahead:.2f} times)' if ahead else ''}, {runs} run(s)"
             for name, ahead, took, runs in self.ranges
         ]
         return "\n".join(lines)
@@ -67,6 +74,7 @@ class Comparison:
         return {
             "rows": [asdict(row) for row in self.rows],
             "ranges": [dict(zip(keys, row, strict=True)) for row in self.ranges],
+            "strange": self.strange,
         }
 
 
@@ -89,6 +97,7 @@ def beside(inspection: Inspection, profile: dict[str, Any]) -> Comparison:
         )
     rows: list[Row] = []
     ranges: list[tuple[str, float, float, int]] = []
+    strange: Counter[str] = Counter()
     for name, found in runs.items():
         nodes, forecast = _nodes(inspection, name)
         if not nodes or forecast is None:
@@ -96,7 +105,8 @@ def beside(inspection: Inspection, profile: dict[str, Any]) -> Comparison:
         expected = _expected(nodes, forecast)
         rows += _rows(name, nodes, expected, found)
         ranges.append((name, sum(expected.values()), statistics.median(r.seconds for r in found), len(found)))
-    return Comparison(tuple(rows), tuple(ranges))
+        strange += _strange(nodes, found[0])
+    return Comparison(tuple(rows), tuple(ranges), dict(strange.most_common()))
 
 
 # -- the profile ------------------------------------------------------------------------------------------------------------
@@ -216,6 +226,16 @@ def _expected(nodes: list[fx.Node], forecast: Forecast) -> dict[str, float]:
     return found
 
 
+def _strange(nodes: list[fx.Node], run: _Run) -> Counter[str]:
+    """How often operators ran of which there are fewer nodes. (Views and allocations are in no program, or are folded into it.)"""
+    ran = Counter(operator for operator, _ in run.operators)
+    known = Counter(_event_name(node) for node in nodes)
+    quiet = {_event_name(n) for n in nodes if not computes(n)} | _QUIET
+    return Counter(
+        {name: count - known[name] for name, count in ran.items() if count > known[name] and name not in quiet}
+    )
+
+
 def _rows(name: str, nodes: list[fx.Node], expected: dict[str, float], runs: list[_Run]) -> list[Row]:
     """Each node beside its operator's occurrence; what is left of the range beside the nodes that have none."""
     by_operator: dict[str, list[fx.Node]] = defaultdict(list)
@@ -239,7 +259,7 @@ def _rows(name: str, nodes: list[fx.Node], expected: dict[str, float], runs: lis
     if rest:
         left = statistics.median(max(0.0, run.seconds - sum(t for _, t in run.operators)) for run in runs)
         ahead = sum(expected[n.name] for n in rest)
-        rows.append(Row(f"({len(rest)} fused nodes of {name})", "fused kernels", "", ahead, left))
+        rows.append(Row(f"({len(rest)} others of {name})", "", "", ahead, left, len(rest)))
     return rows
 
 

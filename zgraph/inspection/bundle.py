@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 from zgraph._version import __version__
 from zgraph.errors import BundleError
 from zgraph.inspection.inspection import Inspection, Way
-from zgraph.inspection.snapshot import Snapshot, of_file
+from zgraph.inspection.snapshot import FACTS, RUN_FACTS, Figures, Snapshot, of_file
 
 FORMAT = 1
 HEAD = "bundle.json"
-
-
-def is_bundle(folder: Path) -> bool:
-    """Is this a folder that a bundle may lie in?"""
-    return (folder / HEAD).exists() or folder.is_dir()
+REMARK = ("made_by", "node", "what", "why", "seconds", "remedy", "text")
 
 
 def write(inspection: Inspection, folder: Path, written: set[str] | None = None, *, views: bool = True) -> None:
@@ -42,6 +39,8 @@ def write(inspection: Inspection, folder: Path, written: set[str] | None = None,
     written = set() if written is None else written
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not written:
+            _clear(folder)
         for way in inspection.ways.values():
             if way.name not in written:
                 _write_way(way, folder)
@@ -53,6 +52,18 @@ def write(inspection: Inspection, folder: Path, written: set[str] | None = None,
         aside.replace(folder / HEAD)
     except OSError as error:
         raise BundleError("the bundle can't be written", where=str(folder), why=error.strerror) from error
+
+
+def _clear(folder: Path) -> None:
+    """Take an earlier bundle away, its head first: what is half written has none."""
+    try:
+        names = [str(row["name"]) for row in _read_head(folder)["programs"]]
+    except (BundleError, LookupError, TypeError):
+        names = []
+    (folder / HEAD).unlink(missing_ok=True)
+    for name in names:
+        if Path(name).name == name:  # (a folder of the bundle's own)
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _views(inspection: Inspection) -> dict[str, str]:
@@ -74,10 +85,12 @@ def read(folder: Path) -> Inspection:
     head = _read_head(folder)
     try:
         ways = {row["name"]: _way(row, folder) for row in head["programs"]}
-        return Inspection(
-            str(folder), int(head["world"]), ways, dict(head["plan"]), dict(head["hardware"]), dict(head["measured"])
-        )
-    except (LookupError, TypeError, ValueError) as error:
+        measured = {key: _number(value) for key, value in head["measured"].items()}
+        if not ways:
+            raise ValueError("it has no programs")
+        plan, hardware = dict(head["plan"]), dict(head["hardware"])
+        return Inspection(str(folder), int(head["world"]), ways, plan, hardware, bool(head["late"]), measured)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise BundleError(
             "the bundle is damaged",
             where=str(folder / HEAD),
@@ -132,6 +145,8 @@ def _head(inspection: Inspection) -> dict[str, Any]:
         {
             "name": way.name,
             "kind": way.kind,
+            "step": way.step,
+            "runs": way.runs,
             "held": way.held,
             "remarks": way.remarks,
             "passes": [
@@ -149,13 +164,33 @@ def _head(inspection: Inspection) -> dict[str, Any]:
         "world": inspection.world,
         "plan": inspection.plan_data,
         "hardware": inspection.hardware,
+        "late": inspection.late,
         "measured": inspection.measured,
         "programs": programs,
     }
 
 
 def _way(row: dict[str, Any], folder: Path) -> Way:
-    passes = [of_file(p["facts"], p["figures"], folder / p["file"]) for p in row["passes"]]
+    passes = [of_file(_facts(p["facts"]), _figures(p["figures"]), folder / p["file"]) for p in row["passes"]]
     if not passes:
         raise ValueError(f"program {row['name']!r} has no passes")
-    return Way(row["name"], row["kind"], passes, int(row["held"]), row["remarks"])
+    remarks = [{key: (float if key == "seconds" else str)(r[key]) for key in REMARK} for r in row["remarks"]]
+    name, kind = str(row["name"]), str(row["kind"])
+    return Way(name, kind, passes, int(row["held"]), remarks, str(row["step"]), int(row["runs"]))
+
+
+def _facts(facts: dict[str, Any]) -> dict[str, Any]:
+    missing = [key for key in (*FACTS, *RUN_FACTS) if key not in facts]
+    if missing:
+        raise ValueError(f"a pass lacks {', '.join(missing)}")
+    return facts
+
+
+def _figures(figures: dict[str, Any]) -> Figures:
+    return Figures(float(figures["seconds"]), float(figures["exposed"]), int(figures["peak"]))
+
+
+def _number(value: Any) -> float | int | None:
+    if value is not None and not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is no number")
+    return value

@@ -21,7 +21,7 @@ from torch.nn import Embedding, EmbeddingBag
 from zgraph import casts, planfile
 from zgraph.compiler import captured_program, placed_for, split_inputs
 from zgraph.errors import OffloadError, PlanError, ZgraphError
-from zgraph.inspection.inspection import of_model
+from zgraph.inspection.making import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.plans import RESERVE, rows_of
 from zgraph.memory import host_free

@@ -24,12 +24,35 @@ _SIZES = {
     "uint32": 4,
     "uint64": 8,
 }
+_VIEWS = {
+    f"aten.{name}"
+    for name in (
+        "alias",
+        "as_strided",
+        "detach",
+        "diagonal",
+        "expand",
+        "permute",
+        "select.int",
+        "slice.Tensor",
+        "squeeze",
+    )
+} | {
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "aten.t",
+    "aten.transpose.int",
+    "aten.unsqueeze",
+    "aten.view",
+    "operator.getitem",
+}
 _HALF = ("float16", "bfloat16", "int16", "uint16")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A node as the difference shows it: its operator, the bytes of its value, what it is for and whose it is."""
+    """A node as the difference shows it: its operator, the bytes that it makes (none, if it only waits for others' or looks at
+    them), what it is for and whose it is."""
 
     name: str
     operator: str
@@ -111,10 +134,10 @@ def row_of(row: dict[str, Any]) -> Row:
     """A node of a program in JSON."""
     record = row.get("info", {})
     of = record.get("param") or record.get("module") or ""
-    operator = row["target"] if row["op"] == "call_function" else row["op"]
-    return Row(
-        row["name"], operator.removesuffix(".default"), bytes_of(row.get("val")), record.get("role", "compute"), of
-    )
+    operator = (row["target"] if row["op"] == "call_function" else row["op"]).removesuffix(".default")
+    role = record.get("role", "compute")
+    size = 0 if role == "wait" or operator in _VIEWS else bytes_of(row.get("val"))
+    return Row(row["name"], operator, size, role, of)
 
 
 def bytes_of(val: Any) -> int:

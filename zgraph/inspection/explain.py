@@ -6,6 +6,7 @@ each pass, the simulated step and the passes' remarks: nothing is decided again.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,16 +18,19 @@ from zgraph.errors import TargetError
 from zgraph.inspection.diff import Difference, compare
 from zgraph.inspection.inspection import Inspection, Way
 from zgraph.inspection.memory import HELD, peak_of
+from zgraph.inspection.waits import exposed_by_transfer, transfer_of
 from zgraph.names import did_you_mean
+from zgraph.passes.aliases import aliased_input
 from zgraph.passes.costs import size_of
 from zgraph.passes.simulator import Forecast, Span
 from zgraph.program import collectives, moves
 from zgraph.program.node import Phase, Role, has_info, info, value
-from zgraph.program.program import InputRole, ParamSpec
+from zgraph.program.program import InputRole, OutputRole, ParamSpec
 from zgraph.program.text import line, type_text
 from zgraph.units import milliseconds, shown_bytes
 
 PEAK, MISSED = "peak", "missed"
+KINDS = ("parameter", "pass", "node")
 
 # What makes each category of memory smaller.
 _SMALLER = {
@@ -72,6 +76,7 @@ class Explanation:
 
 def explain(inspection: Inspection, what: str) -> Explanation:
     """Why `what` is as it is: "peak", "missed", or the name of a parameter, a pass or a node (of the finished programs, or of an earlier one).
+    Where a name is that of several, "parameter:NAME", "pass:NAME" or "node:NAME" says which.
 
     Raises `TargetError` with the nearest names for anything else.
     """
@@ -79,25 +84,25 @@ def explain(inspection: Inspection, what: str) -> Explanation:
         return Explanation(PEAK, PEAK, tuple(_peak(inspection)))
     if what == MISSED:
         return Explanation(MISSED, MISSED, tuple(_missed(inspection)))
+    kind, colon, name = what.partition(":")
+    kinds = (kind,) if colon and kind in KINDS else KINDS
+    name = name if colon and kind in KINDS else what
     ways = inspection.step_ways()
-    if what in ways[0].last.program.params:
-        return Explanation(what, "parameter", tuple(_parameter(inspection, what)))
-    for way in ways:
-        if any(s.name == what for s in way.snapshots):
-            return Explanation(what, "pass", tuple(_pass(inspection, way, what)))
-    for way in ways:
-        if any(row["name"] == what for s in reversed(way.snapshots) for row in s.data["nodes"]):
-            return Explanation(what, "node", tuple(_node(inspection, way, what)))
+    if "parameter" in kinds and name in ways[0].last.program.params:
+        return Explanation(name, "parameter", tuple(_parameter(inspection, name)))
+    for way in ways if "pass" in kinds else ():
+        if any(s.name == name for s in way.snapshots):
+            return Explanation(name, "pass", tuple(_pass(way, name)))
+    for way in ways if "node" in kinds else ():
+        if any(row["name"] == name for s in reversed(way.snapshots) for row in s.data["nodes"]):
+            return Explanation(name, "node", tuple(_node(inspection, way, name)))
     known = [PEAK, MISSED, *ways[0].last.program.params]
     known += [s.name for way in ways for s in way.snapshots]
     known += [n.name for way in ways for n in way.last.program.graph.nodes]
-    near = did_you_mean(what, known) if len(known) < 100 else _nearest(what, known)
-    raise TargetError(f"there is nothing called {what!r}", where=inspection.origin, hint=near)
-
-
-def _nearest(what: str, known: list[str]) -> str:
-    hint = did_you_mean(what, known)
-    return hint if hint.startswith("did") else "'peak', 'missed', or the name of a parameter, a pass or a node"
+    hint = did_you_mean(name, known)
+    if not hint.startswith("did"):
+        hint = "'peak', 'missed', or the name of a parameter, a pass or a node"
+    raise TargetError(f"there is nothing called {what!r}", where=inspection.origin, hint=hint)
 
 
 # -- the peak, and what was missed ----------------------------------------------------------------------------------------
@@ -110,21 +115,24 @@ def _peak(inspection: Inspection) -> Iterator[Statement]:
     for category, size in peak.categories.items():
         mine = [h for h in peak.holders if h.category == category][:3]
         named = ", ".join(f"{h.node} {shown_bytes(h.bytes)} ({h.module})" for h in mine)
-        share = f"{size / peak.bytes:.1%} of the peak"
+        share = f"{size / max(peak.bytes, 1):.1%} of the peak"
         yield Statement(f"{category}: {shown_bytes(size)}", named, share, _SMALLER.get(category, ""))
 
 
 def _missed(inspection: Inspection) -> Iterator[Statement]:
     found = inspection.remarks()
-    for remark in found:
-        cost = f"{milliseconds(remark['seconds'])} a step"
-        yield Statement(f"{remark['made_by']}: {remark['what']}", remark["why"], cost, remark["remedy"])
+    yield from map(_missed_one, found)
     if not found:
         yield Statement("nothing was missed", why="no pass left a remark")
 
 
+def _missed_one(remark: dict[str, Any]) -> Statement:
+    cost = f"{milliseconds(remark['seconds'])} a step"
+    return Statement(f"{remark['made_by']}: {remark['what']}", remark["why"], cost, remark["remedy"])
+
+
 # -- a pass ---------------------------------------------------------------------------------------------------------------
-def _pass(inspection: Inspection, way: Way, name: str) -> Iterator[Statement]:
+def _pass(way: Way, name: str) -> Iterator[Statement]:
     snapshot, before = way.after(name), way.before(name)
     facts = snapshot.facts
     options = ", ".join(f"{k}={v!r}" for k, v in facts["options"].items() if v is not None)
@@ -152,11 +160,7 @@ def _pass(inspection: Inspection, way: Way, name: str) -> Iterator[Statement]:
     stats = ", ".join(f"{count} {what}" for what, count in facts["stats"].items())
     if stats:
         yield Statement(f"it counts {stats}")
-    for remark in way.remarks:
-        if remark["made_by"] == name:
-            yield Statement(
-                remark["what"], remark["why"], f"{milliseconds(remark['seconds'])} a step", remark["remedy"]
-            )
+    yield from (_missed_one(remark) for remark in way.remarks if remark["made_by"] == name)
 
 
 def _giver(way: Way, fact: str) -> str:
@@ -178,10 +182,7 @@ def _node(inspection: Inspection, way: Way, name: str) -> Iterator[Statement]:
     if forecast is not None:
         yield from _taken(forecast, node)
         yield from _kept(inspection, way, node)
-    for remark in way.remarks:
-        if remark["node"] == name:
-            cost = f"{milliseconds(remark['seconds'])} a step"
-            yield Statement(f"{remark['made_by']}: {remark['what']}", remark["why"], cost, remark["remedy"])
+    yield from (_missed_one(remark) for remark in way.remarks if remark["node"] == name)
 
 
 def _last_seen(way: Way, name: str) -> fx.Node:
@@ -213,11 +214,22 @@ def _made(way: Way, node: fx.Node) -> Iterator[Statement]:
         yield Statement(f"pass {record.made_by} made it", why=maker.summary)
     else:
         yield Statement(f"{record.made_by} made it")
-    if record.copy_of:
-        held = size_of(node)
+    if not record.copy_of:
+        return
+    if aliased_input(node) is not None:
+        yield Statement(
+            f"it is {record.copy_of} again, for the backward", why="a view of a value that is there costs nothing"
+        )
+    elif maker is not None and maker.name == "regather":
+        yield Statement(
+            f"it does {record.copy_of} again, for the backward",
+            why="the whole weight is let go behind the forward",
+            remedy="a memory_budget with room keeps it",
+        )
+    else:
         yield Statement(
             f"it computes {record.copy_of} again, for the backward",
-            why=f"{record.copy_of} is then not kept from the forward to the backward: {shown_bytes(held)} less",
+            why=f"{record.copy_of} is then not kept from the forward to the backward: {shown_bytes(size_of(node))} less",
             remedy='recompute="none" keeps it',
         )
 
@@ -242,7 +254,7 @@ def _taken(forecast: Forecast, node: fx.Node) -> Iterator[Statement]:
     stalls = [s for s in forecast.stalls if s.node == node.name]
     for stall in stalls:
         yield Statement(
-            f"computing waits here for a {stall.role.value}",
+            f"{'computing' if stall.lane == 'compute' else 'the host'} waits here for a {stall.role.value}",
             why="what it waits for is not done yet when it is needed",
             cost=f"{milliseconds(stall.seconds)} exposed",
             remedy="`zgraph explain TARGET missed` says what stood in the way",
@@ -284,10 +296,8 @@ def _parameter(inspection: Inspection, name: str) -> Iterator[Statement]:
     update = inspection.update
     if update is not None:
         yield from _updated(inspection, update, name)
-    for remark in inspection.remarks():
-        if name in str(remark["what"]) or remark["node"] == name:
-            cost = f"{milliseconds(remark['seconds'])} a step"
-            yield Statement(f"{remark['made_by']}: {remark['what']}", remark["why"], cost, remark["remedy"])
+    whole = re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.]|$)|(?<![\w.]){re.escape(name)}$")
+    yield from (_missed_one(remark) for remark in inspection.remarks() if whole.search(str(remark["what"])))
 
 
 def _layout(inspection: Inspection, spec: ParamSpec) -> Statement:
@@ -323,7 +333,7 @@ def _transfers(inspection: Inspection, way: Way, name: str) -> Iterator[Statemen
     program = way.last.program
     forecast = inspection.forecast.programs[0]
     spans = {s.node: s for s in forecast.spans if s.lane.startswith("link:")}
-    waits = _exposed(way, forecast)
+    waits = exposed_by_transfer(way, forecast)
     counts: Counter[Phase] = Counter()
     for node in program.graph.nodes:
         if not has_info(node) or info(node).param != name:
@@ -353,13 +363,28 @@ def _transfers(inspection: Inspection, way: Way, name: str) -> Iterator[Statemen
         elif moves.is_start(node):
             yield Statement(f"{node.name}: {record.role.value} {shown_bytes(size_of(moves.moved_value(node)))}")
     if counts[Phase.FORWARD] and not counts[Phase.BACKWARD] and program.params[name].requires_grad:
-        kept = any(p.name == name and p.role.value == "kept" for p in program.outputs)
-        why = (
-            f"zero = {inspection.plan.zero} keeps what the forward gathered"
-            if kept
-            else "the backward does not read it, or it was kept under the budget"
-        )
-        yield Statement("it is not gathered again for the backward", why=why)
+        yield Statement("it is not gathered again for the backward", why=_why_once(inspection, way, name))
+
+
+def _why_once(inspection: Inspection, way: Way, name: str) -> str:
+    program = way.last.program
+    if any(port.name == name and port.role is OutputRole.KEPT for port in program.outputs):
+        return f"zero = {inspection.plan.zero} keeps what the forward gathered"
+    gathers = [n for n in program.graph.nodes if collectives.is_start(n) and info(n).param == name]
+    waits = [u for n in gathers if info(n).role is Role.GATHER for u in n.users if collectives.is_wait(u)]
+    if not any(info(reader).phase is Phase.BACKWARD for wait in waits for reader in _readers(wait)):
+        return "the backward does not read it"
+    if inspection.plan.memory_budget is not None:
+        return "the budget has room to hold it from the forward to the backward"
+    return "the backward begins with it: it is held from its use in the forward"
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What computes with a value, itself or through views."""
+    found = []
+    for user in node.users:
+        found += _readers(user) if aliased_input(user) is not None else [user]
+    return [n for n in found if has_info(n) and info(n).role is Role.COMPUTE]
 
 
 def _for(start: fx.Node) -> Phase:
@@ -367,20 +392,10 @@ def _for(start: fx.Node) -> Phase:
     return next((info(user).phase for user in start.users if collectives.is_wait(user)), info(start).phase)
 
 
-def _exposed(way: Way, forecast: Forecast) -> dict[str, float]:
-    """Seconds that are waited for each transfer, by its bucket's name or its own."""
-    nodes = {n.name: n for n in way.last.program.graph.nodes}
-    found: Counter[str] = Counter()
-    for stall in forecast.stalls:
-        start = nodes[stall.node].all_input_nodes[0]
-        found[info(start).bucket or start.name] += stall.seconds  # type: ignore[assignment]
-    return dict(found)
-
-
 def _transfer_cost(start: fx.Node, spans: dict[str, Span], waits: dict[str, float]) -> str:
     bucket, span = info(start).bucket, spans.get(start.name)
     lasts = f"{milliseconds(span.seconds)} on {span.lane}" if span else f"goes with {bucket}"
-    exposed = waits.get(bucket or start.name, 0.0)
+    exposed = waits.get(transfer_of(start), 0.0)
     return f"{lasts}, {f'{milliseconds(exposed)} of waiting' if exposed else 'hidden'}"
 
 
@@ -392,7 +407,11 @@ def _updated(inspection: Inspection, update: Way, name: str) -> Iterator[Stateme
         if port.role is InputRole.STATE and port.name.rpartition("/")[0] == name
     }
     if not any(port.name == name for port in program.inputs):
-        yield Statement("no optimizer updates it", why="it has no gradient, or no group of the plan's optimizer has it")
+        spec = inspection.way().last.program.params[name]
+        trained = any(p.role is OutputRole.GRADIENT and p.name == name for p in inspection.way().last.program.outputs)
+        frozen, unused = "it is frozen (requires_grad is False)", "it has no gradient: the loss does not depend on it"
+        why = "no group of the plan's optimizer has it" if trained else unused if spec.requires_grad else frozen
+        yield Statement("no optimizer updates it", why=why)
         return
     optimizer = inspection.plan.optimizer
     shown = ", ".join(

@@ -1,28 +1,22 @@
-"""`Inspection`: a compiled step with all that can be asked of it, from a model, from a running one, or from a bundle."""
+"""`Inspection`: a compiled step with all that can be asked of it. `making.py` makes one of a model or of a running one, `bundle.py` of a bundle."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from zgraph.errors import PassError, TargetError
-from zgraph.inspection.snapshot import Snapshot, of_record
+from zgraph.errors import BundleError, PassError, PlanError, TargetError
+from zgraph.inspection.snapshot import Snapshot
 from zgraph.names import did_you_mean
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from zgraph.compiler import Inputs
-    from zgraph.passes import History
     from zgraph.passes.costs import Costs
     from zgraph.passes.memory import Life
     from zgraph.passes.simulator import Forecast, StepForecast
-    from zgraph.pipeline import Edit
     from zgraph.plan import Plan
-    from zgraph.program.program import Program
-    from zgraph.program.remark import Remark
-    from zgraph.runtime import Runtime
 
 STEP, UPDATE, EVALUATION = "step", "update", "evaluation"
 
@@ -31,9 +25,10 @@ STEP, UPDATE, EVALUATION = "step", "update", "evaluation"
 class Way:
     """A program's way through its passes.
 
-    `kind` says what it is: a training `STEP` (forward and backward), an `UPDATE`, or an `EVALUATION` without gradients. `held` are the
-    bytes of the device that are taken besides while it runs: states of the optimizer, gradients that wait. `remarks` are what its
-    passes missed, as `Remark`'s fields and its "text".
+    `kind` says what it is: a training `STEP` (forward and backward), an `UPDATE`, or an `EVALUATION` without gradients. `runs` is how
+    often a training step runs it: of several micro-batches the first, those that follow and the last may have programs of their
+    own, which belong to the same `step`. `held` are the bytes of the device that are taken besides while it runs: states of the optimizer,
+    gradients that wait, parameters that it does not use. `remarks` are what its passes missed, as `Remark`'s fields and its "text".
     """
 
     name: str
@@ -41,6 +36,8 @@ class Way:
     snapshots: list[Snapshot]
     held: int
     remarks: list[dict[str, Any]]
+    step: str = ""
+    runs: int = 1
 
     @property
     def last(self) -> Snapshot:
@@ -63,7 +60,7 @@ class Way:
 
 @dataclass(eq=False)
 class Inspection:
-    """A step as a plan makes it for `world` ranks.
+    """A step as a plan makes it for `world` ranks, whose update runs `late`, beside the next step, or behind it.
 
     `origin` says of what it is. `ways` are its programs by name. `plan_data` and `hardware` are the plan and the costs' hardware as
     JSON; `measured` is what a run has shown of it: "steps", "seconds" of the median step, "peak" bytes (None where nobody counted).
@@ -74,27 +71,45 @@ class Inspection:
     ways: dict[str, Way]
     plan_data: dict[str, Any]
     hardware: dict[str, Any]
+    late: bool = False
     measured: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def plan(self) -> Plan:
         from zgraph.plan import Plan
 
-        return Plan.model_validate(self.plan_data)
+        with self._said():
+            return Plan.model_validate(self.plan_data)
 
     @cached_property
     def costs(self) -> Costs:
         """What decisions were made from."""
         from zgraph.passes.costs import Costs, Hardware
 
-        return Costs(Hardware.model_validate(self.hardware), fused=self.plan.backend == "inductor")
+        with self._said():
+            return Costs(Hardware.model_validate(self.hardware), fused=self.plan.backend == "inductor")
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        """A plan or hardware that means nothing is that of the bundle."""
+        try:
+            yield
+        except PlanError as error:
+            where = f"{self.origin}{f': {error.where}' if error.where else ''}"
+            raise BundleError(error.what, where=where, why=error.why, hint=error.hint) from error
 
     # -- programs -----------------------------------------------------------------------------------------------------
     def way(self, name: str | None = None) -> Way:
-        """A program's way by its name, by default that of the training step made last. Raises `TargetError` for none of that name."""
+        """A program's way by its name, by default that of the training step made last (of its first micro-batch). Raises `TargetError`
+        for none of that name, and where there is no program at all."""
+        if not self.ways:
+            raise TargetError(
+                "there is no program yet", where=self.origin, hint="a first step, or zgraph.compile(…, inputs=…)"
+            )
         if name is None:
             steps = [w for w in self.ways.values() if w.kind == STEP]
-            return (steps or list(self.ways.values()))[-1]
+            last = (steps or list(self.ways.values()))[-1]
+            return next(w for w in self.ways.values() if w.step == last.step)
         if name not in self.ways:
             raise TargetError(f"there is no program {name!r}", where=self.origin, hint=did_you_mean(name, self.ways))
         return self.ways[name]
@@ -105,21 +120,36 @@ class Inspection:
         found = [w for w in self.ways.values() if w.kind == UPDATE]
         return found[-1] if found else None
 
+    def only(self, name: str | None) -> Inspection:
+        """This inspection with one of several steps, with its update, or with one other program alone. Raises as `way`."""
+        if name is None:
+            return self
+        chosen = self.way(name)
+        wanted = [w for w in self.ways.values() if w.step == chosen.step]
+        wanted += [self.update] if chosen.kind == STEP and self.update is not None else []
+        return replace(self, ways={w.name: w for w in wanted})
+
     def step_ways(self) -> list[Way]:
         """What a step runs, in order."""
-        return [self.way(), *([self.update] if self.update is not None and self.way().kind == STEP else [])]
+        first = self.way()
+        ways = [w for w in self.ways.values() if w.step == first.step]
+        return [*ways, *([self.update] if self.update is not None and first.kind == STEP else [])]
 
     # -- what it takes ------------------------------------------------------------------------------------------------
     @cached_property
     def forecast(self) -> StepForecast:
-        """The step and its update, simulated by `costs`."""
-        from zgraph.passes.simulator import simulate_step
+        """The step with all its micro-batches and its update, simulated by `costs`. The first gathers of the first one run beside the
+        update of the step before."""
+        from zgraph.passes.simulator import StepForecast, simulate
 
         ways = self.step_ways()
-        offload = self.plan.offload
-        late = offload.delayed_after is not None and bool(offload.tier("optimizer"))
-        update = ways[1].last.program if len(ways) > 1 else None
-        return simulate_step(ways[0].last.program, update, self.costs, late)
+        updates = [simulate(w.last.program, self.costs) for w in ways if w.kind == UPDATE]
+        lead = 0.0 if self.late else sum(u.seconds for u in updates)
+        steps = [w for w in ways if w.kind != UPDATE]
+        found = [simulate(w.last.program, self.costs, lead=0.0 if at else lead) for at, w in enumerate(steps)]
+        found = [replace(one, program=way.name) for one, way in zip(found, steps, strict=True)]
+        runs = tuple(w.runs for w in ways)
+        return StepForecast((*found, *updates), self.costs.hardware.step, self.late and bool(updates), runs)
 
     def forecasts(self) -> list[tuple[Way, Forecast]]:
         """Each program of a step with what it takes."""
@@ -132,87 +162,17 @@ class Inspection:
         return lives(way.last.program, self.costs.fused)
 
     def remarks(self) -> list[dict[str, Any]]:
-        """What passes missed in the step and its update, the costliest first; each says of which program it is."""
-        found = [{"program": way.name, **remark} for way in self.step_ways() for remark in way.remarks]
+        """What passes missed in the step and its update, the costliest first; each says of which program it is. What the update before
+        the step hides was not missed: a pass does not know of it."""
+        from zgraph.inspection.waits import exposed_by_transfer, transfer_of
+        from zgraph.program import collectives
+
+        found = []
+        for way, forecast in self.forecasts():
+            nodes = {node.name: node for node in way.last.program.graph.nodes} if way.remarks else {}
+            waits = exposed_by_transfer(way, forecast)
+            for remark in way.remarks:
+                start = nodes.get(str(remark["node"]))
+                if start is None or not collectives.is_start(start) or transfer_of(start) in waits:
+                    found.append({"program": way.name, **remark})
         return sorted(found, key=lambda r: -float(r["seconds"]))
-
-
-def of_model(
-    model: nn.Module,
-    plan: Plan,
-    inputs: Inputs,
-    world: int,
-    *,
-    origin: str = "",
-    edit: Edit | None = None,
-    captured: Program | None = None,
-) -> Inspection:
-    """What a plan makes of a model, for so many ranks, without any. `inputs` are those of one rank. The model may be on the meta
-    device and is not changed. `captured` is what was captured of it by this plan already. Raises what `zgraph.compile` does."""
-    from zgraph.compiler import planned_step
-    from zgraph.pipeline import EVERYTHING, costs_of
-
-    costs = costs_of(plan)
-    made = planned_step(model, plan, inputs, world, costs, edit or EVERYTHING, captured=captured)
-    step = _way(made.step, made.outside.held, costs)
-    ways = {step.name: step}
-    if made.update is not None:
-        update = _way(made.update, max(0, made.outside.update - _peak(made.update.program, costs)), costs)
-        ways[update.name] = update
-    return Inspection(origin, world, ways, plan.model_dump(mode="json"), costs.hardware.model_dump(mode="json"))
-
-
-def of_runtime(runtime: Runtime) -> Inspection:
-    """A running model's programs so far, and what was measured of its steps."""
-    from zgraph.timings import median_step
-
-    ways: dict[str, Way] = {}
-    for entry in runtime.entries.values():
-        for program in entry.programs():
-            ways[program.name] = _way(program.history(), program.outside.held, runtime.costs)
-    for name, history in runtime.updater.histories().items():
-        ways[name] = _way(history, 0, runtime.costs, name)
-    seconds = median_step(runtime.clock).get("step")
-    measured = {"steps": len(runtime.clock.steps), "seconds": seconds, "peak": runtime.memory.measured}
-    return Inspection(
-        type(runtime.module).__name__,
-        runtime.mesh.size() if runtime.mesh is not None else 1,
-        ways,
-        runtime.plan.model_dump(mode="json"),
-        runtime.costs.hardware.model_dump(mode="json"),
-        measured,
-    )
-
-
-def _way(history: History, held: int, costs: Costs, name: str | None = None) -> Way:
-    program = history.program
-    remarks = [remark_data(r) for r in program.remarks]
-    snapshots = [of_record(r, costs) for r in history.records]
-    return Way(name or program.name, kind_of(program), snapshots, held, remarks)
-
-
-def kind_of(program: Program) -> str:
-    """What a finished program is: see `Way`."""
-    from zgraph.program.program import InputRole, OutputRole
-
-    if any(p.role is InputRole.GRADIENT for p in program.inputs):
-        return UPDATE
-    return STEP if any(p.role is OutputRole.GRADIENT for p in program.outputs) else EVALUATION
-
-
-def remark_data(remark: Remark) -> dict[str, Any]:
-    return {
-        "made_by": remark.made_by,
-        "node": remark.node,
-        "what": remark.what,
-        "why": remark.why,
-        "seconds": remark.seconds,
-        "remedy": remark.remedy,
-        "text": str(remark),
-    }
-
-
-def _peak(program: Program, costs: Costs) -> int:
-    from zgraph.passes.memory import memory_of
-
-    return max((sum(at.values()) for at in memory_of(program, costs.fused)), default=0)

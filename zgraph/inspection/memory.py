@@ -9,9 +9,9 @@ from typing import Any
 
 from zgraph.communication import parse_bytes
 from zgraph.errors import PlanError, TargetError
-from zgraph.inspection.inspection import STEP, Inspection, Way
+from zgraph.inspection.inspection import Inspection, Way
 from zgraph.names import did_you_mean
-from zgraph.passes.memory import Life
+from zgraph.passes.memory import CATEGORIES, Life
 from zgraph.passes.simulator import Forecast
 from zgraph.program.node import info, value
 from zgraph.program.text import type_text
@@ -49,35 +49,40 @@ class Peak:
     holders: tuple[Holder, ...]
 
 
-def peak_of(inspection: Inspection, count: int = HOLDERS) -> Peak:
-    """The peak of a step, with its `count` largest tensors."""
-    found = [(total_at(way, forecast), way, forecast) for way, forecast in inspection.forecasts()]
+def peak_of(inspection: Inspection, count: int = HOLDERS, category: str | None = None) -> Peak:
+    """The peak of a step, or of one `category` of its memory, with the `count` largest tensors there (of that category)."""
+    found = [(total_at(way, forecast, category), way, forecast) for way, forecast in inspection.forecasts()]
     (size, position), way, forecast = max(found, key=lambda f: f[0][0])
     node = way.last.program.nodes[position]
     live = [life for life in inspection.lives(way) if life.born <= position < life.gone and life.bytes]
+    live = [life for life in live if category in (None, life.category)]
     live.sort(key=lambda life: (-life.bytes, life.born))
     modules: Counter[str] = Counter()
     for life in live:
         modules[owner(life)] += life.bytes
-    if way.held:
-        modules[HELD] = way.held
+    sizes = forecast.memory[position] if forecast.memory else {}
+    held = {HELD: way.held} if way.held and category in (None, HELD) else {}
+    wanted = {name: size for name, size in sizes.items() if category in (None, name)}
     return Peak(
         way.name,
         node.name,
         position,
         forecast.clock[position],
         size,
-        _sorted({**forecast.memory[position], **({HELD: way.held} if way.held else {})}),
-        _sorted(modules),
+        _sorted({**wanted, **held}),
+        _sorted({**modules, **held}),
         tuple(holder_of(life) for life in live[:count]),
     )
 
 
-def total_at(way: Way, forecast: Forecast) -> tuple[int, int]:
-    """(the most bytes of a program's run, with what is held besides; the position at which they are first reached)."""
-    sizes = [sum(at.values()) for at in forecast.memory]
+def total_at(way: Way, forecast: Forecast, category: str | None = None) -> tuple[int, int]:
+    """(the most bytes of a program's run, with what is held besides, or of one category; the position at which they are first
+    reached)."""
+    if category == HELD:
+        return way.held, 0
+    sizes = [sum(at.values()) if category is None else at.get(category, 0) for at in forecast.memory]
     most = max(sizes, default=0)
-    return most + way.held, sizes.index(most) if sizes else 0
+    return most + (way.held if category is None else 0), sizes.index(most) if sizes else 0
 
 
 def owner(life: Life) -> str:
@@ -123,12 +128,17 @@ class Bound:
     strict: bool
     bytes: int
 
+    @property
+    def category(self) -> str | None:
+        """The category that it is about; None for all of them."""
+        return None if self.what == "peak" else self.what
+
     def holds(self, size: int) -> bool:
         return size < self.bytes if self.strict else size <= self.bytes
 
 
 def parse_bound(text: str) -> Bound:
-    """ "peak<=72GiB", "activations < 10 GB". Raises `TargetError` for anything else."""
+    """ "peak<=72GiB", "activations < 10 GB". Raises `TargetError` for anything else, and for a category that there is none of."""
     hint = "'peak<=72GiB', or a category: 'activations<=10GiB'"
     found = _ASSERTION.match(text)
     if found is None:
@@ -139,24 +149,9 @@ def parse_bound(text: str) -> Bound:
         raise TargetError(f"{text!r} is no bound on memory", why=error.what, hint=hint) from error
     if not isinstance(size, int):
         raise TargetError(f"{text!r} is no bound on memory", why=f"{found[3]!r} is no size", hint=hint)
+    if found[1] not in (known := ("peak", *CATEGORIES, HELD)):
+        raise TargetError(f"there is no category {found[1]!r}", hint=did_you_mean(found[1], known))
     return Bound(found[1], found[2] == "<", size)
-
-
-def size_for(bound: Bound, inspection: Inspection, peak: Peak) -> int:
-    """The bytes that a bound is about: of all at the peak, or the most of a category at any time. Raises `TargetError` for a category
-    that there is none of."""
-    if bound.what == "peak":
-        return peak.bytes
-    most: Counter[str] = Counter()
-    for way, forecast in inspection.forecasts():
-        if way.held and way.kind == STEP:
-            most[HELD] = max(most[HELD], way.held)
-        for at in forecast.memory:
-            for category, size in at.items():
-                most[category] = max(most[category], size)
-    if bound.what not in most:
-        raise TargetError(f"there is no category {bound.what!r}", hint=did_you_mean(bound.what, ["peak", *most]))
-    return most[bound.what]
 
 
 def _sorted(sizes: dict[str, int]) -> dict[str, int]:

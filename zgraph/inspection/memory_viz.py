@@ -10,9 +10,10 @@ import bisect
 import pickle
 from typing import Any
 
-from zgraph.inspection.inspection import Inspection
+from zgraph.inspection.inspection import UPDATE, Inspection, Way
 from zgraph.inspection.memory import HELD, owner
 from zgraph.passes.memory import Life
+from zgraph.passes.simulator import Forecast
 from zgraph.program.node import info
 
 ALIGN = 512  # bytes, as torch's allocator rounds
@@ -28,31 +29,12 @@ def snapshot_of(inspection: Inspection) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     space = _Space()
     begins = 0.0
-    for way, forecast in inspection.forecasts():
-        clock = [begins, *(begins + at for at in forecast.clock)]
-        changes: list[tuple[int, int, Life]] = []
-        for life in inspection.lives(way):
-            if life.bytes:
-                changes += [(life.born, 1, life), (life.gone, 0, life)]
-        changes.sort(key=lambda c: c[:2])  # (at one position what goes makes room for what comes)
-        held = space.take(way.held)
-        if way.held:
-            events.append(_event("alloc", held, way.held, begins, [_frame(HELD, "", way.name)]))
-        at: dict[int, int] = {}
-        for position, comes, life in changes:
-            when = clock[min(position, len(clock) - 1)]
-            if comes:
-                at[id(life)] = space.take(life.bytes)
-                events.append(_event("alloc", at[id(life)], life.bytes, when, _frames(life, way.name)))
-            else:
-                address = at.pop(id(life))
-                space.give(address, life.bytes)
-                events.append(_event("free_requested", address, life.bytes, when, []))
-                events.append(_event("free_completed", address, life.bytes, when, []))
-        if way.held:
-            space.give(held, way.held)
-            events.append(_event("free_completed", held, way.held, clock[-1], []))
-        begins += forecast.seconds
+    for (way, forecast), (_, runs) in zip(inspection.forecasts(), inspection.forecast.times(), strict=True):
+        if inspection.late and way.kind == UPDATE:
+            continue  # (it runs beside the others, which count what it takes as held besides)
+        for _ in range(runs):
+            events += _program(inspection, way, forecast, begins, space)
+            begins += forecast.seconds
     segment = {
         "device": 0,
         "address": _Space.START,
@@ -76,6 +58,36 @@ def snapshot_of(inspection: Inspection) -> dict[str, Any]:
         ],
     }
     return {"segments": [segment], "device_traces": [events], "allocator_settings": {}, "external_annotations": []}
+
+
+def _program(
+    inspection: Inspection, way: Way, forecast: Forecast, begins: float, space: _Space
+) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    clock = [begins, *(begins + at for at in forecast.clock)]
+    changes: list[tuple[int, int, Life]] = []
+    for life in inspection.lives(way):
+        if life.bytes:
+            changes += [(life.born, 1, life), (life.gone, 0, life)]
+    changes.sort(key=lambda c: c[:2])  # (at one position what goes makes room for what comes)
+    held = space.take(way.held)
+    if way.held:
+        events.append(_event("alloc", held, way.held, begins, [_frame(HELD, "", way.name)]))
+    at: dict[int, int] = {}
+    for position, comes, life in changes:
+        when = clock[min(position, len(clock) - 1)]
+        if comes:
+            at[id(life)] = space.take(life.bytes)
+            events.append(_event("alloc", at[id(life)], life.bytes, when, _frames(life, way.name)))
+        else:
+            address = at.pop(id(life))
+            space.give(address, life.bytes)
+            events.append(_event("free_requested", address, life.bytes, when, []))
+            events.append(_event("free_completed", address, life.bytes, when, []))
+    space.give(held, way.held)
+    if way.held:
+        events.append(_event("free_completed", held, way.held, clock[-1], []))
+    return events
 
 
 class _Space:

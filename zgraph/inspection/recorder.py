@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from zgraph.errors import BundleError
 from zgraph.inspection import bundle
-from zgraph.inspection.inspection import of_runtime
+from zgraph.inspection.making import of_runtime
 
 if TYPE_CHECKING:
     from zgraph.agreement import Agreement

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from zgraph.program.program import Program
 
 
+# What is known of each pass, and of one that has run.
+FACTS = ("name", "summary", "requires", "provides", "conflicts", "bitwise", "level", "options")
+RUN_FACTS = ("seconds", "verify_seconds", "nodes", "stats")
+
+
 @dataclass(frozen=True)
 class Figures:
     """What a program will take: `seconds` of a run, `exposed` seconds of communication among them, `peak` bytes of the device."""
@@ -31,8 +36,7 @@ class Figures:
 class Snapshot:
     """The program after one pass, what the pass is and what it says it did.
 
-    `facts` are the pass's: "name", "summary", "requires", "provides", "conflicts", "bitwise", "level", "options", "seconds",
-    "verify_seconds", "nodes", "stats".
+    `facts` are the pass's: `FACTS` and `RUN_FACTS`.
     """
 
     facts: dict[str, Any]
@@ -78,13 +82,16 @@ def of_record(record: PassRecord, costs: Costs) -> Snapshot:
     return Snapshot(facts, lambda: record.program, data, lambda: figures_of(record.program, costs))
 
 
-def of_file(facts: dict[str, Any], figures: dict[str, Any], path: Path) -> Snapshot:
+def of_file(facts: dict[str, Any], figures: Figures, path: Path) -> Snapshot:
     """A snapshot that lies in a bundle. Reading it raises `BundleError` where the file is damaged or gone."""
 
     def data() -> dict[str, Any]:
         try:
-            return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-        except (OSError, ValueError) as error:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not all(isinstance(row["name"], str) and "op" in row and "target" in row for row in found["nodes"]):
+                raise ValueError("a node has no name, kind or operator")
+            return found  # type: ignore[no-any-return]
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise BundleError(
                 "a program of the bundle can't be read", where=str(path), why=str(error), hint="write the bundle again"
             ) from error
@@ -100,7 +107,7 @@ def of_file(facts: dict[str, Any], figures: dict[str, Any], path: Path) -> Snaps
         except ZgraphError as error:
             raise BundleError(error.what, where=str(path), why=error.why, hint=error.hint) from error
 
-    snapshot = Snapshot(facts, program, data, lambda: Figures(**figures))
+    snapshot = Snapshot(facts, program, data, lambda: figures)
     return snapshot
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from zgraph.inspection.inspection import Inspection, Way
+from zgraph.inspection.inspection import UPDATE, Inspection, Way
 from zgraph.inspection.memory import HELD
 from zgraph.passes.costs import computes
 from zgraph.passes.simulator import Forecast
@@ -20,13 +20,21 @@ from zgraph.program.text import type_text
 
 
 def trace_of(inspection: Inspection, ranks: int = 1) -> dict[str, Any]:
-    """The trace of the first `ranks` ranks."""
+    """The trace of the first `ranks` ranks. Where gathers start ahead of the step, it begins with the update before it."""
     events: list[dict[str, Any]] = []
-    lanes: dict[str, int] = {}
+    lanes: dict[str, int] = {"compute": 1}
     begins = max(0.0, -min((s.start for _, f in inspection.forecasts() for s in f.spans), default=0.0))
-    for way, forecast in inspection.forecasts():
-        events += _program(way, forecast, begins, lanes)
-        begins += 0.0 if inspection.forecast.late else forecast.seconds
+    origin = begins
+    if begins:
+        before = {"ph": "X", "name": "the update of the step before", "cat": "before", "tid": 1, "ts": 0.0}
+        events.append({**before, "dur": _us(begins)})
+    for (way, forecast), (_, runs) in zip(inspection.forecasts(), inspection.forecast.times(), strict=True):
+        beside = inspection.late and way.kind == UPDATE
+        for run in range(runs):
+            suffix = f" ({run + 1} of {runs})" if runs > 1 else ""
+            at = origin if beside else begins
+            events += _program(way, forecast, at, lanes, way.name + suffix, " of the late update" if beside else "")
+            begins += 0.0 if beside else forecast.seconds
     found = [{**event, "pid": rank} for rank in range(ranks) for event in _names(rank, lanes) + events]
     for event in found:
         if "id" in event:
@@ -43,30 +51,41 @@ def _names(rank: int, lanes: dict[str, int]) -> list[dict[str, Any]]:
     return names
 
 
-def _program(way: Way, forecast: Forecast, begins: float, lanes: dict[str, int]) -> list[dict[str, Any]]:
+def _program(
+    way: Way, forecast: Forecast, begins: float, lanes: dict[str, int], category: str, of: str
+) -> list[dict[str, Any]]:
+    """One run of a program, which begins so many seconds after the trace. `of` is said of its lanes, if they are not the step's."""
     nodes = list(way.last.program.graph.nodes)
     by_name = {node.name: node for node in nodes}
     ends = {node.name: clock for node, clock in zip(nodes, forecast.clock, strict=True)}
     computed = {span.node: span for span in forecast.spans if span.lane == "compute"}
-    compute = lanes.setdefault("compute", 1)
     events: list[dict[str, Any]] = []
     for span in forecast.spans:
-        tid = lanes.setdefault(span.lane, len(lanes) + 1)
+        tid = _lane(lanes, span.lane + of)
         node = by_name[span.node]
         start, duration = _us(begins + span.start), _us(span.seconds)
-        event = {"ph": "X", "name": span.node, "cat": way.name, "tid": tid, "ts": start, "dur": duration}
+        event = {"ph": "X", "name": span.node, "cat": category, "tid": tid, "ts": start, "dur": duration}
         events.append({**event, "args": _about(node)})
         reader = first_reader(node) if span.lane.startswith("link:") and info(node).role is Role.GATHER else None
         if reader is not None and reader.name in computed:
-            both = {"name": "gathered", "cat": "gather", "id": f"{way.name}.{span.node}"}
+            both = {"name": "gathered", "cat": "gather", "id": f"{category}.{span.node}"}
             events.append({**both, "ph": "s", "tid": tid, "ts": start + duration})
             reads = _us(begins + computed[reader.name].start)
-            events.append({**both, "ph": "f", "bp": "e", "tid": compute, "ts": reads})
+            events.append({**both, "ph": "f", "bp": "e", "tid": _lane(lanes, "compute" + of), "ts": reads})
     for stall in forecast.stalls:
-        event = {"ph": "X", "name": f"waits for {stall.role.value}", "cat": "exposed", "tid": compute}
+        event = {
+            "ph": "X",
+            "name": f"waits for {stall.role.value}",
+            "cat": "exposed",
+            "tid": _lane(lanes, stall.lane + of),
+        }
         when = {"ts": _us(begins + ends[stall.node] - stall.seconds), "dur": _us(stall.seconds)}
         events.append({**event, **when, "args": {"node": stall.node}})
-    return [*events, *_counters(way, forecast, begins)]
+    return [*events, *([] if of else _counters(way, forecast, begins))]
+
+
+def _lane(lanes: dict[str, int], name: str) -> int:
+    return lanes.setdefault(name, len(lanes) + 1)
 
 
 def first_reader(start: fx.Node) -> fx.Node | None:

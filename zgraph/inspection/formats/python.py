@@ -28,6 +28,7 @@ from torch import device, inf, nan
 import zgraph.program.collectives
 import zgraph.program.moves
 import zgraph.program.ops
+import zgraph.program.torch_private
 '''
 _NEEDS_RANKS = """
 Its collectives need the process groups that they name: on one process they can be read, and not run."""
