@@ -115,7 +115,7 @@ def figures_of(program: Program, costs: Costs) -> Figures:
     from zgraph.passes.simulator import simulate
 
     found = simulate(program, costs)
-    return Figures(found.seconds, sum(found.exposed.values()), sum(found.peak.values()))
+    return Figures(found.seconds, sum(found.exposed.values(), 0.0), sum(found.peak.values()))
 
 
 def facts_of(name: str, summary: str, contract: Contract | None, options: Any) -> dict[str, Any]:
