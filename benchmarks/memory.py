@@ -7,7 +7,9 @@ model's operators first. Budgets are spread evenly from the smallest that works 
 the forecast of a plan without a budget.
 
 *Peaks* are bytes of torch's CPU allocator (`zgraph.allocations`), which count from before the model is made: all that is held
-and all that a step allocates. *Times* are medians of steps after two to warm up.
+and all that a step allocates. *Times* are medians of steps after two to warm up. Machines get slower and faster while this runs: each step is
+timed behind one of the same reference (of zgraph without a budget), and its time is multiplied by the reference's median over
+the time that this one took.
 
 *torch* is `torch.compile` with `torch._functorch.config.activation_memory_budget` from 1 to 0, on the same model, batch and optimizer. A
 budget of zgraph is compared with the fastest of those whose measured peak is not above its own.
@@ -94,13 +96,14 @@ def measure(size: Any, budgets: int, steps: int) -> dict[str, Any]:
     least = smallest(size, plan)
     wanted = [least + (most - least) * i // (budgets - 1) for i in range(budgets)]
     found: dict[str, Any] = {"most": most, "least": least, "budgets": [], "torch": []}
+    reference = Reference(zgraph_step(size, plan)[0], steps)
     for fraction in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0):
-        row = timed(lambda fraction=fraction: torch_step(size, fraction), steps)
+        row = timed(lambda fraction=fraction: torch_step(size, fraction), steps, reference)
         found["torch"].append({"fraction": fraction, **row})
         print("torch", found["torch"][-1], flush=True)
     for budget in reversed(wanted):
         mine = plan.model_copy(update={"memory_budget": budget})
-        row = timed(lambda mine=mine: zgraph_step(size, mine), steps)
+        row = timed(lambda mine=mine: zgraph_step(size, mine), steps, reference)
         found["budgets"].append({"budget": budget, **row})
         print("zgraph", found["budgets"][-1], flush=True)
     eager = zgraph.Plan(backend="eager", hardware=str(machine))
@@ -176,23 +179,39 @@ def torch_step(size: Any, fraction: float) -> tuple[Callable[[], Any], Callable[
     return step, dict
 
 
-def timed(build: Callable[[], Any], steps: int) -> dict[str, Any]:
+class Reference:
+    """A step that stays the same, beside which others are timed: `seconds` is its median over the whole run."""
+
+    def __init__(self, step: Callable[[], Any], steps: int) -> None:
+        self.step = step
+        for _ in range(2):
+            step()
+        self.seconds = statistics.median(clocked(step) for _ in range(steps))
+
+    def corrected(self, step: Callable[[], Any]) -> float:
+        """Seconds of a step, as they would be where the reference takes its median."""
+        mine = clocked(self.step)
+        return clocked(step) * self.seconds / mine
+
+
+def clocked(step: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def timed(build: Callable[[], Any], steps: int, reference: Reference) -> dict[str, Any]:
     """Peak bytes and seconds of a step, and what else it says of itself."""
     gc.collect()
     before = allocations.live()
     step, said = build()
-    begin = time.perf_counter()
-    for _ in range(2):
-        step()
-    compiled = time.perf_counter() - begin
+    compiled = clocked(step) + clocked(step)
     gc.collect()
     allocations.reset_peak()
-    seconds = []
-    for _ in range(steps):
-        begin = time.perf_counter()
+    for _ in range(2):
         step()
-        seconds.append(time.perf_counter() - begin)
     peak = allocations.peak() - before
+    seconds = [reference.corrected(step) for _ in range(steps)]
     return {"peak": peak, "seconds": statistics.median(seconds), "min": min(seconds), "warm": compiled, **said()}
 
 
@@ -284,7 +303,7 @@ def conditions(args: argparse.Namespace, parameters: int) -> str:
     return (
         f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {cpu}, {os.cpu_count()} cores, torch {torch.__version__}, "
         f"Python {platform.python_version()}. GPT of {parameters / 1e6:.1f} M parameters ({args.layers} layers, width {args.dim}), "
-        f"batch {args.batch} x {args.seq}, float32, SGD, medians of {args.steps} steps."
+        f"batch {args.batch} x {args.seq}, float32, SGD, medians of {args.steps} steps, each beside one of the same reference."
     )
 
 

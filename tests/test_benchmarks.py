@@ -220,6 +220,23 @@ def test_overlap_benchmark_measures_variants_side_by_side(tmp_path: Path) -> Non
 
 @needs_compiler
 @pytest.mark.slow
+def test_memory_benchmark_times_a_step_and_sets_its_forecast_beside_it() -> None:
+    code = """
+import sys
+sys.path.insert(0, "benchmarks")
+import memory, zgraph
+from link import gpt
+memory.allocations.count()
+plan = zgraph.Plan(optimizer=zgraph.SGD(lr=1e-3), backend="eager")
+size = gpt.Size(2, 64, 256, 64, 2, 64)
+reference = memory.Reference(memory.zgraph_step(size, plan)[0], 2)
+row = memory.timed(lambda: memory.zgraph_step(size, plan), 2, reference)
+print("off by", row["forecast"] / row["peak"] - 1, "smallest", memory.smallest(size, plan), "most", memory.forecast(size, plan))
+"""
+    words = run("-c", code).split()
+    assert abs(float(words[2])) < 0.03 and 0 < int(words[4]) < int(words[6])
+
+
 def test_memory_count_is_that_of_the_blocks_held() -> None:
     code = """
 import torch

@@ -6,10 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zgraph.cli.options import BatchOption, JsonOption, ModelArgument, OutputOption, PlanOption, WorldOption
+from zgraph.cli.options import (
+    BatchOption,
+    HardwareOption,
+    JsonOption,
+    ModelArgument,
+    OutputOption,
+    PlanOption,
+    WorldOption,
+)
 from zgraph.cli.output import CHECK_FAILED, give, progress, table
-from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world
-from zgraph.cli.verify import global_batch
+from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world, with_hardware
+from zgraph.cli.verify import batch_of_all
 
 if TYPE_CHECKING:
     from zgraph.inspection.bisect import Bisection, Culprit, Stage
@@ -21,6 +29,7 @@ def bisect(
     target: ModelArgument,
     plan: PlanOption = None,
     world: WorldOption = None,
+    hardware: HardwareOption = None,
     batch: BatchOption = None,
     bound: Annotated[
         float | None,
@@ -36,17 +45,13 @@ def bisect(
     Exits with 1 if there is one: more than rounding, or a bit that the pass says it keeps.
     """
     refuse_bundle(target, "bisect")
-    the_plan = load_plan(plan)
+    the_plan = with_hardware(load_plan(plan), hardware)
     ranks = resolve_world(the_plan, world)
     found = load_target(target, batch, weights=True)
 
     from zgraph.inspection.bisect import bisect as run
 
-    inputs, different = global_batch(found.inputs, ranks)
-    if not different and ranks > 1:
-        typer.echo(
-            "note: the batch has one row, so all ranks see the same data: a missing reduction is not found", err=True
-        )
+    inputs = batch_of_all(found.inputs, ranks)
     with progress(f"running {target} after each pass on {ranks} virtual ranks"):
         made = run(found.model, the_plan, ranks, inputs, bound=bound)
     give(made.to_json(), text_of(made), as_json, output)

@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from zgraph.cli.options import JsonOption, ModelArgument, OutputOption, PlanOption, WorldOption
+from zgraph.cli.options import (
+    BatchOption,
+    HardwareOption,
+    JsonOption,
+    ModelArgument,
+    OutputOption,
+    PlanOption,
+    WorldOption,
+)
 from zgraph.cli.output import CHECK_FAILED, give, progress
-from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world
+from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world, with_hardware
 
 if TYPE_CHECKING:
     from zgraph.compiler import Inputs
@@ -20,6 +28,8 @@ def verify(
     target: ModelArgument,
     plan: PlanOption = None,
     world: WorldOption = None,
+    hardware: HardwareOption = None,
+    batch: BatchOption = None,
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -28,18 +38,13 @@ def verify(
     Exits with 1 if they differ by more than rounding.
     """
     refuse_bundle(target, "verify")
-    the_plan = load_plan(plan)
+    the_plan = with_hardware(load_plan(plan), hardware)
     ranks = resolve_world(the_plan, world)
-    found = load_target(target)
+    found = load_target(target, batch, weights=True)
 
     from zgraph.verification import verify as run
 
-    inputs, different = global_batch(found.inputs, ranks)
-    if not different and ranks > 1:
-        typer.echo(
-            "note: the batch has one row, so all ranks see the same data: a missing reduction is not found",
-            err=True,
-        )
+    inputs = batch_of_all(found.inputs, ranks)
     with progress(f"running {target} on {ranks} virtual ranks"):
         report = run(found.model, the_plan, ranks, inputs)
     worst = [dataclasses.asdict(d) | {"error": _finite(d.error), "ok": d.ok} for d in report.worst()]
@@ -58,6 +63,15 @@ def verify(
 def _finite(error: float) -> float | None:
     """JSON has no infinity: an error that can't be measured (another shape) is null there."""
     return error if math.isfinite(error) else None
+
+
+def batch_of_all(inputs: Inputs, ranks: int) -> Inputs:
+    """The batch of all ranks, made of one rank's; what can't be found out with it is said."""
+    made, different = global_batch(inputs, ranks)
+    if not different and ranks > 1:
+        said = "note: the batch has one row, so all ranks see the same data: a missing reduction is not found"
+        typer.echo(said, err=True)
+    return made
 
 
 def global_batch(inputs: Inputs, world: int) -> tuple[Inputs, bool]:
