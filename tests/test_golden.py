@@ -90,7 +90,7 @@ def test_the_commands_say_what_they_said(model):
     args = (target, "--plan", PLAN, "--world", world)
     golden(f"{model}.dump", zgraph("dump", *args, "--filter", glob))
     golden(f"{model}.dump-update", zgraph("dump", *args, "--update", "--filter", f"*{param.rpartition('.')[0]}*"))
-    golden(f"{model}.passes", zgraph("passes", *args, "--options"))
+    golden(f"{model}.passes", zgraph("passes", *args))
     golden(f"{model}.diff", zgraph("diff", *args, "--from", "regather"))
     golden(f"{model}.memory", zgraph("memory", *args))
     golden(f"{model}.forecast", zgraph("forecast", *args))

@@ -163,7 +163,7 @@ assert "torch" not in sys.modules
         ("dump", ["--after", "regather", "--filter", "*q_proj*"]),
         ("dump", ["--format", "json"]),
         ("dump", ["--print-changed=diff"]),
-        ("passes", ["--options"]),
+        ("passes", []),
         ("diff", []),
         ("explain", ["peak"]),
         ("memory", []),

@@ -31,7 +31,6 @@ def passes(
     batch: BatchOption = None,
     program: ProgramOption = None,
     update: UpdateOption = False,
-    options: Annotated[bool, typer.Option("--options", help="Show the passes' options too.")] = False,
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -60,19 +59,20 @@ def passes(
             row["changed"] = {key: len(getattr(changed, key)) for key in ("added", "removed", "moved", "changed")}
         missed = sorted(way.remarks, key=lambda r: -r["seconds"])
     width = max(len(row["name"]) for row in rows)
-    lines = [_text(row, width, options) for row in rows]
+    lines = [_text(row, width) for row in rows]
     lines += [f"missed by {remark['made_by']}: {remark['text']}" for remark in missed]
     give({"world": ranks, "passes": rows, "remarks": missed}, "\n".join(lines), as_json, output)
 
 
-def _text(row: dict[str, Any], width: int, options: bool) -> str:
+def _text(row: dict[str, Any], width: int) -> str:
     indent = " " * (width + 2)
     lines = [f"{row['name']:{width}}  {row['summary']}"]
     facts = [f"{key} {', '.join(row[key])}" for key in ("requires", "provides", "conflicts") if row[key]]
     if facts:
         lines.append(indent + "; ".join(facts))
-    if options and row["options"]:
-        lines.append(indent + "options " + ", ".join(f"{key}={value!r}" for key, value in row["options"].items()))
+    options = [f"{key}={value!r}" for key, value in row["options"].items() if value not in (None, [], "")]
+    if options:
+        lines.append(indent + f"options {', '.join(options)}")
     if "seconds" in row:
         stats = [f"{count} {name}" for name, count in row["stats"].items()]
         verified = f"(verified in {row['verify_seconds']:.3f} s)"
