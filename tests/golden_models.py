@@ -114,3 +114,9 @@ def llama() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     with torch.device("meta"):
         model = Llama()
     return model, (torch.zeros(2, 128, dtype=torch.int64), torch.zeros(2, 128, dtype=torch.int64))
+
+
+def small_llama() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """As deep as the other, and with numbers."""
+    torch.manual_seed(0)
+    return Llama(dim=16, vocabulary=32), (torch.randint(32, (1, 8)), torch.randint(32, (1, 8)))

@@ -85,7 +85,7 @@ def golden(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_commands_say_what_they_said(model):
+def test_the_commands_say_what_they_said(model, tmp_path):
     target, world, param, glob = MODELS[model]
     args = (target, "--plan", PLAN, "--world", world)
     golden(f"{model}.dump", zgraph("dump", *args, "--filter", glob))
@@ -99,12 +99,16 @@ def test_the_commands_say_what_they_said(model):
     )
     golden(f"{model}.plan", zgraph("plan", target, "--plan", PLAN, "--world", world))
     golden(f"{model}.check", zgraph("check", *args))
+    zgraph("report", *args, "-o", tmp_path / "report.html")
+    assert f"{world} ranks" in (tmp_path / "report.html").read_text()
     golden(f"{model}.timeline", lanes(json.loads(zgraph("timeline", *args))))
 
 
 def test_the_commands_that_run_a_model_say_what_they_said():
     args = ("golden_models:gpt2", "--plan", PLAN, "--world", 2)
     golden("gpt2.verify", zgraph("verify", *args).splitlines()[0] + "\n")  # (what follows are errors of rounding)
+    deep = ("golden_models:small_llama", "--plan", PLAN, "--world", 8)
+    golden("llama8.verify", zgraph("verify", *deep).splitlines()[0] + "\n")
     golden("gpt2.bisect", re.sub(r"\S+ \(allowed \S+\)", "# (allowed #)", zgraph("bisect", *args)))
 
 
