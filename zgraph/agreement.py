@@ -56,6 +56,14 @@ class Agreement:
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
         self.group = dist.new_group(self.ranks, backend=backend, timeout=torch_private.world_timeout())
 
+    def rank(self) -> int:
+        """This rank's number among those that vote."""
+        return self.ranks.index(dist.get_rank()) if self.ranks else 0
+
+    def first(self) -> bool:
+        """Is this the rank that does what only one does?"""
+        return self.rank() == 0
+
     def vote(
         self,
         subject: str,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from zgraph.budget import Outside, Outsides, run_passes
 from zgraph.capture import Trace, trace
@@ -209,6 +210,8 @@ class Entry:
         loss = self.trace.loss
         self.pattern = frozenset({loss}) if loss is not None else self.trace.differentiable
         self._programs: dict[frozenset[int], StepProgram] = {}
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+        self.rows = tensors[0].shape[0] if tensors else 1  # of this rank's batch
         self.capture_seconds = time.perf_counter() - start
         # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
         self.settled = self.unsettled = self.unsettled_before = False

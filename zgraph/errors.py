@@ -12,6 +12,7 @@ from textwrap import indent
 __all__ = [
     "BundleError",
     "CaptureError",
+    "CheckpointError",
     "CollectiveError",
     "ContractError",
     "FilterError",
@@ -121,6 +122,10 @@ class FilterError(ZgraphError, ValueError):
 
 class BundleError(ZgraphError):
     """A bundle that can't be written, or read: of another version, damaged, or no bundle."""
+
+
+class CheckpointError(ZgraphError):
+    """A checkpoint that can't be saved, or is damaged, of another model, or none; `where` is its file or folder."""
 
 
 class LoweringError(ZgraphError):

@@ -6,12 +6,16 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zgraph.checkpoint.loading import load
+from zgraph.checkpoint.saving import Saver
 from zgraph.compiled import StepProgram
 from zgraph.errors import ModelError, StepError
 from zgraph.inspection.explain import Explanation, explain
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # What a compiled module carries on top of its class, unless it owns such a name already.
-_METHODS = ("no_sync", "step", "train_step", "eval_step")
+_METHODS = ("no_sync", "step", "train_step", "eval_step", "save_checkpoint", "load_checkpoint")
 
 
 class Handle:
@@ -40,6 +44,7 @@ class Handle:
     def __init__(self, runtime: Runtime, loss_fn: Callable[..., Any] | None = None) -> None:
         self.runtime = runtime
         self.loss_fn = loss_fn
+        self._saver = Saver()
 
     @property
     def plan(self) -> Plan:
@@ -132,9 +137,62 @@ class Handle:
                 module.training = True
 
     def finish(self) -> None:
-        """Let an update end that runs late (`offload.delayed_after`), and the weights be those after it: before they are saved or used
-        for anything but the next step. All ranks must call it."""
+        """Let an update end that runs late (`offload.delayed_after`), and the weights be those after it: before they are used for anything
+        but the next step. Let a checkpoint be complete that is saved in the background, and raise what went wrong with it. All ranks
+        must call it."""
         self.runtime.updater.finish()
+        self._saver.wait()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+    def save_checkpoint(
+        self,
+        dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        async_: bool = False,
+        *,
+        keep_last: int | None = None,
+    ) -> str:
+        """Save all that a run needs to go on from here, into the folder `tag` ("step100", say) of `dir`; returns the tag.
+
+        Weights, buffers (rank 0's), optimizer state wherever it lies, counters, loss scale, averages, each rank's random states, the plan.
+        `client_state` is what you add: plain values, arrays, tensors, objects with `state_dict()`; it may differ between ranks. Each rank
+        writes what it holds. The checkpoint is complete, on disk and named by `latest` when this returns, or there is none.
+
+        With `async_` it returns once everything was copied to the host's memory; what goes wrong later is raised by the next save or load,
+        or by `finish()`. `keep_last`: remove all but so many of the newest checkpoints. All ranks must call it. Raises
+        `CheckpointError` if it can't be written (the run can go on), `StepError` while gradients wait for `step()`.
+        """
+        return self._saver.save(
+            self.runtime, Path(dir).absolute(), tag, client_state, async_=async_, keep_last=keep_last
+        )
+
+    def load_checkpoint(
+        self,
+        dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        fallback: bool = False,
+        optimizer: bool = True,
+    ) -> dict[str, Any]:
+        """Go on from a checkpoint, saved by whatever plan on however many ranks; returns the client state that was saved with it.
+
+        `tag`: by default the one that was saved last. `dir` may be a checkpoint itself. All of it is read and checked before anything is
+        changed. `client_state`: objects with `load_state_dict()`, each of which is given the saved value of its key. With
+        `fallback`, where a checkpoint is damaged, the newest one that is not is loaded, and a warning says so. `optimizer=False`: weights alone.
+        Random states are those of each rank; ranks that there were none of keep theirs. All ranks must call it. Raises
+        `CheckpointError` for one that is damaged, of another model or of another optimizer: then nothing was changed.
+        """
+        self._saver.wait()
+        return load(
+            self.runtime,
+            Path(dir).absolute(),
+            tag,
+            fallback=fallback,
+            optimizer=optimizer,
+            client_state=client_state,
+        )
 
     @property
     def optimizer(self) -> PlanOptimizer | None:
@@ -237,6 +295,7 @@ class Handle:
             old.tiers,
         )
         made.updater.adopt(old.updater, copies=False)
+        made.samples = old.samples
         made.recorder = old.recorder.of(made) if old.recorder is not None else None
         old.ahead.drop()
         self.runtime = made

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from zgraph.plan import Plan
 from zgraph.program import moves, torch_private
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.node import info
-from zgraph.program.program import InputRole, OutputRole, Port, Program
+from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, Port, Program
 from zgraph.program.remark import Remark
 from zgraph.program.torch_private import keeps_graph
 from zgraph.sharding import Shards, still_unset, with_requires_grad
@@ -110,6 +111,8 @@ class Runtime:
         self.memory = StepMemory(device)
         self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
         self.recorder: Recorder | None = None
+        self.samples = 0  # rows of batches that were trained on, over all ranks
+        self.digests: dict[str, str] = {}  # of the programs that ranks have agreed on
         self.updater = Updater(self)
 
     def _ended(self) -> None:
@@ -127,6 +130,8 @@ class Runtime:
         trains = entry.program().differentiated and torch.is_grad_enabled()
         with self.clock.timed("forward") if trains else contextlib.nullcontext():
             result = self._calls[key](self.module, *args, **kwargs)
+        if trains:
+            self.samples += entry.rows * math.prod(self.sizes.get(dim, 1) for dim in DATA_DIMS)
         if not entry.settled:
             self._settle(entry)
         return result
@@ -144,7 +149,7 @@ class Runtime:
         new = key not in self.entries
         self.agreement.vote("the inputs of a call", f"{shared(key)}; {'new' if new else 'known'}")
         if new:
-            self._refuse_unset()
+            self.refuse_unset()
             self._check_devices(args, kwargs)
             made = self._compile(key, args, kwargs)
             if (stale := made.trace.flat.stale(self.module)) is not None:
@@ -249,10 +254,12 @@ class Runtime:
                     return f"the first node that differs is {longer[min(len(view), len(views[0]))][0]!r}, which only one of ranks 0 and {rank} has"
             return "inputs, outputs or the mesh differ"
 
-        ballot = f"{self.plan.hash()} {digest(program)}"
+        self.digests[program.name] = digest(program)
+        ballot = f"{self.plan.hash()} {self.digests[program.name]}"
         self.agreement.vote(f"program {program.name}", ballot, lambda: node_digests(program), compare)
 
-    def _refuse_unset(self) -> None:
+    def refuse_unset(self) -> None:
+        """Raises `ModelError` if the model has values yet to be loaded."""
         if not self.shards.pending:
             return
         missing = list(still_unset(self.shards))

@@ -57,6 +57,10 @@ class States:
         """A tensor of the loss scale's (see `zgraph.update.scaler`); None without one."""
         return self.tensors.get(f"/{key}")
 
+    def of_scale(self) -> dict[str, torch.Tensor]:
+        """Those of the loss scale, by the names of `zgraph.update.scaler`; none without one."""
+        return {n[1:]: t for n, t in self.tensors.items() if n.startswith("/") and not n.startswith(STEP)}
+
     def own(self) -> dict[str, torch.Tensor]:
         """Those of single parameters that were made so far."""
         return {n: t for n, t in self.tensors.items() if not n.startswith("/")}
@@ -108,6 +112,15 @@ class States:
                 and (self.optimizer is None or param not in self.optimizer.state)
             ):
                 self._make(name)
+
+    def clear(self, names: Iterable[str]) -> None:
+        """Let what the rules keep of these parameters be as before the first update."""
+        for name in names:
+            if name not in self.members:
+                continue
+            for key, state in states_of(self.members[name], self.shards.specs[name], self.options).items():
+                if key not in (MASTER, EMA, AHEAD) and f"{name}/{key}" in self.tensors:
+                    self.tensors[f"{name}/{key}"].fill_(state.fill)
 
     def set_counts(self, counts: Mapping[str, float]) -> None:
         """Let each parameter have had so many updates (none, if it is not named)."""

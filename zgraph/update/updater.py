@@ -27,6 +27,7 @@ from zgraph.schedules import TorchSchedule
 from zgraph.update.build import EMA, UpdateOptions, scalar_names
 from zgraph.update.delayed import Delayed, refuse_late_collectives
 from zgraph.update.groups import Member, members_of
+from zgraph.update import scaler
 from zgraph.update.late import KEYS, Late
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.program import update_history, update_options
@@ -34,6 +35,7 @@ from zgraph.update.schedule import torch_scheduler
 from zgraph.update.states import States
 
 if TYPE_CHECKING:
+    from zgraph.checkpoint.source import Known
     from zgraph.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -144,15 +146,73 @@ class Updater:
         self._delayed.published()
 
     def resume(self, counts: dict[torch.Tensor, float]) -> None:
-        """Go on from a checkpoint: how many updates each parameter has had says where a schedule is, too."""
-        self._states_loaded = True
-        self._delayed.loaded()
-        self.states.set_counts({n: counts[p] for n, p in self.runtime.shards.params().items() if p in counts})
-        self._last = None
+        """Go on from an optimizer's state dict: how many updates each parameter has had says where a schedule is, too."""
+        named = {n: counts[p] for n, p in self.runtime.shards.params().items() if p in counts}
         done = int(max(counts.values(), default=0.0))
-        self.calls = done + self.skipped()
+        self._go_on(named, done, done + self.skipped())
         if self.scaling is not None:
             logger.warning("an optimizer's state dict holds no loss scale: it goes on where it is")
+
+    def restore(self, known: Known, counts: dict[str, float], whole: bool) -> None:
+        """Go on from a checkpoint whose weights and states were written: `counts` are the updates that each parameter has had. Not
+        `whole`: from its weights alone, which is a new beginning."""
+        self._broken = {}
+        skipped = known.skipped if whole else 0
+        steps = int(max(counts.values(), default=0.0)) if known.steps is None else known.steps
+        done = steps - skipped if whole else 0
+        if self.scaling is not None:
+            self._late = Late(self.runtime.device)
+            self._late.skipped = skipped
+            saved = known.loss_scale if whole else None
+            if saved is None:
+                logger.warning("the loss scale begins anew: the checkpoint has none")
+            values = scaler.initial(self.scaling) if saved is None else saved
+            for key, tensor in self.states.of_scale().items():
+                if key in values:
+                    tensor.copy_(torch.as_tensor(values[key]))
+        self._go_on(counts, done, done + self.skipped())
+        if whole and self.optimizer is not None and known.groups:
+            self._restore_numbers(known)
+
+    def _restore_numbers(self, known: Known) -> None:
+        """Take over what a run may have changed in its parameter groups, if it was of this plan's optimizer."""
+        assert self.optimizer is not None
+        plan = self.runtime.plan.model_dump(mode="json")
+        groups = self.optimizer.param_groups
+        alike = [g["names"] for g in groups] == [g["names"] for g in known.groups]
+        if known.plan is None or known.plan.get("optimizer") != plan["optimizer"] or not alike:
+            logger.warning("the checkpoint's optimizer had other numbers or groups than the plan's: the plan's hold")
+            return
+        for mine, theirs in zip(groups, known.groups, strict=True):
+            for key in mine.keys() & theirs.keys() - {"params", "names"}:
+                mine[key] = tuple(theirs[key]) if isinstance(mine[key], tuple) else theirs[key]
+
+    def refuse_unusable(self) -> None:
+        """Raises `StepError` where the weights are not those of a step: after an update that failed half way, or their averages. What
+        runs late has ended then."""
+        self.wait()
+        self._refuse_broken()
+        self.refuse_loading()
+
+    def refuse_loading(self) -> None:
+        """Raises `StepError` where what is loaded would be lost."""
+        if self._averages_shown:
+            raise StepError(
+                "a checkpoint inside averaged_weights()",
+                why="the weights are their averages there, and come back when it ends",
+                hint="leave the with block first",
+            )
+
+    def spoil(self) -> None:
+        """Weights and states are not of one step: no step is taken until a checkpoint was loaded."""
+        self._break()
+
+    def _go_on(self, counts: dict[str, float], done: int, calls: int) -> None:
+        self._states_loaded = True
+        self._delayed.loaded()
+        self.states.set_counts(counts)
+        self._last = None
+        self.calls = calls
         record = self.runtime.plan.lr_schedule
         if self.optimizer is not None and isinstance(record, TorchSchedule):
             for base, group in zip(self._base, self.optimizer.param_groups, strict=True):

@@ -1,0 +1,340 @@
+"""A checkpoint loaded into a compiled model, whatever plan it was saved by.
+
+First all of it is read and checked, on the ranks together, and compared with the model; then weights and states are written where they lie,
+each rank's part alone. What was saved in another precision comes from the widest tensor there is: a weight in float32 from the
+master copy of one in bfloat16, and the reverse.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.tensor import DTensor
+
+from zgraph.checkpoint import state
+from zgraph.checkpoint.native import Checkpoint
+from zgraph.checkpoint.opening import candidates, open_checkpoint
+from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
+from zgraph.checkpoint.values import PerRank, decode
+from zgraph.errors import CheckpointError
+from zgraph.names import did_you_mean
+from zgraph.update.build import AHEAD, EMA, MASTER
+
+if TYPE_CHECKING:
+    from zgraph.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+STEP = "step"
+DERIVED = (MASTER, EMA, AHEAD)  # states that can be made of the weight
+
+
+@dataclass
+class Loading:
+    """What is to be written: `tensors` by the name of what each is read from, then `copies` (to, from), then `fresh` states anew.
+    `counts`: the updates each parameter has had."""
+
+    tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    counts: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def read(self, name: str, into: torch.Tensor) -> None:
+        self.tensors.setdefault(name, []).append(into)
+
+
+def load(
+    runtime: Runtime,
+    path: Path,
+    tag: str | None,
+    *,
+    fallback: bool,
+    optimizer: bool,
+    client_state: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """See `zgraph.handle.Handle.load_checkpoint`."""
+    agreement = runtime.agreement
+    agreement.vote("a checkpoint to load", f"{path} {tag} {fallback} {optimizer}")
+
+    def refused(rank: int, said: str) -> CheckpointError:
+        return CheckpointError(f"rank {rank} can't load the checkpoint", where=str(path), why=said)
+
+    tries = [tag]
+    if fallback:
+        tries = agreement.gather("the checkpoints to try", candidates(path, tag))[0]
+    failure: CheckpointError | None = None
+    for wanted in tries:
+        try:
+            source = agreement.together("the checkpoint", lambda tag=wanted: _opened(runtime, path, tag), refused)
+            said = source.manifest.checksum if isinstance(source, Checkpoint) else ""
+            agreement.vote("the checkpoint's manifest", f"{source.kind} {source.folder} {said}")
+            parts = agreement.together(
+                "the checkpoint", lambda found=source: _prepared(runtime, found, optimizer, client_state), refused
+            )
+        except CheckpointError as error:
+            failure = failure or error
+            if fallback:
+                logger.warning("checkpoint %s can't be loaded: %s", wanted or "(latest)", error)
+            continue
+        if failure is not None:
+            logger.warning("loading %s, saved before what can't be loaded", source.folder)
+        return _apply(runtime, source, parts, client_state or {})
+    assert failure is not None
+    raise failure
+
+
+@dataclass
+class _Parts:
+    """All that was read and checked."""
+
+    loading: Loading
+    optimizer: bool
+    random: state.RandomStates | None
+    client: dict[str, Any]
+    extra: dict[str, Any]
+
+
+def _opened(runtime: Runtime, path: Path, tag: str | None) -> Source:
+    source = open_checkpoint(path, tag)
+    ranks = max(1, len(runtime.agreement.ranks))
+    source.verify(runtime.agreement.rank(), ranks)
+    return source
+
+
+def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[str, Any] | None) -> _Parts:
+    runtime.updater.refuse_loading()
+    loading = planned(runtime, source, optimizer)
+    random, client, extra = None, {}, {}
+    if isinstance(source, Checkpoint):
+        own = source.own(runtime.agreement.rank())
+        if own is not None:
+            random = state.RandomStates(own.get("random", {}), runtime.device)
+        client = _client_state(runtime, source)
+        first = source.own(0) or {}
+        extra = decode(first.get("extra", {}), _copier(source))
+    for key in objects or {}:
+        if key not in client:
+            raise CheckpointError(f"the checkpoint has no client state {key!r}", hint=did_you_mean(key, client))
+    return _Parts(loading, optimizer, random, client, extra)
+
+
+def _copier(source: Source) -> Callable[[str], torch.Tensor]:
+    def copy(name: str) -> torch.Tensor:
+        if name not in source.tensors:
+            raise ValueError(f"there is no tensor {name!r}")
+        return source.whole(name).clone()
+
+    return copy
+
+
+def _client_state(runtime: Runtime, source: Checkpoint) -> dict[str, Any]:
+    """What the user had added: what ranks had been given alike, and each rank's own."""
+    ranks = max(1, len(runtime.agreement.ranks))
+    saved = len(source.manifest.own)
+    load = _copier(source)
+
+    def values(given: Any) -> dict[str, Any]:
+        if not isinstance(given, dict) or not all(isinstance(v, dict) and "value" in v for v in given.values()):
+            raise CheckpointError("the user's part of the checkpoint can't be read", where=str(source.folder))
+        return {k: decode(v["value"], load) for k, v in given.items()}
+
+    found = values(source.manifest.client)
+    if saved == ranks:
+        mine = source.own(runtime.agreement.rank()) or {}
+        return found | values(mine.get("client", {}))
+    all_own = [values((source.own(rank) or {}).get("client", {})) for rank in range(saved)]
+    for key in dict.fromkeys(k for own in all_own for k in own):
+        found[key] = PerRank(own.get(key) for own in all_own)
+        logger.warning(
+            "client_state[%r] was another on each of %d ranks, and there are %d now: it is given as a PerRank, the list of them",
+            key,
+            saved,
+            ranks,
+        )
+    return found
+
+
+def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
+    """What of a checkpoint goes where. Raises `CheckpointError` unless every weight of the model is there, in its shape, and no other."""
+    loading = Loading()
+    module, shards = runtime.module, runtime.shards
+    names: dict[int, list[str]] = {}
+    every = {n for n, _ in module.named_parameters(remove_duplicate=False)}
+    for name, param in state.parameters(module):
+        names.setdefault(id(param), []).append(name)
+    buffers = state.persistent_buffers(module)
+    known = {n.removeprefix(MODEL) for n in source.tensors if n.startswith(MODEL)}
+    missing = [ns[0] for ns in names.values() if not known & set(ns)] + [n for n in buffers if n not in known]
+    beyond = known - every - {n for n, _ in module.named_buffers(remove_duplicate=False)}
+    if missing or beyond:
+        parts = [
+            f"{what}: {', '.join(sorted(found)[:5])}{' …' if len(found) > 5 else ''}"
+            for what, found in (("the checkpoint lacks", missing), ("the model lacks", beyond))
+            if found
+        ]
+        raise CheckpointError(
+            "the checkpoint is of another model",
+            where=str(source.folder),
+            why="; ".join(parts),
+            hint="build the model that it was saved of",
+        )
+    for name, buffer in buffers.items():
+        _check_shape(source, MODEL + name, buffer.shape)
+        loading.read(MODEL + name, buffer)
+    saved = {}
+    for name in source.tensors:
+        if name.startswith(OPTIMIZER):
+            owner, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            saved.setdefault(owner, {})[key] = name
+    if runtime.updater.optimizer is not None:
+        runtime.updater.make_states()
+    elif saved and optimizer:
+        loading.notes.append("the checkpoint has an optimizer's states, and the plan no optimizer: they are left out")
+        optimizer = False
+    for name, param in shards.params().items():
+        if param.is_meta:
+            continue
+        found = next(n for n in names[id(param)] if n in known)
+        of_param = next((saved.pop(n) for n in names[id(param)] if n in saved), {})
+        for other in names[id(param)]:
+            saved.pop(other, None)
+        _plan_parameter(runtime, source, loading, name, MODEL + found, of_param, optimizer)
+    if saved and optimizer and runtime.updater.optimizer is not None:
+        loading.notes.append(f"states of parameters that the model lacks are left out: {', '.join(sorted(saved)[:5])}")
+    return loading
+
+
+def _plan_parameter(
+    runtime: Runtime, source: Source, loading: Loading, name: str, weight: str, saved: dict[str, str], optimizer: bool
+) -> None:
+    """Where this rank's part of one parameter, and of its states, comes from."""
+    param = runtime.shards.params()[name].detach()
+    plan_optimizer = runtime.updater.optimizer
+    mine: dict[str, torch.Tensor] = {}
+    if plan_optimizer is not None:
+        mine = {k: v for k, v in plan_optimizer.state.get(runtime.shards.params()[name], {}).items() if k != STEP}
+    _check_shape(source, weight, param.shape)
+    for key in DERIVED:
+        if key in saved:
+            _check_shape(source, saved[key], param.shape)
+    low = param.dtype.itemsize < 4
+    newest = saved.get(AHEAD, weight) if AHEAD not in mine else weight
+    widest = saved.get(MASTER, newest)
+    if MASTER in mine:
+        loading.read(widest, mine[MASTER])
+    if low and source.tensors[newest].dtype is param.dtype:
+        loading.read(newest, param)
+    elif MASTER in mine:
+        loading.copies.append((param, mine[MASTER]))
+    else:
+        loading.read(widest, param)
+    if AHEAD in mine:
+        if AHEAD in saved:
+            loading.read(saved[AHEAD], mine[AHEAD])
+        else:
+            loading.copies.append((mine[AHEAD], param))
+    if EMA in mine:
+        if EMA in saved and optimizer:
+            loading.read(saved[EMA], mine[EMA])
+        else:
+            loading.copies.append((mine[EMA], mine.get(MASTER, param)))
+    rest = {k: v for k, v in mine.items() if k not in DERIVED}
+    theirs = {k: v for k, v in saved.items() if k not in (*DERIVED, STEP)}
+    if not optimizer or not theirs or not mine:
+        loading.fresh.append(name)
+        if optimizer and theirs.keys() != rest.keys() and (theirs or rest):
+            which = "the checkpoint has none" if rest else "the plan has no optimizer for them"
+            loading.notes.append(f"states of {name}: {which}")
+    else:
+        if rest.keys() != theirs.keys():
+            raise CheckpointError(
+                f"the checkpoint's optimizer keeps {', '.join(sorted(theirs))} of {name}, and the plan's {', '.join(sorted(rest))}",
+                where=str(source.folder),
+                why="it was saved by another optimizer",
+                hint="load it by a plan with that optimizer; or optimizer=False for the weights alone",
+            )
+        for key, tensor in rest.items():
+            _check_shape(source, theirs[key], tensor.shape)
+            loading.read(theirs[key], tensor)
+    if optimizer and STEP in saved:
+        info = source.tensors[saved[STEP]]
+        if info.shape not in ((), (1,)):
+            raise CheckpointError(f"the count of updates of {name} is no number but {list(info.shape)}")
+        loading.counts[name] = float(source.whole(saved[STEP]).reshape(()))
+
+
+def _check_shape(source: Source, name: str, shape: Sequence[int]) -> None:
+    found = source.tensors[name].shape
+    if found != tuple(shape):
+        raise CheckpointError(
+            f"{name} is {list(found)} in the checkpoint and {list(shape)} in the model",
+            where=str(source.folder),
+            hint="build the model that it was saved of",
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, Any]) -> dict[str, Any]:
+    """Write what was planned. A failure leaves the model unusable until a checkpoint was loaded, and says so."""
+    loading, updater = parts.loading, runtime.updater
+    runtime.ahead.drop()
+    agreement = runtime.agreement
+
+    def refused(rank: int, said: str) -> CheckpointError:
+        return CheckpointError(f"rank {rank} could not load the checkpoint", where=str(source.folder), why=said)
+
+    def attempt() -> None:
+        try:
+            with torch.no_grad():
+                for number in range(max(map(len, loading.tensors.values()), default=0)):
+                    wanted = {n: ts[number] for n, ts in loading.tensors.items() if len(ts) > number}
+                    dcp.load(
+                        wanted,
+                        storage_reader=source.reader(),
+                        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                        no_dist=True,
+                    )
+                for to, of in loading.copies:
+                    _local(to).copy_(_local(of))
+                updater.states.clear(loading.fresh)
+        except (OSError, RuntimeError, dcp.CheckpointException, CheckpointError) as error:
+            raise CheckpointError(
+                "the checkpoint could not be read to its end",
+                where=str(source.folder),
+                why=f"{type(error).__name__}: {error}",
+                hint="weights are of two checkpoints now: load one again before going on",
+            ) from error
+
+    try:
+        agreement.together("the checkpoint", attempt, refused)
+    except CheckpointError:
+        updater.spoil()
+        raise
+    for param in runtime.shards.params().values():
+        param.grad = None
+    runtime.weights_changed(list(runtime.shards.params()))
+    runtime.shards.pending.clear()
+    for path, value in parts.extra.items():
+        runtime.module.get_submodule(path).set_extra_state(value)
+    updater.restore(source.known, loading.counts, parts.optimizer)
+    runtime.samples = source.known.samples or 0
+    if parts.random is not None:
+        parts.random.restore()
+    for note in loading.notes[:5]:
+        logger.warning("%s", note)
+    if len(loading.notes) > 5:
+        logger.warning("… and %d more", len(loading.notes) - 5)
+    for key, target in objects.items():
+        target.load_state_dict(parts.client[key])
+    return parts.client

@@ -1,0 +1,224 @@
+"""The manifest of a checkpoint: every file with its size and checksum, every tensor with its blocks, and what is known besides.
+
+It is JSON that ends in its own checksum. What it says of a file is compared with the file's own header before anything is read
+from it, so that neither can lie about the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from zgraph.checkpoint.source import Block, Known, TensorInfo
+from zgraph.checkpoint.tensorfile import DTYPES, Piece, checksum, read_bytes
+from zgraph.errors import CheckpointError
+
+FORMAT = 1
+NAME = "manifest.json"
+MOST_BYTES = 1 << 32
+LEAST_BYTES = 2
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+MARK = b',"checksum":"'
+_HEX = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass
+class FileEntry:
+    """One file. `header`: (bytes, checksum) of a safetensors file's; `pieces` in the order they lie in it; `checksum`: of all of any
+    other file."""
+
+    nbytes: int
+    checksum: str = ""
+    header: tuple[int, str] | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+
+@dataclass
+class Manifest:
+    """`serial` counts the saves into one folder. `client`: what the user added, the same on every rank; `own`: the file of each
+    rank's own state, by rank."""
+
+    serial: int
+    files: dict[str, FileEntry]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    known: Known
+    client: dict[str, Any] = field(default_factory=dict)
+    own: list[str] = field(default_factory=list)
+    checksum: str = ""
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """The tensors, with their blocks in the order of the files."""
+        blocks: dict[str, list[Block]] = {name: [] for name in self.tensors}
+        for entry in self.files.values():
+            for piece in entry.pieces:
+                blocks[piece.name].append(piece.block)
+        return {n: TensorInfo(DTYPES[d], s, tuple(blocks[n])) for n, (d, s) in self.tensors.items()}
+
+    def written(self) -> bytes:
+        """As a file; `checksum` is then set."""
+        files: dict[str, Any] = {}
+        for name, entry in self.files.items():
+            shown: dict[str, Any] = {"bytes": entry.nbytes}
+            if entry.header is None:
+                shown["checksum"] = entry.checksum
+            else:
+                shown["header"] = list(entry.header)
+                shown["pieces"] = [
+                    [p.name, list(p.block.offsets), list(p.block.sizes), p.start, p.checksum] for p in entry.pieces
+                ]
+            files[name] = shown
+        data = {
+            "format": FORMAT,
+            "serial": self.serial,
+            "files": files,
+            "tensors": {n: [d, list(s)] for n, (d, s) in self.tensors.items()},
+            "known": asdict(self.known),
+            "client": self.client,
+            "own": self.own,
+        }
+        body = json.dumps(data, separators=(",", ":"), allow_nan=True).encode()[:-1]
+        self.checksum = checksum(body)
+        return body + MARK + self.checksum.encode() + b'"}\n'
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest in a checkpoint's folder, checked by itself. Raises `CheckpointError`."""
+    path = folder / NAME
+    if not path.exists() and not path.is_symlink():
+        raise CheckpointError("no checkpoint", where=str(folder), why=f"there is no {NAME}")
+    data = read_bytes(path, MOST_BYTES)
+    body, mark, rest = data.rpartition(MARK)
+    said = rest[:-3].decode("ascii", "replace")
+    if not mark or rest[-3:] != b'"}\n' or not _HEX.fullmatch(said) or checksum(body) != said:
+        raise _damaged(path, "its checksum is not that of its bytes")
+    try:
+        made = _parsed(json.loads(body + b"}"))
+    except CheckpointError as error:
+        error.where = error.where or str(path)
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}"[:300]) from None
+    made.checksum = said
+    return made
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path.name} is damaged", where=str(path), why=why, hint="load another checkpoint")
+
+
+def _parsed(data: dict[str, Any]) -> Manifest:
+    if data["format"] != FORMAT:
+        raise CheckpointError(
+            f"a checkpoint of format {data['format']!r}, and this zgraph reads {FORMAT}",
+            hint="use the zgraph that it was written with, or a newer one",
+        )
+    tensors = {_text(n): (_dtype(d), _sizes(s)) for n, (d, s) in data["tensors"].items()}
+    files = {}
+    for name, shown in data["files"].items():
+        if not FILE_NAME.fullmatch(name) or name == NAME:
+            raise CheckpointError(f"a file called {name[:80]!r}", why="names of files are letters, digits, . _ and -")
+        entry = FileEntry(_size(shown["bytes"]))
+        if "header" in shown:
+            entry.header = (_size(shown["header"][0]), _sum(shown["header"][1]))
+            entry.pieces = [_piece(tensors, *item) for item in shown["pieces"]]
+        else:
+            entry.checksum = _sum(shown["checksum"])
+        files[name] = entry
+    known = Known(**{f.name: data["known"][f.name] for f in fields(Known)})
+    _check_known(known)
+    own = [_text(n) for n in data["own"]]
+    if any(n not in files for n in own) or not isinstance(data["client"], dict):
+        raise ValueError("the state of a rank is in no file")
+    made = Manifest(_size(data["serial"]), files, tensors, known, data["client"], own)
+    _check_tiling(made.infos())
+    return made
+
+
+def _piece(tensors: dict[str, Any], name: str, offsets: list[Any], sizes: list[Any], start: Any, said: Any) -> Piece:
+    dtype, shape = tensors[name]
+    block = Block(_sizes(offsets), _sizes(sizes))
+    if not len(block.offsets) == len(block.sizes) == len(shape):
+        raise ValueError(f"a block of {name} has other dimensions than it")
+    return Piece(name, dtype, block, _size(start), block.elements * DTYPES[dtype].itemsize, _sum(said))
+
+
+def _check_known(known: Known) -> None:
+    numbers = (known.steps, known.skipped, known.samples, known.world)
+    if any(n is not None and _size(n) != n for n in numbers):
+        raise ValueError("a count is no number")
+    for group in known.groups:
+        if not all(isinstance(n, str) for n in group["names"]):
+            raise ValueError("a parameter group without names")
+    for value, kind in ((known.loss_scale, dict), (known.plan, dict)):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{value!r} is no {kind.__name__}"[:200])
+    if known.loss_scale is not None and not all(isinstance(v, (int, float)) for v in known.loss_scale.values()):
+        raise ValueError("the loss scale is no number")
+    if not isinstance(known.programs, dict) or not isinstance(known.mesh, dict):
+        raise ValueError("programs and mesh are no tables")
+
+
+def _check_tiling(tensors: dict[str, TensorInfo]) -> None:
+    """Raises `CheckpointError` unless the blocks of each tensor are all of it, and none is in two."""
+    for name, info in tensors.items():
+        outside = any(o + n > d for b in info.blocks for o, n, d in zip(b.offsets, b.sizes, info.shape, strict=True))
+        total = sum(b.elements for b in info.blocks)
+        if outside or total != math.prod(info.shape) or not info.blocks or _overlap(info.blocks):
+            raise CheckpointError(
+                f"the blocks of {name} are not all of it, each once",
+                why=f"it is {list(info.shape)}; {len(info.blocks)} blocks have {total} elements",
+                hint="load another checkpoint",
+            )
+
+
+def _overlap(blocks: Sequence[Block]) -> bool:
+    if len(blocks) < 2 or not blocks[0].sizes:
+        return len(blocks) > 1
+    filled = sorted((b for b in blocks if b.elements), key=lambda b: b.offsets)
+    ends = [b.offsets[0] + b.sizes[0] for b in filled]
+    if all(end <= later.offsets[0] for end, (_, later) in zip(ends, pairwise(filled), strict=False)):
+        return False
+    for i, one in enumerate(filled):
+        for other in filled[i + 1 :]:
+            if other.offsets[0] >= ends[i]:
+                break
+            sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < p + q and p < a + n for a, n, p, q in sides):
+                return True
+    return False
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{value!r} is no size"[:200])
+    return value
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or len(values) > 64:
+        raise ValueError(f"{values!r} is no shape"[:200])
+    return tuple(map(_size, values))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no name"[:200])
+    return value
+
+
+def _sum(value: Any) -> str:
+    if not isinstance(value, str) or not _HEX.fullmatch(value):
+        raise ValueError(f"{value!r} is no checksum"[:200])
+    return value
+
+
+def _dtype(value: Any) -> str:
+    if value not in DTYPES:
+        raise ValueError(f"{value!r} is no type of numbers"[:200])
+    return str(value)

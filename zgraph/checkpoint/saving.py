@@ -1,0 +1,244 @@
+"""A checkpoint saved: of all ranks at one step, at once or beside the next steps, and taken for one only when it is whole."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.tensor import DTensor
+
+from zgraph.agreement import Agreement
+from zgraph.checkpoint import folder, state
+from zgraph.checkpoint.source import Known
+from zgraph.checkpoint.storage import Writer
+from zgraph.checkpoint.tensorfile import checksum, data_of
+from zgraph.checkpoint.values import encode
+from zgraph.errors import CheckpointError
+from zgraph.program import torch_private
+
+if TYPE_CHECKING:
+    from zgraph.runtime import Runtime
+
+CLIENT = "client"
+
+
+@dataclass
+class Snapshot:
+    """All that this rank writes of one checkpoint, and rank 0 of all."""
+
+    tensors: dict[str, torch.Tensor]
+    known: Known
+    client: dict[str, Any]
+    own: bytes
+
+
+class Staging:
+    """Memory of the host that tensors are copied into, kept for the next time: pinned where they are on an accelerator."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of them all, complete when this returns."""
+        made: dict[str, torch.Tensor] = {}
+        devices = set()
+        for name, tensor in tensors.items():
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            held = self._held.get(name)
+            if held is None or held.shape != local.shape or held.dtype is not local.dtype:
+                held = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                self._held[name] = held
+            held.copy_(local, non_blocking=local.is_cuda)
+            if local.is_cuda:
+                devices.add(local.device)
+            made[name] = torch_private.dtensor(held, tensor._spec) if isinstance(tensor, DTensor) else held
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        for name in self._held.keys() - tensors.keys():
+            del self._held[name]
+        return made
+
+
+class Saver:
+    """Saves the checkpoints of one model. At most one is on its way."""
+
+    def __init__(self) -> None:
+        self._threads = concurrent.futures.ThreadPoolExecutor(1, "zgraph-checkpoint")
+        weakref.finalize(self, self._threads.shutdown, wait=False)
+        self._running: concurrent.futures.Future[None] | None = None
+        self._staging = Staging()
+        self._aside: Agreement | None = None  # (for collectives beside those of steps)
+
+    def wait(self) -> None:
+        """Let the save end that is on its way. Raises what it raised, on every rank."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def save(
+        self,
+        runtime: Runtime,
+        path: Path,
+        tag: str | None,
+        client_state: dict[str, Any] | None,
+        *,
+        async_: bool,
+        keep_last: int | None,
+    ) -> str:
+        """See `zgraph.handle.Handle.save_checkpoint`."""
+        self.wait()
+        agreement = runtime.agreement
+        chosen = folder.checked_tag(f"step{runtime.updater.calls}" if tag is None else tag)
+        if keep_last is not None and keep_last < 1:
+            raise CheckpointError(f"keep_last={keep_last}", why="the checkpoint that is saved is one to keep")
+        agreement.vote("a checkpoint", f"{path} {chosen} {async_} {keep_last}")
+        taken = agreement.together("what is to be saved", lambda: snapshot(runtime, client_state), _refused("save"))
+        shared_client(agreement, taken)
+        partial = path / f".{chosen}{folder.PARTIAL}"
+
+        def begin() -> int:
+            if agreement.first():
+                try:
+                    serial = folder.next_serial(path)
+                    folder.begin(path, chosen)
+                except OSError as error:
+                    raise failed(path, error) from error
+                return serial
+            return 0
+
+        serial = agreement.together("the folder of the checkpoint", begin, _refused("save"))
+        agreement.together("the folder of the checkpoint", lambda: _seen(partial), _refused("save"))
+        if async_ and self._aside is None:
+            self._aside = Agreement(runtime.mesh)
+        if not async_:
+            write(agreement, path, chosen, serial, taken, keep_last)
+            return chosen
+        taken.tensors = self._staging.copy(taken.tensors)
+        aside = self._aside
+        assert aside is not None
+        self._running = self._threads.submit(write, aside, path, chosen, serial, taken, keep_last)
+        return chosen
+
+
+def snapshot(runtime: Runtime, client_state: dict[str, Any] | None) -> Snapshot:
+    """What this rank has to save now; `client` has this rank's own part of what the user added."""
+    runtime.updater.refuse_unusable()
+    runtime.refuse_unset()
+    state.refuse_unsaved(runtime)
+    tensors = state.tensors_of(runtime)
+    client = {} if client_state is None else client_state
+    if not isinstance(client, dict) or not all(isinstance(k, str) for k in client):
+        raise CheckpointError("client_state is no dict with names as keys", hint="give a dict")
+    added: dict[str, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> str:
+        name = f"{CLIENT}.{runtime.agreement.rank()}.{len(added)}"
+        added[name] = tensor.cpu().contiguous().clone()
+        return name
+
+    given = {k: {"value": encode(v, keep, f"client_state[{k!r}]")} for k, v in client.items()}
+    extra = state.extra_states(runtime.module)
+    shown = {"client": given, "extra": encode(extra, keep, "get_extra_state()") if extra else {}}
+    own = {"random": state.random_states(runtime.device), **shown}
+    return Snapshot(tensors | added, state.known_of(runtime), own, b"")
+
+
+def shared_client(agreement: Agreement, taken: Snapshot) -> None:
+    """Take what every rank was given alike out of each rank's own state, into the manifest."""
+    own = taken.client
+    given = own["client"]
+    sums = {key: _digest(value, taken.tensors) for key, value in given.items()}
+    views = agreement.gather("the client state", sums)
+    alike = {k for k in given if all(view.get(k) == sums[k] for view in views)}
+    taken.client = {k: v for k, v in given.items() if k in alike}
+    own["client"] = {k: v for k, v in given.items() if k not in alike}
+    if not agreement.first():
+        for key in alike:
+            for name in _names(given[key]):
+                del taken.tensors[name]
+    taken.own = json.dumps(own, separators=(",", ":")).encode()
+
+
+def _digest(value: Any, tensors: dict[str, torch.Tensor]) -> str:
+    """Of an encoded value, whatever its tensors are called."""
+    names = _names(value)
+    text = json.dumps(value, sort_keys=True)
+    for number, name in enumerate(names):
+        text = text.replace(json.dumps(name), f'"tensor {number}"')
+    parts = [f"{tensors[n].dtype}{list(tensors[n].shape)} {checksum(data_of(tensors[n]))}" for n in names]
+    return checksum("\n".join([text, *parts]).encode())
+
+
+def _names(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        here = [value["name"]] if "name" in value and str(value.get("name")).startswith(f"{CLIENT}.") else []
+        return here + [n for v in value.values() for n in _names(v)]
+    return [n for v in value for n in _names(v)] if isinstance(value, list) else []
+
+
+def write(agreement: Agreement, path: Path, tag: str, serial: int, taken: Snapshot, keep_last: int | None) -> None:
+    """Write a checkpoint into its folder, and put it in its place. Raises `CheckpointError` on every rank; nothing is then left."""
+    partial = path / f".{tag}{folder.PARTIAL}"
+    writer = Writer(partial, serial, taken.known, taken.client, taken.own)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def attempt() -> None:
+        try:
+            dcp.save(
+                taken.tensors,
+                storage_writer=writer,
+                planner=planner,
+                process_group=agreement.group,
+                no_dist=agreement.group is None,
+            )
+            if agreement.first():
+                folder.commit(partial, tag, writer.checksum)
+                if keep_last is not None:
+                    folder.retain(path, keep_last)
+        except dcp.CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise failed(path, cause, rank) from error
+        except OSError as error:
+            raise failed(path, error) from error
+
+    try:
+        agreement.together("the checkpoint", attempt, _refused("save"))
+    except CheckpointError:
+        if agreement.first():
+            folder.discard(partial)
+        raise
+
+
+def failed(path: Path, error: BaseException, rank: int | None = None) -> CheckpointError:
+    """What to say of a save that failed."""
+    where = f"{path}" if rank is None else f"{path}, on rank {rank}"
+    why = f"{type(error).__name__}: {error}"
+    hint = "the checkpoints before are as they were; make room or choose another folder, and save again"
+    return CheckpointError("the checkpoint could not be saved", where=where, why=why, hint=hint)
+
+
+def _refused(what: str) -> Callable[[int, str], CheckpointError]:
+    return lambda rank, said: CheckpointError(f"rank {rank} could not {what} the checkpoint", why=said)
+
+
+def _seen(partial: Path) -> None:
+    if not partial.is_dir():
+        raise CheckpointError(
+            "this rank does not see the checkpoint's folder",
+            where=str(partial),
+            why="rank 0 has made it, on a disk that this rank does not share",
+            hint="a folder on a file system that all ranks share",
+        )
+
+
+# (Said of every save and load without a process group, which is what is meant here.)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -1,0 +1,159 @@
+"""What a checkpoint of any kind is to those who read one: tensors by name, in blocks, and what is known besides.
+
+Names are `model.NAME` for parameters and buffers, `optimizer.state.NAME.KEY` for what an optimizer keeps of a parameter (as torch's
+flattened optimizer state dicts have it), and `client.N` for tensors of the user's own. One reader of
+torch.distributed.checkpoint serves every kind, so that resharding is torch's.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import planner as planning
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+MODEL = "model."
+OPTIMIZER = "optimizer.state."
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a tensor: where it begins and how long it is in each dimension, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a checkpoint, and the blocks that it lies in: together they are all of it, and none is in two."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def whole(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:
+        """One that lies in one block."""
+        return TensorInfo(dtype, shape, (Block((0,) * len(shape), shape),))
+
+
+@dataclass
+class Known:
+    """What a checkpoint says besides tensors; None where it does not say.
+
+    `steps`: optimizer steps taken, those that were skipped included. `skipped`: those. `samples`: rows seen over all ranks. `groups`: the
+    optimizer's parameter groups, each with "names" and its numbers ("lr", …). `loss_scale`: half precision's, by the names of
+    `zgraph.update.scaler`. `plan`, `programs`, `mesh`, `world`: what it was saved by.
+    """
+
+    steps: int | None = None
+    skipped: int = 0
+    samples: int | None = None
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    loss_scale: dict[str, float] | None = None
+    plan: dict[str, Any] | None = None
+    programs: dict[str, str] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
+    world: int = 1
+
+
+class Source(abc.ABC):
+    """A checkpoint that can be read: `kind` says of what system, `tensors` what it holds."""
+
+    kind: str
+    folder: Path
+    tensors: dict[str, TensorInfo]
+    known: Known
+
+    @abc.abstractmethod
+    def block(self, name: str, block: Block) -> torch.Tensor:
+        """One of the blocks of a tensor, on the CPU. It may be a view of a mapped file: read it, and let it go. Raises
+        `CheckpointError` if it can't be read."""
+
+    def verify(self, share: int = 0, of: int = 1) -> None:
+        """Read the `share`-th of so many parts of the checkpoint, and raise `CheckpointError` for what is damaged."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor."""
+        info = self.tensors[name]
+        if len(info.blocks) == 1:
+            return self.block(name, info.blocks[0])
+        made = torch.empty(info.shape, dtype=info.dtype)
+        for block in info.blocks:
+            made[_box(block.offsets, block.sizes)] = self.block(name, block)
+        return made
+
+    def reader(self) -> Reader:
+        """For `torch.distributed.checkpoint.load`."""
+        return Reader(self)
+
+
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+
+
+class Reader(StorageReader):
+    """A source for torch.distributed.checkpoint, which cuts blocks to what a rank holds."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False  # (there is a source, and no other)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        return
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        tensors: dict[str, Any] = {}
+        for name, info in self.source.tensors.items():
+            chunks = [dcp.ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in info.blocks]
+            properties = dcp.TensorProperties(dtype=info.dtype)
+            tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
+        return dcp.Metadata(state_dict_metadata=tensors, storage_meta=dcp.StorageMeta())
+
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
+        return plans
+
+    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
+        wanted: dict[tuple[str, Block], list[planning.ReadItem]] = {}
+        for item in plan.items:
+            index = item.storage_index
+            info = self.source.tensors[index.fqn]
+            number = index.index if index.index is not None else 0
+            block = info.blocks[number]
+            if index.offset is not None and tuple(index.offset) != block.offsets:
+                block = next(b for b in info.blocks if b.offsets == tuple(index.offset))
+            wanted.setdefault((index.fqn, block), []).append(item)
+        for (name, block), items in wanted.items():
+            found = self.source.block(name, block)
+            for item in items:
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(found[_box(tuple(item.storage_offsets), tuple(item.lengths))])
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

@@ -1,0 +1,164 @@
+"""What of a compiled model a checkpoint holds: its tensors by name, and what is known besides.
+
+A parameter's tensor is there under every name it has, so that plain PyTorch finds it. Buffers are rank 0's. Optimizer state is by the names
+of parameters, whatever groups they are in.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zgraph.checkpoint.source import MODEL, OPTIMIZER, Known
+from zgraph.errors import CheckpointError, StepError
+
+if TYPE_CHECKING:
+    from zgraph.runtime import Runtime
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong into checkpoints, under every name they have."""
+    found = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for key, buffer in child._buffers.items():
+            if buffer is not None and key not in child._non_persistent_buffers_set:
+                found[f"{path}.{key}" if path else key] = buffer
+    return found
+
+
+def parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those that this rank has, under every name they have."""
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if not param.is_meta:
+            yield name, param
+
+
+def extra_states(module: nn.Module) -> dict[str, Any]:
+    """What modules give by `get_extra_state`, by their paths."""
+    return {
+        path: child.get_extra_state()
+        for path, child in module.named_modules()
+        if type(child).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def tensors_of(runtime: Runtime) -> dict[str, torch.Tensor]:
+    """What this rank writes, by its names in a checkpoint: the model's own tensors, no copies. Each part that several ranks hold is
+    written by one of them, all by about as much; what is no DTensor by the first."""
+    shards, optimizer = runtime.shards, runtime.updater.optimizer
+    held: dict[str, torch.Tensor] = {MODEL + n: p.detach() for n, p in parameters(runtime.module)}
+    held |= {MODEL + n: b.detach() for n, b in persistent_buffers(runtime.module).items()}
+    if optimizer is not None:
+        runtime.updater.make_states()
+        names = {id(p): n for n, p in shards.params().items()}
+        for param, shown in optimizer.state.items():
+            held |= {f"{OPTIMIZER}{names[id(param)]}.{key}": value.detach() for key, value in shown.items()}
+    loads: dict[int, list[int]] = {}
+    return {name: t for name, t in held.items() if _is_mine(t, runtime.mesh, loads)}
+
+
+def _is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list[int]]) -> bool:
+    """Is it this rank that writes this tensor's part? `loads`: the bytes that each replica writes by now, by how many there are."""
+    if mesh is None:
+        return True
+    if not isinstance(tensor, DTensor):
+        return not any(mesh.get_coordinate() or ())
+    replica, replicas = 0, 1
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            replica = replica * tensor.device_mesh.size(dim) + tensor.device_mesh.get_local_rank(dim)
+            replicas *= tensor.device_mesh.size(dim)
+    load = loads.setdefault(replicas, [0] * replicas)
+    chosen = load.index(min(load))
+    load[chosen] += tensor.numel() * tensor.element_size()
+    return chosen == replica
+
+
+def refuse_unsaved(runtime: Runtime) -> None:
+    """Raises `StepError` where something would be lost that no checkpoint holds."""
+    waiting = [n for n, p in runtime.shards.params().items() if p.grad is not None]
+    if runtime.updater.optimizer is not None and waiting:
+        raise StepError(
+            f"a checkpoint between backward() and step(): {len(waiting)} gradients wait ({waiting[0]}, …)",
+            why="checkpoints hold no gradients: they would be lost",
+            hint="save after model.step(); or zero the gradients first, if they are not wanted",
+        )
+
+
+def known_of(runtime: Runtime) -> Known:
+    """What is known of a run, but for its tensors."""
+    updater = runtime.updater
+    groups = [
+        {k: v for k, v in g.items() if k != "params"}
+        for g in (updater.optimizer.param_groups if updater.optimizer else ())
+    ]
+    scale = {k: v.item() for k, v in updater.states.of_scale().items()}
+    return Known(
+        steps=updater.calls,
+        skipped=int(scale.get("skipped", 0)),
+        samples=runtime.samples,
+        groups=groups,
+        loss_scale=scale or None,
+        plan=runtime.plan.model_dump(mode="json"),
+        programs=dict(runtime.digests),
+        mesh=dict(runtime.sizes),
+        world=runtime.mesh.size() if runtime.mesh is not None else 1,
+    )
+
+
+# -- random states --------------------------------------------------------------------------------------------------
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Of torch, Python, NumPy and this rank's device, as JSON."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    found = {
+        "torch": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode(),
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(name), [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
+    }
+    if device.type == "cuda":
+        found["cuda"] = base64.b64encode(bytes(torch.cuda.get_rng_state(device).tolist())).decode()
+    return found
+
+
+class RandomStates:
+    """Random states that were saved, checked: `restore()` changes something, and does not fail. Raises `CheckpointError` for what
+    is no state."""
+
+    def __init__(self, saved: dict[str, Any], device: torch.device) -> None:
+        self.device = device
+        try:
+            self.torch = _bytes(saved["torch"])
+            torch.Generator().set_state(self.torch)
+            version, numbers, gauss = saved["python"]
+            self.python = (version, tuple(numbers), gauss)
+            random.Random().setstate(self.python)
+            name, keys, position, has_gauss, cached = saved["numpy"]
+            self.numpy = (name, np.array(keys, dtype=np.uint32), position, has_gauss, cached)
+            np.random.RandomState().set_state(self.numpy)  # type: ignore[arg-type]
+            self.cuda = _bytes(saved["cuda"]) if "cuda" in saved and device.type == "cuda" else None
+            if self.cuda is not None:
+                torch.Generator(device).set_state(self.cuda)
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise CheckpointError(
+                "the random states of the checkpoint can't be read", why=f"{type(error).__name__}: {error}"[:300]
+            ) from None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # type: ignore[arg-type]
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

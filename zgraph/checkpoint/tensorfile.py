@@ -1,0 +1,238 @@
+"""One safetensors file: written in one pass with a checksum for each block, read by block from the mapped file.
+
+The header says for each block which part of which tensor it is, in the words of torch's `HuggingFaceStorageWriter`, so that
+torch.distributed.checkpoint reads a folder of such files with its own `HuggingFaceStorageReader`. Checksums are XXH3 of 128 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import xxhash
+
+from zgraph.checkpoint.source import Block
+from zgraph.errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SUFFIX = ".safetensors"
+SHARDING = "DCP_SHARDING_INFO"  # torch's key in the header's metadata, and below the one in it
+OFFSETS = "saved_offsets"
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a tensor as it lies in a file: its first byte, and the checksum of its bytes ("" where none is known)."""
+
+    name: str
+    dtype: str
+    block: Block
+    start: int
+    nbytes: int
+    checksum: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that was written: its size and that of its header, in bytes, and the header's checksum."""
+
+    nbytes: int
+    header: int
+    checksum: str
+    pieces: tuple[Piece, ...]
+
+
+def checksum(data: Any) -> str:
+    """Of anything with a buffer."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def data_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, row by row."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def laid_out(blocks: Sequence[tuple[str, torch.dtype, Block]], *, sharding: bool) -> tuple[bytes, list[Piece]]:
+    """The header (its length first) of a file that holds these blocks in this order, and where each lies."""
+    entries: dict[str, Any] = {}
+    metadata: dict[str, str] = {"format": "pt"}
+    if sharding:
+        offsets = {name: {OFFSETS: list(block.offsets)} for name, _, block in blocks}
+        metadata |= {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
+    at = 0
+    for name, dtype, block in blocks:
+        size = block.elements * dtype.itemsize
+        entries[name] = {"dtype": NAMES[dtype], "shape": list(block.sizes), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps({"__metadata__": metadata} | entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    pieces = []
+    for name, dtype, block in blocks:
+        first, last = entries[name]["data_offsets"]
+        pieces.append(Piece(name, NAMES[dtype], block, len(header) + first, last - first))
+    return header, pieces
+
+
+def in_order(blocks: Sequence[tuple[str, torch.dtype, Block]]) -> list[int]:
+    """The order that leaves every block aligned: wide elements first."""
+    return sorted(range(len(blocks)), key=lambda i: -blocks[i][1].itemsize)
+
+
+def refuse_unwritable(name: str, dtype: torch.dtype) -> None:
+    """Raises `CheckpointError` for a type of numbers that such files have no name for."""
+    if dtype not in NAMES:
+        raise CheckpointError(
+            f"{name} is of {dtype}, which safetensors can't hold", hint="cast it, or leave it out of what is saved"
+        )
+
+
+def write(path: Path, blocks: Sequence[tuple[str, Block, torch.Tensor]]) -> Written:
+    """Write such a file and let it reach the disk. Raises `OSError`."""
+    header, pieces = laid_out([(n, t.dtype, b) for n, b, t in blocks], sharding=True)
+    done = []
+    with open(path, "xb") as file:
+        file.write(header)
+        for piece, (_, _, tensor) in zip(pieces, blocks, strict=True):
+            data = data_of(tensor.cpu())
+            file.write(data)
+            done.append(Piece(piece.name, piece.dtype, piece.block, piece.start, piece.nbytes, checksum(data)))
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(size, len(header), checksum(header), tuple(done))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a small file anew and let it reach the disk. Raises `OSError`."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def damaged(path: Path, why: str) -> NoReturn:
+    raise CheckpointError(f"{path.name} is damaged", where=str(path), why=why, hint="load another checkpoint")
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[int, int]]:
+    """(descriptor, bytes) of a regular file, and no other: neither a link nor a device. Raises `CheckpointError`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} can't be read", where=str(path), why=error.strerror) from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            damaged(path, "it is no regular file")
+        yield descriptor, found.st_size
+    finally:
+        os.close(descriptor)
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """All of a file of at most so many bytes. Raises `CheckpointError`."""
+    with opened(path) as (descriptor, size):
+        if size > most:
+            damaged(path, f"it has {size} bytes, and none has more than {most}")
+        found = b""
+        try:
+            while len(found) < size and (part := os.read(descriptor, size - len(found))):
+                found += part
+        except OSError as error:
+            raise CheckpointError(f"{path.name} can't be read", where=str(path), why=error.strerror) from error
+        return found
+
+
+class TensorFile:
+    """A file that is read. `pieces` are checked: each lies in the file, none overlaps another, together they are all of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with opened(path) as (descriptor, size):
+            if size < 8:
+                damaged(path, f"it has {size} bytes")
+            try:
+                self.data = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise CheckpointError(f"{path.name} can't be read", where=str(path), why=error.strerror) from error
+        self.header = 8 + int.from_bytes(self.data[:8], "little")
+        if self.header > size:
+            damaged(path, f"its header would have {self.header} bytes, and the file has {size}")
+        self.pieces = self._parsed(size)
+
+    def _parsed(self, size: int) -> dict[str, Piece]:
+        try:
+            found = json.loads(self.data[8 : self.header].decode())
+            metadata = found.pop("__metadata__", {})
+            offsets = json.loads(metadata[SHARDING]) if SHARDING in metadata else {}
+            pieces = {}
+            for name, entry in found.items():
+                sizes = tuple(_natural(n) for n in entry["shape"])
+                first, last = (_natural(n) for n in entry["data_offsets"])
+                begins = tuple(_natural(n) for n in offsets[name][OFFSETS]) if offsets else (0,) * len(sizes)
+                dtype = entry["dtype"]
+                block = Block(begins, sizes)
+                if len(begins) != len(sizes) or last - first != block.elements * DTYPES[dtype].itemsize:
+                    raise ValueError(f"{name} has {last - first} bytes, which is not {dtype}{list(sizes)}")
+                pieces[name] = Piece(name, dtype, block, self.header + first, last - first)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            damaged(self.path, f"its header can't be read: {type(error).__name__}: {error}"[:300])
+        at = self.header
+        for piece in sorted(pieces.values(), key=lambda p: (p.start, p.nbytes)):
+            if piece.start != at:
+                damaged(self.path, f"{piece.name} begins at byte {piece.start}, not at {at}")
+            at += piece.nbytes
+        if at != size:
+            damaged(self.path, f"its tensors end at byte {at}, and the file has {size}")
+        return pieces
+
+    def tensor(self, piece: Piece) -> torch.Tensor:
+        """A piece, in the mapped file."""
+        dtype = DTYPES[piece.dtype]
+        if not piece.nbytes:
+            return torch.empty(piece.block.sizes, dtype=dtype)
+        if piece.start % dtype.itemsize:
+            raw = torch.frombuffer(bytearray(self.data[piece.start : piece.start + piece.nbytes]), dtype=dtype)
+        else:
+            raw = torch.frombuffer(self.data, dtype=dtype, count=piece.block.elements, offset=piece.start)
+        return raw.view(piece.block.sizes)
+
+    def checksum(self, start: int, nbytes: int) -> str:
+        with memoryview(self.data) as view, view[start : start + nbytes] as part:
+            return checksum(part)
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{value!r} is no size")
+    return value
