@@ -184,6 +184,11 @@ def test_weights_that_float16_cannot_hold_are_found():
     assert "first.weight" in only(checked(check_targets.infinite, precision="fp16"), "precision").what
 
 
+def test_a_micro_batch_may_be_one_row():
+    """(The batch was once cut twice.)"""
+    assert not [f for f in checked(micro_batches=4).findings if f.level == "error"]
+
+
 def test_micro_batches_must_divide_the_batch():
     assert only(checked(micro_batches=3), "batch").where == "micro_batches"
     assert "4 row(s) of a rank, in 2 micro-batches: 8 of all 2" in of(checked(micro_batches=2), "batch", "note")[0].what

@@ -5,14 +5,13 @@ On CUDA it is what torch's allocator says of itself; on CPU it is counted, once 
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from zgraph import allocations
+from zgraph.host import host_free
 from zgraph.passes.memory import memory_of
 from zgraph.program.program import Program
 from zgraph.units import shown_bytes
@@ -83,27 +82,3 @@ def room_of(device: torch.device) -> Room:
         held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         return Room(held, free + reserved - held)
     return Room(allocations.live() if allocations.counting() else None, host_free())
-
-
-def host_free() -> int:
-    """Bytes of the host's memory that this process can still get: the least of what the system, the process's limit on address space and
-    its control group leave."""
-    found = []
-    for line in _text("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    pages = _text("/proc/self/statm").split()
-    if limit != resource.RLIM_INFINITY and pages:
-        found.append(limit - int(pages[0]) * resource.getpagesize())
-    group = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
-    if all(text.isdigit() for text in group):
-        found.append(int(group[0]) - int(group[1]))
-    return max(0, min(found, default=0))
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zgraph.memory import host_free
+from zgraph.host import host_free
 from zgraph.offloading import KINDS
 from zgraph.passes.groups import default_bytes
 from zgraph.sharding import planned_layout

@@ -45,6 +45,8 @@ def forecast(
     zgraph calibrate it is what that machine takes.
     With --symbolic as formulas, and what they give at the target's own sizes: without a schedule they bound the time.
     """
+    if symbolic and program is not None:
+        raise typer.BadParameter("formulas are of all programs of a step", param_hint="--program")
     if symbolic:
         _symbolic(target, plan, world, hardware, batch, output, as_json)
         return

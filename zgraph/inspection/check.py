@@ -21,10 +21,10 @@ from torch.nn import Embedding, EmbeddingBag
 from zgraph import casts, planfile
 from zgraph.compiler import captured_program, placed_for, split_inputs
 from zgraph.errors import OffloadError, PlanError, ZgraphError
+from zgraph.host import host_free
 from zgraph.inspection.making import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.plans import RESERVE, rows_of
-from zgraph.memory import host_free
 from zgraph.passes import PassManager, verify_program
 from zgraph.passes.costs import Costs, Hardware, hardware, hardware_like
 from zgraph.pipeline import Variant, build, build_update_passes, load_pass, load_policy
@@ -509,13 +509,13 @@ class _Checks:
             )
 
     def _memory(self) -> Iterator[Finding]:
-        model, part = self.model, self.part
+        model, inputs = self.model, self.inputs
         assert self.plan is not None and self.hardware is not None and self.costs is not None and self.sizes is not None
-        assert model is not None and part is not None and self.world is not None and self.captured is not None
+        assert model is not None and inputs is not None and self.world is not None and self.captured is not None
         plan = self.plan.model_copy(update={"hardware": self.device or self.plan.hardware or self.otherwise})
         limit = int(self.hardware.capacity * RESERVE)
         try:
-            found = of_model(model, plan, part, self.world, captured=self.captured)
+            found = of_model(model, plan, inputs, self.world, captured=self.captured)
         except PlanError as error:
             yield _finding("memory", error)
             yield Finding(

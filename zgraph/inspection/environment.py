@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zgraph._version import __version__
+from zgraph.host import host_free, text_of
 
 PACKAGES = ("torch", "triton", "pydantic", "typer", "rich", "transformers", "numpy")
 SUPPORTED = (2, 11), (2, 14)  # torch, as pyproject.toml has it: from, and before
@@ -124,7 +125,7 @@ def _system() -> dict[str, Any]:
 
 
 def _cpu() -> dict[str, Any]:
-    names = re.findall(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    names = re.findall(r"^model name\s*:\s*(.+)$", text_of("/proc/cpuinfo"), re.MULTILINE)
     found: dict[str, Any] = {
         "name": names[0] if names else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -140,16 +141,10 @@ def _cpu() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, Any]:
-    rows = dict(re.findall(r"^(\w+):\s+(\d+) kB", _text("/proc/meminfo"), re.MULTILINE))
+    rows = dict(re.findall(r"^(\w+):\s+(\d+) kB", text_of("/proc/meminfo"), re.MULTILINE))
     found: dict[str, Any] = {"total_bytes": int(rows["MemTotal"]) * 1024} if "MemTotal" in rows else {}
     found["swap_bytes"] = int(rows.get("SwapTotal", 0)) * 1024
-
-    def free() -> dict[str, Any]:
-        from zgraph.memory import host_free
-
-        return {"free_bytes": host_free()}
-
-    return found | _said(free)
+    return found | {"free_bytes": host_free()}
 
 
 def _devices() -> dict[str, Any]:
@@ -165,7 +160,7 @@ def _devices() -> dict[str, Any]:
             "memory_bytes": facts.total_memory,
             "capability": f"{facts.major}.{facts.minor}",
         }
-    driver = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", _text("/proc/driver/nvidia/version"))
+    driver = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text_of("/proc/driver/nvidia/version"))
     return found | {"driver": driver[1] if driver else None}
 
 
@@ -194,7 +189,7 @@ def _nvlink() -> dict[str, Any]:
 
 def _disks() -> dict[str, Any]:
     """The folders where offloaded values could go: this one, that for temporary files, and a writable one on each other disk."""
-    mounts = [line.split() for line in _text("/proc/mounts").splitlines()]
+    mounts = [line.split() for line in text_of("/proc/mounts").splitlines()]
     kinds = {row[1].replace(r"\040", " "): row[2] for row in mounts if len(row) > 2}
     folders = [Path.cwd(), Path(tempfile.gettempdir())]
     others = [Path(p) for p, kind in kinds.items() if kind not in _NO_DISKS and Path(p).is_dir()]
@@ -296,10 +291,3 @@ def _missing(found: dict[str, dict[str, Any]]) -> list[Missing]:
 def _supported(version: str) -> bool:
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     return SUPPORTED[0] <= numbers < SUPPORTED[1]
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

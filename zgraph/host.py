@@ -1,0 +1,31 @@
+"""What the operating system says of this machine. Loads no torch."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+
+def host_free() -> int:
+    """Bytes of the host's memory that this process can still get: the least of what the system, the process's limit on address space and
+    its control group leave."""
+    found = []
+    for line in text_of("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = text_of("/proc/self/statm").split()
+    if limit != resource.RLIM_INFINITY and pages:
+        found.append(limit - int(pages[0]) * resource.getpagesize())
+    group = text_of("/sys/fs/cgroup/memory.max").strip(), text_of("/sys/fs/cgroup/memory.current").strip()
+    if all(text.isdigit() for text in group):
+        found.append(int(group[0]) - int(group[1]))
+    return max(0, min(found, default=0))
+
+
+def text_of(path: str) -> str:
+    """What a file of the system says; nothing where there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
