@@ -20,6 +20,7 @@ from zgraph._version import __version__
 if TYPE_CHECKING:
     from zgraph.calibration import calibrate
     from zgraph.compiler import compile
+    from zgraph.elasticity import Elastic
     from zgraph.loss_scaling import LossScale
     from zgraph.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, Muon, ParamGroup
     from zgraph.plan import Plan
@@ -48,6 +49,7 @@ __all__ = [
     "AdamW8bit",
     "Constant",
     "Cosine",
+    "Elastic",
     "GradClip",
     "LRRangeTest",
     "Linear",
@@ -57,6 +59,7 @@ __all__ = [
     "OneCycle",
     "ParamGroup",
     "Plan",
+    "PerRank",
     "Precision",
     "TorchSchedule",
     "WarmupCosineLR",
@@ -83,8 +86,10 @@ _SCHEDULES = (
 )
 _LAZY = {
     "EMA": "zgraph.training",
+    "Elastic": "zgraph.elasticity",
     "GradClip": "zgraph.training",
     "LossScale": "zgraph.loss_scaling",
+    "PerRank": "zgraph.checkpoint.values",
     "Plan": "zgraph.plan",
     "Precision": "zgraph.precision",
     "calibrate": "zgraph.calibration",

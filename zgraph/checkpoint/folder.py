@@ -1,7 +1,7 @@
 """A folder of checkpoints: one folder a tag, `latest`, and what makes a save one move.
 
 A save is written into `.TAG.partial`, which no reader looks at, and put in its place by one rename, after every byte has
-reached the disk. `latest` holds a tag and its manifest's checksum, and is replaced by one rename too. What an interrupted save
+reached the disk. `latest` holds a tag and its checksum, and is replaced by one rename too. What an interrupted save
 leaves is removed by the next.
 """
 
@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 
 from zgraph.checkpoint import manifest
-from zgraph.checkpoint.tensorfile import read_bytes, write_bytes
+from zgraph.checkpoint.tensorfile import checksum, read_bytes, write_bytes
 from zgraph.errors import CheckpointError
 
 LATEST = "latest"
@@ -61,10 +61,8 @@ def latest(folder: Path) -> str:
     if len(words) != 2 or not TAG.fullmatch(words[0]) or not words[1].endswith("\n"):
         raise CheckpointError("latest is damaged", where=str(path), hint="name a tag")
     tag, said = words[0], words[1][:-1]
-    if manifest.read(folder / tag).checksum != said:
-        raise CheckpointError(
-            "latest is damaged", where=str(path), why=f"it is not for {tag} as it is there", hint="name a tag"
-        )
+    if checksum(tag.encode()) != said:
+        raise CheckpointError("latest is damaged", where=str(path), why="its checksum is not its tag's", hint="name a tag")
     return tag
 
 
@@ -85,20 +83,20 @@ def begin(folder: Path, tag: str) -> Path:
     return made
 
 
-def commit(partial: Path, tag: str, checksum: str) -> None:
+def commit(partial: Path, tag: str) -> None:
     """Put a checkpoint in its place, whose files have all reached the disk, and let `latest` name it. Raises `OSError`."""
     folder, place = partial.parent, partial.parent / tag
-    _sync(partial)
+    sync(partial)
     if place.exists():
         _exchange(partial, place)
     else:
         partial.rename(place)
-    _sync(folder)
+    sync(folder)
     fresh = folder / f".{LATEST}"
     fresh.unlink(missing_ok=True)
-    write_bytes(fresh, f"{tag} {checksum}\n".encode())
+    write_bytes(fresh, f"{tag} {checksum(tag.encode())}\n".encode())
     fresh.rename(folder / LATEST)
-    _sync(folder)
+    sync(folder)
     discard(partial)  # (what was there before, if there was)
 
 
@@ -118,8 +116,9 @@ def retain(folder: Path, count: int) -> list[str]:
     return gone
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Let a file, or the names in a folder, reach the disk. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.checkpoint import state
 from zgraph.checkpoint.native import Checkpoint
 from zgraph.checkpoint.opening import candidates, open_checkpoint
+from zgraph.checkpoint.saving import Last
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.checkpoint.values import PerRank, decode
 from zgraph.errors import CheckpointError
@@ -329,6 +330,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
         runtime.module.get_submodule(path).set_extra_state(value)
     updater.restore(source.known, loading.counts, parts.optimizer)
     runtime.samples = source.known.samples or 0
+    runtime.saver.last = Last(source.folder, parts.optimizer)
     if parts.random is not None:
         parts.random.restore()
     for note in loading.notes[:5]:

@@ -74,8 +74,8 @@ class Checkpoint(Source):
                 raise self._damaged(name, "its checksum is not the manifest's")
             return
         file = self._file(name)
-        if len(file.data) != entry.nbytes or file.header != entry.header[0]:
-            raise self._damaged(name, f"it has {len(file.data)} bytes, the manifest says {entry.nbytes}")
+        if file.nbytes != entry.nbytes or file.header != entry.header[0]:
+            raise self._damaged(name, f"it has {file.nbytes} bytes, the manifest says {entry.nbytes}")
         if file.checksum(0, file.header) != entry.header[1]:
             raise self._damaged(name, "the checksum of its header is not the manifest's")
         if list(file.pieces.values()) != [_without_checksum(p) for p in entry.pieces]:

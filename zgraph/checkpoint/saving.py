@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 CLIENT = "client"
 
 
+@dataclass(frozen=True)
+class Last:
+    """The checkpoint that a run saved or loaded last, with its optimizer's states or without."""
+
+    folder: Path
+    optimizer: bool = True
+
+
 @dataclass
 class Snapshot:
     """All that this rank writes of one checkpoint, and rank 0 of all."""
@@ -69,12 +77,14 @@ class Staging:
 
 
 class Saver:
-    """Saves the checkpoints of one model. At most one is on its way."""
+    """Saves the checkpoints of one model. At most one is on its way; `last` is the newest that is complete, or that was loaded."""
 
     def __init__(self) -> None:
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "zgraph-checkpoint")
         weakref.finalize(self, self._threads.shutdown, wait=False)
+        self.last: Last | None = None
         self._running: concurrent.futures.Future[None] | None = None
+        self._saved: Last | None = None  # once that has ended well
         self._staging = Staging()
         self._aside: Agreement | None = None  # (for collectives beside those of steps)
 
@@ -83,6 +93,7 @@ class Saver:
         running, self._running = self._running, None
         if running is not None:
             running.result()
+            self.last = self._saved
 
     def save(
         self,
@@ -121,10 +132,12 @@ class Saver:
             self._aside = Agreement(runtime.mesh)
         if not async_:
             write(agreement, path, chosen, serial, taken, keep_last)
+            self.last = Last(path / chosen)
             return chosen
         taken.tensors = self._staging.copy(taken.tensors)
         aside = self._aside
         assert aside is not None
+        self._saved = Last(path / chosen)
         self._running = self._threads.submit(write, aside, path, chosen, serial, taken, keep_last)
         return chosen
 
@@ -201,7 +214,7 @@ def write(agreement: Agreement, path: Path, tag: str, serial: int, taken: Snapsh
                 no_dist=agreement.group is None,
             )
             if agreement.first():
-                folder.commit(partial, tag, writer.checksum)
+                folder.commit(partial, tag)
                 if keep_last is not None:
                     folder.retain(path, keep_last)
         except dcp.CheckpointException as error:

@@ -83,7 +83,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def block(self, name: str, block: Block) -> torch.Tensor:
-        """One of the blocks of a tensor, on the CPU. It may be a view of a mapped file: read it, and let it go. Raises
+        """One of the blocks of a tensor, on the CPU. Raises
         `CheckpointError` if it can't be read."""
 
     def verify(self, share: int = 0, of: int = 1) -> None:

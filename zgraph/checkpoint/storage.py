@@ -30,7 +30,7 @@ from zgraph.checkpoint.tensorfile import (
 
 class Writer(StorageWriter):
     """Writes one checkpoint into an empty folder. `own` is this rank's own state, as a file; `serial`, `known` and `client` go into the
-    manifest. `checksum` is the manifest's, once it is written (on rank 0)."""
+    manifest."""
 
     def __init__(self, folder: Path, serial: int, known: Known, client: dict[str, Any], own: bytes) -> None:
         self.folder = folder
@@ -38,7 +38,6 @@ class Writer(StorageWriter):
         self.known = known
         self.client = client
         self.own = own
-        self.checksum = ""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -96,4 +95,3 @@ class Writer(StorageWriter):
         own = [result[0].index.fqn for result in results]
         made = Manifest(self.serial, files, tensors, self.known, self.client, own)
         write_bytes(self.folder / manifest.NAME, made.written())
-        self.checksum = made.checksum

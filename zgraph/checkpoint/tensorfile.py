@@ -1,4 +1,4 @@
-"""One safetensors file: written in one pass with a checksum for each block, read by block from the mapped file.
+"""One safetensors file: written in one pass with a checksum for each block, read by block.
 
 The header says for each block which part of which tensor it is, in the words of torch's `HuggingFaceStorageWriter`, so that
 torch.distributed.checkpoint reads a folder of such files with its own `HuggingFaceStorageReader`. Checksums are XXH3 of 128 bits.
@@ -6,12 +6,11 @@ torch.distributed.checkpoint reads a folder of such files with its own `HuggingF
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,6 +44,7 @@ SUFFIX = ".safetensors"
 SHARDING = "DCP_SHARDING_INFO"  # torch's key in the header's metadata, and below the one in it
 OFFSETS = "saved_offsets"
 ALIGNMENT = 8
+CHUNK = 16 << 20  # bytes that are read at once
 
 
 @dataclass(frozen=True)
@@ -143,56 +143,80 @@ def damaged(path: Path, why: str) -> NoReturn:
     raise CheckpointError(f"{path.name} is damaged", where=str(path), why=why, hint="load another checkpoint")
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[tuple[int, int]]:
-    """(descriptor, bytes) of a regular file, and no other: neither a link nor a device. Raises `CheckpointError`."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise CheckpointError(f"{path.name} can't be read", where=str(path), why=error.strerror) from error
-    try:
-        found = os.fstat(descriptor)
+class OpenFile:
+    """A regular file that is read, and no other: neither a link nor a device. Raises `CheckpointError`, also for reads that the disk fails."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        weakref.finalize(self, os.close, self._descriptor)
+        found = os.fstat(self._descriptor)
         if not stat.S_ISREG(found.st_mode):
             damaged(path, "it is no regular file")
-        yield descriptor, found.st_size
-    finally:
-        os.close(descriptor)
+        self.nbytes = found.st_size
+
+    def read_into(self, target: Any, at: int) -> None:
+        """Fill a buffer with what begins at this byte. (Not from a mapping: a disk that fails would end the process.)"""
+        with memoryview(target).cast("B") as left:
+            done = 0
+            while done < len(left):
+                try:
+                    count = os.preadv(self._descriptor, [left[done : done + CHUNK]], at + done)
+                except OSError as error:
+                    raise _unreadable(self.path, error) from error
+                if not count:
+                    damaged(self.path, f"it ends at byte {at + done}")
+                done += count
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """So many bytes from there."""
+        if at + nbytes > self.nbytes:
+            damaged(self.path, f"it ends at byte {self.nbytes}")
+        made = bytearray(nbytes)
+        self.read_into(made, at)
+        return bytes(made)
+
+    def checksum(self, at: int, nbytes: int) -> str:
+        """Of so many bytes from there, in little memory."""
+        room, sums = bytearray(min(nbytes, CHUNK)), xxhash.xxh3_128()
+        for first in range(at, at + nbytes, CHUNK):
+            with memoryview(room)[: min(CHUNK, at + nbytes - first)] as part:
+                self.read_into(part, first)
+                sums.update(part)
+        return sums.hexdigest()
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path.name} can't be read", where=str(path), why=error.strerror or str(error))
 
 
 def read_bytes(path: Path, most: int) -> bytes:
     """All of a file of at most so many bytes. Raises `CheckpointError`."""
-    with opened(path) as (descriptor, size):
-        if size > most:
-            damaged(path, f"it has {size} bytes, and none has more than {most}")
-        found = b""
-        try:
-            while len(found) < size and (part := os.read(descriptor, size - len(found))):
-                found += part
-        except OSError as error:
-            raise CheckpointError(f"{path.name} can't be read", where=str(path), why=error.strerror) from error
-        return found
+    file = OpenFile(path)
+    if file.nbytes > most:
+        damaged(path, f"it has {file.nbytes} bytes, and none has more than {most}")
+    return file.read(0, file.nbytes)
 
 
-class TensorFile:
-    """A file that is read. `pieces` are checked: each lies in the file, none overlaps another, together they are all of it."""
+class TensorFile(OpenFile):
+    """A safetensors file. `pieces` are checked: each lies in the file, none overlaps another, together they are all of it; `header` is
+    the bytes before them."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        with opened(path) as (descriptor, size):
-            if size < 8:
-                damaged(path, f"it has {size} bytes")
-            try:
-                self.data = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
-            except OSError as error:
-                raise CheckpointError(f"{path.name} can't be read", where=str(path), why=error.strerror) from error
-        self.header = 8 + int.from_bytes(self.data[:8], "little")
-        if self.header > size:
-            damaged(path, f"its header would have {self.header} bytes, and the file has {size}")
-        self.pieces = self._parsed(size)
+        super().__init__(path)
+        if self.nbytes < 8:
+            damaged(path, f"it has {self.nbytes} bytes")
+        self.header = 8 + int.from_bytes(self.read(0, 8), "little")
+        if self.header > self.nbytes:
+            damaged(path, f"its header would have {self.header} bytes, and the file has {self.nbytes}")
+        self.pieces = self._parsed(self.read(8, self.header - 8))
 
-    def _parsed(self, size: int) -> dict[str, Piece]:
+    def _parsed(self, header: bytes) -> dict[str, Piece]:
         try:
-            found = json.loads(self.data[8 : self.header].decode())
+            found = json.loads(header.decode())
             metadata = found.pop("__metadata__", {})
             offsets = json.loads(metadata[SHARDING]) if SHARDING in metadata else {}
             pieces = {}
@@ -212,24 +236,16 @@ class TensorFile:
             if piece.start != at:
                 damaged(self.path, f"{piece.name} begins at byte {piece.start}, not at {at}")
             at += piece.nbytes
-        if at != size:
-            damaged(self.path, f"its tensors end at byte {at}, and the file has {size}")
+        if at != self.nbytes:
+            damaged(self.path, f"its tensors end at byte {at}, and the file has {self.nbytes}")
         return pieces
 
     def tensor(self, piece: Piece) -> torch.Tensor:
-        """A piece, in the mapped file."""
-        dtype = DTYPES[piece.dtype]
-        if not piece.nbytes:
-            return torch.empty(piece.block.sizes, dtype=dtype)
-        if piece.start % dtype.itemsize:
-            raw = torch.frombuffer(bytearray(self.data[piece.start : piece.start + piece.nbytes]), dtype=dtype)
-        else:
-            raw = torch.frombuffer(self.data, dtype=dtype, count=piece.block.elements, offset=piece.start)
-        return raw.view(piece.block.sizes)
-
-    def checksum(self, start: int, nbytes: int) -> str:
-        with memoryview(self.data) as view, view[start : start + nbytes] as part:
-            return checksum(part)
+        """A piece, read."""
+        made = torch.empty(piece.block.sizes, dtype=DTYPES[piece.dtype])
+        if piece.nbytes:
+            self.read_into(made.view(-1).view(torch.uint8).numpy(), piece.start)
+        return made
 
 
 def _natural(value: Any) -> int:
