@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx
 
 from zgraph.codegen.transport import fit
-from zgraph.errors import CollectiveError
-from zgraph.program import collectives, moves, ops, torch_private
+from zgraph.program import collectives, moves, ops, place, torch_private
 from zgraph.program.node import info
 from zgraph.program.program import OutputRole, Program
 
@@ -52,6 +52,7 @@ class Executable:
         return tuple(port.name for port, node in items if port.role is OutputRole.SAVED and collectives.is_start(node))
 
     def run(self, values: list[Any]) -> Sequence[Any]:
+        told = place.enter(self)
         try:
             with (
                 torch_private.below_autograd(),
@@ -67,6 +68,9 @@ class Executable:
         except BaseException:  # (an interrupt)
             moves.failed()
             raise
+        finally:
+            if told:
+                place.leave()
 
     def _land(self, outputs: Sequence[Any]) -> None:
         """Wait for what is on its way, on CPU: the profile may end before the program that would."""
@@ -82,14 +86,14 @@ def explain(error: Exception, executable: Executable) -> Exception:
     if node is None or not (collectives.is_start(node) or collectives.is_wait(node)):
         return error
     start = node if collectives.is_start(node) else collectives.start_of(node)
-    record = info(start)
-    what = f"collective {start.name!r} over {record.mesh_dim!r} failed in {executable.program.name}"
-    return CollectiveError(
-        what,
-        where=f"module {record.module or '(root)'}{', parameter ' + record.param if record.param else ''} {record.source}".strip(),
-        why=f"{type(error).__name__}: {error}",
-        hint="a rank has died or stopped: look at the other ranks' output first",
-    )
+    what = f"collective {start.name!r} over {info(start).mesh_dim!r} failed in {executable.program.name}"
+    return place.failed_collective(what, place_of(start), error, start)
+
+
+def place_of(node: fx.Node) -> str:
+    """A node's module, parameter and line, as errors say it."""
+    record = info(node)
+    return f"module {record.module or '(root)'}{', parameter ' + record.param if record.param else ''} {record.source}".strip()
 
 
 def failing_node(error: BaseException, executable: Executable) -> fx.Node | None:
@@ -104,6 +108,19 @@ def failing_node(error: BaseException, executable: Executable) -> fx.Node | None
             found = _node_at(lines, line - 1, by_name) or found
         traceback = traceback.tb_next
     return found
+
+
+def running_node(frame: FrameType | None, executable: Executable) -> fx.Node | None:
+    """The program's node whose line of the generated code a thread is in, which `frame` is the innermost of; None if it can't be told."""
+    lines = executable.source.splitlines()
+    by_name = {n.name: n for n in executable.program.graph.nodes}
+    while frame is not None and frame.f_code is not Executable.run.__code__:
+        if frame.f_code.co_name in ("forward", "call") and 0 < frame.f_lineno <= len(lines):
+            found = _node_at(lines, frame.f_lineno - 1, by_name)
+            if found is not None:
+                return found
+        frame = frame.f_back
+    return None
 
 
 def _node_at(lines: list[str], at: int, by_name: dict[str, fx.Node]) -> fx.Node | None:

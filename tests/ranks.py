@@ -77,15 +77,18 @@ class Ranks:
                 raise AssertionError(f"rank {rank} of {self.world} died")
         return [outcome.value for outcome in outcomes]
 
-    def attempt(self, function: Callable[..., Any], *args: Any, limit: float = 600.0) -> list[Outcome]:
-        """`function(*args)` on each rank, whatever becomes of it; all are killed after `limit` seconds."""
+    def attempt(
+        self, function: Callable[..., Any], *args: Any, limit: float = 600.0, lost: tuple[int, ...] = ()
+    ) -> list[Outcome]:
+        """`function(*args)` on each rank, whatever becomes of it; all are killed after `limit` seconds. Ranks that are `lost` are not waited
+        for, and killed when the others are done."""
         if not self._processes:
             self._start()
         begin = time.monotonic()
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send((function.__module__, function.__qualname__, args))
-        outcomes: dict[int, Outcome] = {}
+        outcomes = {rank: Outcome(died=True) for rank in lost}
         while len(outcomes) < self.world:
             waiting = {pipe: r for r, pipe in enumerate(self._pipes) if r not in outcomes}
             ready = wait(list(waiting), timeout=max(0.0, begin + limit - time.monotonic()))

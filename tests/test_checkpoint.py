@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -190,6 +191,23 @@ def test_numbers_of_a_plan_hold_where_it_was_changed(tmp_path, caplog):
     assert another.zgraph.optimizer.param_groups[0]["lr"] == 3e-3 and "the plan's hold" in caplog.text
 
 
+def test_other_programs_of_the_same_plan_are_told(tmp_path, caplog):
+    """(A newer torch or zgraph may make others; so does another batch.)"""
+    model = trained()
+    place = tmp_path / model.save_checkpoint(tmp_path)
+    programs = Checkpoint(place).known.programs
+    assert {"train0.forward", "train0.backward", "update0"} <= programs.keys()
+    for changed, said in ((False, False), (True, True)):
+        caplog.clear()
+        if changed:
+            forged(place, lambda d: d["known"]["programs"].update({"train0.forward": "another"}))
+        other = compiled()
+        other.load_checkpoint(place)
+        with caplog.at_level(logging.WARNING):
+            other.train_step(batches(1)[0])
+        assert ("program train0.forward is another" in caplog.text) == said
+
+
 def test_a_plan_without_an_optimizer_takes_the_weights_and_says_so(tmp_path, caplog):
     model = trained()
     model.save_checkpoint(tmp_path)
@@ -265,6 +283,7 @@ def test_client_state_comes_back_as_it_was(tmp_path):
         "number": np.float32(1.5),
         "bytes": b"\x00\xff",
         "empty": [],
+        "name": {"name": "client.0.7"},
         "__zgraph__": "not ours",
     }
     model.save_checkpoint(tmp_path, client_state=given)
@@ -276,7 +295,11 @@ def test_client_state_comes_back_as_it_was(tmp_path):
     assert torch.equal(found["tensor"], given["tensor"]) and found["tensor"].dtype is torch.bfloat16
     assert (found["array"] == given["array"]).all() and found["number"] == np.float32(1.5)
     assert type(found["number"]) is np.float32
-    assert (found["bytes"], found["empty"], found["__zgraph__"]) == (b"\x00\xff", [], "not ours")
+    assert found["name"] == given["name"] and (found["bytes"], found["empty"], found["__zgraph__"]) == (
+        b"\x00\xff",
+        [],
+        "not ours",
+    )
 
 
 @pytest.mark.parametrize("value", [lambda: 0, object(), torch.nn.Linear, np.array([None]), {"deep": [lambda: 0]}])
@@ -367,6 +390,33 @@ def test_what_an_interrupted_save_leaves_is_no_checkpoint_and_goes(tmp_path):
     assert not half.exists()
 
 
+def test_what_else_lies_in_the_folder_is_left_alone(tmp_path):
+    for name in ("notes", ".git", "step1.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    model = trained()
+    model.save_checkpoint(tmp_path, keep_last=1)
+    assert folder.tags(tmp_path) == ["step3"]
+    assert {p.name for p in tmp_path.iterdir()} == {"notes", ".git", "step1.partial", "file", "latest", "step3"}
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_a_warning(tmp_path, monkeypatch, caplog):
+    model = trained()
+    model.save_checkpoint(tmp_path, "one")
+    original = Path.rename
+
+    def stuck(self, target):
+        if self.name == "one":
+            raise OSError(13, "Permission denied")
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", stuck)
+    with caplog.at_level(logging.WARNING):
+        model.save_checkpoint(tmp_path, "two", keep_last=1)
+    assert folder.tags(tmp_path) == ["two", "one"] and "could not be removed" in caplog.text
+
+
 def test_there_is_nothing_to_load(tmp_path):
     model = compiled()
     with pytest.raises(CheckpointError, match="no checkpoint"):
@@ -435,7 +485,7 @@ def parts(path: Path, pieces: int) -> list[tuple[int, int]]:
     """The bytes of a file, cut into regions."""
     size = path.stat().st_size
     edges = sorted({round(size * i / pieces) for i in range(pieces + 1)})
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def test_every_region_flipped_truncated_or_removed_is_refused(tmp_path):

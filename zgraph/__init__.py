@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from zgraph.training import EMA, GradClip
     from zgraph.verification import verify
+    from zgraph.watching import Watch
 
 __all__ = [
     "EMA",
@@ -58,13 +59,14 @@ __all__ = [
     "Muon",
     "OneCycle",
     "ParamGroup",
-    "Plan",
     "PerRank",
+    "Plan",
     "Precision",
     "TorchSchedule",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "Watch",
     "__version__",
     "calibrate",
     "compile",
@@ -92,6 +94,7 @@ _LAZY = {
     "PerRank": "zgraph.checkpoint.values",
     "Plan": "zgraph.plan",
     "Precision": "zgraph.precision",
+    "Watch": "zgraph.watching",
     "calibrate": "zgraph.calibration",
     "compile": "zgraph.compiler",
     "verify": "zgraph.verification",

@@ -10,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.errors import CollectiveError, RankMismatchError, ZgraphError
-from zgraph.program import torch_private
+from zgraph.errors import RankMismatchError, ZgraphError
+from zgraph.program import place, torch_private
+
+if TYPE_CHECKING:
+    from zgraph.heartbeat import Heart
 
 T = TypeVar("T")
 
@@ -31,15 +35,15 @@ def _around(text: str, at: int) -> str:
 @contextlib.contextmanager
 def _named(collective: str, ballot: str) -> Iterator[None]:
     """A failure in here is that of this collective: no module runs it, so what was voted for says where."""
+    told = place.enter(collective)
     try:
         yield
     except RuntimeError as error:
-        raise CollectiveError(
-            f"{collective} failed",
-            where=f"module (root), before it ran {_around(ballot, 0)}".rstrip(),
-            why=f"{type(error).__name__}: {error}",
-            hint="a rank has died or stopped: look at the other ranks' output first",
-        ) from error
+        where = f"module (root), before it ran {_around(ballot, 0)}".rstrip()
+        raise place.failed_collective(f"{collective} failed", where, error) from error
+    finally:
+        if told:
+            place.leave()
 
 
 class Agreement:
@@ -48,6 +52,9 @@ class Agreement:
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self.group: Any = None
         self.ranks: list[int] = []
+        self.heart: Heart | None = None  # (while this lives, its ranks watch each other)
+        self._limited: dict[Any, tuple[timedelta, timedelta]] = {}  # the plan's timeout of a group, and the one it had
+        self._relaxed = False
         if mesh is None or mesh.size() == 1:
             return
         self.ranks = [int(r) for r in mesh.mesh.flatten().tolist()]
@@ -55,6 +62,30 @@ class Agreement:
         # programs use they would wait behind the transfers in flight.
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
         self.group = dist.new_group(self.ranks, backend=backend, timeout=torch_private.world_timeout())
+
+    def set_timeout(self, seconds: float | None, groups: Sequence[Any]) -> None:
+        """Let votes, and these process groups, wait so long for all ranks; None: as long as they did before."""
+        self.relax()
+        known, self._limited, self._relaxed = self._limited, {}, False
+        if seconds is None:
+            return
+        for group in (self.group, *groups):
+            usual = known[group][1] if group in known else torch_private.timeout_of(group)
+            if usual is not None:
+                self._limited[group] = timedelta(seconds=seconds), usual
+        self._tighten()
+
+    def relax(self) -> None:
+        """Until the next vote, ranks wait as long as they would without the plan's timeout: they compile, or write files, and one may take
+        longer than another."""
+        for group, (_, usual) in self._limited.items():
+            torch_private.set_timeout(group, usual)
+        self._relaxed = bool(self._limited)
+
+    def _tighten(self) -> None:
+        for group, (limit, _) in self._limited.items():
+            torch_private.set_timeout(group, limit)
+        self._relaxed = False
 
     def rank(self) -> int:
         """This rank's number among those that vote."""
@@ -83,6 +114,8 @@ class Agreement:
         with _named(f"the ranks' vote about {subject} (all_reduce)", ballot):
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
             if int(both[0]) == -int(both[1]):
+                if self._relaxed:
+                    self._tighten()
                 return
             dist.all_gather_object(views, (ballot, explain() if explain else None), group=self.group)
         different = [r for r, view in zip(self.ranks, views, strict=True) if view[0] != views[0][0]]

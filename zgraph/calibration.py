@@ -73,7 +73,7 @@ def calibrate(
     record, and rank 0 writes it to `path` as JSON. Raises what `compile` and `train_step` do, and `PlanError` where the
     file can't be written.
     """
-    plan = (plan or Plan()).model_copy(update={"hardware": None, "micro_batches": 1})
+    plan = (plan or Plan()).model_copy(update={"hardware": None, "elastic": None, "micro_batches": 1})
     args, kwargs = split_inputs(inputs)
     twin: Any = compile(copy.deepcopy(model), plan, loss_fn=loss_fn or any_loss, mesh=mesh)
     runtime: Runtime = twin.zgraph.runtime

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -82,6 +83,7 @@ def compile(
     device = _device(model)
     _init_process_group(device)
     mesh, sizes = _mesh(plan, mesh, device)
+    plan = plan.for_world(math.prod(sizes.values()))
     if mesh is not None and dist.get_rank() != 0:
         logging.getLogger("zgraph").setLevel(logging.WARNING)
     agreement = Agreement(mesh)
@@ -167,7 +169,7 @@ def planned_step(
 ) -> PlannedStep:
     """What `programs` makes, and the update that belongs to it. `inputs` are those of a micro-batch. An `edit` leaves passes out of the
     step's pipeline. What was `captured` of the model by this plan already is not captured again (and not changed)."""
-    sizes = plan.resolve_mesh(world)
+    plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
     costs = costs or costs_of(plan, _device(model))
     plan, device = placed_for(model, plan, sizes, costs)
     captured = captured_program(model, plan, inputs, world) if captured is None else captured
@@ -217,7 +219,7 @@ def update_program(model: nn.Module, plan: Plan, world: int) -> History:
     """
     if plan.optimizer is None:
         raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
-    sizes = plan.resolve_mesh(world)
+    plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
     plan, device = placed_for(model, plan, sizes, costs_of(plan, _device(model)))
     found = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device)
     if found is None:

@@ -1,19 +1,24 @@
-"""DeepSpeed's knobs of communication and of offloading, as fields of a plan.
+"""DeepSpeed's knobs of communication, of offloading and of elasticity, as fields of a plan.
 
     plan = zgraph.Plan(**communication({"stage": 3, "reduce_bucket_size": 5e8, "overlap_comm": True}), precision="bf16")
     plan = zgraph.Plan(zero=3, **offloading({"offload_optimizer": {"device": "nvme", "nvme_path": "/mnt"}}), optimizer=zgraph.AdamW())
+    plan = zgraph.Plan(**elastic({"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}))
 
 DeepSpeed counts elements, zgraph bytes; a cap here is never exceeded, where DeepSpeed's is a wish.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean
 from zgraph.record import short
+
+logger = logging.getLogger(__name__)
 
 # (key of the section) -> (field of the plan, field of its record)
 _SIZES = {
@@ -122,3 +127,141 @@ def _elements(key: str, value: Any) -> int:
             hint="a whole number, such as 5e8",
         )
     return int(value)
+
+
+# -- elasticity -------------------------------------------------------------------------------------------------------
+_ELASTIC: dict[str, Any] = {
+    "enabled": False,
+    "max_train_batch_size": 2000,
+    "micro_batch_sizes": [2, 4, 6],
+    "min_gpus": 1,
+    "max_gpus": 10000,
+    "min_time": 0,
+    "prefer_larger_batch": True,
+    "ignore_non_elastic_batch_info": False,
+    "version": 0.2,
+    "num_gpus_per_node": 1,
+    "model_parallel_size": 1,
+}
+_LARGEST_FACTOR = 720720  # DeepSpeed's list of highly composite numbers ends with it
+
+
+def elastic(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The field `elastic` of a `Plan` that means what DeepSpeed's section `elasticity` means, of version 0.1 and 0.2.
+
+    The batch is DeepSpeed's (`compute_elastic_config` of 0.19.6): of the multiples of the sizes of micro-batches, and of their least common
+    multiple, by a highly composite number, that are at most `max_train_batch_size`, the one which most numbers of GPUs divide.
+    `worlds` are these numbers. Version 0.2 counts nodes of `num_gpus_per_node`; where a number is none of them it changes the batch, and
+    zgraph refuses. An empty dict if it is not `enabled`. Keys that ask for nothing here are logged with the reason. Raises `PlanError` for an unknown
+    key, a value that means nothing, and where no number of GPUs is left.
+    """
+    for key in section:
+        if key not in _ELASTIC:
+            raise PlanError(f"unknown key {key!r}", where=f"elasticity.{key}", hint=did_you_mean(key, _ELASTIC))
+    given = _ELASTIC | dict(section)
+    if not given["enabled"]:
+        return {}
+    for key in ("max_train_batch_size", "micro_batch_sizes"):
+        if key not in section:
+            raise PlanError(f"no {key}", where=f"elasticity.{key}", why="an elastic run needs it")
+    if str(given["version"]) not in ("0.1", "0.2"):
+        raise PlanError(
+            f"version {short(given['version'])}", where="elasticity.version", hint="0.1 or 0.2: there are no others"
+        )
+    sizes = given["micro_batch_sizes"]
+    if not isinstance(sizes, (list, tuple)) or not sizes:
+        raise PlanError(f"{short(sizes)} is no list of sizes", where="elasticity.micro_batch_sizes", hint="[2, 4, 6]")
+    for size in sizes:
+        _rows("micro_batch_sizes", size)
+    most, least_gpus, most_gpus, node, parts = (
+        _rows(key, given[key])
+        for key in ("max_train_batch_size", "min_gpus", "max_gpus", "num_gpus_per_node", "model_parallel_size")
+    )
+    if parts > 1:
+        raise PlanError(
+            f"a model in {parts} parts",
+            where="elasticity.model_parallel_size",
+            why="meshes have no dimension for parts of a model yet",
+            hint="leave it out",
+        )
+    node = node if str(given["version"]) == "0.2" else 1
+    if most // node < max(sizes):
+        raise PlanError(
+            f"a micro-batch of {max(sizes)} on each of {node} GPUs is more than a batch of {most}",
+            where="elasticity.max_train_batch_size",
+            hint="leave that size out, or give a larger batch",
+        )
+    batch, nodes = _most_elastic(
+        list(sizes), most // node, least_gpus // node, most_gpus // node, given["prefer_larger_batch"]
+    )
+    if not nodes:
+        raise PlanError(
+            f"no number of GPUs from {least_gpus} to {most_gpus} divides a batch of at most {most}",
+            where="elasticity.min_gpus",
+            hint="other bounds, or a larger batch",
+        )
+    for key, why in (
+        (
+            "min_time",
+            "there is no scheduler here that it could tell: torchrun restarts as soon as ranks are gone or there",
+        ),
+        (
+            "ignore_non_elastic_batch_info",
+            "this section alone is read; batch sizes elsewhere in the config mean nothing here",
+        ),
+    ):
+        if given[key]:
+            logger.warning("elasticity.%s=%s is left out: %s", key, given[key], why)
+    return {"elastic": {"batch": batch * node, "micro_batch": sorted(set(sizes)), "worlds": [n * node for n in nodes]}}
+
+
+def _most_elastic(sizes: list[int], most: int, least_gpus: int, most_gpus: int, larger: bool) -> tuple[int, list[int]]:
+    """(the batch of at most `most` rows that most numbers of GPUs divide into micro-batches, these numbers)."""
+    found: list[tuple[int, int, int]] = []
+    worlds: dict[int, list[int]] = {}
+    for base in {*sizes, lcm(*sizes)}:
+        if base <= most:
+            batch = base * _highly_composite(most // base)
+            gpus = range(max(1, least_gpus), min(most_gpus, batch) + 1)
+            worlds[batch] = [n for n in gpus if any(batch % (n * size) == 0 for size in sizes)]
+            found.append((len(worlds[batch]), batch if larger else -batch, batch))
+    batch = max(found)[2]
+    return batch, worlds[batch]
+
+
+def _highly_composite(most: int) -> int:
+    """The largest number of at most `most` (and 720720) that has more divisors than any smaller one."""
+    found = [(1, 1)]  # (number, how many divisors it has)
+    for prime in (2, 3, 5, 7, 11, 13):
+        for number, divisors in list(found):
+            power = 1
+            while (number := number * prime) <= min(most, _LARGEST_FACTOR):
+                power += 1
+                found.append((number, divisors * power))
+    best = largest = 0
+    for number, divisors in sorted(found):
+        if divisors > best:
+            best, largest = divisors, number
+    return largest
+
+
+def _rows(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{short(value)} is no number of them", where=f"elasticity.{key}", hint="a whole number from 1")
+    return value
+
+
+def publishing(section: Mapping[str, Any], low: str = "bf16") -> dict[str, Any]:
+    """What `model.save_pretrained` takes for `stage3_gather_16bit_weights_on_model_save` of DeepSpeed's `zero_optimization`: where it is true,
+    the `dtype` that DeepSpeed's `save_16bit_model` writes, which is `low`: "bf16" or "fp16", as its config has it enabled.
+
+    Where it is not, weights are written in the dtype that ranks hold them in (where DeepSpeed's stage 3 writes none at all). Nothing is
+    gathered in either case. Raises `PlanError` for another key, and for a value that is neither true nor false.
+    """
+    known = "stage3_gather_16bit_weights_on_model_save"
+    for key, value in section.items():
+        if key != known:
+            raise PlanError(f"unknown key {key!r}", where=f"zero_optimization.{key}", hint=did_you_mean(key, (known,)))
+        if not isinstance(value, bool):
+            raise PlanError(f"{short(value)} is neither true nor false", where=f"zero_optimization.{key}")
+    return {"dtype": low} if section.get(known) else {}

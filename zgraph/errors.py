@@ -19,12 +19,14 @@ __all__ = [
     "LoweringError",
     "MeshError",
     "ModelError",
+    "NonFiniteError",
     "OffloadError",
     "OutOfMemoryError",
     "OverflowError",
     "PassError",
     "PlanError",
     "RankMismatchError",
+    "RolledBackError",
     "SignatureError",
     "StepError",
     "SymbolicError",
@@ -88,6 +90,33 @@ class OverflowError(StepError):
     """Gradients that overflow although the loss scale is at its minimum."""
 
 
+class NonFiniteError(StepError):
+    """A step with an infinite loss or gradient, or one that is no number; it has changed neither weights nor states.
+
+    `where` is the user's source line. `step` counts from 1; `micro_batch` and `rank` from 0. `module` is the path of the module in which the
+    first such value came into being, `node` that value's name in its program, `phase` "forward" or "backward". All but `step` are None
+    where running the step again did not show it.
+    """
+
+    step: int = 0
+    micro_batch: int | None = None
+    rank: int | None = None
+    module: str | None = None
+    node: str | None = None
+    phase: str | None = None
+
+
+class RolledBackError(NonFiniteError):
+    """The same, after the last checkpoint was loaded: the run can go on from there.
+
+    `tag` is that checkpoint's name, `client_state` what was saved with it, `lost` how many steps are to be made again.
+    """
+
+    tag: str = ""
+    client_state: dict[str, object] | None = None
+    lost: int = 0
+
+
 class PassError(ZgraphError):
     """A pass that failed; `where` names the pass. `failure` is what it, or the verifier after it, raised, and `history` the program's
     way as far as it came (a `zgraph.passes.History`)."""
@@ -137,7 +166,10 @@ class RankMismatchError(ZgraphError):
 
 
 class CollectiveError(ZgraphError):
-    """A collective that failed or timed out, mostly because another rank died; names it and its module."""
+    """A collective that failed or timed out, mostly because another rank died; names it and its module. `absent` are the ranks that had not
+    arrived, as far as their heartbeats tell."""
+
+    absent: tuple[int, ...] = ()
 
 
 class UnsupportedError(ZgraphError, NotImplementedError):

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.checkpoint.loading import load
-from zgraph.checkpoint.saving import Saver
+from zgraph.checkpoint.pretrained import is_pretrained
+from zgraph.checkpoint.publish import publish
 from zgraph.compiled import StepProgram
 from zgraph.errors import ModelError, StepError
 from zgraph.inspection.explain import Explanation, explain
@@ -34,8 +35,8 @@ from zgraph.update.optimizer import PlanOptimizer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What a compiled module carries on top of its class, unless it owns such a name already.
-_METHODS = ("no_sync", "step", "train_step", "eval_step", "save_checkpoint", "load_checkpoint")
+# What a compiled module carries on top of its class, unless it owns such a name already (see `_owns`).
+_METHODS = ("no_sync", "step", "train_step", "eval_step", "save_checkpoint", "load_checkpoint", "save_pretrained")
 
 
 class Handle:
@@ -44,17 +45,27 @@ class Handle:
     def __init__(self, runtime: Runtime, loss_fn: Callable[..., Any] | None = None) -> None:
         self.runtime = runtime
         self.loss_fn = loss_fn
-        self._saver = Saver()
 
     @property
     def plan(self) -> Plan:
-        """The plan that the model runs by now (see `recompile`)."""
+        """The plan that the model runs by now (see `recompile`), for the ranks that there are: of an elastic one, `elastic.rows` are those of a
+        step on each rank, and `micro_batches` how many they are cut into."""
         return self.runtime.plan
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """The device mesh; None in one process without a process group."""
         return self.runtime.mesh
+
+    @property
+    def samples(self) -> int:
+        """The rows that the run has been trained on, over all ranks: saved in checkpoints and loaded from them. Where a run that goes on has
+        to go on in its data, on however many ranks.
+
+        Counted are the rows of every forward in train mode with gradients, those of steps that were skipped for an overflow too. The same on all
+        ranks.
+        """
+        return self.runtime.samples
 
     @property
     def programs(self) -> dict[str, StepProgram]:
@@ -120,7 +131,7 @@ class Handle:
         returns, detached: scalars averaged over micro-batches, tensors joined on dimension 0. Without an optimizer in
         the plan the gradients are left in `.grad`. With `loss_average="token"` each micro-batch and rank counts by its
         number of targets (`zgraph.train.count_targets`). Raises `StepError` for a batch that the micro-batches do not
-        divide (unless by token), and for an output without a loss.
+        divide (unless by token) or that has not the rows of an elastic plan, and for an output without a loss.
         """
         model = self.runtime.module
         return train_step(self.runtime, model, self.loss_fn, args, kwargs)
@@ -138,10 +149,11 @@ class Handle:
 
     def finish(self) -> None:
         """Let an update end that runs late (`offload.delayed_after`), and the weights be those after it: before they are used for anything
-        but the next step. Let a checkpoint be complete that is saved in the background, and raise what went wrong with it. All ranks
-        must call it."""
+        but the next step. Let a checkpoint be complete that is saved in the background, and raise what went wrong with it. Raise what the next
+        step would where the last one was not finite (`on_nonfinite`). All ranks must call it."""
         self.runtime.updater.finish()
-        self._saver.wait()
+        self.runtime.updater.settle()
+        self.runtime.saver.wait()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
     def save_checkpoint(
@@ -163,7 +175,7 @@ class Handle:
         or by `finish()`. `keep_last`: remove all but so many of the newest checkpoints. All ranks must call it. Raises
         `CheckpointError` if it can't be written (the run can go on), `StepError` while gradients wait for `step()`.
         """
-        return self._saver.save(
+        return self.runtime.saver.save(
             self.runtime, Path(dir).absolute(), tag, client_state, async_=async_, keep_last=keep_last
         )
 
@@ -184,7 +196,7 @@ class Handle:
         Random states are those of each rank; ranks that there were none of keep theirs. All ranks must call it. Raises
         `CheckpointError` for one that is damaged, of another model or of another optimizer: then nothing was changed.
         """
-        self._saver.wait()
+        self.runtime.saver.wait()
         return load(
             self.runtime,
             Path(dir).absolute(),
@@ -193,6 +205,28 @@ class Handle:
             optimizer=optimizer,
             client_state=client_state,
         )
+
+    def save_pretrained(
+        self,
+        dir: str | PathLike[str],
+        *,
+        dtype: str | torch.dtype | None = None,
+        max_shard_size: str | int = "5GB",
+        averaged: bool = False,
+    ) -> None:
+        """Write the weights as safetensors that `from_pretrained` reads, with the config of a model of transformers'.
+
+        Names and tensors are those of transformers' own `save_pretrained`; a plain module's are those of its state dict, tied ones under the
+        first. No rank gathers weights: each writes its rows where they belong. Weights are those of the last step, in the dtype that
+        the model holds each in; `dtype` ("fp32", "bf16", "fp16", or one of torch's) casts what is floating-point, from the fp32 masters where
+        there are some. `averaged`: the plan's moving average (`ema`) instead. `max_shard_size`: bytes of tensors in a file at most, as
+        a number or "5GB"; a larger tensor has a file of its own.
+
+        All is written beside what is in `dir`, and then put in place by renames; other files there stay. All ranks must call it. Raises
+        `CheckpointError` on every rank if it can't be written, `UnsupportedError` for quantized models and adapters, `StepError` for
+        `averaged` without `ema` and after an update that failed.
+        """
+        publish(self.runtime, Path(dir).absolute(), dtype=dtype, max_shard_size=max_shard_size, averaged=averaged)
 
     @property
     def optimizer(self) -> PlanOptimizer | None:
@@ -206,8 +240,9 @@ class Handle:
 
     @property
     def skipped_steps(self) -> torch.Tensor | None:
-        """How many steps were skipped because a gradient overflowed: 0-dim int64 on the device; None without loss scaling."""
-        return self.runtime.updater.states.scale("skipped")
+        """How many steps were skipped because a gradient (or, by the plan's `on_nonfinite`, the loss) was not finite: 0-dim int64 on the
+        device; None where none ever is."""
+        return self.runtime.updater.states.skipped()
 
     def grad_norms(self) -> dict[str, torch.Tensor]:
         """The 2-norm of each parameter's gradient over all ranks, by name; all ranks must call it.
@@ -263,7 +298,8 @@ class Handle:
         from zgraph.sharding import planned_layout
 
         old = self.runtime
-        sizes = plan.resolve_mesh(old.mesh.size() if old.mesh is not None else 1)
+        world = old.mesh.size() if old.mesh is not None else 1
+        plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
         if sizes != old.sizes:
             raise ModelError(
                 f"recompile keeps the mesh {old.sizes}, the plan has {sizes}",
@@ -296,6 +332,7 @@ class Handle:
         )
         made.updater.adopt(old.updater, copies=False)
         made.samples = old.samples
+        made.saver = old.saver
         made.recorder = old.recorder.of(made) if old.recorder is not None else None
         old.ahead.drop()
         self.runtime = made
@@ -311,13 +348,20 @@ def attach(module: nn.Module, runtime: Runtime, loss_fn: Callable[..., Any] | No
         return handle.runtime(*args, **kwargs)
 
     for name in _METHODS:
-        if not hasattr(module, name):
+        if not _owns(module, name):
             module.__dict__[name] = getattr(handle, name)
     module.__dict__["zgraph"] = handle
     module.__dict__["forward"] = forward
     module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
     module.__dict__["__reduce_ex__"] = _refuse_pickle
     return handle
+
+
+def _owns(module: nn.Module, name: str) -> bool:
+    """Does a module have a method of this name that stays? (transformers' own `save_pretrained` would gather the weights on one rank.)"""
+    if name == "save_pretrained" and is_pretrained(module):
+        return not str(getattr(type(module), name).__module__).startswith("transformers.")
+    return hasattr(module, name)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -31,6 +31,7 @@ from pydantic import (
 
 from zgraph import planfile
 from zgraph.communication import Bucket, Bytes, Prefetch
+from zgraph.elasticity import Elastic, shown_worlds
 from zgraph.errors import MeshError, PlanError
 from zgraph.loss_scaling import LossScale
 from zgraph.names import did_you_mean
@@ -40,11 +41,15 @@ from zgraph.precision import Precision, precision_of, preset
 from zgraph.record import Record, joined, short
 from zgraph.schedules import AnySchedule
 from zgraph.training import Average, Clip
+from zgraph.watching import Watch
 
-__all__ = ["MESH_DIMENSIONS", "Mesh", "Plan", "Record", "UserPass"]
+__all__ = ["DATA_DIMENSIONS", "MESH_DIMENSIONS", "Mesh", "Plan", "Record", "UserPass"]
 
 MESH_DIMENSIONS = ("pp", "replicate", "dp", "cp", "tp")
 """Every mesh dimension's name, outermost first."""
+
+DATA_DIMENSIONS = ("replicate", "dp")
+"""Those over which ranks see different rows: `DATA_DIMS` of `zgraph.program.program`, which loads torch."""
 
 _SUPPORTED_DIMENSIONS = ("replicate", "dp")
 
@@ -211,6 +216,10 @@ class Plan(Record, frozen=True):
     micro_batches: Annotated[StrictInt, Field(ge=1)] = Field(
         default=1, description="into how many parts train_step cuts its batch"
     )
+    elastic: Elastic | None = Field(
+        default=None,
+        description="rows of a step that stay the same on any number of ranks, as a record; micro_batches then follow from the ranks",
+    )
     loss_average: Literal["batch", "token"] = Field(
         default="batch", description="whether micro-batches and ranks count equally, or by their targets"
     )
@@ -231,6 +240,12 @@ class Plan(Record, frozen=True):
     memory_budget: Bytes | None = Field(
         default=None, description='bytes of device memory that a step may take, or "20GiB"; none: no bound'
     )
+    on_nonfinite: Literal["ignore", "stop", "skip", "rollback"] = Field(
+        default="ignore",
+        description="what a step is that has an infinite loss or gradient, or one that is no number: ignore (it updates the weights); skip (no "
+        "update); stop (an error that names the module); rollback (that, after loading the last checkpoint)",
+    )
+    watch: Watch = Field(default=Watch(), description="how ranks watch each other, as a record")
     hardware: str | None = Field(
         default=None,
         description="what schedules are made for: a name, or the file of zgraph calibrate; none: by the device",
@@ -258,6 +273,8 @@ class Plan(Record, frozen=True):
                 why="gradients that overflow are how the scale is found; such steps are skipped and counted",
                 hint="leave it out: at the smallest scale an error says so",
             )
+        if self.on_nonfinite != "ignore":
+            self._check_nonfinite()
         if self.ema is not None and self.optimizer is None:
             raise PlanError("a moving average without an optimizer", where="ema", hint="give the plan an optimizer")
         only = [
@@ -287,7 +304,58 @@ class Plan(Record, frozen=True):
                 where="numerics",
                 hint='leave numerics out, or say precision="bf16"',
             )
+        if self.elastic is not None:
+            self._check_elastic(self.elastic)
         return self
+
+    def _check_elastic(self, elastic: Elastic) -> None:
+        if self.micro_batches != (1 if elastic.rows is None else elastic.parts(elastic.rows)):
+            raise PlanError(
+                "micro_batches together with elastic",
+                where="micro_batches",
+                why="how many there are follows from the ranks that there are",
+                hint="leave it out; elastic.micro_batch bounds the rows of one",
+            )
+        for world in elastic.worlds or ():
+            try:
+                self.resolve_mesh(world)
+            except MeshError as error:
+                raise PlanError(
+                    f"elastic.worlds names {world}, and it can't be",
+                    where="elastic.worlds",
+                    why="; ".join(text for text in (error.what, error.why) if text),
+                    hint="leave it out",
+                ) from None
+        if elastic.worlds is None and not self.worlds():
+            raise PlanError(
+                f"no number of ranks can have an elastic batch of {elastic.batch}",
+                where="elastic.batch",
+                why=f"the mesh is {_shown(self.mesh)}",
+                hint="another batch or micro_batch, or -1 for a size of the mesh",
+            )
+
+    def _check_nonfinite(self) -> None:
+        if self.optimizer is None:
+            raise PlanError(
+                f"on_nonfinite={self.on_nonfinite!r} without an optimizer",
+                where="on_nonfinite",
+                why="a step that is not finite is skipped by the update program, on all ranks alike",
+                hint="give the plan an optimizer",
+            )
+        if self.grad_clip is not None and self.grad_clip.error_if_nonfinite:
+            raise PlanError(
+                "error_if_nonfinite together with on_nonfinite",
+                where="grad_clip.error_if_nonfinite",
+                why="both say what such a step is",
+                hint='on_nonfinite="stop" alone: its error names the module as well',
+            )
+        if self.on_nonfinite != "skip" and self.offload.late:
+            raise PlanError(
+                f"on_nonfinite={self.on_nonfinite!r} together with late updates",
+                where="on_nonfinite",
+                why="the weights that such a step ran with are gone by then: it can't be run again",
+                hint='on_nonfinite="skip", or leave out offload.delayed_after',
+            )
 
     def resolved_precision(self) -> Precision:
         """The dtypes that `precision` and `numerics` stand for."""
@@ -358,7 +426,7 @@ class Plan(Record, frozen=True):
     # Reading a plan.
 
     def origins(self) -> dict[str, str]:
-        """Where each field's value came from: `"default"`, `"given"` or `"file plan.toml"`."""
+        """Where each field's value came from: `"default"`, `"given"`, `"file plan.toml"`, or `"elastic"` for what that has chosen."""
         return {
             name: self._origins.get(name, "given") if name in self.model_fields_set else "default"
             for name in type(self).model_fields
@@ -382,11 +450,44 @@ class Plan(Record, frozen=True):
         return tuple(UserPass.parse(text) for text in self.passes)
 
     def usual_world(self) -> int:
-        """The number of ranks to look at it with where none is given: that of the mesh, with 2 for its -1."""
-        return math.prod(2 if size == -1 else size for size in self.mesh.values())
+        """The number of ranks to look at it with where none is given: that of the mesh, with 2 for its -1 (or the next that `elastic` allows)."""
+        usual = math.prod(2 if size == -1 else size for size in self.mesh.values())
+        if self.elastic is None:
+            return usual
+        worlds = self.worlds()
+        return next((world for world in worlds if world >= usual), worlds[-1])
+
+    def worlds(self) -> tuple[int, ...]:
+        """The numbers of ranks that an elastic plan can have, the smallest first. Raises `PlanError` for another plan: most can have any."""
+        if self.elastic is None:
+            raise PlanError("the plan is not elastic", where="elastic", hint="elastic=zgraph.Elastic(batch=…)")
+        known = math.prod(size for size in self.mesh.values() if size != -1)
+        batch = self.elastic.batch
+        small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
+        rests = sorted({*small, *(batch // n for n in small)}) if -1 in self.mesh.values() else [1]
+        candidates = (known * rest for rest in rests)
+        return tuple(world for world in candidates if self.elastic.refusal(world, self._data_ranks(world)) is None)
+
+    def _data_ranks(self, world: int) -> int:
+        """How many of so many ranks see different rows."""
+        known = math.prod(size for size in self.mesh.values() if size != -1)
+        return math.prod(world // known if self.mesh.get(d, 1) == -1 else self.mesh.get(d, 1) for d in DATA_DIMENSIONS)
+
+    def for_world(self, world: int) -> Self:
+        """This plan on so many ranks: if it is `elastic`, with the rows of a rank and the micro-batches that follow from their number, else
+        as it is. Raises `MeshError` for ranks that can't be."""
+        sizes = self.resolve_mesh(world)
+        if self.elastic is None:
+            return self
+        rows = self.elastic.batch // math.prod(sizes.get(dim, 1) for dim in DATA_DIMENSIONS)
+        elastic = self.elastic.model_copy(update={"rows": rows})
+        made = self.model_copy(update={"elastic": elastic, "micro_batches": elastic.parts(rows)})
+        made._origins.update({"elastic": self.origins()["elastic"], "micro_batches": "elastic"})
+        return made
 
     def resolve_mesh(self, world: int) -> dict[str, int]:
-        """The mesh's sizes by name, in ranks, with -1 filled in; `MeshError` if their product can't be `world` ranks."""
+        """The mesh's sizes by name, in ranks, with -1 filled in; `MeshError` if their product can't be `world` ranks, or the elastic batch
+        can't be theirs."""
         known = math.prod(size for size in self.mesh.values() if size != -1)
         rest = next((name for name, size in self.mesh.items() if size == -1), None)
         mesh = _shown(self.mesh)
@@ -402,6 +503,14 @@ class Plan(Record, frozen=True):
                 where="mesh",
                 why=f"the sizes without {rest} make {known}, and {world} is no multiple of that",
                 hint=f"start a multiple of {known} ranks, or change the sizes",
+            )
+        why = self.elastic.refusal(world, self._data_ranks(world)) if self.elastic is not None else None
+        if self.elastic is not None and why is not None:
+            raise MeshError(
+                f"an elastic batch of {self.elastic.batch} rows can't be on {world} rank(s)",
+                where="elastic",
+                why=why,
+                hint=f"worlds that can: {shown_worlds(self.worlds(), world)}",
             )
         return {name: world // known if size == -1 else size for name, size in self.mesh.items()}
 

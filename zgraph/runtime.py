@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,21 +22,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from zgraph import heartbeat
 from zgraph.agreement import Agreement
 from zgraph.ahead import Ahead
+from zgraph.checkpoint.saving import Saver
 from zgraph.compiled import Entry, StepProgram
 from zgraph.errors import CaptureError, ModelError, OffloadError, PlanError, SignatureError, UnsupportedError
 from zgraph.memory import StepMemory
+from zgraph.nonfinite import NonFinite
 from zgraph.out_of_memory import explained
 from zgraph.passes.costs import Costs, size_of
 from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
-from zgraph.program import moves, torch_private
+from zgraph.program import moves, place, torch_private
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.node import info
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, Port, Program
 from zgraph.program.remark import Remark
 from zgraph.program.torch_private import keeps_graph
+from zgraph.randomness import random_states, restored
 from zgraph.sharding import Shards, still_unset, with_requires_grad
 from zgraph.signature import brief, shared, signature
 from zgraph.tiers.moves import Tiers
@@ -111,23 +116,33 @@ class Runtime:
         self.memory = StepMemory(device)
         self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
         self.recorder: Recorder | None = None
+        self.steps = self.forwards = 0  # steps here; forwards of the one that is under way
         self.samples = 0  # rows of batches that were trained on, over all ranks
         self.digests: dict[str, str] = {}  # of the programs that ranks have agreed on
+        self.expected: dict[str, str] = {}  # those of the run that a checkpoint of the same plan and world was saved by
         self.updater = Updater(self)
+        self.saver = Saver()
+        heartbeat.watch(plan.watch, agreement, [mesh.get_group(d) for d in self.sizes] if mesh is not None else [])
+        self.nonfinite = NonFinite(self) if plan.on_nonfinite != "ignore" else None
 
     def _ended(self) -> None:
         """A step is over."""
         self.memory.end()
+        self.steps, self.forwards = self.steps + 1, 0
         if self.recorder is not None:
             self.recorder.stepped()
 
     # -- calls ------------------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        key, entry = self.entry(args, kwargs)
         if self.plan.optimizer is None and self.clock.reduced:
             self.clock.end_step()  # the user's own update lies between
+        here = place.HERE
+        here.caller, here.micro_batch = threading.get_ident(), self.forwards
+        here.step = (self.updater.calls if self.plan.optimizer is not None else self.steps) + 1
+        key, entry = self.entry(args, kwargs)
         trains = entry.program().differentiated and torch.is_grad_enabled()
+        self.forwards += trains
         with self.clock.timed("forward") if trains else contextlib.nullcontext():
             result = self._calls[key](self.module, *args, **kwargs)
         if trains:
@@ -149,6 +164,7 @@ class Runtime:
         new = key not in self.entries
         self.agreement.vote("the inputs of a call", f"{shared(key)}; {'new' if new else 'known'}")
         if new:
+            self.agreement.relax()
             self.refuse_unset()
             self._check_devices(args, kwargs)
             made = self._compile(key, args, kwargs)
@@ -254,9 +270,15 @@ class Runtime:
                     return f"the first node that differs is {longer[min(len(view), len(views[0]))][0]!r}, which only one of ranks 0 and {rank} has"
             return "inputs, outputs or the mesh differ"
 
-        self.digests[program.name] = digest(program)
-        ballot = f"{self.plan.hash()} {self.digests[program.name]}"
+        made = self.digests[program.name] = digest(program)
+        if self.expected.get(program.name, made) != made:
+            logger.warning(
+                "program %s is another than that of the run the checkpoint is of, by the same plan: numbers may round otherwise",
+                program.name,
+            )
+        ballot = f"{self.plan.hash()} {made}"
         self.agreement.vote(f"program {program.name}", ballot, lambda: node_digests(program), compare)
+        self.agreement.relax()  # (it is compiled now)
 
     def refuse_unset(self) -> None:
         """Raises `ModelError` if the model has values yet to be loaded."""
@@ -517,11 +539,15 @@ class _Step(torch.autograd.Function):
             loose,
         )
         # What a second forward would need, should the user differentiate other outputs than were expected.
-        ctx.random = _random_states(runtime.device) if step.random else None
+        ctx.random = random_states(runtime.device) if step.random else None
         ctx.before = {i: flat[i].clone() for i in step.mutated}
+        nonfinite = runtime.nonfinite
+        ctx.evidence = nonfinite.forward(entry, flat, ctx.before, ctx.random) if nonfinite is not None else None
         outputs, ctx.saved = runtime.run_forward(entry, step, flat)
         ctx.kept = dict(runtime.kept) if step.keeps else {}
         ctx.versions = {n: runtime.shards.version(n) for n in names}
+        # (an output itself would hold this context, which holds it)
+        ctx.numbers = {i: v.detach() for i, v in enumerate(outputs) if nonfinite is not None and _is_number(v)}
         plain = [
             v for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and i not in entry.trace.differentiable
         ]
@@ -556,8 +582,12 @@ class _Step(torch.autograd.Function):
             step, saved, flat = _again(ctx, frozenset(tangents))
             kept = dict(runtime.kept)
         clear = not keeps_graph()
+        dense = _dense(tangents, step)
+        if runtime.nonfinite is not None:
+            losses = [v for i, v in ctx.numbers.items() if i in tangents]
+            runtime.nonfinite.backward(entry, step, ctx.evidence, flat, dense, losses)
         with runtime.clock.timed("backward"):
-            found = runtime.run_backward(step, saved, _detached(flat), _dense(tangents, step), kept, clear=clear)
+            found = runtime.run_backward(step, saved, _detached(flat), dense, kept, clear=clear)
         if clear:
             ctx.saved = ctx.flat = ctx.kept = None
         of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]
@@ -573,7 +603,7 @@ def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, _Saved, Sequ
     runtime.prepare(step)
     entry.pattern = pattern
     flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
-    with _restored(ctx.random, runtime.device):
+    with restored(ctx.random, runtime.device):
         _, saved = runtime.run_forward(entry, step, flat, mutate=False)
     return step, saved, flat
 
@@ -596,15 +626,5 @@ def _detached(flat: Sequence[Any]) -> list[Any]:
     return [v.detach() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in flat]
 
 
-def _random_states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextlib.contextmanager
-def _restored(states: tuple[torch.Tensor, torch.Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if states is not None:
-            torch.set_rng_state(states[0])
-            if states[1] is not None:
-                torch.cuda.set_rng_state(states[1], device)
-        yield
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()

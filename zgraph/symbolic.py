@@ -62,7 +62,9 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
     The formulas hold where the program has the operators that it has at the sizes sampled: a model may branch on sizes, and
     torch's min-cut may save other values at sizes that are far away. Raises `SymbolicError` where operators or costs
     differ already between the samples, `PlanError` for a plan with a memory budget or one that offloads, and what `zgraph.compiler.programs` does.
+    Of an elastic plan its batch is left out: the formulas are of any world and batch.
     """
+    plan = plan.model_copy(update={"elastic": None})
     if plan.memory_budget is not None:
         raise PlanError(
             "a forecast by formulas of a plan with a memory budget",

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from zgraph.capture import find_loss
+from zgraph.elasticity import Elastic
 from zgraph.errors import StepError
+from zgraph.plan import Plan
 from zgraph.program.program import DATA_DIMS
 from zgraph.runtime import Runtime
 
@@ -39,6 +41,8 @@ def train_step(
     plan = runtime.plan
     tokens = plan.loss_average == "token"
     kwargs = _in_order(runtime, kwargs)
+    if plan.elastic is not None:
+        _refuse_other_rows(plan.elastic, args, kwargs)
     calls = split_batch(args, kwargs, plan.micro_batches, uneven=tokens)
     weights = _weights(runtime, calls) if tokens else [1.0 / len(calls)] * len(calls)
     outputs = []
@@ -51,6 +55,8 @@ def train_step(
                 loss.backward()
             else:
                 loss.backward(torch.as_tensor(weight, dtype=loss.dtype, device=loss.device))
+            if runtime.nonfinite is not None and loss_fn is not None:
+                runtime.nonfinite.saw_loss(loss)
         outputs.append(_detached(output))
     if plan.optimizer is not None:
         runtime.updater.step()
@@ -99,6 +105,29 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, un
         part = [x[at : at + rows] if _has_batch(x, size) else x for x in leaves]
         calls.append(pytree.tree_unflatten(part, spec))
     return calls
+
+
+def _refuse_other_rows(elastic: Elastic, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    size = _batch_size(args, kwargs)
+    if size != elastic.rows:
+        raise StepError(
+            f"the batch has {size} rows" if size is not None else "the batch has no tensor with rows",
+            where="elastic",
+            why=f"a step of {elastic.batch} rows is {elastic.rows} on each rank here",
+            hint="give each rank model.zgraph.plan.elastic.rows of them",
+        )
+
+
+def first_part(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The first micro-batch's call, of a rank's batch that is only looked at. Where the plan is elastic (and for a number of ranks, see
+    `Plan.for_world`), it is as many rows as the plan says: those of the batch are repeated. Raises what `split_batch` does."""
+    size = _batch_size(args, kwargs)
+    if plan.elastic is None or plan.elastic.rows is None or not size:
+        return split_batch(args, kwargs, plan.micro_batches, uneven=plan.loss_average == "token")[0]
+    rows = torch.arange(plan.elastic.rows // plan.micro_batches) % size
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    part = [x[rows.to(x.device)] if _has_batch(x, size) else x for x in leaves]
+    return pytree.tree_unflatten(part, spec)  # type: ignore[return-value]
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

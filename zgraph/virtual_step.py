@@ -88,7 +88,7 @@ class VirtualStep:
                 why=f"{without!r} is on the meta device",
                 hint="build the model on a real device",
             )
-        self.sizes = plan.resolve_mesh(world)
+        plan, self.sizes = plan.for_world(world), plan.resolve_mesh(world)
         self.model = copy.deepcopy(model)
         self.device = _device(model)
         precision = plan.resolved_precision()

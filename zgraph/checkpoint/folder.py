@@ -35,14 +35,11 @@ def checked_tag(tag: str) -> str:
 
 
 def tags(folder: Path) -> list[str]:
-    """Those of the complete checkpoints in a folder whose manifests can be read, the newest first."""
+    """Those of the complete checkpoints in a folder, the newest first."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        if TAG.fullmatch(path.name) and (path / manifest.NAME).is_file():
-            try:
-                found.append((manifest.read(path).serial, path.name))
-            except CheckpointError:
-                continue
+        if TAG.fullmatch(path.name) and (serial := manifest.serial_of(path)) is not None:
+            found.append((serial, path.name))
     return [tag for _, tag in sorted(found, reverse=True)]
 
 
@@ -62,14 +59,15 @@ def latest(folder: Path) -> str:
         raise CheckpointError("latest is damaged", where=str(path), hint="name a tag")
     tag, said = words[0], words[1][:-1]
     if checksum(tag.encode()) != said:
-        raise CheckpointError("latest is damaged", where=str(path), why="its checksum is not its tag's", hint="name a tag")
+        raise CheckpointError(
+            "latest is damaged", where=str(path), why="its checksum is not its tag's", hint="name a tag"
+        )
     return tag
 
 
 def next_serial(folder: Path) -> int:
     """One more than that of the newest checkpoint in a folder."""
-    known = tags(folder)
-    return manifest.read(folder / known[0]).serial + 1 if known else 0
+    return max((manifest.serial_of(folder / tag) or 0 for tag in tags(folder)), default=-1) + 1
 
 
 def begin(folder: Path, tag: str) -> Path:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint import state
@@ -64,9 +65,20 @@ def load(
     """See `zgraph.handle.Handle.load_checkpoint`."""
     agreement = runtime.agreement
     agreement.vote("a checkpoint to load", f"{path} {tag} {fallback} {optimizer}")
+    agreement.relax()  # (disks differ)
 
     def refused(rank: int, said: str) -> CheckpointError:
         return CheckpointError(f"rank {rank} can't load the checkpoint", where=str(path), why=said)
+
+    def prepared(wanted: str | None) -> tuple[Source, _Parts]:
+        source = agreement.together("the checkpoint", lambda: _opened(runtime, path, wanted), refused)
+        said = source.manifest.checksum if isinstance(source, Checkpoint) else ""
+        agreement.vote("the checkpoint's manifest", f"{source.kind} {source.folder} {said}")
+        agreement.relax()
+        parts = agreement.together(
+            "the checkpoint", lambda: _prepared(runtime, source, optimizer, client_state), refused
+        )
+        return source, parts
 
     tries = [tag]
     if fallback:
@@ -74,12 +86,7 @@ def load(
     failure: CheckpointError | None = None
     for wanted in tries:
         try:
-            source = agreement.together("the checkpoint", lambda tag=wanted: _opened(runtime, path, tag), refused)
-            said = source.manifest.checksum if isinstance(source, Checkpoint) else ""
-            agreement.vote("the checkpoint's manifest", f"{source.kind} {source.folder} {said}")
-            parts = agreement.together(
-                "the checkpoint", lambda found=source: _prepared(runtime, found, optimizer, client_state), refused
-            )
+            source, parts = prepared(wanted)
         except CheckpointError as error:
             failure = failure or error
             if fallback:
@@ -190,7 +197,7 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
     for name, buffer in buffers.items():
         _check_shape(source, MODEL + name, buffer.shape)
         loading.read(MODEL + name, buffer)
-    saved = {}
+    saved: dict[str, dict[str, str]] = {}
     for name in source.tensors:
         if name.startswith(OPTIMIZER):
             owner, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
@@ -204,7 +211,7 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
         if param.is_meta:
             continue
         found = next(n for n in names[id(param)] if n in known)
-        of_param = next((saved.pop(n) for n in names[id(param)] if n in saved), {})
+        of_param: dict[str, str] = next((saved.pop(n) for n in names[id(param)] if n in saved), {})
         for other in names[id(param)]:
             saved.pop(other, None)
         _plan_parameter(runtime, source, loading, name, MODEL + found, of_param, optimizer)
@@ -300,7 +307,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
             with torch.no_grad():
                 for number in range(max(map(len, loading.tensors.values()), default=0)):
                     wanted = {n: ts[number] for n, ts in loading.tensors.items() if len(ts) > number}
-                    dcp.load(
+                    load_distributed(
                         wanted,
                         storage_reader=source.reader(),
                         planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
@@ -309,7 +316,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
                 for to, of in loading.copies:
                     _local(to).copy_(_local(of))
                 updater.states.clear(loading.fresh)
-        except (OSError, RuntimeError, dcp.CheckpointException, CheckpointError) as error:
+        except (OSError, RuntimeError, CheckpointException, CheckpointError) as error:
             raise CheckpointError(
                 "the checkpoint could not be read to its end",
                 where=str(source.folder),
@@ -330,6 +337,8 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
         runtime.module.get_submodule(path).set_extra_state(value)
     updater.restore(source.known, loading.counts, parts.optimizer)
     runtime.samples = source.known.samples or 0
+    alike = source.known.plan == runtime.plan.model_dump(mode="json") and source.known.mesh == runtime.sizes
+    runtime.expected = source.known.programs if alike else {}
     runtime.saver.last = Last(source.folder, parts.optimizer)
     if parts.random is not None:
         parts.random.restore()

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from zgraph.checkpoint.source import Block, Known, TensorInfo
-from zgraph.checkpoint.tensorfile import DTYPES, Piece, checksum, read_bytes
+from zgraph.checkpoint.tensorfile import DTYPES, OpenFile, Piece, checksum, read_bytes
 from zgraph.errors import CheckpointError
 
 FORMAT = 1
 NAME = "manifest.json"
 MOST_BYTES = 1 << 32
-LEAST_BYTES = 2
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 MARK = b',"checksum":"'
+_HEAD = re.compile(rb'\{"format":\d+,"serial":(\d{1,18}),')
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
@@ -108,6 +108,16 @@ def read(folder: Path) -> Manifest:
     return made
 
 
+def serial_of(folder: Path) -> int | None:
+    """The serial of the checkpoint in a folder, without the rest of its manifest, which may be large; None where none begins so."""
+    try:
+        file = OpenFile(folder / NAME)
+        found = _HEAD.match(file.read(0, min(64, file.nbytes)))
+    except CheckpointError:
+        return None
+    return int(found[1]) if found else None
+
+
 def _damaged(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path.name} is damaged", where=str(path), why=why, hint="load another checkpoint")
 
@@ -136,7 +146,7 @@ def _parsed(data: dict[str, Any]) -> Manifest:
     if any(n not in files for n in own) or not isinstance(data["client"], dict):
         raise ValueError("the state of a rank is in no file")
     made = Manifest(_size(data["serial"]), files, tensors, known, data["client"], own)
-    _check_tiling(made.infos())
+    check_tiling(made.infos())
     return made
 
 
@@ -164,7 +174,7 @@ def _check_known(known: Known) -> None:
         raise ValueError("programs and mesh are no tables")
 
 
-def _check_tiling(tensors: dict[str, TensorInfo]) -> None:
+def check_tiling(tensors: dict[str, TensorInfo]) -> None:
     """Raises `CheckpointError` unless the blocks of each tensor are all of it, and none is in two."""
     for name, info in tensors.items():
         outside = any(o + n > d for b in info.blocks for o, n, d in zip(b.offsets, b.sizes, info.shape, strict=True))

@@ -36,6 +36,10 @@ class Checkpoint(Source):
         file, piece = self._where[name, block]
         return self._file(file).tensor(piece)
 
+    def rows(self, name: str, block: Block, first: int, count: int) -> torch.Tensor:
+        file, piece = self._where[name, block]
+        return self._file(file).tensor(piece, first, count)
+
     def _file(self, name: str) -> TensorFile:
         if name not in self._open:
             self._open[name] = TensorFile(self.folder / name)

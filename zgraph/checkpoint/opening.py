@@ -1,30 +1,96 @@
-"""Which checkpoint a path means, of whatever system."""
+"""Which checkpoint a path means, of whatever system: it is known by what lies in the folder."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from zgraph.checkpoint import folder, manifest
+from zgraph.checkpoint.formats.deepspeed import DeepSpeed, is_deepspeed
+from zgraph.checkpoint.formats.huggingface import Safetensors
+from zgraph.checkpoint.formats.plain_dcp import METADATA, PlainDcp
 from zgraph.checkpoint.native import Checkpoint
 from zgraph.checkpoint.source import Source
+from zgraph.checkpoint.tensorfile import SUFFIX, read_bytes
 from zgraph.errors import CheckpointError
+
+BLOCKS = ".distcp"
+UNIVERSAL = "latest_universal"
 
 
 def open_checkpoint(path: Path, tag: str | None = None) -> Source:
-    """The checkpoint of this tag in a folder of zgraph's (by default the one that `latest` names), or the one that the folder itself is.
-    Raises `CheckpointError`."""
-    if tag is not None:
-        place = path / folder.checked_tag(tag)
-        if not (place / manifest.NAME).exists() and not place.is_dir():
-            known = folder.tags(path)
-            hint = f"there are {', '.join(known[:8])}" if known else None
-            raise CheckpointError(f"no checkpoint {tag!r}", where=str(path), hint=hint)
-        return Checkpoint(place)
-    if (path / manifest.NAME).is_file():
-        return Checkpoint(path)
-    return Checkpoint(path / folder.latest(path))
+    """The checkpoint of this tag in a folder of checkpoints (by default the one that `latest` names), or the one that the folder, or the
+    file, itself is: zgraph's, DeepSpeed's, plain torch.distributed.checkpoint's, or weights as safetensors. Raises `CheckpointError`."""
+    try:
+        return _opened(path, tag)
+    except OSError as error:
+        raise CheckpointError("the checkpoint can't be read", where=str(path), why=error.strerror) from error
 
 
 def candidates(path: Path, tag: str | None) -> list[str | None]:
     """The tags to try one after another, where the first may be damaged: the one asked for, then the others, the newest first."""
     return [tag, *(t for t in folder.tags(path) if t != tag)]
+
+
+def _opened(path: Path, tag: str | None) -> Source:
+    if tag is not None:
+        place = path / folder.checked_tag(tag)
+        if not place.is_dir():
+            known = folder.tags(path)
+            hint = f"there are {', '.join(known[:8])}" if known else None
+            raise CheckpointError(f"no checkpoint {tag!r}", where=str(path), hint=hint)
+        return _here(place) or _unknown(place)
+    if path.is_file() and path.name.endswith(SUFFIX):
+        return Safetensors(path)
+    if (path / manifest.NAME).is_file():
+        return Checkpoint(path)
+    named = _named_by_deepspeed(path)
+    if named is not None:
+        return _here(path / named) or _unknown(path / named)
+    if path.is_dir() and not os.path.lexists(path / folder.LATEST) and not folder.tags(path):
+        return _here(path) or _unknown(path)
+    return Checkpoint(path / folder.latest(path))
+
+
+def _here(place: Path) -> Source | None:
+    """The checkpoint that a folder is, of whatever system; None if it is none."""
+    if (place / manifest.NAME).exists():
+        return Checkpoint(place)
+    if not place.is_dir():
+        return None
+    if is_deepspeed(place):
+        return DeepSpeed(place)
+    ends = {p.suffix for p in place.iterdir()}
+    if (place / METADATA).is_file() and (BLOCKS in ends or SUFFIX not in ends):
+        return PlainDcp(place)
+    return Safetensors(place) if SUFFIX in ends else None
+
+
+def _named_by_deepspeed(path: Path) -> str | None:
+    """The tag in a file `latest` of DeepSpeed's, which is one word (zgraph's has a checksum after it); None without one."""
+    for name in (folder.LATEST, UNIVERSAL):
+        if (path / name).is_file():
+            words = read_bytes(path / name, 4096).decode("utf-8", "replace").split()
+            if len(words) == 1 and not (path / folder.checked_tag(words[0]) / manifest.NAME).exists():
+                return words[0]
+            return None
+    return None
+
+
+def _unknown(place: Path) -> Source:
+    if not place.is_dir():
+        raise CheckpointError("no checkpoint", where=str(place), why="there is no such folder")
+    names = sorted(p.name for p in place.iterdir())
+    inside = [p.name for p in sorted(place.iterdir()) if p.is_dir() and _is_checkpoint(p)]
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    raise CheckpointError(
+        "no checkpoint that is known",
+        where=str(place),
+        why=f"it holds {shown or 'nothing'}; checkpoints have {manifest.NAME}, {METADATA}, *_model_states.pt or *{SUFFIX}",
+        hint=f"these folders in it are checkpoints: {', '.join(inside[:5])}" if inside else None,
+    )
+
+
+def _is_checkpoint(place: Path) -> bool:
+    ends = {p.suffix for p in place.iterdir()}
+    return any((place / n).exists() for n in (manifest.NAME, METADATA)) or SUFFIX in ends or is_deepspeed(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import logging
 import warnings
 import weakref
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.tensor import DTensor
 
 from zgraph.agreement import Agreement
@@ -21,12 +23,14 @@ from zgraph.checkpoint import folder, state
 from zgraph.checkpoint.source import Known
 from zgraph.checkpoint.storage import Writer
 from zgraph.checkpoint.tensorfile import checksum, data_of
-from zgraph.checkpoint.values import encode
+from zgraph.checkpoint.values import KIND, TENSORS, encode
 from zgraph.errors import CheckpointError
-from zgraph.program import torch_private
+from zgraph.program import place, torch_private
 
 if TYPE_CHECKING:
     from zgraph.runtime import Runtime
+
+logger = logging.getLogger(__name__)
 
 CLIENT = "client"
 
@@ -112,33 +116,18 @@ class Saver:
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last={keep_last}", why="the checkpoint that is saved is one to keep")
         agreement.vote("a checkpoint", f"{path} {chosen} {async_} {keep_last}")
+        agreement.relax()  # (disks differ)
         taken = agreement.together("what is to be saved", lambda: snapshot(runtime, client_state), _refused("save"))
         shared_client(agreement, taken)
-        partial = path / f".{chosen}{folder.PARTIAL}"
-
-        def begin() -> int:
-            if agreement.first():
-                try:
-                    serial = folder.next_serial(path)
-                    folder.begin(path, chosen)
-                except OSError as error:
-                    raise failed(path, error) from error
-                return serial
-            return 0
-
-        serial = agreement.together("the folder of the checkpoint", begin, _refused("save"))
-        agreement.together("the folder of the checkpoint", lambda: _seen(partial), _refused("save"))
-        if async_ and self._aside is None:
-            self._aside = Agreement(runtime.mesh)
         if not async_:
-            write(agreement, path, chosen, serial, taken, keep_last)
+            write(agreement, path, chosen, taken, keep_last)
             self.last = Last(path / chosen)
             return chosen
+        if self._aside is None:
+            self._aside = Agreement(runtime.mesh)
         taken.tensors = self._staging.copy(taken.tensors)
-        aside = self._aside
-        assert aside is not None
         self._saved = Last(path / chosen)
-        self._running = self._threads.submit(write, aside, path, chosen, serial, taken, keep_last)
+        self._running = self._threads.submit(write_aside, self._aside, path, chosen, taken, keep_last)
         return chosen
 
 
@@ -193,20 +182,27 @@ def _digest(value: Any, tensors: dict[str, torch.Tensor]) -> str:
 
 def _names(value: Any) -> list[str]:
     if isinstance(value, dict):
-        here = [value["name"]] if "name" in value and str(value.get("name")).startswith(f"{CLIENT}.") else []
-        return here + [n for v in value.values() for n in _names(v)]
+        here = [value["name"]] if value.get(KIND) in TENSORS else []
+        return here or [n for v in value.values() for n in _names(v)]
     return [n for v in value for n in _names(v)] if isinstance(value, list) else []
 
 
-def write(agreement: Agreement, path: Path, tag: str, serial: int, taken: Snapshot, keep_last: int | None) -> None:
+def write(agreement: Agreement, path: Path, tag: str, taken: Snapshot, keep_last: int | None) -> None:
     """Write a checkpoint into its folder, and put it in its place. Raises `CheckpointError` on every rank; nothing is then left."""
     partial = path / f".{tag}{folder.PARTIAL}"
-    writer = Writer(partial, serial, taken.known, taken.client, taken.own)
+    writer = Writer(partial, taken.known, taken.client, taken.own)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def begin() -> None:
+        if agreement.first():
+            try:
+                folder.begin(path, tag)
+            except OSError as error:
+                raise failed(path, error) from error
 
     def attempt() -> None:
         try:
-            dcp.save(
+            save_distributed(
                 taken.tensors,
                 storage_writer=writer,
                 planner=planner,
@@ -216,19 +212,34 @@ def write(agreement: Agreement, path: Path, tag: str, serial: int, taken: Snapsh
             if agreement.first():
                 folder.commit(partial, tag)
                 if keep_last is not None:
-                    folder.retain(path, keep_last)
-        except dcp.CheckpointException as error:
+                    _retain(path, keep_last)
+        except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise failed(path, cause, rank) from error
         except OSError as error:
             raise failed(path, error) from error
 
     try:
+        agreement.together("the folder of the checkpoint", begin, _refused("save"))
+        agreement.together("the folder of the checkpoint", lambda: _seen(partial), _refused("save"))
         agreement.together("the checkpoint", attempt, _refused("save"))
     except CheckpointError:
         if agreement.first():
             folder.discard(partial)
         raise
+
+
+def write_aside(*given: Any) -> None:
+    """`write`, beside what the ranks do in common."""
+    with place.aside():
+        write(*given)
+
+
+def _retain(path: Path, keep_last: int) -> None:
+    try:
+        folder.retain(path, keep_last)
+    except OSError as error:
+        logger.warning("older checkpoints in %s could not be removed: %s", path, error)
 
 
 def failed(path: Path, error: BaseException, rank: int | None = None) -> CheckpointError:

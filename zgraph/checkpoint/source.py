@@ -86,8 +86,13 @@ class Source(abc.ABC):
         """One of the blocks of a tensor, on the CPU. Raises
         `CheckpointError` if it can't be read."""
 
+    @abc.abstractmethod
     def verify(self, share: int = 0, of: int = 1) -> None:
         """Read the `share`-th of so many parts of the checkpoint, and raise `CheckpointError` for what is damaged."""
+
+    def rows(self, name: str, block: Block, first: int, count: int) -> torch.Tensor:
+        """So many rows (of dimension 0) of a block, for who needs no more."""
+        return self.block(name, block)[first : first + count]
 
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor."""
@@ -139,7 +144,6 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
-        wanted: dict[tuple[str, Block], list[planning.ReadItem]] = {}
         for item in plan.items:
             index = item.storage_index
             info = self.source.tensors[index.fqn]
@@ -147,13 +151,15 @@ class Reader(StorageReader):
             block = info.blocks[number]
             if index.offset is not None and tuple(index.offset) != block.offsets:
                 block = next(b for b in info.blocks if b.offsets == tuple(index.offset))
-            wanted.setdefault((index.fqn, block), []).append(item)
-        for (name, block), items in wanted.items():
-            found = self.source.block(name, block)
-            for item in items:
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(found[_box(tuple(item.storage_offsets), tuple(item.lengths))])
-                planner.commit_tensor(item, target)
+            at, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+            if lengths[:1] < block.sizes[:1]:
+                found = self.source.rows(index.fqn, block, at[0], lengths[0])
+                at = (0, *at[1:])
+            else:
+                found = self.source.block(index.fqn, block)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(found[_box(at, lengths)])
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done

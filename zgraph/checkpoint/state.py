@@ -62,10 +62,10 @@ def tensors_of(runtime: Runtime) -> dict[str, torch.Tensor]:
         for param, shown in optimizer.state.items():
             held |= {f"{OPTIMIZER}{names[id(param)]}.{key}": value.detach() for key, value in shown.items()}
     loads: dict[int, list[int]] = {}
-    return {name: t for name, t in held.items() if _is_mine(t, runtime.mesh, loads)}
+    return {name: t for name, t in held.items() if is_mine(t, runtime.mesh, loads)}
 
 
-def _is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list[int]]) -> bool:
+def is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list[int]]) -> bool:
     """Is it this rank that writes this tensor's part? `loads`: the bytes that each replica writes by now, by how many there are."""
     if mesh is None:
         return True
@@ -101,9 +101,10 @@ def known_of(runtime: Runtime) -> Known:
         for g in (updater.optimizer.param_groups if updater.optimizer else ())
     ]
     scale = {k: v.item() for k, v in updater.states.of_scale().items()}
+    skipped = updater.states.skipped()
     return Known(
         steps=updater.calls,
-        skipped=int(scale.get("skipped", 0)),
+        skipped=0 if skipped is None else int(skipped),
         samples=runtime.samples,
         groups=groups,
         loss_scale=scale or None,

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zgraph.checkpoint import manifest
+from zgraph.checkpoint.folder import next_serial
 from zgraph.checkpoint.manifest import FileEntry, Manifest
 from zgraph.checkpoint.source import Block, Known
 from zgraph.checkpoint.tensorfile import (
@@ -29,12 +30,11 @@ from zgraph.checkpoint.tensorfile import (
 
 
 class Writer(StorageWriter):
-    """Writes one checkpoint into an empty folder. `own` is this rank's own state, as a file; `serial`, `known` and `client` go into the
+    """Writes one checkpoint into an empty folder. `own` is this rank's own state, as a file; `known` and `client` go into the
     manifest."""
 
-    def __init__(self, folder: Path, serial: int, known: Known, client: dict[str, Any], own: bytes) -> None:
+    def __init__(self, folder: Path, known: Known, client: dict[str, Any], own: bytes) -> None:
         self.folder = folder
-        self.serial = serial
         self.known = known
         self.client = client
         self.own = own
@@ -93,5 +93,5 @@ class Writer(StorageWriter):
         for result in results:
             files |= result[0].storage_data
         own = [result[0].index.fqn for result in results]
-        made = Manifest(self.serial, files, tensors, self.known, self.client, own)
+        made = Manifest(next_serial(self.folder.parent), files, tensors, self.known, self.client, own)
         write_bytes(self.folder / manifest.NAME, made.written())

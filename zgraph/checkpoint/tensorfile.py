@@ -7,6 +7,7 @@ torch.distributed.checkpoint reads a folder of such files with its own `HuggingF
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import weakref
@@ -77,7 +78,8 @@ def checksum(data: Any) -> str:
 def data_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor on the CPU, row by row."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    raw: Any = flat.view(torch.uint8).numpy()
+    return memoryview(raw) if flat.numel() else memoryview(b"")
 
 
 def laid_out(blocks: Sequence[tuple[str, torch.dtype, Block]], *, sharding: bool) -> tuple[bytes, list[Piece]]:
@@ -240,11 +242,13 @@ class TensorFile(OpenFile):
             damaged(self.path, f"its tensors end at byte {at}, and the file has {self.nbytes}")
         return pieces
 
-    def tensor(self, piece: Piece) -> torch.Tensor:
-        """A piece, read."""
-        made = torch.empty(piece.block.sizes, dtype=DTYPES[piece.dtype])
-        if piece.nbytes:
-            self.read_into(made.view(-1).view(torch.uint8).numpy(), piece.start)
+    def tensor(self, piece: Piece, first: int = 0, count: int | None = None) -> torch.Tensor:
+        """A piece, read; or so many of its rows, from the `first`."""
+        sizes = piece.block.sizes if count is None else (count, *piece.block.sizes[1:])
+        made = torch.empty(sizes, dtype=DTYPES[piece.dtype])
+        if made.numel():
+            skipped = first * math.prod(sizes[1:]) * made.element_size()
+            self.read_into(made.view(-1).view(torch.uint8).numpy(), piece.start + skipped)
         return made
 
 

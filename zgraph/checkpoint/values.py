@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import CheckpointError
 
 KIND = "__zgraph__"
+TENSORS = ("tensor", "array")  # kinds of what is kept as a tensor, under its "name"
 DEPTH = 100
 
 

@@ -16,6 +16,7 @@ from zgraph._version import __version__
 from zgraph.cli.bisect import bisect
 from zgraph.cli.calibrate import calibrate
 from zgraph.cli.check import check
+from zgraph.cli.ckpt import ckpt
 from zgraph.cli.diff import diff
 from zgraph.cli.dump import DumpCommand, dump
 from zgraph.cli.env import env
@@ -78,6 +79,7 @@ app.command()(repro)
 app.command()(env)
 app.command()(forecast)
 app.command()(calibrate)
+app.add_typer(ckpt, name="ckpt")
 
 
 def _show_version(wanted: bool) -> None:

@@ -17,8 +17,22 @@ def load(folder: str, batch: str | None, *, weights: bool = False) -> tuple[Any,
     on the meta device and inputs are zeros; with `weights` both have random numbers. Nothing is fetched, and no code of the folder is run.
     Raises `TargetError`."""
     rows, length = _batch(batch or DEFAULT_BATCH)
-    where = f"target 'hf:{folder}'"
-    path = Path(folder)
+    made = _made(Path(folder), f"target 'hf:{folder}'", "cpu" if weights else "meta", use_cache=False)
+    inputs = _inputs(made, made.config, rows, length)
+    return made.train(), _drawn(inputs, made.config) if weights else inputs
+
+
+def empty(folder: Path) -> Any:
+    """The model of a folder's config.json on the meta device, with its generation_config.json, if it has one. Raises `TargetError`."""
+    made = _made(folder, "--config", "meta")
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        made.generation_config = GenerationConfig.from_pretrained(str(folder))
+    return made
+
+
+def _made(path: Path, where: str, device: str, **changes: Any) -> Any:
     if not (path / "config.json").is_file():
         raise TargetError("there is no config.json", where=where, hint="name the folder that has one")
     try:
@@ -29,11 +43,12 @@ def load(folder: str, batch: str | None, *, weights: bool = False) -> tuple[Any,
 
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        config.use_cache = False
+        for key, value in changes.items():
+            setattr(config, key, value)
         names = [n for n in getattr(config, "architectures", None) or () if hasattr(transformers, n)]
-        with torch.device("cpu" if weights else "meta"), torch.random.fork_rng(devices=[]):
+        with torch.device(device), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            made = (
+            return (
                 getattr(transformers, names[0])(config)
                 if names
                 else transformers.AutoModelForCausalLM.from_config(config)
@@ -42,8 +57,6 @@ def load(folder: str, batch: str | None, *, weights: bool = False) -> tuple[Any,
         raise TargetError(
             "the config makes no model", where=f"{path / 'config.json'}", why=f"{type(error).__name__}: {error}"
         ) from error
-    inputs = _inputs(made, config, rows, length)
-    return made.train(), _drawn(inputs, config) if weights else inputs
 
 
 def _inputs(model: Any, config: Any, rows: int, length: int) -> dict[str, Any]:

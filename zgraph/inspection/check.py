@@ -34,7 +34,7 @@ from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, 
 from zgraph.schedules import TorchSchedule
 from zgraph.sharding import planned_layout
 from zgraph.tiers.files import FileStore
-from zgraph.train import split_batch
+from zgraph.train import first_part
 from zgraph.units import shown_bytes
 from zgraph.update.groups import faults_of, members_of
 from zgraph.update.optimizer import PlanOptimizer
@@ -196,6 +196,7 @@ class _Checks:
         self.assumed = usual, self.plan.resolve_mesh(usual)
         world = usual if self.asked is None else self.asked
         self.sizes = self.plan.resolve_mesh(world)
+        self.plan = self.plan.for_world(world)
         self.world = world
         self.assumed = world, self.sizes
         if math.prod(self.sizes.get(d, 1) for d in DATA_DIMS) == 1 < self.plan.zero:
@@ -292,12 +293,13 @@ class _Checks:
     def _batch(self) -> Iterator[Finding]:
         assert self.plan is not None and self.inputs is not None
         self.part = self.inputs
-        args, kwargs = split_inputs(self.inputs)
+        args, kwargs = first_part(self.plan, *split_inputs(self.inputs))
         parts = self.plan.micro_batches
-        args, kwargs = split_batch(args, kwargs, parts, uneven=self.plan.loss_average == "token")[0]
         self.part = kwargs if isinstance(self.inputs, dict) else args
         if self.sizes is not None:
-            rows, ranks = rows_of(self.inputs), math.prod(self.sizes.get(d, 1) for d in DATA_DIMS)
+            own = rows_of(self.inputs)
+            rows = own if self.plan.elastic is None else self.plan.elastic.rows or own
+            ranks = math.prod(self.sizes.get(d, 1) for d in DATA_DIMS)
             cut = f", in {parts} micro-batches" if parts > 1 else ""
             yield Finding("batch", NOTE, f"{rows} row(s) of a rank{cut}: {rows * ranks} of all {ranks} in a step")
 

@@ -16,7 +16,7 @@ from zgraph.plan import Plan
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.remark import Remark
 from zgraph.timings import median_step
-from zgraph.train import split_batch
+from zgraph.train import first_part
 
 if TYPE_CHECKING:
     from zgraph.compiler import Inputs
@@ -34,13 +34,12 @@ def of_model(
     captured: Program | None = None,
 ) -> Inspection:
     """What a plan makes of a model, for so many ranks, without any. `inputs` are a rank's batch, which is cut into the plan's
-    micro-batches. The model may be on the meta device and is not changed. `captured` is what was captured of it by this plan already.
-    Raises what `zgraph.compile` does, and `StepError` for a batch that can't be cut so."""
+    micro-batches (of an elastic plan: see `first_part`). The model may be on the meta device and is not changed. `captured` is what was
+    captured of it by this plan already. Raises what `zgraph.compile` does, and `StepError` for a batch that can't be cut so."""
     from zgraph.compiler import planned_step, split_inputs
 
-    costs = costs_of(plan)
-    args, kwargs = split_inputs(inputs)
-    args, kwargs = split_batch(args, kwargs, plan.micro_batches, uneven=plan.loss_average == "token")[0]
+    plan, costs = plan.for_world(world), costs_of(plan)
+    args, kwargs = first_part(plan, *split_inputs(inputs))
     part = kwargs if isinstance(inputs, dict) else args
     made = planned_step(model, plan, part, world, costs, edit or EVERYTHING, captured)
     ways = _step_ways(made.step, costs)

@@ -89,11 +89,11 @@ def search(
     limit: int,
     said: Callable[[str], None] = lambda name: None,
 ) -> list[Evaluation]:
-    """Plans like `base` of every ZeRO stage and of 1, 2, 4 … micro-batches, within `limit` bytes, `ranked`. `said` is told of each before it
-    is evaluated."""
+    """Plans like `base` of every ZeRO stage and of 1, 2, 4 … micro-batches (those that it has, if it is elastic), within `limit` bytes,
+    `ranked`. `said` is told of each before it is evaluated."""
     found = []
     for plan in _variations(base, inputs, world, limit):
-        name = f"zero={plan.zero} micro_batches={plan.micro_batches}"
+        name = f"zero={plan.zero} micro_batches={plan.for_world(world).micro_batches}"
         said(name)
         found.append(evaluate(model, inputs, plan, world, name, limit))
     return ranked(found)
@@ -103,6 +103,9 @@ def _variations(base: Plan, inputs: Inputs, world: int, limit: int) -> Iterator[
     sharded = base.resolve_mesh(world).get("dp", 1) > 1
     rows = rows_of(inputs)
     for zero in (0, 1, 2, 3) if sharded else (base.zero,):
+        if base.elastic is not None:
+            yield base.model_copy(update={"zero": zero, "memory_budget": limit})
+            continue
         micro = 1
         while micro <= rows and rows % micro == 0:
             yield base.model_copy(update={"zero": zero, "micro_batches": micro, "memory_budget": limit})

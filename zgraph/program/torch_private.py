@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 DynamoError = TorchDynamoException
 
@@ -313,6 +313,34 @@ def inductor_decompositions() -> dict[Any, Any]:
     return dict(select_decomp_table())
 
 
+def draws_by_seed(target: Any) -> bool:
+    """Is this operator one of Inductor's for seeds, and random numbers of them? Their plain implementations draw others than its code does."""
+    prims = torch.ops.prims
+    return target in (prims.inductor_seeds.default, prims.inductor_random.default, prims.inductor_randint.default)
+
+
+def drawn_by_inductor(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What Inductor's code draws for such an operator."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if target is torch.ops.prims.inductor_seeds.default:
+        count, device = args
+        seeds = torch.empty(count, dtype=torch.int64, device=device)
+        return torch.ops.aten.randint.low_out(-(2**63), 2**63 - 1, [count], out=seeds)  # type: ignore[no-any-return]
+    seed = next(a for a in args if isinstance(a, torch.Tensor))
+    mode = FakeTensorMode()
+    graph = fx.Graph()
+    given = graph.placeholder("seed")
+    given.meta["val"] = mode.from_tensor(seed)
+    made = graph.call_function(target, tuple(given if a is seed else a for a in args), kwargs)
+    with mode:
+        made.meta["val"] = target(*(given.meta["val"] if a is seed else a for a in args), **kwargs)
+    graph.output((made,))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    function, _, _ = compile_with_inductor(module, [given.meta["val"]], mode, False, False, False)
+    return function([seed])[0]  # type: ignore[no-any-return]
+
+
 def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
     """The names of the values that torch's min-cut partitioner would save for the backward (it runs on a copy)."""
     from torch._functorch import config as functorch_config
@@ -360,13 +388,43 @@ def world_timeout() -> timedelta | None:
     """How long the default process group waits for a collective; None where its backend does not say."""
     from torch.distributed import distributed_c10d
 
-    world: Any = distributed_c10d.group.WORLD
+    return timeout_of(distributed_c10d.group.WORLD)
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """How long a process group waits for a collective; None where its backend does not say."""
     for device in ("cpu", "cuda"):
         try:
-            return world._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
+            return group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
         except (RuntimeError, AttributeError):
             continue
     return None
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Let a process group wait so long for each collective from now on."""
+    from torch.distributed import distributed_c10d
+
+    vars(distributed_c10d)["_set_pg_timeout"](timeout, group)
+
+
+def is_fake(group: Any) -> bool:
+    """Is there nobody behind this process group?"""
+    return torch.distributed.get_backend(group) == "fake"
+
+
+def default_store() -> Any:
+    """The default process group's store."""
+    from torch.distributed import distributed_c10d
+
+    return vars(distributed_c10d)["_get_default_store"]()
+
+
+def own_store(store: Any, prefix: str) -> Any:
+    """The same store under a prefix, over a connection of its own. What it takes longer than some seconds for, fails."""
+    made = torch._C._distributed_c10d.PrefixStore(prefix, store.clone())
+    made.set_timeout(timedelta(seconds=5))
+    return made
 
 
 def ranks_of(group: str) -> tuple[int, ...]:
@@ -542,6 +600,18 @@ def land(values: Iterable[torch.Tensor]) -> None:
     with contextlib.suppress(RuntimeError), _disable_current_modes():
         for value in values:
             torch.ops._c10d_functional.wait_tensor(value)
+
+
+class _WithoutCopies(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def without_copies() -> Any:
+    """A context in which a copy of a tensor is a view of it: what is made by taking parts is then seen to be that."""
+    return _WithoutCopies()
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

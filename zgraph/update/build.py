@@ -1,6 +1,6 @@
 """The update program: everything between reduced gradients and new weights, as one graph over all parameters.
 
-    gradients -> scale -> norm (all_reduce) -> clip -> rule of each parameter -> skip on overflow -> new weights, states
+    gradients -> scale -> norm (all_reduce) -> clip -> rule of each parameter -> skip if not finite -> new weights, states
                                                                              -> moving average
 
 Rules are plain functions (see `zgraph.update.rule`), traced once for each kind of parameter and put in once for each
@@ -31,6 +31,7 @@ from zgraph.update.rules import RULES
 MASTER = "master"
 EMA = "ema"
 AHEAD = "ahead"  # a parameter as updates see it that run late: the model gets it one step later
+NONFINITE = "nonfinite"  # how many steps were not finite, beyond what a loss scale brings about
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class UpdateOptions:
     `clip_norm` and `norm_type` are those of `torch.nn.utils.clip_grad_norm_`, `clip_value` that of
     `clip_grad_value_`; None: not done. `factor`: gradients are multiplied by an input of the program first. `ema` is
     the share of the old average, None for no average. `loss_scale` is given where an overflow skips the update;
-    `finite_norm` skips it where the norm is not finite. `homes` are the tiers that parameters' states lie in, by the parameter's
+    `finite_norm` skips it where the norm is not finite, `nonfinite` where a gradient or the loss (an input of the program) is not, and
+    counts such steps. `homes` are the tiers that parameters' states lie in, by the parameter's
     name; those of the others are on the device. Where updates are `delayed`, those of parameters with such homes are made on a
     copy of the parameter, in the same place.
     """
@@ -52,6 +54,7 @@ class UpdateOptions:
     ema: float | None = None
     loss_scale: LossScale | None = None
     finite_norm: bool = False
+    nonfinite: bool = False
     state_dtype: torch.dtype = torch.float32
     homes: Mapping[str, str] = field(default_factory=dict)
     delayed: bool = False
@@ -95,21 +98,24 @@ def build_update(
     """The program that updates `members`, in their order.
 
     Inputs, by role: PARAMETER (but of late ones) and GRADIENT of each member (this rank's padded rows), its STATEs, the STATEs that count
-    updates ("/step", …) and those of the loss scale, SCALARS (`scalar_names`), INDEX. Outputs: MUTATION of the parameters and states, and
-    OUTPUT "grad_norm" where gradients are clipped by their norm. Members without a rule (`record` None) only have their
-    gradients clipped: MUTATION of GRADIENT.
+    updates ("/step", …), steps that were not finite ("/nonfinite"), and those of the loss scale, SCALARS (`scalar_names`), INDEX. Outputs:
+    MUTATION of the parameters and states, and OUTPUT "grad_norm" where gradients are clipped by their norm. Members without a rule (`record`
+    None) only have their gradients clipped: MUTATION of GRADIENT.
     """
     return _Builder(specs, mesh, options, Assembler(name, specs, mesh, device, decompositions)).build(members)
 
 
 def scalar_names(members: Sequence[Member], options: UpdateOptions) -> list[tuple[int, str]]:
-    """(group, field) of each number in SCALARS; (-1, "factor") is what gradients are multiplied by."""
+    """(group, field) of each number in SCALARS; (-1, "factor") is what gradients are multiplied by, (-1, "loss") this rank's loss, or any
+    number that is finite if it is."""
     found: dict[tuple[int, str], None] = {}
     for member in members:
         if member.record is not None:
             found.update(dict.fromkeys((member.group, s) for s in RULES[member.record.name].scalars))
     if options.factor:
         found[-1, "factor"] = None
+    if options.nonfinite:
+        found[-1, "loss"] = None
     return list(found)
 
 
@@ -164,6 +170,11 @@ class _Builder:
             key: self.assembler.input(Port(InputRole.STATE, f"/{key}"), (), first.dtype)
             for key, first in (scaler.initial(self.options.loss_scale) if self.options.loss_scale else {}).items()
         }
+        nonfinite = (
+            self.assembler.input(Port(InputRole.STATE, f"/{NONFINITE}"), (), torch.int64)
+            if self.options.nonfinite
+            else None
+        )
         dims = sorted({str(self.specs[m.name].shard_dim) for m in updated if self.specs[m.name].shard_dim})
         indices = {d: self.assembler.input(Port(InputRole.INDEX, d), (), torch.int64) for d in dims}
         params: dict[str, fx.Node] = {}
@@ -194,8 +205,15 @@ class _Builder:
         given = self._clip(self._scaled(grads, scalars), norm)
         if norm is not None:
             results.append((Port(OutputRole.OUTPUT, "grad_norm"), norm))
-        overflow = self._overflow(grads) if scaling else None
-        if overflow is None and norm is not None and self.options.finite_norm:
+        overflow: fx.Node | None = None
+        if nonfinite is not None:
+            overflow, lost = self._overflow(grads, scalars[-1, "loss"])
+            # (gradients beyond half precision's range are the scale's business)
+            (after,) = self.assembler.numbers(lambda n, bad: (n + bad,), [nonfinite, lost if scaling else overflow])
+            results.append((Port(OutputRole.MUTATION, f"/{NONFINITE}", of=InputRole.STATE), after))
+        elif scaling:
+            (overflow,) = self._overflow(grads)
+        elif norm is not None and self.options.finite_norm:
             (overflow,) = self.assembler.numbers(lambda n: (n.isfinite().logical_not(),), [norm])
         loss_scale = self.options.loss_scale
         if overflow is not None and loss_scale is not None:
@@ -351,8 +369,9 @@ class _Builder:
 
         return self.assembler.total(together, list(norms.values()))[0]
 
-    def _overflow(self, grads: dict[str, fx.Node]) -> fx.Node:
-        """0-dim bool: is any gradient of any rank infinite or no number? A rank that saw it alone must not skip alone."""
+    def _overflow(self, grads: dict[str, fx.Node], loss: fx.Node | None = None) -> list[fx.Node]:
+        """0-dim bool: is any gradient (or loss) of any rank infinite or no number? With a loss: and is any loss? A rank that saw it alone
+        must not skip alone."""
         found = [
             self.assembler.of(n, lambda g: (g.isfinite().logical_not().any().to(torch.float32),), [g], key="overflow")[
                 0
@@ -361,13 +380,16 @@ class _Builder:
         ]
         dims = [d for d in DATA_DIMS if self.mesh.get(d, 1) > 1]
 
-        def anywhere(*values: Tensor) -> tuple[Tensor]:
-            largest = torch.stack(values).max()
+        def anywhere(*values: Tensor) -> tuple[Tensor, ...]:
+            largest = torch.stack(values[: len(found)]).max()
+            if loss is not None:
+                lost = values[-1].isfinite().logical_not().to(torch.float32)
+                largest = torch.stack([torch.maximum(largest, lost), lost])
             for dim in dims:
                 largest = _all_reduce(largest, "max", dim)
-            return (largest > 0,)
+            return (largest > 0,) if loss is None else (largest.select(0, 0) > 0, largest.select(0, 1) > 0)
 
-        return self.assembler.total(anywhere, found)[0]
+        return self.assembler.total(anywhere, [*found, *([loss] if loss is not None else [])])
 
 
 def _norm_of(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from zgraph.codegen.chunks import UpdateExecutable
 from zgraph.errors import PlanError
-from zgraph.program import collectives
+from zgraph.program import collectives, place
 from zgraph.program.node import info
 from zgraph.sharding import Shards
 from zgraph.tiers.moves import apart
@@ -48,7 +48,11 @@ class Delayed:
         self._running = self._threads.submit(self._run, rest)
 
     def _run(self, rest: Callable[[], None]) -> None:
-        with apart(), torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+        with (
+            apart(),
+            place.aside(),
+            torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext(),
+        ):
             rest()
         if self._stream is not None:
             self._stream.synchronize()

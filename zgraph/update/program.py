@@ -40,6 +40,7 @@ def update_options(
         ema=plan.ema.decay if plan.ema and plan.optimizer else None,
         loss_scale=plan.loss_scale() if plan.optimizer else None,
         finite_norm=clip is not None and clip.error_if_nonfinite,
+        nonfinite=plan.on_nonfinite != "ignore",
         state_dtype=plan.resolved_precision().state_dtype(),
         delayed=plan.offload.delayed_after is not None,
     )

@@ -1,7 +1,7 @@
 """What an update keeps from step to step, by the names of its program's STATE ports.
 
 "layers.0.weight/exp_avg" is a state of one parameter's (this rank's rows, with padding), made when first needed; "/step" a
-count of updates; "/scale" and its like half precision's loss scale.
+count of updates; "/scale" and its like half precision's loss scale; "/nonfinite" the count of steps that were not finite.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from zgraph.sharding import Shards, row_by_row
 from zgraph.tiers.moves import Tier
 from zgraph.update import scaler
-from zgraph.update.build import AHEAD, EMA, MASTER, UpdateOptions, state_bytes_of, states_of
+from zgraph.update.build import AHEAD, EMA, MASTER, NONFINITE, UpdateOptions, state_bytes_of, states_of
 from zgraph.update.groups import STEP, Member
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.rule import State
@@ -45,6 +45,8 @@ class States:
         if options.loss_scale is not None:
             first = scaler.initial(options.loss_scale)
             self.tensors |= {f"/{key}": value.to(device) for key, value in first.items()}
+        if options.nonfinite:
+            self.tensors[f"/{NONFINITE}"] = torch.zeros((), dtype=torch.int64, device=device)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         found = self.tensors.get(name)
@@ -59,7 +61,16 @@ class States:
 
     def of_scale(self) -> dict[str, torch.Tensor]:
         """Those of the loss scale, by the names of `zgraph.update.scaler`; none without one."""
-        return {n[1:]: t for n, t in self.tensors.items() if n.startswith("/") and not n.startswith(STEP)}
+        return {n[1:]: t for n, t in self.tensors.items() if _is_of_scale(n)}
+
+    def nonfinite(self) -> torch.Tensor | None:
+        """How many steps were not finite, beyond what a loss scale brings about; None where the plan ignores it."""
+        return self.tensors.get(f"/{NONFINITE}")
+
+    def skipped(self) -> torch.Tensor | None:
+        """How many steps were skipped; None where none is."""
+        scaled = self.scale("skipped")
+        return self.nonfinite() if scaled is None else scaled
 
     def own(self) -> dict[str, torch.Tensor]:
         """Those of single parameters that were made so far."""
@@ -169,10 +180,10 @@ class States:
         counts = {m.count for m in old.members.values()}
         same_scale = self.options.loss_scale == old.options.loss_scale
         for name, tensor in old.tensors.items():
-            of_scale = name.startswith("/") and not name.startswith(STEP)
+            number = (_is_of_scale(name) and same_scale) or (name == f"/{NONFINITE}" and self.options.nonfinite)
             param = name.rpartition("/")[0]
             elsewhere = (param in self.options.homes) != (param in old.options.homes)
-            if name in wanted or name in counts or (of_scale and same_scale):
+            if name in wanted or name in counts or number:
                 self.tensors[name] = self._copy(name, tensor) if copies or elsewhere else tensor
         for param in touched & self.members.keys():
             self._make(param)
@@ -186,3 +197,7 @@ class States:
     def averaged(self) -> list[str]:
         """The parameters that have an average apart from themselves by now."""
         return [n for n in self.members if f"{n}/{EMA}" in self.tensors]
+
+
+def _is_of_scale(name: str) -> bool:
+    return name.startswith("/") and not name.startswith(STEP) and name != f"/{NONFINITE}"

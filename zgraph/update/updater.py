@@ -2,7 +2,8 @@
 
 [Note: no waiting] Whether a step is skipped, the loss scale and the number of updates live on the device. The host reads
 them one step late: a copy to pinned memory is started after each update and read before the next, when the device has
-long been given the next forward and backward. Only half precision's end of the run and schedules need it.
+long been given the next forward and backward. Only half precision's end of the run, schedules and steps that are not finite
+need it; where the device is the host, the last are read at once.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from zgraph.out_of_memory import explained
 from zgraph.passes import History, verify_program
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.schedules import TorchSchedule
-from zgraph.update.build import EMA, UpdateOptions, scalar_names
+from zgraph.update import scaler
+from zgraph.update.build import EMA, NONFINITE, UpdateOptions, scalar_names
 from zgraph.update.delayed import Delayed, refuse_late_collectives
 from zgraph.update.groups import Member, members_of
-from zgraph.update import scaler
-from zgraph.update.late import KEYS, Late
+from zgraph.update.late import Late
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.program import update_history, update_options
 from zgraph.update.schedule import torch_scheduler
@@ -103,6 +104,9 @@ class Updater:
         self.calls, self.hooks = old.calls, list(old.hooks)
         if self.scaling == old.scaling and old._late is not None:
             self._late = old._late.copy()
+            counted = self.states.nonfinite()
+            if counted is not None and old.states.nonfinite() is None:
+                counted.fill_(self._late.nonfinite if self.scaling else self._late.skipped)
         same = self.runtime.plan.optimizer == old.runtime.plan.optimizer
         if same and self.optimizer is not None and old.optimizer is not None:
             for mine, theirs in zip(self.optimizer.param_groups, old.optimizer.param_groups, strict=True):
@@ -160,9 +164,13 @@ class Updater:
         skipped = known.skipped if whole else 0
         steps = int(max(counts.values(), default=0.0)) if known.steps is None else known.steps
         done = steps - skipped if whole else 0
-        if self.scaling is not None:
+        counted = self.states.nonfinite()
+        if counted is not None:
+            counted.fill_(skipped if self.scaling is None else 0)
+        if self.scaling is not None or counted is not None:
             self._late = Late(self.runtime.device)
-            self._late.skipped = skipped
+            self._late.skipped, self._late.nonfinite = skipped, int(counted) if counted is not None else 0
+        if self.scaling is not None:
             saved = known.loss_scale if whole else None
             if saved is None:
                 logger.warning("the loss scale begins anew: the checkpoint has none")
@@ -294,6 +302,8 @@ class Updater:
         self._schedule()
         late = self.options.late()
         timely = [n for n in names if n not in late]
+        counted = self.states.nonfinite()
+        before = counted.clone() if counted is not None else None
         with runtime.clock.timed("update"):
             try:
                 runtime.ahead.begin(timely)
@@ -307,11 +317,19 @@ class Updater:
             runtime.weights_changed(timely)
             runtime.ahead.finish()
         self.calls += 1
+        if runtime.nonfinite is not None and counted is not None and before is not None:
+            runtime.nonfinite.stepped(self.calls, counted.ne(before))
         if self.calls <= (runtime.plan.offload.delayed_after or 0):
             self.finish()
         self._after()
         runtime.clock.end_step()
+        if runtime.nonfinite is not None and runtime.nonfinite.explains and runtime.device.type == "cpu":
+            self._settle_previous()
         return norm
+
+    def settle(self) -> None:
+        """Read what the last step was. Raises what the next one would, if it was not finite."""
+        self._settle_previous()
 
     def _refuse_broken(self) -> None:
         """Raise if the last update failed half way, and weights and states were not both loaded since."""
@@ -429,6 +447,8 @@ class Updater:
             factor = torch.as_tensor(self.factor, dtype=torch.float64).to(self.runtime.device).reshape(1)
             vector = torch.cat([vector, factor])
             self.factor = 1.0  # it was for these gradients
+        if self.options.nonfinite and self.runtime.nonfinite is not None:
+            vector = torch.cat([vector, self.runtime.nonfinite.loss().reshape(1)])
         return vector
 
     # -- averages -----------------------------------------------------------------------------------------------------
@@ -473,18 +493,30 @@ class Updater:
         return self._late.skipped if self._late is not None else 0
 
     def _after(self) -> None:
-        if not self.scaling:
+        skipped, nonfinite = self.states.skipped(), self.states.nonfinite()
+        if skipped is None:
             self._advance_scheduler()
             return
         if self._late is None:
             self._late = Late(self.runtime.device)
-        self._late.start([self.states[f"/{key}"] for key in KEYS])
+        values = self.states.of_scale() | {"skipped": skipped}
+        self._late.start(values if nonfinite is None else values | {NONFINITE: nonfinite})
 
     def _settle_previous(self) -> None:
         if self._late is None:
             return
-        before = self._late.skipped
+        before, counted = self._late.skipped, self._late.nonfinite
         new = self._late.read()
+        if new and self._late.skipped == before:
+            self._advance_scheduler()
+        nonfinite = self.runtime.nonfinite
+        if nonfinite is not None and self._late.nonfinite > counted:
+            said = f"its loss or a gradient is infinite or no number; {self._late.skipped} steps were skipped so far"
+            nonfinite.report(self.calls, said)
+        elif nonfinite is not None and self._late.exhausted and nonfinite.explains:
+            nonfinite.report(self.calls, f"gradients overflow at the smallest loss scale, {self._late.scale}")
+        elif nonfinite is not None and new:
+            nonfinite.was_finite()
         if self._late.exhausted:
             raise OverflowError(
                 "the loss scale is at its minimum already, and the gradients still overflow",
@@ -492,8 +524,6 @@ class Updater:
                 why=f"the scale is {self._late.scale}; {self._late.skipped} steps were skipped so far",
                 hint="look for infinite losses or inputs, lower the learning rate, or use bf16, which needs no scale",
             )
-        if new and self._late.skipped == before:
-            self._advance_scheduler()
 
     def _advance_scheduler(self) -> None:
         if self.scheduler is not None:

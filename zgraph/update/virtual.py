@@ -13,7 +13,7 @@ from zgraph.passes.virtual import coordinates, run_virtual
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.rounding import Difference, difference
 from zgraph.update import scaler
-from zgraph.update.build import AHEAD, EMA, MASTER, scalar_names, states_of
+from zgraph.update.build import AHEAD, EMA, MASTER, NONFINITE, scalar_names, states_of
 from zgraph.update.program import trained, update_history
 from zgraph.virtual_step import Results, VirtualStep, shard_of
 
@@ -89,13 +89,14 @@ class VirtualUpdate:
                 )
         for key, first in (scaler.initial(options.loss_scale) if options.loss_scale else {}).items():
             held[InputRole.STATE, f"/{key}"] = first
+        held[InputRole.STATE, f"/{NONFINITE}"] = torch.tensor(0)
         held[InputRole.SCALARS, "scalars"] = torch.tensor(self._numbers(), dtype=torch.float64)
         for dim, at in coordinates(step.sizes, rank).items():
             held[InputRole.INDEX, dim] = torch.tensor(at)
         return held
 
     def _numbers(self) -> list[float]:
-        """The plan's own learning rates and other numbers; gradients are not multiplied."""
+        """The plan's own learning rates and other numbers; gradients are not multiplied, and the loss is finite."""
         records = {m.group: m.record for m in self.members}
         found = []
         for group, path in scalar_names(self.members, self.options):

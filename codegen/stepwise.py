@@ -1,0 +1,58 @@
+"""A program run operator by operator, which shows each value as soon as it is there: to find where one came into being.
+
+Collectives are waited for where they start. Random numbers are those that the program draws when it is compiled.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from zgraph.program import collectives, moves, torch_private
+from zgraph.program.program import Program
+
+aten = torch.ops.aten
+
+
+def run_stepwise(ready: Program, values: Sequence[Any], seen: Callable[[fx.Node, Any], None]) -> None:
+    """Run a program that was made ready for code generation (`lowered`); `values` are those of its inputs. `seen(node, value)` is called
+    for each node in order: for a value that moves, when it has landed. All ranks must call it."""
+    held: dict[fx.Node, Any] = {}
+    left = {node: len(node.users) for node in ready.graph.nodes}
+    given = iter(values)
+    with torch.no_grad(), torch_private.below_autograd():
+        for node in ready.graph.nodes:
+            if node.op == "output":
+                return
+            held[node] = _value(ready, node, held, given)
+            if node.target is moves.MOVED_IN_PLACE:
+                seen(moves.start_of(node), held[moves.start_of(node)])
+            elif not moves.is_start(node) and node.target is not aten.empty.memory_format:
+                seen(node, held[node])
+            for used in node.all_input_nodes:
+                left[used] -= 1
+            for done in (*node.all_input_nodes, node):
+                if not left[done]:
+                    held.pop(done, None)
+
+
+def _value(ready: Program, node: fx.Node, held: dict[fx.Node, Any], given: Any) -> Any:
+    if node.op == "placeholder":
+        return next(given)
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(ready.module)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: held[n])
+    if torch_private.draws_by_seed(node.target):
+        return torch_private.drawn_by_inductor(node.target, args, kwargs)
+    # (some operators' real strides are not those of their fake ones)
+    target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+    result = target(*args, **kwargs)
+    if collectives.is_start(node) or node.target in collectives.COALESCED.values():
+        for tensor in pytree.tree_leaves(result):
+            collectives.WAIT(tensor)
+    return result

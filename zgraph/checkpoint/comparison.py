@@ -1,0 +1,97 @@
+"""Two checkpoints compared, tensor by tensor, whatever systems they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from zgraph.checkpoint.contents import chosen
+from zgraph.checkpoint.source import Source
+from zgraph.rounding import same_bits
+
+COMPARED = ("steps", "skipped", "samples", "loss_scale")
+
+
+@dataclass(frozen=True)
+class Different:
+    """A tensor that is not the same in both: `why`, and where its shapes are equal, how many of its `elements` differ, where the `first` does,
+    the largest difference and ‖a - b‖ / ‖b‖ (None where that is no number)."""
+
+    name: str
+    why: str
+    differing: int | None = None
+    elements: int | None = None
+    first: tuple[int, ...] | None = None
+    largest: float | None = None
+    relative: float | None = None
+
+
+@dataclass
+class Comparison:
+    """What two checkpoints differ in: `only` are the tensors that just the one has, `known` what both say of the run, and say otherwise."""
+
+    same: int = 0
+    different: list[Different] = field(default_factory=list)
+    only: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    known: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        return not (self.different or self.known or any(self.only))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"equal": self.equal} | asdict(self)
+
+
+def compare(
+    one: Source, other: Source, pattern: str | None = None, say: Callable[[str], None] = lambda name: None
+) -> Comparison:
+    """Compare the tensors (that a glob matches) bit for bit, and the counts and the loss scale of the runs. One tensor of each is held at a
+    time. Raises `CheckpointError` for what can't be read."""
+    names = chosen(list(one.tensors | other.tensors), pattern)
+    found = Comparison()
+    for name in names:
+        held = [name in source.tensors for source in (one, other)]
+        if not all(held):
+            found.only[held.index(False) ^ 1].append(name)
+            continue
+        say(name)
+        different = _difference(name, one, other)
+        if different is None:
+            found.same += 1
+        else:
+            found.different.append(different)
+    for key in COMPARED:
+        values = getattr(one.known, key), getattr(other.known, key)
+        if values[0] != values[1] and None not in values and pattern is None:
+            found.known[key] = values
+    return found
+
+
+def _difference(name: str, one: Source, other: Source) -> Different | None:
+    mine, theirs = (source.tensors[name] for source in (one, other))
+    if mine.shape != theirs.shape:
+        return Different(name, f"it is {list(mine.shape)} and {list(theirs.shape)}")
+    a, b = one.whole(name), other.whole(name)
+    if same_bits(a, b):
+        return None
+    why = "other numbers"
+    if mine.dtype is not theirs.dtype:
+        why = f"it is {str(mine.dtype).removeprefix('torch.')} and {str(theirs.dtype).removeprefix('torch.')}"
+    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    x, y = a.to(kind), b.to(kind)
+    apart = (x != y) & ~(x.isnan() & y.isnan())
+    count = int(apart.sum())
+    if not count:
+        return Different(name, why, 0, a.numel())
+    first = tuple(int(i) for i in apart.nonzero()[0])
+    norm, largest = float(y.norm()), float((x - y).abs().max())
+    relative = float((x - y).norm()) / norm if norm else float("inf")
+    return Different(name, why, count, a.numel(), first, _finite(largest), _finite(relative))
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None

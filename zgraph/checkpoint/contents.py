@@ -1,0 +1,129 @@
+"""What is in a checkpoint, and in a folder of them, as data; and whether all of it can be read."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zgraph.checkpoint import folder, manifest
+from zgraph.checkpoint.native import Checkpoint
+from zgraph.checkpoint.opening import open_checkpoint
+from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
+from zgraph.errors import CheckpointError, FilterError
+from zgraph.names import did_you_mean
+
+KINDS = ("weights", "optimizer", "client")
+
+
+@dataclass(frozen=True)
+class Tag:
+    """One checkpoint of a folder: the optimizer steps it was saved after, its bytes on disk; or what is `damaged` of its manifest."""
+
+    tag: str
+    steps: int | None = None
+    bytes: int | None = None
+    latest: bool = False
+    damaged: str | None = None
+
+
+def kind_of(name: str) -> str:
+    """Which of `KINDS` a tensor of this name is."""
+    return KINDS[0] if name.startswith(MODEL) else KINDS[1] if name.startswith(OPTIMIZER) else KINDS[2]
+
+
+def chosen(names: Iterator[str] | list[str], pattern: str | None) -> list[str]:
+    """The names that a glob matches, as they are or without what they begin with ("model.", say). Raises `FilterError` for none."""
+    known = list(names)
+    if pattern is None:
+        return known
+    found = [n for n in known if any(fnmatch.fnmatchcase(part, pattern) for part in (n, _bare(n)))]
+    if not found:
+        raise FilterError(
+            f"no tensor matches {pattern!r}", hint=did_you_mean(pattern, known) if len(known) < 20 else None
+        )
+    return found
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix(MODEL).removeprefix(OPTIMIZER)
+
+
+def tags_of(path: Path) -> list[Tag]:
+    """The checkpoints in a folder of zgraph's, the newest first; those whose manifest does not even say how new they are come last."""
+    try:
+        last = folder.latest(path)
+    except CheckpointError:
+        last = None
+    known = folder.tags(path)
+    places = sorted(path.iterdir()) if path.is_dir() else []
+    known += [
+        p.name for p in places if p.name not in known and folder.TAG.fullmatch(p.name) and (p / manifest.NAME).is_file()
+    ]
+    return [_tag(path / tag, last) for tag in known]
+
+
+def _tag(place: Path, last: str | None) -> Tag:
+    try:
+        made = manifest.read(place)
+    except CheckpointError as error:
+        return Tag(place.name, damaged=str(error))
+    size = (place / manifest.NAME).stat().st_size + sum(f.nbytes for f in made.files.values())
+    return Tag(place.name, made.known.steps, size, place.name == last)
+
+
+def contents(source: Source, pattern: str | None = None) -> dict[str, Any]:
+    """What a checkpoint says of itself, its tensors (those that a glob matches), and how many bytes are of which kind."""
+    names = chosen(list(source.tensors), pattern)
+    totals = {kind: {"tensors": 0, "bytes": 0} for kind in KINDS}
+    for name in names:
+        of_kind = totals[kind_of(name)]
+        of_kind["tensors"] += 1
+        of_kind["bytes"] += source.tensors[name].nbytes
+    return {
+        "kind": source.kind,
+        "folder": str(source.folder),
+        **asdict(source.known),
+        "client_keys": _client_keys(source),
+        "totals": totals,
+        "tensors": [
+            {
+                "name": name,
+                "kind": kind_of(name),
+                "dtype": str(source.tensors[name].dtype).removeprefix("torch."),
+                "shape": list(source.tensors[name].shape),
+                "blocks": len(source.tensors[name].blocks),
+                "bytes": source.tensors[name].nbytes,
+            }
+            for name in names
+        ],
+    }
+
+
+def _client_keys(source: Source) -> list[str]:
+    """What the user added, by its keys: those that ranks had alike, and each rank's own."""
+    if not isinstance(source, Checkpoint):
+        return []
+    own = [(source.own(rank) or {}).get("client", {}) for rank in range(len(source.manifest.own))]
+    return sorted(set(source.manifest.client).union(*own))
+
+
+def damage(
+    path: Path, tag: str | None, say: Callable[[str], None] = lambda name: None
+) -> tuple[Source | None, str | None]:
+    """Read all of a checkpoint: (the checkpoint where it can be opened, what is damaged of it)."""
+    source = None
+    try:
+        source = open_checkpoint(path, tag)
+        say(str(source.folder))
+        source.verify()
+        if not isinstance(source, Checkpoint):  # (others have no checksums of every byte, so they are at least read)
+            for name, info in source.tensors.items():
+                say(name)
+                for block in info.blocks:
+                    source.block(name, block).clone()
+    except CheckpointError as error:
+        return source, str(error)
+    return source, None

@@ -1,0 +1,145 @@
+"""A checkpoint of any system, written as one of zgraph's, or as a plain folder of torch.distributed.checkpoint: in one process.
+
+Tensors are read and written one after another, into files of about a gigabyte, so that the memory of the host need not hold the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from zgraph.checkpoint import folder, manifest
+from zgraph.checkpoint.manifest import FileEntry, Manifest
+from zgraph.checkpoint.native import Checkpoint
+from zgraph.checkpoint.saving import failed
+from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Source
+from zgraph.checkpoint.tensorfile import NAMES, SUFFIX, checksum, in_order, refuse_unwritable, write, write_bytes
+from zgraph.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+FILE_BYTES = 1 << 30
+
+
+def convert(source: Source, path: Path, tag: str, to: Literal["zgraph", "dcp"] = "zgraph") -> Path:
+    """Write a checkpoint anew, as `tag` in the folder `path`, and return its folder. Needs no process group.
+
+    "zgraph": as `save_checkpoint` does, named by `latest` then. "dcp": as torch.distributed.checkpoint's default writer does, of
+    {"model": {NAME: tensor}, "optimizer": {"state": {NAME: {KEY: tensor}}, "param_groups": […]}}, for `dcp.load`; what users added to a
+    checkpoint and counts of steps are not in it. What is written is verified first. Raises `CheckpointError` for a source that is damaged
+    and for a folder that can't be written; nothing is then left.
+    """
+    if to not in ("zgraph", "dcp"):
+        raise CheckpointError(f"to={to!r}", why='checkpoints are written as "zgraph" or as "dcp"')
+    chosen = folder.checked_tag(tag)
+    if to == "dcp" and (path / chosen).exists():
+        raise CheckpointError("there is something already", where=str(path / chosen), hint="give another tag")
+    source.verify()
+    partial = path / f".{chosen}{folder.PARTIAL}"
+    try:
+        serial = folder.next_serial(path) if to == "zgraph" else 0
+        folder.begin(path, chosen)
+        if to == "zgraph":
+            _write_native(source, partial, serial)
+            folder.commit(partial, chosen)
+        else:
+            _write_plain(source, partial)
+            folder.sync(partial)
+            partial.rename(path / chosen)
+            folder.sync(path)
+    except OSError as error:
+        raise failed(path, error) from error
+    finally:
+        folder.discard(partial)
+    return path / chosen
+
+
+def _write_native(source: Source, partial: Path, serial: int) -> None:
+    for name, info in source.tensors.items():
+        refuse_unwritable(name, info.dtype)
+    files: dict[str, FileEntry] = {}
+    parts = list(_parts(source))
+    for number, names in enumerate(parts):
+        blocks = []
+        for name in names:
+            tensor = source.whole(name)
+            blocks.append((name, Block((0,) * tensor.dim(), tuple(tensor.shape)), tensor))
+        order = in_order([(n, t.dtype, b) for n, b, t in blocks])
+        file = f"shard-00001-model-{number + 1:05}-of-{len(parts):05}{SUFFIX}"
+        made = write(partial / file, [blocks[i] for i in order])
+        files[file] = FileEntry(made.nbytes, "", (made.header, made.checksum), list(made.pieces))
+    client: dict[str, Any] = {}
+    own = []
+    if isinstance(source, Checkpoint):
+        client = source.manifest.client
+        for rank in range(len(source.manifest.own)):
+            data = json.dumps(source.own(rank), separators=(",", ":")).encode()
+            own.append(f"rank-{rank:05}.json")
+            write_bytes(partial / own[-1], data)
+            files[own[-1]] = FileEntry(len(data), checksum(data))
+    tensors = {n: (NAMES[info.dtype], info.shape) for n, info in source.tensors.items()}
+    made_of = Manifest(serial, files, tensors, source.known, client, own)
+    write_bytes(partial / manifest.NAME, made_of.written())
+
+
+def _parts(source: Source) -> Iterator[list[str]]:
+    """The tensors of each file."""
+    names: list[str] = []
+    total = 0
+    for name, info in source.tensors.items():
+        if names and total + info.nbytes > FILE_BYTES:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += info.nbytes
+    if names:
+        yield names
+
+
+def _write_plain(source: Source, partial: Path) -> None:
+    model: dict[str, torch.Tensor] = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name, info in source.tensors.items():
+        empty = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        if name.startswith(MODEL):
+            model[name.removeprefix(MODEL)] = empty
+        elif name.startswith(OPTIMIZER):
+            owner, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            states.setdefault(owner, {})[key] = empty
+    left = [n for n in source.tensors if not n.startswith((MODEL, OPTIMIZER))]
+    if left or (isinstance(source, Checkpoint) and source.manifest.client):
+        logger.warning("%s: what was added to the checkpoint (client_state) is left out", source.folder)
+    described: dict[str, Any] = {"model": model}
+    if states or source.known.groups:
+        groups = [{("params" if k == "names" else k): v for k, v in g.items()} for g in source.known.groups]
+        described["optimizer"] = {"state": states, "param_groups": groups}
+    try:
+        save(described, storage_writer=FileSystemWriter(partial), planner=_WhenWritten(source), no_dist=True)
+    except CheckpointException as error:
+        _, (cause, _) = next(iter(error.failures.items()))
+        raise failed(partial, cause) from error
+
+
+class _WhenWritten(DefaultSavePlanner):
+    """Plans with tensors without data, and reads each when it is written."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        _, *keys = self.mappings[write_item.index.fqn]
+        name = ".".join(str(k) for k in keys)
+        return self._source.whole((MODEL if self.mappings[write_item.index.fqn][0] == "model" else "optimizer.") + name)

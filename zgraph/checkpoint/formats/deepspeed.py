@@ -1,0 +1,210 @@
+"""A folder of DeepSpeed's: weights in float32, the optimizer's states by parameter, buffers, counts and the loss scale.
+
+Of ZeRO's stages 0 to 3 and universal. What each file says besides tensors is a pickle of DeepSpeed's objects, of which none is made
+(`zgraph.checkpoint.formats.torchfile`). Tensor parallelism, pipelines and experts are refused: what they cut is not in these files.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zgraph.checkpoint.formats.names import unwrapped_all
+from zgraph.checkpoint.formats.stage0 import unsharded
+from zgraph.checkpoint.formats.torchfile import MALFORMED, Inert, Stored, TorchFile
+from zgraph.checkpoint.formats.universal import FOLDER, universal
+from zgraph.checkpoint.formats.zero import Gathered, Read, first_stages, in_equal_parts, third_stage
+from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Known, Source, TensorInfo
+from zgraph.checkpoint.tensorfile import damaged
+from zgraph.errors import CheckpointError, UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})(_\d+)?_model_states\.pt")
+OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})(_\d+)?_optim_states\.pt")
+ELSEWHERE = re.compile(r"layer_\d.*\.pt|expp_rank_\d.*\.pt|.*_expert_\d.*\.pt")
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Does this folder hold one of DeepSpeed's checkpoints?"""
+    return (folder / FOLDER).is_dir() or any(MODEL_FILE.fullmatch(p.name) for p in folder.iterdir())
+
+
+class DeepSpeed(Source):
+    """Such a folder. Raises `CheckpointError` for one that is damaged or incomplete, `UnsupportedError` for other parallelism."""
+
+    kind = "DeepSpeed"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names = sorted(p.name for p in folder.iterdir())
+        self._refuse_others(names)
+        self._files: list[TorchFile] = []
+        models = self._ranked(names, MODEL_FILE)
+        self._held: dict[str, Gathered | Stored | torch.Tensor] = {}
+        try:
+            states = [self._table(models[0])] if models else [{}]
+            if states[0].get("frozen_param_fragments") and len(models) > 1:
+                states += [self._table(name) for name in models[1:]]
+            ranks = [self._table(name)["optimizer_state_dict"] for name in self._ranked(names, OPTIMIZER_FILE)]
+            read = self._read(states, ranks)
+            self._hold(states[0], read)
+            self.known = self._known(states[0], ranks, read)
+        except MALFORMED as error:
+            damaged(folder, f"{type(error).__name__}: {error}"[:300])
+        self.tensors = {n: TensorInfo.whole(t.dtype, tuple(t.shape)) for n, t in self._held.items()}
+
+    def _refuse_others(self, names: list[str]) -> None:
+        matches = [m for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))]
+        if any(int(m[2]) or m[3] for m in matches) or any(ELSEWHERE.fullmatch(n) for n in names):
+            raise UnsupportedError(
+                "a DeepSpeed checkpoint of tensor parallelism, of a pipeline or of experts",
+                where=str(self.folder),
+                why="its parameters are cut in ways that these files do not say",
+                hint="convert it with DeepSpeed's ds_to_universal, and load that",
+            )
+
+    def _ranked(self, names: list[str], pattern: re.Pattern[str]) -> list[str]:
+        """The files of all ranks, in their order."""
+        found = {int(m[1] or 0): n for n in names if (m := pattern.fullmatch(n))}
+        if len(found) < sum(bool(pattern.fullmatch(n)) for n in names):
+            raise CheckpointError("two files of one rank", where=str(self.folder), why="of two checkpoints, it seems")
+        if sorted(found) != list(range(len(found))):
+            lost = next(r for r in range(len(found) + 1) if r not in found)
+            raise CheckpointError(
+                f"the file of rank {lost} is missing", where=str(self.folder), hint="copy it here too"
+            )
+        return [found[rank] for rank in sorted(found)]
+
+    def _table(self, name: str) -> dict[str, Any]:
+        file = TorchFile(self.folder / name)
+        if not isinstance(file.value, dict):
+            damaged(file.path, "it holds no table")
+        self._files.append(file)
+        return file.value
+
+    def _read(self, states: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> Read:
+        state = states[0]
+        shapes = state.get("param_shapes") or []
+        if (self.folder / FOLDER).is_dir():
+            read, files = universal(self.folder / FOLDER, shapes, set(state.get("buffer_names") or ()))
+            self._files += files
+        elif ranks:
+            self._check_ranks(ranks)
+            whole = third_stage if "fp32_flat_groups" in ranks[0] else first_stages
+            read = whole(shapes, ranks, self.folder)
+        else:
+            read = unsharded(self._parameters(state), state.get("optimizer"), self.folder)
+        for name, shape in (state.get("frozen_param_shapes") or {}).items():
+            fragments = [s["frozen_param_fragments"][name] for s in states]
+            if len(fragments) == 1 and fragments[0].shape == tuple(shape):
+                read.weights[name] = fragments[0]
+            else:
+                read.weights[name] = in_equal_parts(name, shape, fragments, self.folder)
+        return read
+
+    def _check_ranks(self, ranks: list[dict[str, Any]]) -> None:
+        if any(r.get("ds_zero_partition_groups") for r in ranks):
+            raise UnsupportedError("a DeepSpeed checkpoint of experts", where=str(self.folder))
+        counts = ranks[0].get("partition_count")
+        for count in counts if isinstance(counts, list) else [counts]:
+            if count != len(ranks):
+                raise CheckpointError(
+                    f"a checkpoint of {count} ranks, and the optimizer's files of {len(ranks)}",
+                    where=str(self.folder),
+                    hint="copy all of them here",
+                )
+
+    @staticmethod
+    def _parameters(state: Mapping[str, Any]) -> dict[str, Stored]:
+        """The module's own parameters in their order, those of two names once."""
+        buffers, found, places = set(state.get("buffer_names") or ()), {}, set()
+        for name, value in state["module"].items():
+            if isinstance(value, Stored) and name not in buffers and (value.start, value.shape) not in places:
+                places.add((value.start, value.shape))
+                found[name] = value
+        return found
+
+    def _hold(self, state: Mapping[str, Any], read: Read) -> None:
+        """Everything by its name in a source: what the optimizer has, then what only the module has, tied ones under each name."""
+        weights: dict[str, Gathered | Stored] = dict(read.weights)
+        module = state.get("module") or {}
+        at = {(w.start, w.shape): n for n, w in module.items() if isinstance(w, Stored) and w.elements and n in weights}
+        tied = state.get("shared_params") or {}
+        weights |= {name: weights[of] for name, of in tied.items() if of in weights}
+        left = []
+        for name, value in module.items():
+            if name in weights:
+                continue
+            if not isinstance(value, Stored):
+                left.append(name)
+            elif (value.start, value.shape) in at:
+                weights[name] = weights[at[value.start, value.shape]]
+            else:
+                weights[name] = value
+        if left:
+            logger.warning("%s: left out, since they are no tensors: %s", self.folder, ", ".join(map(str, left[:5])))
+        short = unwrapped_all({name: name for name in weights})
+        self._held |= {MODEL + short[n]: w for n, w in weights.items()}
+        self._held |= {f"{OPTIMIZER}{short[n]}.{key}": t for (n, key), t in read.states.items()}
+        for group in read.groups:
+            group["names"] = [short[n] for n in group["names"]]
+
+    def _known(self, state: Mapping[str, Any], ranks: list[dict[str, Any]], read: Read) -> Known:
+        steps, samples = _count(state.get("global_steps")), _count(state.get("global_samples"))
+        known = Known(steps, _count(state.get("skipped_steps")) or 0, samples, read.groups)
+        known.world = _count(state.get("dp_world_size")) or 1
+        known.loss_scale = _loss_scale(state, ranks, known.skipped)
+        schedule = state.get("lr_scheduler")
+        if isinstance(schedule, dict) and steps is not None:
+            last, epoch = _count(schedule.get("last_batch_iteration")), _count(schedule.get("last_epoch"))
+            position = last + 1 if last is not None else epoch
+            if position is not None and position != steps - known.skipped:
+                logger.warning(
+                    "%s: its learning rate was scheduled %d times in %d updates; a plan's schedule goes on from the updates",
+                    self.folder,
+                    position,
+                    steps - known.skipped,
+                )
+        return known
+
+    def block(self, name: str, block: Block) -> torch.Tensor:
+        held = self._held[name]
+        return held.clone() if isinstance(held, torch.Tensor) else held.read()
+
+    def rows(self, name: str, block: Block, first: int, count: int) -> torch.Tensor:
+        held = self._held[name]
+        return held[first : first + count] if isinstance(held, torch.Tensor) else held.rows(first, count)
+
+    def verify(self, share: int = 0, of: int = 1) -> None:
+        for file in self._files[share::of]:
+            file.verify()
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+def _loss_scale(state: Mapping[str, Any], ranks: list[dict[str, Any]], skipped: int) -> dict[str, float] | None:
+    """Half precision's, by the names of `zgraph.update.scaler`."""
+    config = state.get("ds_config")
+    half = config.get("fp16") if isinstance(config, dict) else None
+    if not isinstance(half, dict) or half.get("enabled") is not True:
+        return None
+    scaler = ranks[0].get("loss_scaler") if ranks else state.get("optimizer")
+    saved = scaler.state if isinstance(scaler, Inert) else scaler
+    if not isinstance(saved, dict):
+        return None
+    names = {
+        "scale": "cur_scale",
+        "iteration": "cur_iter",
+        "last_overflow": "last_overflow_iter",
+        "hysteresis": "cur_hysteresis",
+    }
+    found = {k: saved.get(name) for k, name in names.items()}
+    return {k: v for k, v in found.items() if isinstance(v, (int, float))} | {"skipped": skipped}

@@ -1,0 +1,155 @@
+"""Which names of a checkpoint are a model's, and which an optimizer's, whatever keys it was saved under.
+
+torch.distributed.checkpoint joins the keys of nested dicts with dots. An optimizer's part is known by its form, as
+`torch.distributed.checkpoint.state_dict` gives it: `PREFIX.state.NAME.KEY` beside `PREFIX.param_groups`; the model's by the names that
+the optimizer has states of, or else by the keys that it was saved under. What may mean two things is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from zgraph.checkpoint.source import MODEL, OPTIMIZER
+from zgraph.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+WRAPPER = "module."  # what DistributedDataParallel puts before every name
+KEYS_OF_MODELS = ("model", "state_dict", "module")
+STATE, GROUPS = "state", "param_groups"
+
+
+@dataclass
+class Parts:
+    """`names`: a source's name of each tensor, and its name in the checkpoint. `optimizer`: what stands before `state.` and
+    `param_groups`; None without one."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    optimizer: str | None = None
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without what compilers and wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def unwrapped_all(names: Mapping[str, str]) -> dict[str, str]:
+    """From each name in a checkpoint to the parameter's without wrappers, DistributedDataParallel's included, where `names` gives the
+    parameter's with them. Raises `CheckpointError` for two that are the same then."""
+    found = {name: unwrapped(of) for name, of in names.items()}
+    if found and all(n.startswith(WRAPPER) for n in found.values()):
+        found = {name: n.removeprefix(WRAPPER) for name, n in found.items()}
+    seen: dict[str, str] = {}
+    for name, short in found.items():
+        if short in seen:
+            raise CheckpointError(
+                f"{seen[short]} and {name} are both {short}", why="without what wrappers add to names"
+            )
+        seen[short] = name
+    return found
+
+
+def parted(
+    tensors: Collection[str], values: Collection[str], paths: Mapping[str, tuple[str | int, ...]], where: str
+) -> Parts:
+    """The names of tensors, of other values, and by which keys each was saved, where that is known. Raises `CheckpointError`."""
+    prefix = _optimizer([*tensors, *values], tensors, where)
+    states: dict[str, tuple[str, str]] = {}  # (from a name in the checkpoint to the parameter's and the state's)
+    if prefix is not None:
+        for name in tensors:
+            if name.startswith(f"{prefix}{STATE}."):
+                owner, _, key = name.removeprefix(f"{prefix}{STATE}.").rpartition(".")
+                states[name] = (unwrapped(owner), key)
+    owners = {owner for owner, _ in states.values()}
+    if any(owner.isdigit() for owner in owners):
+        raise CheckpointError(
+            "the optimizer's states have numbers for parameters, not names",
+            where=where,
+            hint="save torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer), which has names",
+        )
+    rest = [n for n in tensors if prefix is None or not n.startswith((f"{prefix}{STATE}.", f"{prefix}{GROUPS}."))]
+    shown = {n: unwrapped(n) for n in rest}
+    before = _model(shown, owners, paths, where)
+    chosen = [n for n in rest if shown[n].startswith(before)]
+    if not before and any(len(paths.get(n, ())) == 1 for n in chosen):
+        chosen = [n for n in chosen if len(paths.get(n, ())) == 1]
+    short = unwrapped_all({n: shown[n].removeprefix(before) for n in chosen})
+    found = Parts({MODEL + s: n for n, s in short.items()}, prefix)
+    wrapped = {shown[n].removeprefix(before): s for n, s in short.items()}
+    for name, (owner, key) in states.items():
+        found.names[f"{OPTIMIZER}{wrapped.get(owner, owner)}.{key}"] = name
+    if len(found.names) < len(chosen) + len(states):
+        raise CheckpointError("states of one parameter are there twice, by two of its names", where=where)
+    left = sorted(set(rest) - set(chosen))
+    if left:
+        more = " …" if len(left) > 5 else ""
+        logger.warning("%s: %d tensors are no model's and left out: %s%s", where, len(left), ", ".join(left[:5]), more)
+    return found
+
+
+def _optimizer(every: Collection[str], tensors: Collection[str], where: str) -> str | None:
+    """What stands before an optimizer's `state.` and `param_groups`."""
+    found = {_before(name, GROUPS) for name in every} - {None}
+    if not found:  # (a file of tensors alone has no groups)
+        found = {p for p in {_before(n, STATE) for n in tensors} if p and _is_optimizer(p, tensors)}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"the checkpoint has {len(found)} optimizers",
+            where=where,
+            why=f"they are {', '.join(sorted(repr(str(p)) for p in found))}, and it can't be known which is meant",
+            hint="save the one that the plan's optimizer goes on from",
+        )
+    return next(iter(found), None)
+
+
+def _before(name: str, part: str) -> str | None:
+    parts = name.split(".")
+    if part not in parts[:-1]:
+        return None
+    return "".join(f"{p}." for p in parts[: parts.index(part)])
+
+
+def _is_optimizer(prefix: str, tensors: Collection[str]) -> bool:
+    """Are these states of parameters which the checkpoint has too?"""
+    begin = f"{prefix}{STATE}."
+    under = [n for n in tensors if n.startswith(prefix)]
+    owners = {n.removeprefix(begin).rpartition(".")[0] for n in under}
+    others = {unwrapped(n) for n in tensors if not n.startswith(prefix)}
+    ends = {n[i + 1 :] for n in others for i, c in enumerate(n) if c == "."} | others
+    return all(n.startswith(begin) for n in under) and all(unwrapped(o) in ends for o in owners)
+
+
+def _model(
+    names: Mapping[str, str], owners: Collection[str], paths: Mapping[str, tuple[str | int, ...]], where: str
+) -> str:
+    """What stands before the names of a model's tensors. `names`: in the checkpoint, and without wrappers."""
+    if owners:
+        some, known = min(owners), set(names.values())
+        found = {n[: -len(some)] for n in known if n == some or n.endswith("." + some)}
+        found = {p for p in found if all(p + o in known for o in owners)}
+        if not found:
+            lost = next((o for o in sorted(owners) if not any(n == o or n.endswith("." + o) for n in known)), some)
+            raise CheckpointError(
+                "the optimizer's states are of parameters that are not in the checkpoint",
+                where=where,
+                why=f"there is no {lost}",
+                hint="save the model beside its optimizer",
+            )
+    elif not any(paths.values()):
+        return ""
+    else:
+        groups = list(dict.fromkeys(paths.get(n, (n,))[:-1] for n in names))
+        named = [g for g in groups if g and str(g[-1]) in KEYS_OF_MODELS]
+        chosen = groups if len(groups) == 1 else named or [g for g in groups if not g] or groups
+        found = {unwrapped("".join(f"{p}." for p in g)) for g in chosen}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"the checkpoint has {len(found)} parts that could be the model",
+            where=where,
+            why=", ".join(sorted(repr(p) for p in found)[:8]),
+            hint="save the model's state dict under the key 'model', once",
+        )
+    return next(iter(found), "")

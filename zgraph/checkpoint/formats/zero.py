@@ -1,0 +1,205 @@
+"""Where each parameter lies in the partitions that DeepSpeed's ZeRO cuts parameters and states into.
+
+Stages 1 and 2 (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models") lay the parameters of a
+group end to end, pad the whole, and give each rank an equal part: a parameter may begin on one rank and end on the next. Stage 3 cuts
+each parameter, padded, into equal parts, and each rank lays its own end to end, in sub-groups. States are cut as the weights
+are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zgraph.checkpoint.formats.torchfile import Stored, number, plain
+from zgraph.errors import CheckpointError
+
+PADDED_TO = 2  # times the number of ranks, in elements
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A tensor of this shape, row by row from parts of others: (tensor, first element, elements)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Stored, int, int], ...]
+
+    def read(self) -> torch.Tensor:
+        """All of it. Raises `CheckpointError`."""
+        made = torch.empty(self.shape, dtype=self.dtype)
+        self._read_into(made.view(-1), 0)
+        return made
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many of its rows (of dimension 0). Raises `CheckpointError`."""
+        made = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
+        self._read_into(made.view(-1), first * math.prod(self.shape[1:]))
+        return made
+
+    def _read_into(self, target: torch.Tensor, begin: int) -> None:
+        """Its elements from there on."""
+        at, end = 0, begin + target.numel()
+        for stored, first, count in self.parts:
+            low, high = max(at, begin), min(at + count, end)
+            if low < high:
+                stored.read_into(target[low - begin : high - begin], first + low - at)
+            at += count
+
+
+@dataclass
+class Read:
+    """What a checkpoint holds of a model, by the names of parameters: `states` by parameter and key, steps as tensors of their own."""
+
+    weights: dict[str, Gathered | Stored] = field(default_factory=dict)
+    states: dict[tuple[str, str], Gathered | Stored | torch.Tensor] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+def first_stages(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]], path: Path) -> Read:
+    """Of stages 1 and 2: the shapes by parameter group, and the optimizer state of each rank. Raises `CheckpointError`."""
+    found, world = Read(), len(ranks)
+    for index, group in enumerate(shapes):
+        flats = [_flat(rank["single_partition_of_fp32_groups"][index], path) for rank in ranks]
+        states = [_state(rank["base_optimizer_state"], index, path) for rank in ranks]
+        part = flats[0].elements if world > 1 else _total(flats) + PADDED_TO
+        paddings = ranks[0].get("param_alignment_paddings")
+        gaps = [0] * len(group) if paddings is None else list(paddings[index])
+        keyed = {key: [_flat(s.get(key), path) for s in states] for key in _keys(states[0], flats[0].elements)}
+        at = 0
+        for (name, shape), gap in zip(group.items(), gaps, strict=True):
+            found.weights[name] = _straddling(name, shape, at, part, flats, path)
+            for key, tensors in keyed.items():
+                if world > 1 and tensors[0].elements != part:
+                    _misfit(name, path)
+                found.states[name, key] = _straddling(name, shape, at, part, tensors, path)
+            at += math.prod(shape) + gap
+        if not 0 <= _total(flats) - at < PADDED_TO * world:
+            _misfit(list(group)[-1] if group else "a group", path)
+        described = ranks[0]["base_optimizer_state"]["param_groups"][index]
+        _note_steps(found, group, [_step(s, r, index) for s, r in zip(states, ranks, strict=True)], path)
+        found.groups.append({"names": list(group)} | _numbers(described))
+    return found
+
+
+def third_stage(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]], path: Path) -> Read:
+    """Of stage 3: the shapes by sub-group, and the optimizer state of each rank. Raises `CheckpointError`."""
+    found, world = Read(), len(ranks)
+    described = ranks[0]["optimizer_state_dict"]["param_groups"]
+    group_of = [g for g, group in enumerate(described) for _ in group["params"]]
+    found.groups = [{"names": []} | _numbers(group) for group in described]
+    if len({len(shapes), *(len(r["fp32_flat_groups"]) for r in ranks), len(group_of)}) > 1:
+        raise CheckpointError("ranks have other sub-groups of parameters than the model", where=str(path))
+    for index, group in enumerate(shapes):
+        flats = [_flat(rank["fp32_flat_groups"][index], path) for rank in ranks]
+        states = [_state(rank["optimizer_state_dict"], index, path) for rank in ranks]
+        keyed = {key: [_flat(s.get(key), path) for s in states] for key in _keys(states[0], flats[0].elements)}
+        at = 0
+        for name, shape in group.items():
+            found.weights[name] = in_equal_parts(name, shape, flats, path, at)
+            for key, tensors in keyed.items():
+                found.states[name, key] = in_equal_parts(name, shape, tensors, path, at)
+            at += -(-math.prod(shape) // world)
+        if any(f.elements != at for f in flats):
+            _misfit(list(group)[-1] if group else "a group", path)
+        _note_steps(found, group, [number(s.get("step"), "step") for s in states], path)
+        found.groups[group_of[index]]["names"] += list(group)
+    return found
+
+
+def in_equal_parts(name: str, shape: Sequence[int], flats: Sequence[Stored], path: Path, at: int = 0) -> Gathered:
+    """A parameter that every rank has an equal part of, the last one padded, from its element `at` on."""
+    total = math.prod(shape)
+    each = -(-total // len(flats))
+    parts = [(flat, at, max(0, min(each, total - rank * each))) for rank, flat in enumerate(flats)]
+    return _gathered(name, shape, parts, path)
+
+
+def _straddling(name: str, shape: Sequence[int], at: int, part: int, flats: Sequence[Stored], path: Path) -> Gathered:
+    """One that begins at element `at` of tensors laid end to end, of which each has `part` elements."""
+    end = at + math.prod(shape)
+    spans = [(max(at, r * part), min(end, (r + 1) * part), flat) for r, flat in enumerate(flats)]
+    parts = [(flat, low - r * part, high - low) for r, (low, high, flat) in enumerate(spans) if low < high]
+    return _gathered(name, shape, parts, path)
+
+
+def _gathered(name: str, shape: Sequence[int], parts: list[tuple[Stored, int, int]], path: Path) -> Gathered:
+    filled = tuple(p for p in parts if p[2])
+    if any(first + count > flat.elements for flat, first, count in filled):
+        _misfit(name, path)
+    if sum(count for _, _, count in filled) != math.prod(shape) or len({p[0].dtype for p in filled}) > 1:
+        _misfit(name, path)
+    dtype = filled[0][0].dtype if filled else torch.float32
+    return Gathered(dtype, tuple(shape), filled)
+
+
+def _flat(value: Any, path: Path) -> Stored:
+    if not isinstance(value, Stored) or len(value.shape) != 1 or not value.in_rows:
+        raise CheckpointError("a partition is no flat tensor", where=str(path), why="ranks must hold the same states")
+    return value
+
+
+def _total(flats: Sequence[Stored]) -> int:
+    return sum(f.elements for f in flats)
+
+
+def _state(optimizer: Any, index: int, path: Path) -> Mapping[str, Any]:
+    """What an optimizer keeps of the `index`-th of its tensors; nothing before its first step."""
+    if not isinstance(optimizer, dict):
+        raise CheckpointError(
+            "the optimizer's states were saved with elastic_checkpoint",
+            where=str(path),
+            hint="save without it, or convert with DeepSpeed's ds_to_universal",
+        )
+    ids = [i for group in optimizer["param_groups"] for i in group["params"]]
+    found = optimizer["state"].get(ids[index], {})
+    if not isinstance(found, dict):
+        raise ValueError("an optimizer's state is no table")
+    return found
+
+
+def _keys(state: Mapping[str, Any], least: int) -> Iterator[str]:
+    """The states with a number for each element."""
+    for key, value in state.items():
+        if key != "step" and isinstance(value, Stored) and len(value.shape) == 1 and value.elements >= least:
+            yield key
+
+
+def _step(state: Mapping[str, Any], rank: Mapping[str, Any], index: int) -> float | None:
+    group = rank["base_optimizer_state"]["param_groups"][index]
+    for value in (state.get("step"), group.get("step"), rank.get("base_optimizer_state_step")):
+        found = number(value, "step")
+        if found is not None:
+            return found
+    return None
+
+
+def _note_steps(found: Read, names: Mapping[str, Any], steps: list[float | None], path: Path) -> None:
+    if len(set(steps)) > 1:
+        raise CheckpointError(
+            "ranks' files are of different steps",
+            where=str(path),
+            why=f"their optimizers have taken {', '.join(str(s) for s in steps[:8])}",
+            hint="load another checkpoint",
+        )
+    if steps[0] is not None:
+        for name in names:
+            found.states[name, "step"] = torch.tensor(float(steps[0]))
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: plain(v) for k, v in group.items() if k != "params"}
+
+
+def _misfit(name: str, path: Path) -> None:
+    raise CheckpointError(
+        f"the partitions of {name} do not fit its shape",
+        where=str(path),
+        why="files of several checkpoints may lie in one folder, or one was written by a DeepSpeed that cuts in another way",
+        hint="load another checkpoint, or convert this one with DeepSpeed's ds_to_universal",
+    )
