@@ -2,9 +2,9 @@
 
 A Llama of random weights, plain against compiled, without a process group and on a mesh of one rank:
 loss and gradients in float32, the kernels that Inductor made, whole training steps in float32 (against AdamW), with all that
-can be in the host's memory, and in fp16 (that no step waits for the device, and that an overflow is skipped), and in bfloat16 the
-time and peak memory of a step, with activations in the host's memory too, against plain PyTorch and `torch.compile`. The update
-of 100 M parameters in 3 and in 300 tensors against torch's fused and foreach AdamW, as a share of the copy bandwidth of the same run.
+can be in the host's memory, and in fp16 (that no step waits for the device, and that an overflow is skipped), checkpoints
+saved beside steps, a step that is not finite, and in bfloat16 the time and peak memory of a step, with activations in the host's
+memory too, against plain PyTorch and `torch.compile`. The update of 100 M parameters in 3 and in 300 tensors against torch's fused and foreach AdamW, as a share of the copy bandwidth of the same run.
 
 What does not fit: activations in the host's memory hidden behind computing; the update of states there, on the host and on the device, beside
 the time that its bytes take over the host's link in the same run; and under a bound on the allocator a model whose weights, gradients and
@@ -53,7 +53,7 @@ from torch import nn
 import zgraph
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("numbers", "steps", "updates", "times", "fit", "link")
+PARTS = ("numbers", "steps", "checkpoints", "updates", "times", "fit", "link")
 BOUND = 1e-5  # norm-wise relative error of a float32 gradient
 
 
@@ -246,6 +246,66 @@ def check_offload(results: Results, size: Size, device: torch.device) -> None:
             results.check(what, far.error < 1e-4 and peaks[1] <= peaks[0], shown)
 
 
+def check_checkpoints(results: Results, size: Size, device: torch.device) -> None:
+    """What a save in the background holds is of its step, though the next ones run at once; it blocks for little more than its copy."""
+    inputs = batch(size, device)
+
+    def compiled() -> Any:
+        plan = zgraph.Plan(precision="fp16", optimizer=zgraph.AdamW(lr=1e-4), grad_clip=1.0, ema=0.99)
+        return zgraph.compile(llama(size, device, torch.float32), plan)
+
+    def held(model: Any) -> dict[str, torch.Tensor]:
+        states = model.zgraph.optimizer.state
+        return {n: p.detach() for n, p in model.named_parameters()} | {
+            f"{n}.{k}": v for n, p in model.named_parameters() for k, v in states[p].items()
+        }
+
+    what = "a checkpoint saved beside steps, and loaded"
+    with results.attempt(what), tempfile.TemporaryDirectory() as folder:
+        model, took = compiled(), []
+        for _ in range(3):
+            for _ in range(3):
+                model.train_step(**inputs)
+            synchronize(device)
+            start = time.perf_counter()
+            model.save_checkpoint(folder, async_=True, keep_last=1)
+            took.append(time.perf_counter() - start)
+            saved = {n: t.clone() for n, t in held(model).items()}
+        for _ in range(3):
+            model.train_step(**inputs)
+        model.zgraph.finish()
+        other = compiled()
+        other.load_checkpoint(folder)
+        wrong = [n for n, t in held(other).items() if not torch.equal(t, saved[n])]
+        rooms = {n: torch.empty_like(t, device="cpu", pin_memory=device.type == "cuda") for n, t in saved.items()}
+        synchronize(device)
+        start = time.perf_counter()
+        for name, tensor in saved.items():
+            rooms[name].copy_(tensor, non_blocking=True)
+        synchronize(device)
+        copied = time.perf_counter() - start
+        shown = f"{len(saved)} tensors, {len(wrong)} differ; blocked {took[-1] * 1e3:.1f} ms, the copy alone {copied * 1e3:.1f} ms"
+        results.check(what, not wrong, shown)
+    what = "a step that is not finite is named, and its update is not made"
+    with results.attempt(what):
+        plan = zgraph.Plan(precision="bf16", optimizer=zgraph.AdamW(lr=1e-4), on_nonfinite="stop")
+        model = zgraph.compile(llama(size, device, torch.float32), plan)
+        model.train_step(**inputs)
+        bad = model.model.layers[0].mlp.down_proj
+        with torch.no_grad():
+            bad.weight[0, 0] = float("inf")
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        try:
+            for _ in range(2):  # (on CUDA it is told at the next step)
+                model.train_step(**inputs)
+            said = "nothing"
+        except zgraph.errors.NonFiniteError as error:
+            said = str(error)
+        same = all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        named = "layers.0.mlp" in said
+        results.check(what, same and named, "model.layers.0.mlp" if named else said.splitlines()[0])
+
+
 def check_half(results: Results, size: Size, device: torch.device) -> None:
     """fp16 steps run without waiting for the device, and one that overflows is skipped."""
     inputs = batch(size, device)
@@ -431,7 +491,12 @@ def measure_host_updates(results: Results, parameters: int, device: torch.device
             down, up = (8, 4) if on == "host" else (12, 8)  # bytes a parameter: of gradients and weights, or of states
             bound = max(count * down / rates[0], count * up / rates[1]) * 1e3
             results.fit.append(
-                (f"update on the {on}", f"{median:.2f} ms", f"{peak:.2f} GiB", f"{median / bound:.2f} of the link's {bound:.2f} ms")
+                (
+                    f"update on the {on}",
+                    f"{median:.2f} ms",
+                    f"{peak:.2f} GiB",
+                    f"{median / bound:.2f} of the link's {bound:.2f} ms",
+                )
             )
             del model, grads, step
 
@@ -442,7 +507,9 @@ def measure_large(results: Results, size: Size, device: torch.device, bound: int
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(bound / torch.cuda.get_device_properties(device).total_memory, device)
+        torch.cuda.set_per_process_memory_fraction(
+            bound / torch.cuda.get_device_properties(device).total_memory, device
+        )
     try:
         if cuda:
             with results.attempt("a model of ten times the memory, plain"):
@@ -456,12 +523,18 @@ def measure_large(results: Results, size: Size, device: torch.device, bound: int
                     ran = False
                 model = optimizer = None
                 torch.cuda.empty_cache()
-                results.check("a model of ten times the memory: plain PyTorch can't", not ran, "out of memory" if not ran else "it ran")
+                results.check(
+                    "a model of ten times the memory: plain PyTorch can't",
+                    not ran,
+                    "out of memory" if not ran else "it ran",
+                )
         with torch.device("meta"):
             model = llama(size, torch.device("meta"), torch.float32)
         weights = sum(p.nbytes for p in model.parameters())
         away = dict.fromkeys(("activations", "optimizer", "parameters"), "cpu")
-        model = zgraph.compile(model, zgraph.Plan(zero=3, optimizer=zgraph.AdamW(lr=1e-4), offload=away, memory_budget=bound))
+        model = zgraph.compile(
+            model, zgraph.Plan(zero=3, optimizer=zgraph.AdamW(lr=1e-4), offload=away, memory_budget=bound)
+        )
         losses: list[float] = []
 
         def train() -> None:
@@ -471,7 +544,11 @@ def measure_large(results: Results, size: Size, device: torch.device, bound: int
         shown = f"{4 * weights / bound:.1f} times the bound, losses {losses[0]:.3f} to {losses[-1]:.3f}"
         results.fit.append((f"{weights / 4e6:.0f} M parameters", f"{median:.0f} ms", f"{peak:.2f} GiB", shown))
         fits = peak * 2**30 <= bound and losses[-1] < losses[0]
-        results.check("a model of ten times the memory trains", fits or not cuda, f"{peak:.2f} of {bound / 2**30:.2f} GiB; {shown}")
+        results.check(
+            "a model of ten times the memory trains",
+            fits or not cuda,
+            f"{peak:.2f} of {bound / 2**30:.2f} GiB; {shown}",
+        )
     finally:
         if cuda:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
@@ -680,6 +757,9 @@ def main() -> int:
             check_steps(results, check, device)
             check_half(results, check, device)
             check_offload(results, check, device)
+    if "checkpoints" in args.only:
+        with results.attempt("checkpoints"):
+            check_checkpoints(results, check, device)
     if "updates" in args.only:
         with results.attempt("updates"):
             measure_updates(results, 10**8 if device.type == "cuda" and not args.quick else 10**6, device, timed.repeat)

@@ -36,7 +36,7 @@ def test_gpu_benchmark_has_a_dry_run_on_cpu(tmp_path: Path) -> None:
     text = run(
         str(BENCHMARKS / "gpu.py"),
         *("--device", "cpu", "--quick", "--skip", "torch.compile", "--output", str(file)),
-        *("--only", "numbers", "steps", "updates", "times", "fit"),
+        *("--only", "numbers", "steps", "checkpoints", "updates", "times", "fit"),
     )
     written = file.read_text()
     assert written.strip() in text
