@@ -4,7 +4,8 @@ A Llama of random weights, plain against compiled, without a process group and o
 loss and gradients in float32, the kernels that Inductor made, whole training steps in float32 (against AdamW), with all that
 can be in the host's memory, and in fp16 (that no step waits for the device, and that an overflow is skipped), checkpoints
 saved beside steps, a step that is not finite, and in bfloat16 the time and peak memory of a step, with activations in the host's
-memory too, against plain PyTorch and `torch.compile`. The update of 100 M parameters in 3 and in 300 tensors against torch's fused and foreach AdamW, as a share of the copy bandwidth of the same run.
+memory too, against plain PyTorch and `torch.compile`. The update of 100 M parameters in 3 and in 300 tensors
+against torch's fused and foreach AdamW, as a share of the copy bandwidth of the same run.
 
 What does not fit: activations in the host's memory hidden behind computing; the update of states there, on the host and on the device, beside
 the time that its bytes take over the host's link in the same run; and under a bound on the allocator a model whose weights, gradients and

@@ -40,14 +40,18 @@ WAYS = 10  # of a segment
 @dataclass(frozen=True)
 class Way:
     """`kept` values (storages) of a segment stay from its forward to its backward: `bytes` of them that do not cross the
-    cut behind it. The rest takes `seconds` to make again. `forward` and `backward` are the bytes that are live at most while
-    each runs, besides what crosses the cut before the segment."""
+    cut behind it, and `shared` bytes that do. The rest takes `seconds` to make again. `forward` and `backward` are the bytes
+    that are live at most while each runs, besides what crosses the cut before the segment; `whole` are those of the backward
+    with that, as long as it is read there. The backward of one that is `alone` does not read it."""
 
     kept: frozenset[fx.Node]
     bytes: int
+    shared: int
     seconds: float
     forward: int
     backward: int
+    whole: int
+    alone: bool
 
 
 @dataclass(eq=False)
@@ -56,7 +60,8 @@ class Segment:
 
     `before` and `behind` are the storages that cross the cuts on either side. `needs` are the storages that its backward
     reads besides `before`. `gradients` are the bytes of results that its backward makes, `tangents` those of other backward
-    values that come into it. `ways` are ordered by bytes: the first keeps nothing, the last all.
+    values that come into it, `dying` the ones among these that no earlier segment's reads. `ways` are ordered by bytes: the
+    first keeps nothing, the last all.
     """
 
     nodes: list[fx.Node]
@@ -68,6 +73,7 @@ class Segment:
     backward_seconds: float = 0.0
     gradients: int = 0
     tangents: int = 0
+    dying: frozenset[fx.Node] = frozenset()
     ways: list[Way] = field(default_factory=list)
 
     @property
@@ -103,6 +109,7 @@ class Chain:
                 before=frozenset(each(segment.before)),
                 behind=frozenset(each(segment.behind)),
                 needs=frozenset(each(segment.needs)),
+                dying=frozenset(each(segment.dying)),
                 ways=[replace(way, kept=frozenset(each(way.kept))) for way in segment.ways],
             )
 
@@ -170,12 +177,11 @@ class _Builder:
                 r for r in read if place[r] != number
             }  # (read by an earlier segment's backward than its own)
             segment.needs = frozenset(r for r in read if place[r] == number)
-        crosses = self._backward_crossings(segments)
+        self._backward_crossings(segments)
         known: dict[str, list[tuple[frozenset[int], Way]]] = {}
-        for segment, tangents in zip(segments, crosses, strict=True):
+        for segment in segments:
             segment.before -= self.pinned
             segment.behind -= self.pinned
-            segment.tangents = tangents
             segment.seconds = sum(self.seconds.get(n, 0.0) for n in segment.nodes)
             segment.backward_seconds = sum(self.seconds.get(n, 0.0) for n in segment.backward)
             made = {root_of(n) for n in segment.backward if root_of(n) in self.gradient_outputs}
@@ -277,8 +283,8 @@ class _Builder:
                 loose.append(node)
         return parts, loose
 
-    def _backward_crossings(self, segments: Sequence[Segment]) -> list[int]:
-        """For each segment the bytes of backward values, but for results, that come into its backward from later ones."""
+    def _backward_crossings(self, segments: Sequence[Segment]) -> None:
+        """Sets the segments' `tangents` and `dying`."""
         owner = {root_of(n): i for i, s in enumerate(segments) for n in s.backward}
         until: dict[fx.Node, int] = {}
         for i, segment in enumerate(segments):
@@ -286,11 +292,11 @@ class _Builder:
                 for used in self.storages(node):
                     if used in owner and used not in self.gradient_outputs:
                         until[used] = min(until.get(used, i), i)
-        found = [0] * len(segments)
         for root, first in until.items():
-            for i in range(first, owner[root]):
-                found[i] += size_of(root)
-        return found
+            for segment in segments[first : owner[root]]:
+                segment.tangents += size_of(root)
+            if first < owner[root]:
+                segments[first].dying |= {root}
 
     # -- ways -----------------------------------------------------------------------------------------------------------
     def _ways(self, segment: Segment, known: dict[str, list[tuple[frozenset[int], Way]]]) -> list[Way]:
@@ -300,14 +306,11 @@ class _Builder:
         if key not in known:
             found = _Ways(segment, self).found()
             known[key] = [(frozenset(index[n] for n in way.kept), way) for way in found]
-        return [
-            Way(frozenset(segment.nodes[i] for i in kept), way.bytes, way.seconds, way.forward, way.backward)
-            for kept, way in known[key]
-        ]
+        return [replace(way, kept=frozenset(segment.nodes[i] for i in kept)) for kept, way in known[key]]
 
     def _signature(self, segment: Segment, index: dict[fx.Node, int]) -> str:
         local = dict(index)
-        local.update({n: len(index) + i for i, n in enumerate(segment.backward)})
+        local.update({n: len(local) + i for i, n in enumerate([*segment.backward, *sorted(segment.dying)])})
 
         def shown(node: fx.Node) -> str:
             return f"{signature(node)} {[local.get(a, -1) for a in node.all_input_nodes]}"
@@ -320,7 +323,8 @@ class _Builder:
 
 
 class _Ways:
-    """Finds a segment's ways: from all that its backward needs, the value that saves most bytes per second goes first."""
+    """Finds a segment's ways: from all that its backward needs, the value that saves most bytes per second goes first. One that can
+    be made of what comes into the segment only saves none, if this would not have to be there but for it."""
 
     def __init__(self, segment: Segment, builder: _Builder) -> None:
         self.segment = segment
@@ -328,6 +332,7 @@ class _Ways:
         self.gradients = builder.gradient_outputs
         self.given = builder.pinned
         self.on = builder.on
+        self.storages = builder.storages
         self.fused = builder.fused
         self.inlined = builder.inlined
 
@@ -335,45 +340,56 @@ class _Ways:
         kept = set(self.segment.needs)
         ways = [self._way(frozenset(kept))]
         while kept:
-            now = ways[-1].seconds
+            now = ways[-1]
             options = []
             for one in kept:
-                seconds = self._again(kept - {one})
-                options.append(((seconds - now) / max(size_of(one), 1), -size_of(one), one.name, one))
+                seconds, alone = self._again(backward_order(self.segment, self.given.union(kept - {one})))
+                saved = size_of(one) - self.segment.input_bytes * (now.alone and not alone)
+                options.append(((seconds - now.seconds) / max(saved, 1), -saved, one.name, one))
             kept.remove(min(options)[3])
             ways.append(self._way(frozenset(kept)))
         ways.reverse()
         return _thinned(ways)
 
-    def _again(self, kept: Iterable[fx.Node]) -> float:
-        again = set(backward_order(self.segment, self.given.union(kept)))
-        return sum(self.seconds.get(n, 0.0) for n in self.segment.nodes if n in again)
+    def _again(self, order: list[fx.Node]) -> tuple[float, bool]:
+        """The seconds of what a backward of this order makes again, and whether it is alone."""
+        again = set(order)
+        seconds = sum(self.seconds.get(n, 0.0) for n in self.segment.nodes if n in again)
+        return seconds, self.segment.before.isdisjoint(r for n in order for r in self.storages(n))
 
     def _way(self, kept: frozenset[fx.Node]) -> Way:
         segment = self.segment
-        held = sum(size_of(n) for n in kept - segment.behind)
+        shared = sum(map(size_of, kept & segment.behind))
+        held = sum(map(size_of, kept)) - shared
         order = backward_order(segment, kept | self.given)
-        return Way(kept, held, self._again(kept), self._forward_peak(kept), self._backward_peak(order, kept))
+        seconds, alone = self._again(order)
+        besides = self._backward_peak(order, kept, there=True)
+        whole = besides if alone else self._backward_peak(order, kept, there=False)
+        return Way(kept, held, shared, seconds, self._forward_peak(kept), besides, whole, alone)
 
     def _forward_peak(self, kept: frozenset[fx.Node]) -> int:
         stays = kept | self.segment.behind
         return self._peak(self.segment.nodes, set(), stays, self.given, 0)
 
-    def _backward_peak(self, order: list[fx.Node], kept: frozenset[fx.Node]) -> int:
-        """Of `tangents` it is not known here when they die: they are taken to live to the end."""
-        return self._peak(order, set(kept), self.gradients, self.given | self.segment.before, self.segment.tangents)
+    def _backward_peak(self, order: list[fx.Node], kept: frozenset[fx.Node], there: bool) -> int:
+        """Is what comes into the segment `there` all the time, or until it was read?"""
+        segment = self.segment
+        passing = segment.tangents - sum(map(size_of, segment.dying))
+        live, given = kept | segment.dying, frozenset(self.given)
+        live, given = (live, given | segment.before) if there else (live | segment.before, given)
+        return self._peak(order, live, self.gradients, given, passing)
 
     def _peak(
         self,
         order: list[fx.Node],
-        live: set[fx.Node],
+        live: Collection[fx.Node],
         stays: Iterable[fx.Node],
         given: Iterable[fx.Node],
         base: int,
     ) -> int:
         """The most bytes at once: `base`, the storages `live` at first, and those that are made, each until its last reader or, if
         it `stays`, for good. Of `given` nothing counts."""
-        given, stays = set(given), set(stays)
+        given, stays, fixed = set(given), set(stays), set(live) - self.segment.dying
         last: dict[fx.Node, int] = {}
         on: dict[fx.Node, tuple[fx.Node, ...]] = {}
         for i, node in enumerate(order):
@@ -395,7 +411,7 @@ class _Ways:
                 held.add(node)  # (the bytes of several results come with their operator)
                 now += 0 if node.target is operator.getitem else size_of(node)
             dying = [root for root in ends.get(i, []) if root in held and root not in stays]
-            place = self.fused and pointwise(node) and any(size_of(r) == size_of(node) for r in dying if r not in live)
+            place = self.fused and pointwise(node) and any(size_of(r) == size_of(node) for r in dying if r not in fixed)
             most = max(most, now - (size_of(node) if place else 0))  # (its result may take the place of an operand)
             for root in dying:
                 held.discard(root)

@@ -141,11 +141,13 @@ class Replay:
             self._follow(schedule.later, first=False)
             return
         segment = segments[schedule.segment]
-        stays: Iterable[fx.Node] = segment.ways[schedule.way].kept if first or schedule.rest is not None else ()
-        behind = segment.behind if schedule.rest is not None else ()
+        stays = segment.ways[schedule.way].kept if first or schedule.rest is not None else frozenset()
+        behind = segment.behind - stays if schedule.rest is not None else frozenset()
         held = self._keep([*stays, *behind], first)
         if schedule.rest is not None:
             self._follow(schedule.rest, first)
+            self._drop(behind.intersection(held))
+            held = [value for value in held if value not in behind]
         self._backward(segment)
         self._drop(held)
 

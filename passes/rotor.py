@@ -1,21 +1,25 @@
 """Which segments of a chain keep what, and which are computed again, how often: the fastest order within a memory.
 
-A dynamic program over segments i to j with `m` bytes to spend. What comes into segment i is there. Its values are kept by one
-of its ways, and the segments behind it get what is left; or it is computed up to some segment k, of which only the input is
-kept, and once k to j are done all over again. This is Rotor (Beaumont et al., 2019, "Optimal checkpointing for heterogeneous
-chains: how to train deep neural networks with limited memory"), with ways as in Rockmate, and with gradients, which grow while
-the backward goes on. Bytes are counted in slots, so that a table has as many columns for a large model as for a small one.
+A dynamic program over segments i to j with `m` bytes to spend. Segment i's values are kept by one of its ways, and the segments
+behind it get what is left; or it is computed up to some segment k, of which only the input is kept, and once k to j are done
+all over again. This is Rotor (Beaumont et al., 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural
+networks with limited memory"), with ways as in Rockmate, and with gradients, which grow while the backward goes on. What comes
+into segment i is held from outside; or the `m` bytes have to do for it too, as long as it is read. Bytes are counted in slots, so
+that a table has as many columns for a large model as for a small one.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zgraph.passes.chain import Chain, Segment, chain_of
+from zgraph.passes.chain import Chain, Segment, Way, chain_of
 from zgraph.passes.costs import Costs
 from zgraph.program.program import Program
 
@@ -46,6 +50,27 @@ class Again:
 Schedule = Keep | Again
 
 
+class _Key(NamedTuple):
+    """A table: segments `i` to `j`, in the forward's `first` run or later, with what comes into i `held` from outside or not."""
+
+    i: int
+    j: int
+    first: bool
+    held: bool
+
+
+class _Choice(NamedTuple):
+    """What may be done with the segments of a table: "keep" segment i by the way of that `number`, or compute up to the segment
+    of that number and "again" later. `seconds` are its own, `least` the fewest slots that it needs,
+    and `parts` the tables that it goes on with, each with the slots that this one does not get."""
+
+    kind: str
+    number: int
+    seconds: float
+    least: int
+    parts: list[tuple[_Key, int]]
+
+
 class Rotor:
     """The table for one chain. `bytes` is the most that any schedule has a use for."""
 
@@ -57,31 +82,35 @@ class Rotor:
         self.slots = slots + 2 * n + 2  # (sizes are rounded to slots: what keeps all may take so many more)
         self.enter = [self._in_slots(s.input_bytes) for s in segments] + [0]
         self.cost = np.concatenate([[0.0], np.cumsum([s.seconds for s in segments])])
-        self.grads = np.concatenate([[0], np.cumsum([s.gradients for s in segments])])
+        grads = itertools.accumulate((s.gradients for s in segments), initial=0)
+        self.grads = [self._in_slots(size) for size in grads]  # (rounded as sums: they add up however a chain is parted)
         self.tangents = [self._in_slots(s.tangents) for s in segments]
-        self.again: dict[tuple[int, int], NDArray[np.float64]] = {}
-        self.first: list[NDArray[np.float64]] = [np.empty(0)] * n
+        self.tables: dict[_Key, NDArray[np.float64]] = {}
         for length in range(1, n + 1):
             for i in range(n - length + 1):
-                self.again[i, i + length - 1] = self._best(i, i + length - 1, first=False)
+                self._fill(i, i + length - 1, first=False)
         for i in range(n - 1, -1, -1):
-            self.first[i] = self._best(i, n - 1, first=True)
+            self._fill(i, n - 1, first=True)
+        self.whole = _Key(0, n - 1, first=True, held=True)
+
+    def sizes(self) -> list[int]:
+        """The bytes from which on there is a schedule, and from which on there is a faster one, ascending."""
+        found = self.tables[self.whole]
+        faster = np.flatnonzero(found < np.concatenate([[np.inf], found[:-1]]))
+        return [int(column * self.slot) + 1 for column in faster] or [self.bytes]
 
     def least(self) -> int:
         """The fewest bytes for which there is a schedule."""
-        fits = np.isfinite(self.first[0])
-        return int(fits.argmax() * self.slot) + 1 if fits.any() else self.bytes
+        return self.sizes()[0]
 
     def seconds(self, size: int) -> float:
         """What the best schedule within `size` bytes takes; infinite if there is none."""
-        return float(self.first[0][self._column(size)])
+        return float(self.tables[self.whole][self._column(size)])
 
     def schedule(self, size: int) -> Schedule | None:
         """The best schedule within `size` bytes of what lives between the forward and the backward."""
         column = self._column(size)
-        if not np.isfinite(self.first[0][column]):
-            return None
-        return self._read(0, len(self.segments) - 1, column, first=True)
+        return None if np.isinf(self.tables[self.whole][column]) else self._read(self.whole, column)
 
     # -- the table -------------------------------------------------------------------------------------------------------
     def _in_slots(self, size: int) -> int:
@@ -90,76 +119,68 @@ class Rotor:
     def _column(self, size: int) -> int:
         return max(0, min(int(size / self.slot), self.slots))
 
-    def _table(self, i: int, j: int, first: bool) -> NDArray[np.float64]:
-        return self.first[i] if first else self.again[i, j]
+    def _fill(self, i: int, j: int, first: bool) -> None:
+        for held in (True, False):
+            key = _Key(i, j, first, held)
+            self.tables[key] = best = np.full(self.slots + 1, np.inf)
+            for choice in self._choices(key):
+                total = np.full(self.slots + 1, choice.seconds)
+                for table, spent in choice.parts:
+                    total[:spent] = np.inf
+                    total[spent:] += self.tables[table][: self.slots + 1 - spent]
+                total[: min(choice.least, self.slots + 1)] = np.inf
+                np.minimum(best, total, out=best)
 
-    def _best(self, i: int, j: int, first: bool) -> NDArray[np.float64]:
-        best = np.full(self.slots + 1, np.inf)
-        for seconds, least, parts, _ in self._choices(i, j, first):
-            total = np.full(self.slots + 1, float(seconds))
-            for table, spent in parts:
-                total[:spent] = np.inf
-                total[spent:] += table[: self.slots + 1 - spent] if spent else table
-            total[: min(least, self.slots + 1)] = np.inf
-            np.minimum(best, total, out=best)
-        return best
-
-    def _choices(
-        self, i: int, j: int, first: bool
-    ) -> Iterator[tuple[float, int, list[tuple[NDArray[np.float64], int]], tuple[str, int]]]:
-        """What may be done with segments i to j: (seconds of its own, the fewest slots, the tables that it goes on with and the
-        slots that they do not get, which it is: a way (its number) that segment i is kept by, or the segment up to which nothing is
-        kept)."""
+    def _choices(self, key: _Key) -> Iterator[_Choice]:
+        i, j, first, held = key
         segment = self.segments[i]
         behind = 0 if first else self.tangents[j]
-        if i == j:
-            if first:  # the last segment: its forward goes over into its backward
-                way = segment.ways[-1]
-                least = self._in_slots(max(way.forward, way.backward))
-                yield segment.seconds + segment.backward_seconds, least, [], ("keep", len(segment.ways) - 1)
-                return
-            way = segment.ways[0]
-            yield way.seconds + segment.backward_seconds, self._in_slots(way.backward), [], ("keep", 0)
-            return
-        for number, way in enumerate(segment.ways):
-            if number == 0 and len(segment.ways) > 1 and not way.bytes:
-                continue  # (the same as computing it again)
-            spent = self._in_slots(way.bytes) + self.enter[i + 1]
-            least = max(
-                self._in_slots(way.forward) + behind,
-                self._in_slots(way.backward + int(self.grads[j + 1] - self.grads[i + 1])),
-            )
-            seconds = segment.seconds + way.seconds + segment.backward_seconds
-            yield seconds, least, [(self._table(i + 1, j, first), spent)], ("keep", number)
+        comes = 0 if held else self.enter[i]
+        ways = list(enumerate(segment.ways))
+        if i == j:  # of the last segment the forward goes over into the backward
+            ways = ways[-1:] if first else ways[:1]
+        for number, way in ways:
+            if number == 0 and i < j and len(ways) > 1 and not way.kept:
+                continue  # (to keep nothing is to compute all again)
+            forward = self._in_slots(way.forward) + comes + behind if i < j or first else 0
+            grown = self.grads[j + 1] - self.grads[i + 1]
+            least = max(forward, self._in_slots(way.backward if held else way.whole) + grown)
+            own = segment.seconds if i < j or first else 0.0
+            again = way.seconds if i < j or not first else 0.0
+            for parts in self._behind(key, way) if i < j else [[]]:
+                yield _Choice("keep", number, own + again + segment.backward_seconds, least, parts)
         least = 0
         for k in range(i + 1, j + 1):
             passed = self.segments[k - 1]
-            held = self.enter[k - 1] if k - 1 > i else 0
-            least = max(least, self._in_slots(passed.ways[0].forward) + held + behind)
-            grown = self._in_slots(int(self.grads[j + 1] - self.grads[k]))
-            yield (
-                float(self.cost[k] - self.cost[i]),
-                least,
-                [(self._table(k, j, first), self.enter[k]), (self.again[i, k - 1], grown)],
-                ("again", k),
-            )
+            passes = self.enter[k - 1] if k - 1 > i else 0
+            least = max(least, self._in_slots(passed.ways[0].forward) + comes + passes + behind)
+            grown = self.grads[j + 1] - self.grads[k]
+            parts = [(_Key(k, j, first, held=False), comes), (_Key(i, k - 1, first=False, held=held), grown)]
+            yield _Choice("again", k, float(self.cost[k] - self.cost[i]), least, parts)
 
-    def _read(self, i: int, j: int, column: int, first: bool) -> Schedule:
+    def _behind(self, key: _Key, way: Way) -> list[list[tuple[_Key, int]]]:
+        """How the segments behind one that is kept this way may go on: what it shares with their input counts once."""
+        rest = key._replace(i=key.i + 1, held=False)
+        spent = self._in_slots(way.bytes) + (0 if key.held or way.alone else self.enter[key.i])
+        if not way.shared:
+            return [[(rest, spent)]]
+        shared = self._in_slots(way.shared)
+        return [[(rest._replace(held=True), spent + self.enter[key.i + 1])], [(rest, spent + shared)]]
+
+    def _read(self, key: _Key, column: int) -> Schedule:
         """The schedule behind a cell of the table."""
-        best, rests = np.inf, []
-        chosen: tuple[str, int] | None = None
-        for seconds, least, parts, which in self._choices(i, j, first):
-            if column < least or any(column < spent for _, spent in parts):
+        best, chosen = np.inf, None
+        for choice in self._choices(key):
+            if column < choice.least or any(column < spent for _, spent in choice.parts):
                 continue
-            total = seconds + sum(float(table[column - spent]) for table, spent in parts)
+            total = choice.seconds + sum(float(self.tables[table][column - spent]) for table, spent in choice.parts)
             if total < best:
-                best, chosen, rests = total, which, [spent for _, spent in parts]
-        assert chosen is not None, (i, j, column)
-        kind, number = chosen
-        if kind == "keep":
-            return Keep(i, number, self._read(i + 1, j, column - rests[0], first) if j > i else None)
-        rest = self._read(number, j, column - rests[0], first)
-        return Again(number, rest, self._read(i, number - 1, column - rests[1], first=False))
+                best, chosen = total, choice
+        assert chosen is not None, (key, column)
+        rests = [self._read(table, column - spent) for table, spent in chosen.parts]
+        if chosen.kind == "keep":
+            return Keep(key.i, chosen.number, rests[0] if rests else None)
+        return Again(chosen.number, *rests)
 
 
 class Solver:
@@ -170,6 +191,17 @@ class Solver:
         chains = [chain_of(program, costs, apart) for apart in APART]
         self.rotors = [(chain, Rotor(chain.segments)) for chain in chains]
         self.bytes = self.rotors[0][1].bytes
+
+    def sizes(self) -> list[int]:
+        """The bytes from which on there is a schedule, and from which on there is a faster one, ascending."""
+        found: list[int] = []
+        best = math.inf
+        for size in sorted({size for _, rotor in self.rotors for size in rotor.sizes()}):
+            seconds = min(rotor.seconds(size) for _, rotor in self.rotors)
+            if seconds < best or not found:
+                found.append(size)
+                best = seconds
+        return found
 
     def least(self) -> int:
         """The fewest bytes for which there is a schedule."""
@@ -186,16 +218,17 @@ class Solver:
 
 def _most(segments: Sequence[Segment]) -> int:
     """The bytes at the peak of the schedule that computes nothing again."""
-    most = held = 0
-    gradients = 0
-    for segment in segments:
+    most = held = gradients = 0
+    kept = []
+    for segment, later in zip(segments, [*segments[1:], None], strict=True):
         way = segment.ways[-1]
-        most = max(most, held + way.forward)
-        held += way.bytes + segment.output_bytes
-    for segment in reversed(segments):
+        most = max(most, held + way.forward + (segment.input_bytes if way.alone else 0))
+        kept.append(way.bytes + (way.shared if later is None or later.ways[-1].alone else segment.output_bytes))
+        held += kept[-1]
+    for segment, size in zip(reversed(segments), reversed(kept), strict=True):
         way = segment.ways[-1]
-        held -= way.bytes + segment.output_bytes
-        most = max(most, held + way.backward + gradients)
+        held -= size
+        most = max(most, held - (0 if way.alone else segment.input_bytes) + way.whole + gradients)
         gradients += segment.gradients
     return most
 

@@ -264,22 +264,18 @@ class _Budget:
         """The least that must be computed again. Raises `PlanError` where the smallest is too much."""
         if self.plan.recompute != "auto" or not self.training:
             raise self._refusal(plain, f"{self.captured.name}, with nothing kept and nothing gathered ahead")
-        low, high = self._solver.least(), self._solver.bytes
-        best = outcome = self._try(least.but(activations=low))
+        sizes = self._solver.sizes()
+        best = self._try(least.but(activations=sizes[0]))
         if best.peak > self.budget:
             raise self._refusal(best, f"{self.captured.name}, with all computed again that can be")
-        at = low
-        for _ in range(TURNS):  # a byte more for activations is a byte more at the peak, nearly
-            at += self.budget - outcome.peak
-            at = at if low < at < high else (low + high) // 2
-            outcome = self._try(least.but(activations=at))
+        low, high = 0, len(sizes)
+        while high - low > 1 and self.budget - best.peak >= CLOSE * self.budget:
+            middle = (low + high) // 2
+            outcome = self._try(least.but(activations=sizes[middle]))
             if outcome.peak <= self.budget:
-                low = at
-                best = min(best, outcome, key=lambda o: (o.seconds, o.peak))
-                if self.budget - outcome.peak < CLOSE * self.budget:
-                    break
+                low, best = middle, min(best, outcome, key=lambda o: (o.seconds, o.peak))
             else:
-                high = at
+                high = middle
         return best
 
     def _with_room(self, base: _Outcome) -> list[_Outcome]:
