@@ -93,6 +93,14 @@ PLANS = {
     "sgd": {"optimizer": zgraph.SGD(lr=1e-2, momentum=0.9)},
     "8 bits": {"optimizer": zgraph.AdamW8bit(lr=1e-2, min_row_size=8, block_size=4)},
     "fp16": {"precision": "fp16"},
+    "fp16, torch's schedule": {
+        "precision": "fp16",
+        "lr_schedule": {"name": "TorchSchedule", "scheduler": "ExponentialLR", "args": {"gamma": 0.5}},
+    },
+    "skips, torch's schedule": {
+        "on_nonfinite": "skip",
+        "lr_schedule": {"name": "TorchSchedule", "scheduler": "ExponentialLR", "args": {"gamma": 0.5}},
+    },
     "fp16 masters": {"precision": "fp16", "numerics": "deepspeed", "ema": 0.9},
     "bf16 masters": {"precision": "bf16", "numerics": "deepspeed"},
     "states in memory": {"offload": {"optimizer": "cpu"}},
@@ -108,9 +116,14 @@ def cast(x: torch.Tensor, fields: dict) -> torch.Tensor:
 def test_a_resumed_run_goes_on_bit_for_bit(name, tmp_path):
     fields = PLANS[name]
     model = compiled(**fields)
+    first = model.first.weight.detach().clone()
     for x in batches(3):
         model.train_step(cast(x, fields))
-    assert model.save_checkpoint(tmp_path) == "step3"
+    steps = 3
+    while model.first.weight.equal(first) and steps < 20:  # (fp16's first steps are skipped)
+        model.train_step(cast(batches(3)[-1], fields))
+        steps += 1
+    assert model.save_checkpoint(tmp_path) == f"step{steps}" and not model.first.weight.equal(first)
     straight = [model.train_step(cast(x, fields)) for x in batches(4, 3)]
     other = compiled(seed=1, **fields)
     other.train_step(cast(batches(1)[0], fields))  # (what it was before is gone)
@@ -327,6 +340,89 @@ def test_state_that_modules_add_is_saved(tmp_path):
     assert other[0].note == "seen"
 
 
+class Extra(nn.Linear):
+    note = "new"
+
+    def get_extra_state(self):
+        return {"note": self.note}
+
+    def set_extra_state(self, state):
+        if state["note"] == "bad":
+            raise KeyError("bad")
+        self.note = state["note"]
+
+
+@pytest.mark.parametrize(("of", "to"), [(Extra, nn.Linear), (nn.Linear, Extra)])
+def test_state_that_only_one_side_has_is_refused_before_anything_changes(of, to, tmp_path):
+    made = [zgraph.compile(nn.Sequential(kind(3, 3)), zgraph.Plan(backend="eager")) for kind in (of, to)]
+    made[0].save_checkpoint(tmp_path)
+    before = {n: t.clone() for n, t in made[1].named_parameters()}
+    with pytest.raises(CheckpointError, match="get_extra_state"):
+        made[1].load_checkpoint(tmp_path)
+    assert same(before, dict(made[1].named_parameters())) == []
+
+
+def test_objects_that_take_no_state_are_refused_before_anything_changes(tmp_path):
+    trained().save_checkpoint(tmp_path, client_state={"it": 1})
+    other = compiled(seed=1)
+    before = everything(other)
+    for objects in ({"it": 5}, {"more": Loader()}):
+        with pytest.raises(CheckpointError, match=r"no load_state_dict|no client state 'more'"):
+            other.load_checkpoint(tmp_path, client_state=objects)
+    assert same(before, everything(other)) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "there"),
+    [(torch.tensor([0.5, 1.7]), torch.tensor([1, 2])), (torch.tensor([1j, 2]), torch.tensor([1.0, 2.0])),
+     (torch.tensor([1, 2]), torch.tensor([True, False])), (torch.tensor([300, 2]), torch.tensor([1, 2], dtype=torch.int8))],
+)  # fmt: skip
+def test_buffers_of_another_kind_are_refused(saved, there, tmp_path):
+    models = []
+    for buffer in (saved, there):
+        module = nn.Linear(2, 2)
+        module.register_buffer("it", buffer)
+        models.append(zgraph.compile(module, zgraph.Plan(backend="eager")))
+    models[0].save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model.it is torch"):
+        models[1].load_checkpoint(tmp_path)
+
+
+def test_two_weights_do_not_become_one_in_silence(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self, tied):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            if tied:
+                self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x)).sum()
+
+    models = [zgraph.compile(Twice(tied), zgraph.Plan(backend="eager")) for tied in (False, True, True)]
+    models[0].save_checkpoint(tmp_path / "two")
+    with pytest.raises(CheckpointError, match="one weight in the model, and two in the checkpoint"):
+        models[1].load_checkpoint(tmp_path / "two")
+    models[1].save_checkpoint(tmp_path / "one")
+    models[2].load_checkpoint(tmp_path / "one")
+    models[0].load_checkpoint(tmp_path / "one")  # (both are it)
+    assert torch.equal(models[0].a.weight, models[1].a.weight) and torch.equal(models[0].b.weight, models[1].a.weight)
+
+
+def test_steps_of_a_users_own_optimizer_are_counted(tmp_path):
+    model = compiled(optimizer=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in batches(3):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.save_checkpoint(tmp_path) == "step3"
+    other = compiled(seed=1, optimizer=None)
+    other.load_checkpoint(tmp_path)
+    other(batches(1)[0]).backward()
+    assert other.save_checkpoint(tmp_path) == "step4" and other.zgraph.samples == 24
+
+
 def test_gradients_that_wait_are_not_lost_in_silence(tmp_path):
     model = trained()
     model(batches(1)[0]).backward()
@@ -382,7 +478,7 @@ def test_a_tag_is_saved_again_in_one_move(tmp_path):
 def test_what_an_interrupted_save_leaves_is_no_checkpoint_and_goes(tmp_path):
     model = trained()
     place = tmp_path / model.save_checkpoint(tmp_path)
-    half = tmp_path / ".step9.partial"
+    half = tmp_path / ".zgraph-step9.partial"
     shutil.copytree(place, half)
     assert folder.tags(tmp_path) == ["step3"]
     compiled().load_checkpoint(tmp_path)
@@ -391,14 +487,41 @@ def test_what_an_interrupted_save_leaves_is_no_checkpoint_and_goes(tmp_path):
 
 
 def test_what_else_lies_in_the_folder_is_left_alone(tmp_path):
-    for name in ("notes", ".git", "step1.partial"):
+    for name in ("notes", ".git", "step1.partial", ".ssh.old", ".download.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text("mine")
     (tmp_path / "file").write_text("mine")
     model = trained()
     model.save_checkpoint(tmp_path, keep_last=1)
     assert folder.tags(tmp_path) == ["step3"]
-    assert {p.name for p in tmp_path.iterdir()} == {"notes", ".git", "step1.partial", "file", "latest", "step3"}
+    there = {"notes", ".git", "step1.partial", ".ssh.old", ".download.partial", "file"}
+    assert {p.name for p in tmp_path.iterdir()} == there | {"latest", "step3"}
+    (tmp_path / "link").symlink_to("step3")
+    for tag in ("notes", "file", "link"):
+        with pytest.raises(CheckpointError, match="is there, and is no checkpoint"):
+            model.save_checkpoint(tmp_path, tag)
+    assert (tmp_path / "notes" / "manifest.json").read_text() == (tmp_path / "file").read_text() == "mine"
+
+
+def test_two_models_save_into_one_folder_at_once(tmp_path):
+    models = {"g": trained(1), "d": trained(2)}
+    for number in range(10):
+        for name, model in models.items():
+            model.save_checkpoint(tmp_path, f"{name}{number}", async_=True)
+    for model in models.values():
+        model.zgraph.finish()
+    assert len(folder.tags(tmp_path)) == 20
+    for tag in folder.tags(tmp_path):
+        Checkpoint(tmp_path / tag).verify()
+
+
+def test_a_tag_that_is_being_saved_is_not_saved_twice(tmp_path):
+    model = trained(1)
+    going = folder.begin(tmp_path, "it")
+    with pytest.raises(CheckpointError, match="another save of it is on its way"):
+        model.save_checkpoint(tmp_path, "it")
+    going.discard()
+    model.save_checkpoint(tmp_path, "it")
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_a_warning(tmp_path, monkeypatch, caplog):

@@ -39,7 +39,7 @@ from zgraph.checkpoint.convert import convert
 from zgraph.checkpoint.formats.deepspeed import DeepSpeed
 from zgraph.checkpoint.formats.huggingface import Safetensors
 from zgraph.checkpoint.formats.plain_dcp import PlainDcp
-from zgraph.checkpoint.formats.torchfile import Inert, TorchFile
+from zgraph.checkpoint.formats.torchfile import Inert, TorchFile, plain_group
 from zgraph.checkpoint.formats.zero import first_stages, third_stage
 from zgraph.checkpoint.native import Checkpoint
 from zgraph.checkpoint.opening import open_checkpoint
@@ -534,6 +534,21 @@ def stage0(folder: Path, groups: list[list[int]], shapes: list[tuple[int, ...]])
     folder.mkdir(parents=True)
     torch.save({"module": weights, "buffer_names": [], "optimizer": optimizer}, folder / "mp_rank_00_model_states.pt")
     return folder
+
+
+@pytest.mark.parametrize("deep", [19, 21, 40])
+def test_a_short_pickle_that_would_be_long_when_written_out_is_refused(tmp_path, deep):
+    value: Any = [0.1, 0.2]
+    for _ in range(deep):
+        value = [value, value]
+    found = stored(tmp_path, {"betas": value, "params": [0]})
+    with pytest.raises(CheckpointError, match="holds too much"):
+        plain_group(found)
+    assert plain_group({"betas": (0.9, [1, None]), "lr": 1, "params": [0], "hook": object()}) == {
+        "betas": [0.9, [1, None]],
+        "lr": 1,
+        "hook": None,
+    }
 
 
 def test_without_zero_states_go_to_the_only_parameters_that_fit(tmp_path):

@@ -411,6 +411,62 @@ def test_ranks_that_want_different_tags_are_told(two, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class Raises:
+    def state_dict(self):
+        if dist.get_rank() == 1:
+            raise ValueError("not mine")
+        return {}
+
+    def load_state_dict(self, state):
+        self.state_dict()
+
+
+def users_fault(where: str) -> list[str]:
+    model, said = compiled(), []
+    model.save_checkpoint(where, client_state={"it": 1})
+    for call in (
+        lambda: model.save_checkpoint(where, "bad", client_state={"it": Raises()}),
+        lambda: model.load_checkpoint(where, client_state={"it": Raises()}),
+    ):
+        try:
+            call()
+            said.append("nothing")
+        except (ValueError, CheckpointError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    model.train_step(batch(0))
+    return said
+
+
+def test_a_fault_of_one_ranks_own_objects_is_told_to_all(two, tmp_path):
+    first, second = two.run(users_fault, str(tmp_path), limit=60)
+    assert all("CheckpointError" in said and "ValueError: not mine" in said for said in first)
+    assert second == ["ValueError: not mine"] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step0"]
+
+
+def on_a_half(where: str) -> bool:
+    """Two meshes of two ranks each train, save and load beside each other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "dp"))["dp"]
+    half = dist.get_rank() // 2
+    torch.manual_seed(half)
+    plan = zgraph.Plan(backend="eager", mesh={"dp": 2}, optimizer=zgraph.AdamW(lr=1e-2))
+    model = zgraph.compile(Net(), plan, mesh=mesh)
+    for step in range(2 + half):  # (not the same work)
+        model.train_step(batch(step))
+    model.save_checkpoint(f"{where}/{half}", async_=True)
+    saved = everything(model)
+    model.train_step(batch(9))
+    model.load_checkpoint(f"{where}/{half}")
+    buffers = {n for n, _ in model.named_buffers()}
+    return same({n: t for n, t in saved.items() if n not in buffers}, {
+        n: t for n, t in everything(model).items() if n not in buffers
+    })  # fmt: skip
+
+
+def test_meshes_beside_each_other_save_and_load(four, tmp_path):
+    assert four.run(on_a_half, str(tmp_path), limit=120) == [True] * 4
+
+
 def not_shared(where: str) -> str:
     model = compiled()
     original = Path.is_dir

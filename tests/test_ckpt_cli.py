@@ -313,3 +313,11 @@ def test_checkpoints_of_other_systems_are_looked_at_alike(saved, tmp_path, kind)
 
 def test_convert_to_what_there_is_not_is_refused(saved, tmp_path):
     assert "did you mean 'dcp'" in fails(2, "convert", saved, tmp_path / "to", "--to", "dpc")
+
+
+@pytest.mark.parametrize("system", ["zgraph", "dcp"])
+def test_convert_replaces_no_checkpoint(copied, saved, tmp_path, system):
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    said = fails(2, "convert", saved, copied, "--to", system)
+    assert "there is something already" in said and "step2" in said and "--as" in said
+    assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before

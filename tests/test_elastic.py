@@ -29,7 +29,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
+from zgraph import elasticity
 from zgraph.deepspeed import elastic
+from zgraph.elasticity import divisors
 from zgraph.errors import MeshError, PlanError, StepError
 from zgraph.plan import DATA_DIMENSIONS, Plan
 from zgraph.program.program import DATA_DIMS
@@ -140,6 +142,29 @@ def test_a_plan_for_a_world_is_a_plan_and_can_be_made_for_another(batch, micro_b
     found = plan.for_world(one)
     assert Plan.model_validate(json.loads(json.dumps(found.model_dump(mode="json")))) == found
     assert found.for_world(other) == plan.for_world(other) and found.for_world(one).hash() == found.hash()
+
+
+@given(some.integers(1, 3000))
+def test_divisors_are_all_of_them(number):
+    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+def test_a_prime_batch_is_looked_at_by_its_divisors(monkeypatch):
+    looked = 0
+
+    class Counted:
+        def __init__(self, *bounds: int) -> None:
+            self.numbers = range(*bounds)
+
+        def __iter__(self) -> Iterator[int]:
+            nonlocal looked
+            for number in self.numbers:
+                looked += 1
+                yield number
+
+    monkeypatch.setattr(elasticity, "range", Counted, raising=False)
+    found = Plan(mesh={"dp": -1}, elastic=zgraph.Elastic(batch=20_000_003, micro_batch=8)).for_world(1)
+    assert found.micro_batches == 20_000_003 and 0 < looked < 100_000
 
 
 def test_only_ranks_with_rows_of_their_own_share_a_batch():

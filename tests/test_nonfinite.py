@@ -5,6 +5,7 @@ Functions at the top of this file run on the ranks.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from pathlib import Path
@@ -277,14 +278,35 @@ def test_a_loss_that_is_infinite_counts_though_its_gradients_are_finite(mode):
 
 
 @pytest.mark.core
-def test_what_was_thrown_away_does_not_count():
-    model = compiled(on_nonfinite="stop")
+@pytest.mark.parametrize("mode", ["skip", "stop"])
+@pytest.mark.parametrize("of", ["parameters", "model", "optimizer"])
+def test_what_was_thrown_away_does_not_count(of, mode):
+    """Whether gradients are gone then, or zeros."""
+    model = compiled(on_nonfinite=mode)
     model(bad()).backward()
-    for param in model.parameters():
-        param.grad = None
+    if of == "parameters":
+        for param in model.parameters():
+            param.grad = None
+    else:
+        (model if of == "model" else model.zgraph.optimizer).zero_grad(set_to_none=False)
+        assert all(not param.grad.any() for param in model.parameters())
     model(good()).backward()
     model.step()
     assert int(model.zgraph.skipped_steps) == 0
+
+
+@pytest.mark.core
+def test_a_copy_throws_its_own_gradients_away():
+    model = compiled(on_nonfinite="stop")
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        one(bad()).backward()
+    twin.zero_grad()
+    assert all(p.grad is None for p in twin.parameters()) and all(p.grad is not None for p in model.parameters())
+    with pytest.raises(NonFiniteError):
+        model.step()
+    twin(good()).backward()
+    twin.step()
 
 
 @pytest.mark.core

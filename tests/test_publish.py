@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,20 @@ def test_a_weight_that_was_written_after_the_step_is_published_not_its_old_maste
     assert "head.weight" in caplog.text and "changed since the last step" in caplog.text
 
 
+def test_an_export_takes_such_a_weight_too_and_not_its_old_master(tmp_path, caplog):
+    model = trained("mixed", **LOW)
+    with torch.no_grad():
+        model.head.weight.fill_(3.0)
+    model.save_checkpoint(tmp_path / "run")
+    (file,) = export(open_checkpoint(tmp_path / "run"), tmp_path / "files", dtype="fp32")
+    found, wide = load_file(file), masters(model)
+    assert torch.equal(found["head.weight"], torch.full((1, 7), 3.0))
+    assert "1 weights" in caplog.text and "head.weight" in caplog.text and "changed since the last step" in caplog.text
+    assert_equal(
+        {n: found[n] for n in wide if n != "head.weight"}, {n: t for n, t in wide.items() if n != "head.weight"}
+    )
+
+
 def test_values_that_fp16_can_not_hold_are_refused(tmp_path):
     model = trained("mixed")
     with torch.no_grad():
@@ -453,6 +468,53 @@ def test_a_reader_never_finds_parts_of_two_models(sizes, tmp_path, monkeypatch):
         monkeypatch.setattr(Path, name, watched)
     model.save_pretrained(tmp_path, max_shard_size=sizes[1])
     assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == 1
+
+
+def llama_of(width: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(width)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32}
+    made = LlamaForCausalLM(LlamaConfig(hidden_size=width, intermediate_size=16, **sizes))
+    return zgraph.compile(made, zgraph.Plan(backend="eager"))
+
+
+@pytest.mark.parametrize("size", ["5GB", "2KB"])
+def test_a_failure_between_any_two_moves_leaves_no_config_beside_the_weights_of_another(size, tmp_path, monkeypatch):
+    llama_of(8).save_pretrained(tmp_path / "old", max_shard_size="5GB")
+    model, moves = llama_of(16), 0
+    done = {name: getattr(Path, name) for name in ("rename", "unlink")}
+
+    def failing(name: str, which: int) -> Any:
+        def move(self, *args, **kwargs):
+            nonlocal moves
+            moves += 1
+            if moves > which:
+                raise OSError(errno.EIO, "the disk fails")
+            return done[name](self, *args, **kwargs)
+
+        return move
+
+    for which in range(100):
+        folder, moves = shutil.copytree(tmp_path / "old", tmp_path / str(which)), 0
+        with monkeypatch.context() as patched:
+            for name in done:
+                patched.setattr(Path, name, failing(name, which))
+            try:
+                model.save_pretrained(folder, max_shard_size=size)
+            except CheckpointError as error:
+                assert "the disk fails" in error.why
+            else:
+                break
+        there = (folder / "config.json").exists()
+        width = json.loads((folder / "config.json").read_text())["hidden_size"] if there else None
+        try:
+            found = files_of(folder)["lm_head.weight"].shape[1]
+        except FileNotFoundError:
+            continue
+        assert width in (None, found)
+    assert which >= 3 and json.loads((folder / "config.json").read_text())["hidden_size"] == 16
+    assert files_of(folder)["lm_head.weight"].shape == (32, 16)
 
 
 def test_an_interrupt_leaves_what_was_there(tmp_path, monkeypatch):

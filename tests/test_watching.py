@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks, die
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zgraph
 from zgraph import heartbeat
@@ -49,11 +50,13 @@ def rank() -> int:
     return dist.get_rank()
 
 
-def compiled(backend: str = "eager", timeout: float | None = 3.0, interval: float = 0.2, **plan) -> nn.Module:
+def compiled(
+    backend: str = "eager", timeout: float | None = 3.0, interval: float = 0.4, mesh: DeviceMesh | None = None, **plan
+) -> nn.Module:
     torch.manual_seed(0)
     watch = {"timeout": timeout, "interval": interval}
     optimizer = plan.pop("optimizer", zgraph.SGD(lr=0.1))
-    return zgraph.compile(Net(), zgraph.Plan(backend=backend, watch=watch, optimizer=optimizer, **plan))
+    return zgraph.compile(Net(), zgraph.Plan(backend=backend, watch=watch, optimizer=optimizer, **plan), mesh=mesh)
 
 
 def _end(how: str) -> None:
@@ -97,14 +100,66 @@ def stuck_inside_a_program(backend: str) -> None:
         model.train_step(torch.ones(4, 6))
 
 
-def said_while_waiting() -> list[str]:
-    """What a rank logs before it fails."""
+def train_a_model_of_its_own_besides(who: int) -> None:
+    """One rank has made more steps than the others when one is stuck, but in a model that is its own."""
+    model = compiled()
+    model.train_step(torch.ones(4, 6))
+    if rank() == who:
+        own = compiled(mesh=DeviceMesh("cpu", [rank()], mesh_dim_names=("dp",)))
+        for _ in range(9):
+            own.train_step(torch.ones(4, 6))
+    model.train_step(torch.ones(4, 6))
+    if rank() == STUCK:
+        _end("loop")
+    model.train_step(torch.ones(4, 6))
+
+
+def train_in_two_groups() -> None:
+    """All ranks have a model, ranks 0 and 1 another one besides, in which rank 1 is stuck. Rank 2 has nothing to do."""
+    everybodys = compiled()
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    everybodys.train_step(torch.ones(4, 6))
+    if rank() == 2:
+        return
+    model = compiled(mesh=mesh)
+    for step in range(1, 6):
+        if step == 4 and rank() == STUCK:
+            _end("loop")
+        model.train_step(torch.ones(4, 6))
+
+
+def said_while_another_compiles() -> list[str]:
+    """One rank compiles for longer than a collective may take."""
+    lines = _logged()
+    model = compiled(timeout=2.0)
+    runtime = model.zgraph.runtime
+    prepare = runtime.prepare
+
+    def slow(step) -> None:
+        if rank() == STUCK:
+            time.sleep(4.0)
+        prepare(step)
+
+    runtime.prepare = slow
+    model.train_step(torch.ones(4, 6))
+    return lines
+
+
+def _logged() -> list[str]:
+    """What is logged about heartbeats from now on."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zgraph.heartbeat").addHandler(handler)
+    return lines
+
+
+def said_while_waiting() -> list[str]:
+    """What a rank logs before it fails."""
+    lines = _logged()
     model = compiled(timeout=6.0)
-    model.train_step(torch.ones(4, 6))
+    for _ in range(2):  # (the plan's time holds again from the first vote after what was compiled)
+        model.train_step(torch.ones(4, 6))
     while rank() == STUCK:
         time.sleep(0.05)
     with pytest.raises(CollectiveError):
@@ -149,7 +204,7 @@ def the_process_group_goes() -> tuple[int, str]:
     alive = _threads()
     error = "none"
     try:
-        model.zgraph.runtime.agreement.heart.pulse.report(None)
+        model.zgraph.runtime.agreement.heart.pulse.report(None, [0, 1])
     except BaseException as other:
         error = repr(other)
     return alive, error
@@ -250,6 +305,27 @@ def test_a_rank_that_waits_says_for_whom_before_it_gives_up():
     lines = run(2, said_while_waiting)[0].value
     (line,) = [text for text in lines if "has not moved" in text]
     assert f"waits for rank(s) {STUCK}" in line and "may take 6 s" in line and "in said_while_waiting" in line
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("who", [0, STUCK])
+def test_what_a_rank_does_alone_is_not_counted(who):
+    check(run(3, train_a_model_of_its_own_besides, who), 3, "is alive, and has not arrived")
+
+
+@pytest.mark.gloo
+def test_only_ranks_of_the_group_that_is_waited_in_are_judged():
+    with Ranks(3, timeout=60) as ranks:
+        outcomes = ranks.attempt(train_in_two_groups, limit=100, lost=(STUCK,))
+    assert outcomes[2].error is None and not outcomes[2].died
+    check(outcomes[:2], 2, "is alive, and has not arrived")
+    assert "rank 2" not in str(outcomes[0].error)
+
+
+@pytest.mark.gloo
+def test_nobody_warns_while_a_rank_compiles():
+    with Ranks(2, timeout=60) as ranks:
+        assert ranks.run(said_while_another_compiles) == [[], []]
 
 
 def test_the_store_that_went_with_its_rank_is_told(tmp_path):

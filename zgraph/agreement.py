@@ -33,9 +33,9 @@ def _around(text: str, at: int) -> str:
 
 
 @contextlib.contextmanager
-def _named(collective: str, ballot: str) -> Iterator[None]:
+def _named(voters: Agreement, collective: str, ballot: str) -> Iterator[None]:
     """A failure in here is that of this collective: no module runs it, so what was voted for says where."""
-    told = place.enter(collective)
+    told = place.enter(collective, voters)
     try:
         yield
     except RuntimeError as error:
@@ -59,9 +59,10 @@ class Agreement:
             return
         self.ranks = [int(r) for r in mesh.mesh.flatten().tolist()]
         # A group of their own: votes are read on the host. Over NCCL each would stop the GPU, and in a group that
-        # programs use they would wait behind the transfers in flight.
+        # programs use they would wait behind the transfers in flight. (Only its own ranks make it: other meshes have others.)
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
-        self.group = dist.new_group(self.ranks, backend=backend, timeout=torch_private.world_timeout())
+        timeout = torch_private.world_timeout()
+        self.group = dist.new_group(self.ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
 
     def set_timeout(self, seconds: float | None, groups: Sequence[Any]) -> None:
         """Let votes, and these process groups, wait so long for all ranks; None: as long as they did before."""
@@ -111,7 +112,7 @@ class Agreement:
         number = int.from_bytes(hashlib.sha256(ballot.encode()).digest()[:7], "little")
         both = torch.tensor([number, -number], dtype=torch.int64)
         views: list[Any] = [None] * len(self.ranks)
-        with _named(f"the ranks' vote about {subject} (all_reduce)", ballot):
+        with _named(self, f"the ranks' vote about {subject} (all_reduce)", ballot):
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
             if int(both[0]) == -int(both[1]):
                 if self._relaxed:
@@ -139,7 +140,7 @@ class Agreement:
         if self.group is None:
             return mine
         flag = torch.tensor([mine], dtype=torch.int64)
-        with _named(f"the ranks' vote about {subject} (all_reduce)", ""):
+        with _named(self, f"the ranks' vote about {subject} (all_reduce)", ""):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
         return int(flag.item())
 
@@ -152,19 +153,21 @@ class Agreement:
         if self.group is None:
             return [mine]
         views: list[Any] = [None] * len(self.ranks)
-        with _named(f"the exchange of {subject} (all_gather_object)", ""):
+        with _named(self, f"the exchange of {subject} (all_gather_object)", ""):
             dist.all_gather_object(views, mine, group=self.group)
         return views
 
     def together(self, subject: str, attempt: Callable[[], T], refused: Callable[[int, str], ZgraphError]) -> T:
-        """What `attempt` gives on this rank, if it raises no `ZgraphError` on any; else each rank raises its own, or
-        `refused(rank, what that rank was told)`."""
-        problem: ZgraphError | None = None
+        """What `attempt` gives on this rank, if it raises nothing on any; else each rank raises its own, or `refused(rank, what that rank
+        was told)`."""
+        problem: Exception | None = None
+        said = None
         try:
             found = attempt()
-        except ZgraphError as error:
+        except Exception as error:
             problem = error
-        problems = self.gather(f"what is wrong with {subject}", str(problem) if problem else None)
+            said = str(error) if isinstance(error, ZgraphError) else f"{type(error).__name__}: {error}"
+        problems = self.gather(f"what is wrong with {subject}", said)
         if problem is not None:
             raise problem
         if any(problems):
@@ -177,6 +180,6 @@ class Agreement:
         if self.group is None:
             return value
         box = torch.tensor([value], dtype=torch.int64)
-        with _named("the broadcast of rank 0's seed", ""):
+        with _named(self, "the broadcast of rank 0's seed", ""):
             dist.broadcast(box, src=self.ranks[0], group=self.group)
         return int(box.item())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zgraph.agreement import Agreement
-from zgraph.program import torch_private
+from zgraph.program import place, torch_private
 from zgraph.sharding import Shards, differ
 from zgraph.unchanged import Unchanged
 
@@ -84,7 +84,7 @@ class Ahead:
 
     def _start(self, executable: Executable) -> None:
         values = [self.shards.local(p.name) for p in executable.program.inputs]
-        with torch_private.unrecorded():  # (a profile may end with the step)
+        with place.runs_with(self.agreement), torch_private.unrecorded():  # (a profile may end with the step)
             outputs = executable.run(values)
         self.flying.update({p.name: v for p, v in zip(executable.program.outputs, outputs, strict=True)})
 

@@ -5,6 +5,7 @@ A step's rows are ranks x micro-batches x rows of a micro-batch, as in DeepSpeed
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, StrictInt, model_validator
@@ -12,7 +13,7 @@ from pydantic import BeforeValidator, Field, StrictInt, model_validator
 from zgraph.errors import PlanError
 from zgraph.record import Record, short
 
-__all__ = ["Elastic", "shown_worlds"]
+__all__ = ["Elastic", "divisors", "shown_worlds"]
 
 Count = Annotated[StrictInt, Field(ge=1)]
 
@@ -72,7 +73,7 @@ class Elastic(Record, frozen=True):
         if isinstance(self.micro_batch, tuple):
             return next((rows // size for size in reversed(self.micro_batch) if rows % size == 0), None)
         least = 1 if self.micro_batch is None else -(-rows // self.micro_batch)
-        return next(parts for parts in range(least, rows + 1) if rows % parts == 0)
+        return next(parts for parts in divisors(rows) if parts >= least)
 
     def refusal(self, world: int, ranks: int) -> str | None:
         """Why it can't be on a world of which so many ranks see different rows; None if it can."""
@@ -83,6 +84,12 @@ class Elastic(Record, frozen=True):
         if self.parts(self.batch // ranks) is None:
             return f"a rank has {self.batch // ranks} rows, and micro-batches have {_either(self.micro_batch)}"
         return None
+
+
+def divisors(number: int) -> list[int]:
+    """The smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def shown_worlds(worlds: tuple[int, ...], near: int, most: int = 12) -> str:

@@ -36,7 +36,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # What a compiled module carries on top of its class, unless it owns such a name already (see `_owns`).
-_METHODS = ("no_sync", "step", "train_step", "eval_step", "save_checkpoint", "load_checkpoint", "save_pretrained")
+_METHODS = (
+    "no_sync",
+    "step",
+    "train_step",
+    "eval_step",
+    "zero_grad",
+    "save_checkpoint",
+    "load_checkpoint",
+    "save_pretrained",
+)
 
 
 class Handle:
@@ -122,6 +131,12 @@ class Handle:
         the gradients are still there, for another `step()`.
         """
         return self.runtime.updater.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throw the gradients away, as the module's own `zero_grad` does; what they were of is then no part of the next step (`on_nonfinite`)."""
+        module = self.runtime.module
+        type(module).zero_grad(module, set_to_none)
+        self.runtime.updater.zeroed()
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, backward, accumulation over the plan's `micro_batches`, reduction, clipping, update, zeroing.
@@ -331,7 +346,7 @@ class Handle:
             old.tiers,
         )
         made.updater.adopt(old.updater, copies=False)
-        made.samples = old.samples
+        made.samples, made.turns = old.samples, old.turns
         made.saver = old.saver
         made.recorder = old.recorder.of(made) if old.recorder is not None else None
         old.ahead.drop()
@@ -358,7 +373,10 @@ def attach(module: nn.Module, runtime: Runtime, loss_fn: Callable[..., Any] | No
 
 
 def _owns(module: nn.Module, name: str) -> bool:
-    """Does a module have a method of this name that stays? (transformers' own `save_pretrained` would gather the weights on one rank.)"""
+    """Does a module have a method of this name that stays? (transformers' own `save_pretrained` would gather the weights on one rank; its
+    `zero_grad` is called by ours.)"""
+    if name == "zero_grad":
+        return False
     if name == "save_pretrained" and is_pretrained(module):
         return not str(getattr(type(module), name).__module__).startswith("transformers.")
     return hasattr(module, name)
@@ -392,6 +410,7 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         old.tiers,
     )
     runtime.updater.adopt(old.updater, copies=True)
+    runtime.samples, runtime.turns = old.samples, old.turns
     attach(twin, runtime, handle.loss_fn)
     return twin
 

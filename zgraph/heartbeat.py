@@ -3,12 +3,15 @@
 Each rank's thread writes its place (`zgraph/program/place.py`; the node and the user's line are read off the frames of the thread that
 runs) into the default process group's store, every `interval` seconds. Nobody reads until a collective has failed, or one has lasted for
 half of its time: then a rank whose heartbeat goes on is alive, and behind or not by its count of programs; one whose heartbeat does not
-is stopped or dead. Clocks of other machines are never compared.
+is stopped or dead. Only the ranks of the group that is waited in are judged, by what they did in it: what they do elsewhere is their own
+business. Clocks of other machines are never compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import logging
 import os
@@ -49,7 +52,8 @@ _NOT_THE_USERS = (
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank is: `count` and `order` as in `Place`, and the node in the program; `still` seconds since that changed.
+    """Where a rank is: the `group` that it runs a program or votes with ("": none), its `counts` by group, and the `order` of the node in the
+    program; `still` seconds since that changed.
 
     `state`: "alive", "failed" (it has told so by a CollectiveError, which named the ranks `absent`) or "left" (it watches no more).
     """
@@ -58,13 +62,18 @@ class Beat:
     state: str
     step: int
     micro_batch: int
-    count: int
+    group: str
+    counts: dict[str, int]
     order: int
     where: str
     still: float
     pid: int
     host: str
     absent: tuple[int, ...] = ()
+
+    def at(self, group: str) -> tuple[int, int]:
+        """How far it is in what this group does."""
+        return self.counts.get(group, 0), self.order if self.group == group else BETWEEN
 
     def shown(self) -> str:
         return f"step {self.step}, micro-batch {self.micro_batch}, {self.where}"
@@ -77,16 +86,14 @@ class Pulse:
         self.store = store
         self.rank = rank
         self.interval = interval
-        self.timeout: float | None = None
-        self.ranks: set[int] = set()
         self.pid = os.getpid()
         self.stop = threading.Event()
         self._lock = threading.RLock()  # (a finaliser may end this while its own thread is in here)
         self._host = socket.gethostname()
         self._number = 0
-        self._at: tuple[int, int] = (-1, -1)
+        self._at: tuple[str, dict[str, int], int] | None = None
         self._since = time.monotonic()
-        self._told = -1  # the count at which others were last looked for
+        self._told: tuple[str, dict[str, int]] | None = None  # where it was when others were last looked for
         self._first: tuple[float, dict[int, Beat]] | None = None
 
     # -- this rank ----------------------------------------------------------------------------------------------------
@@ -103,18 +110,20 @@ class Pulse:
     def publish(self, state: str, node: fx.Node | None = None, absent: Sequence[int] = ()) -> Beat:
         """Tell the others where this rank is, or was: at this node. Raises what the store raises."""
         with self._lock:
-            count, order, where = _place(node)
-            if (count, order) != self._at:
-                self._at, self._since = (count, order), time.monotonic()
-            self._number += 1
             here = place.HERE
+            group, order, where = _place(node)
+            counts = {_name(ranks): count for ranks, count in here.counts.copy().items()}
+            if (group, counts, order) != self._at:
+                self._at, self._since = (group, counts, order), time.monotonic()
+            self._number += 1
             still = time.monotonic() - self._since
             beat = Beat(
                 self._number,
                 state,
                 here.step,
                 here.micro_batch,
-                count,
+                group,
+                counts,
                 order,
                 where,
                 still,
@@ -127,35 +136,45 @@ class Pulse:
 
     def _warn(self, mine: Beat) -> None:
         """Say once for whom this rank waits, when it has not moved for half of the time that a collective may take."""
-        if self.timeout is None or mine.order == BETWEEN or mine.still < self.timeout / 2 or self._told == mine.count:
+        group = _watched(place.HERE.others)
+        usual = torch_private.timeout_of(group.group) if group is not None else None
+        if group is None or usual is None or mine.group != _name(tuple(group.ranks)):
+            self._first = None
+            return
+        ranks, limit, here = group.ranks, usual.total_seconds(), (mine.group, mine.counts)
+        if mine.still < limit / 2 or self._told == here:
             self._first = None
         elif self._first is None:
-            self._first = time.monotonic(), self.read()
+            self._first = time.monotonic(), self.read(ranks)
         elif time.monotonic() - self._first[0] >= PATIENCE * self.interval:
-            text, absent = _told(mine, self._first[1], self.read(), self.ranks - {self.rank})
-            self._told, self._first = mine.count, None
+            text, absent = _told(mine, self._first[1], self.read(ranks), self._but_me(ranks))
+            self._told, self._first = here, None
             said = f"it waits for rank(s) {_listed(absent)}" if absent else "no rank is behind it"
-            limit = f"a collective may take {self.timeout:.0f} s"
-            logger.warning("rank %d has not moved for %.0f s (%s): %s\n%s", self.rank, mine.still, limit, said, text)
+            allowed = f"a collective may take {limit:.0f} s"
+            logger.warning("rank %d has not moved for %.0f s (%s): %s\n%s", self.rank, mine.still, allowed, said, text)
 
     # -- the others ---------------------------------------------------------------------------------------------------
-    def read(self) -> dict[int, Beat]:
-        """The last heartbeat of each other rank that had one."""
+    def read(self, ranks: Sequence[int]) -> dict[int, Beat]:
+        """The last heartbeat of each other of these ranks that had one."""
         with self._lock:
-            known = [r for r in sorted(self.ranks - {self.rank}) if self.store.check([str(r)])]
+            known = [r for r in self._but_me(ranks) if self.store.check([str(r)])]
             texts = [self.store.get(str(r)) for r in known]
         return {r: _beat(text) for r, text in zip(known, texts, strict=True)}
 
-    def report(self, node: fx.Node | None) -> tuple[str, tuple[int, ...]]:
-        """A collective of this rank has failed (None: a vote): what is known of the others, and which of them had not arrived."""
+    def _but_me(self, ranks: Sequence[int]) -> list[int]:
+        return [r for r in sorted(ranks) if r != self.rank]
+
+    def report(self, node: fx.Node | None, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """A collective of this rank has failed (None: a vote): what is known of the others of these ranks, and which of them had not
+        arrived."""
         try:
             mine = self.publish("failed", node)
-            first = now = self.read()
-            others = self.ranks - {self.rank}
+            first = now = self.read(ranks)
+            others = self._but_me(ranks)
             end = time.monotonic() + PATIENCE * self.interval
             while time.monotonic() < end and not all(_answers(first.get(r), now.get(r)) for r in others):
                 time.sleep(min(0.05, self.interval))
-                now = self.read()
+                now = self.read(ranks)
             text, absent = _told(mine, first, now, others)
             self.publish("failed", node, absent)
             return text, absent
@@ -203,11 +222,6 @@ def watch(plan: Watch, agreement: Agreement, groups: Sequence[Any]) -> None:
         return
     agreement.set_timeout(plan.timeout, groups)
     agreement.heart = _shared(plan.interval) if plan.interval else None
-    if agreement.heart is not None:
-        pulse = agreement.heart.pulse
-        pulse.ranks.update(agreement.ranks)
-        usual = torch_private.timeout_of(agreement.group)
-        pulse.timeout = None if usual is None else usual.total_seconds()
 
 
 def _shared(interval: float) -> Heart | None:
@@ -228,8 +242,13 @@ def _shared(interval: float) -> Heart | None:
 
 
 def _report(node: Any) -> tuple[str, tuple[int, ...]] | None:
-    found = _heart() if _heart is not None else None
-    return found.pulse.report(node) if found is not None else None
+    group = _watched(place.HERE.others)
+    return group.heart.pulse.report(node, group.ranks) if group is not None else None
+
+
+def _watched(group: place.Together | None) -> place.Together | None:
+    """This group, if its ranks watch each other, and this process is one of them (and none that was forked off)."""
+    return group if group is not None and group.heart is not None and group.heart.pulse.pid == os.getpid() else None
 
 
 def _forget() -> None:
@@ -253,11 +272,13 @@ def _answers(first: Beat | None, now: Beat | None) -> bool:
     return now is not None and (now.state != "alive" or (first is not None and now.number > first.number))
 
 
-def _told(mine: Beat, first: dict[int, Beat], now: dict[int, Beat], others: set[int]) -> tuple[str, tuple[int, ...]]:
+def _told(
+    mine: Beat, first: dict[int, Beat], now: dict[int, Beat], others: Sequence[int]
+) -> tuple[str, tuple[int, ...]]:
     """What is known of the other ranks, and which of them have not arrived where this one is."""
     absent: list[int] = []
     lines: list[str] = []
-    for rank in sorted(others):
+    for rank in others:
         line, arrived = _line(mine, first.get(rank), now.get(rank))
         if line is not None:
             lines.append(f"rank {rank} {line}")
@@ -285,7 +306,7 @@ def _line(mine: Beat, first: Beat | None, now: Beat | None) -> tuple[str | None,
         return f"has failed too{of}: it was at {now.shown()}", True
     if not _answers(first, now):
         return f"is gone: no heartbeat ({_process(mine, now)}); it was last at {now.shown()}", False
-    if (now.count, now.order) < (mine.count, mine.order):
+    if now.at(mine.group) < mine.at(mine.group):
         return f"is alive, and has not arrived: for {now.still:.0f} s it has been at {now.shown()}", False
     return None, True
 
@@ -307,23 +328,30 @@ def _process(mine: Beat, other: Beat) -> str:
     return f"process {other.pid} {texts.get(state, 'is there, and its threads are held up')}"
 
 
-def _place(node: fx.Node | None) -> tuple[int, int, str]:
-    """(count, the node's position in its program, words) of where this process is: at `node`, if that is known."""
+@functools.lru_cache
+def _name(ranks: tuple[int, ...]) -> str:
+    """What a group of ranks is called in a heartbeat; nobody is in no group."""
+    return hashlib.sha256(str(ranks).encode()).hexdigest()[:16] if ranks else ""
+
+
+def _place(node: fx.Node | None) -> tuple[str, int, str]:
+    """(group, the node's position in its program, words) of where this process is: at `node`, if that is known."""
     here = place.HERE
-    count, inside = here.count, here.inside
+    inside, others = here.inside, here.others
+    group = _name(tuple(others.ranks)) if others is not None else ""
     frames = sys._current_frames()
     if isinstance(inside, str):
-        return count, 0, f"in {inside}"
+        return group, 0, f"in {inside}"
     if isinstance(inside, Executable):
         node = node or running_node(frames.get(here.thread), inside)
         if node is None:
-            return count, 0, f"in {inside.program.name}"
+            return group, 0, f"in {inside.program.name}"
         if collectives.is_wait(node):
             node = collectives.start_of(node)
         order = list(inside.program.graph.nodes).index(node)
-        return count, order, f"in {inside.program.name} at {node.name} ({place_of(node)})"
+        return group, order, f"in {inside.program.name} at {node.name} ({place_of(node)})"
     return (
-        count,
+        "",
         BETWEEN,
         f"between two programs, {_line_of(frames.get(here.caller or threading.main_thread().ident or 0))}",
     )

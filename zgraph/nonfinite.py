@@ -125,7 +125,7 @@ class NonFinite:
     ) -> None:
         """A backward is about to run; `outputs` are the single numbers that it differentiates."""
         if all(p.grad is None for p in self.runtime.shards.params().values()):  # (what was there, nobody wanted)
-            self._forget()
+            self.forget()
         for i, before in forward.before.items():
             if entry.trace.inputs[i].role is InputRole.BUFFER:
                 self._buffers.keep(forward.number, flat[i], before)
@@ -148,9 +148,10 @@ class NonFinite:
         """The update of this step was made, unless `bad` (0-dim, on the device)."""
         self._buffers.undo(bad)
         self._taken = Taken(number, sorted(self._runs, key=lambda r: r.forward.number))
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """What ran so far is no part of the next step: its gradients were thrown away, or taken."""
         self._runs, self._losses, self._buffers = [], [], _Buffers()
 
     # -- what a step was ----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from pydantic import (
 
 from zgraph import planfile
 from zgraph.communication import Bucket, Bytes, Prefetch
-from zgraph.elasticity import Elastic, shown_worlds
+from zgraph.elasticity import Elastic, divisors, shown_worlds
 from zgraph.errors import MeshError, PlanError
 from zgraph.loss_scaling import LossScale
 from zgraph.names import did_you_mean
@@ -462,9 +462,7 @@ class Plan(Record, frozen=True):
         if self.elastic is None:
             raise PlanError("the plan is not elastic", where="elastic", hint="elastic=zgraph.Elastic(batch=…)")
         known = math.prod(size for size in self.mesh.values() if size != -1)
-        batch = self.elastic.batch
-        small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
-        rests = sorted({*small, *(batch // n for n in small)}) if -1 in self.mesh.values() else [1]
+        rests = divisors(self.elastic.batch) if -1 in self.mesh.values() else [1]
         candidates = (known * rest for rest in rests)
         return tuple(world for world in candidates if self.elastic.refusal(world, self._data_ranks(world)) is None)
 

@@ -117,6 +117,7 @@ class Runtime:
         self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
         self.recorder: Recorder | None = None
         self.steps = self.forwards = 0  # steps here; forwards of the one that is under way
+        self.turns = 0  # backward passes that a user's own optimizer may have followed
         self.samples = 0  # rows of batches that were trained on, over all ranks
         self.digests: dict[str, str] = {}  # of the programs that ranks have agreed on
         self.expected: dict[str, str] = {}  # those of the run that a checkpoint of the same plan and world was saved by
@@ -124,6 +125,11 @@ class Runtime:
         self.saver = Saver()
         heartbeat.watch(plan.watch, agreement, [mesh.get_group(d) for d in self.sizes] if mesh is not None else [])
         self.nonfinite = NonFinite(self) if plan.on_nonfinite != "ignore" else None
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps so far, those that were skipped included."""
+        return self.turns if self.updater.optimizer is None else self.updater.calls
 
     def _ended(self) -> None:
         """A step is over."""
@@ -138,8 +144,10 @@ class Runtime:
         if self.plan.optimizer is None and self.clock.reduced:
             self.clock.end_step()  # the user's own update lies between
         here = place.HERE
-        here.caller, here.micro_batch = threading.get_ident(), self.forwards
-        here.step = (self.updater.calls if self.plan.optimizer is not None else self.steps) + 1
+        here.caller = threading.get_ident()
+        if self.agreement.ranks:
+            here.micro_batch = self.forwards
+            here.step = (self.updater.calls if self.plan.optimizer is not None else self.steps) + 1
         key, entry = self.entry(args, kwargs)
         trains = entry.program().differentiated and torch.is_grad_enabled()
         self.forwards += trains
@@ -335,7 +343,7 @@ class Runtime:
             flying.pop(p.name) if p.role is InputRole.FLYING else self._input(p, flat)
             for p in executable.program.inputs
         ]
-        with explained(self, executable, step):
+        with place.runs_with(self.agreement), explained(self, executable, step):
             values = executable.run(given)
         outputs = list(entry.constants)
         saved = _Saved()
@@ -421,7 +429,7 @@ class Runtime:
         if clear:
             saved.clear()
         self.clock.ran(executable.program)
-        with explained(self, executable, step):
+        with place.runs_with(self.agreement), explained(self, executable, step):
             results = executable.run(values)
         if self.plan.offload.tier("parameters") is not None:
             self.tiers.settle()  # (gradients lie with their parameters, and may be read)
@@ -435,6 +443,7 @@ class Runtime:
             self.reduce_leftovers()
         if not self.accumulating:
             self.drop_kept()  # an update follows
+            self.turns += 1
             self.clock.reduced = True
         return gradients
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -36,31 +37,34 @@ def convert(source: Source, path: Path, tag: str, to: Literal["zgraph", "dcp"] =
 
     "zgraph": as `save_checkpoint` does, named by `latest` then. "dcp": as torch.distributed.checkpoint's default writer does, of
     {"model": {NAME: tensor}, "optimizer": {"state": {NAME: {KEY: tensor}}, "param_groups": […]}}, for `dcp.load`; what users added to a
-    checkpoint and counts of steps are not in it. What is written is verified first. Raises `CheckpointError` for a source that is damaged
-    and for a folder that can't be written; nothing is then left.
+    checkpoint and counts of steps are not in it. What is written is verified first. Raises `CheckpointError` for a source that is damaged,
+    for a folder that can't be written, and where the tag is there already; nothing is then changed.
     """
     if to not in ("zgraph", "dcp"):
         raise CheckpointError(f"to={to!r}", why='checkpoints are written as "zgraph" or as "dcp"')
     chosen = folder.checked_tag(tag)
-    if to == "dcp" and (path / chosen).exists():
-        raise CheckpointError("there is something already", where=str(path / chosen), hint="give another tag")
+    if os.path.lexists(path / chosen):
+        raise CheckpointError(
+            "there is something already", where=str(path / chosen), hint="give another tag (--as), or another folder"
+        )
     source.verify()
-    partial = path / f".{chosen}{folder.PARTIAL}"
+    unfinished: folder.Unfinished | None = None
     try:
         serial = folder.next_serial(path) if to == "zgraph" else 0
-        folder.begin(path, chosen)
+        unfinished = folder.begin(path, chosen)
         if to == "zgraph":
-            _write_native(source, partial, serial)
-            folder.commit(partial, chosen)
+            _write_native(source, unfinished.path, serial)
+            unfinished.commit()
         else:
-            _write_plain(source, partial)
-            folder.sync(partial)
-            partial.rename(path / chosen)
+            _write_plain(source, unfinished.path)
+            folder.sync(unfinished.path)
+            unfinished.path.rename(path / chosen)
             folder.sync(path)
     except OSError as error:
         raise failed(path, error) from error
     finally:
-        folder.discard(partial)
+        if unfinished is not None:
+            unfinished.discard()
     return path / chosen
 
 

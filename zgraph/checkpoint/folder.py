@@ -1,14 +1,16 @@
 """A folder of checkpoints: one folder a tag, `latest`, and what makes a save one move.
 
-A save is written into `.TAG.partial`, which no reader looks at, and put in its place by one rename, after every byte has
+A save is written into `.zgraph-TAG.partial`, which no reader looks at, and put in its place by one rename, after every byte has
 reached the disk. `latest` holds a tag and its checksum, and is replaced by one rename too. What an interrupted save
-leaves is removed by the next.
+leaves is removed by the next; nothing else in the folder is touched.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import logging
 import os
 import re
 import shutil
@@ -18,9 +20,12 @@ from zgraph.checkpoint import manifest
 from zgraph.checkpoint.tensorfile import checksum, read_bytes, write_bytes
 from zgraph.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
+
 LATEST = "latest"
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 PARTIAL, OLD = ".partial", ".old"
+_OURS = re.compile(r"\.zgraph-[A-Za-z0-9][A-Za-z0-9._-]{0,199}(\.partial|\.old)")
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
@@ -70,47 +75,94 @@ def next_serial(folder: Path) -> int:
     return max((manifest.serial_of(folder / tag) or 0 for tag in tags(folder)), default=-1) + 1
 
 
-def begin(folder: Path, tag: str) -> Path:
-    """An empty folder to write into. What earlier saves left unfinished is removed. Raises `OSError`."""
+class Unfinished:
+    """The folder `path` that a checkpoint of this tag is written into. While it lives, it is locked: other saves into the same folder
+    leave it alone."""
+
+    def __init__(self, path: Path, tag: str) -> None:
+        self.path = path
+        self.tag = tag
+        self._lock = _locked(path)
+
+    def commit(self) -> None:
+        """Put the checkpoint in its place, whose files have all reached the disk, and let `latest` name it. Raises `OSError`."""
+        folder, place = self.path.parent, self.path.parent / self.tag
+        write_bytes(self.path / LATEST, f"{self.tag} {checksum(self.tag.encode())}\n".encode())
+        sync(self.path)
+        if place.exists():
+            _exchange(self.path, place)
+        else:
+            self.path.rename(place)
+        sync(folder)
+        (place / LATEST).rename(folder / LATEST)
+        sync(folder)
+        self.discard()  # (what was there before, if there was)
+
+    def discard(self) -> None:
+        """Remove what is not in its place."""
+        _remove(self.path)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def partial_of(folder: Path, tag: str) -> Path:
+    """Where a checkpoint of this tag is written."""
+    return folder / f".zgraph-{tag}{PARTIAL}"
+
+
+def begin(folder: Path, tag: str) -> Unfinished:
+    """An empty folder to write into. What earlier saves left unfinished is removed. Raises `OSError`, and `CheckpointError` where something
+    else has the name, or another save of it is on its way."""
+    place = folder / tag
+    if os.path.lexists(place) and (place.is_symlink() or manifest.serial_of(place) is None):
+        raise CheckpointError(
+            f"{tag} is there, and is no checkpoint",
+            where=str(place),
+            why="a save would replace it",
+            hint="give another tag",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name.startswith(".") and path.name.endswith((PARTIAL, OLD)) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-    made = folder / f".{tag}{PARTIAL}"
-    made.mkdir()
-    return made
+        if _OURS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            lock = _locked(path)
+            if lock is not None:
+                _remove(path)
+                os.close(lock)
+    made = partial_of(folder, tag)
+    try:
+        made.mkdir()
+    except FileExistsError:
+        raise CheckpointError(
+            f"another save of {tag} is on its way", where=str(folder), hint="give another tag"
+        ) from None
+    return Unfinished(made, tag)
 
 
-def commit(partial: Path, tag: str) -> None:
-    """Put a checkpoint in its place, whose files have all reached the disk, and let `latest` name it. Raises `OSError`."""
-    folder, place = partial.parent, partial.parent / tag
-    sync(partial)
-    if place.exists():
-        _exchange(partial, place)
-    else:
-        partial.rename(place)
-    sync(folder)
-    fresh = folder / f".{LATEST}"
-    fresh.unlink(missing_ok=True)
-    write_bytes(fresh, f"{tag} {checksum(tag.encode())}\n".encode())
-    fresh.rename(folder / LATEST)
-    sync(folder)
-    discard(partial)  # (what was there before, if there was)
+def _locked(path: Path) -> int | None:
+    """A descriptor that locks a folder until it is closed or the process ends; None where another has it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:  # (a file system without locks)
+        logger.warning("%s can't be locked (%s): let no two saves run in one folder", path.parent, error.strerror)
+    return descriptor
 
 
-def discard(path: Path) -> None:
-    """Remove a folder that is no checkpoint (any more)."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def retain(folder: Path, count: int) -> list[str]:
     """Remove all but so many of the newest checkpoints; the tags of those removed. Raises `OSError`."""
     gone = tags(folder)[count:]
     for tag in gone:
-        aside = folder / f".{tag}{OLD}"
+        aside = folder / f".zgraph-{tag}{OLD}"
         (folder / tag).rename(aside)  # (from here on it is no checkpoint)
-        discard(aside)
+        _remove(aside)
     return gone
 
 

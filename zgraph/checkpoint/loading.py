@@ -27,6 +27,7 @@ from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.checkpoint.values import PerRank, decode
 from zgraph.errors import CheckpointError
 from zgraph.names import did_you_mean
+from zgraph.sharding import bits
 from zgraph.update.build import AHEAD, EMA, MASTER
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def load(
 
     tries = [tag]
     if fallback:
-        tries = agreement.gather("the checkpoints to try", candidates(path, tag))[0]
+        found = agreement.together("the checkpoints to try", lambda: candidates(path, tag), refused)
+        tries = agreement.gather("the checkpoints to try", found)[0]
     failure: CheckpointError | None = None
     for wanted in tries:
         try:
@@ -119,6 +121,7 @@ def _opened(runtime: Runtime, path: Path, tag: str | None) -> Source:
 
 def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[str, Any] | None) -> _Parts:
     runtime.updater.refuse_loading()
+    runtime.shards.refresh()
     loading = planned(runtime, source, optimizer)
     random, client, extra = None, {}, {}
     if isinstance(source, Checkpoint):
@@ -128,9 +131,22 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
         client = _client_state(runtime, source)
         first = source.own(0) or {}
         extra = decode(first.get("extra", {}), _copier(source))
-    for key in objects or {}:
+        mine = state.extra_states(runtime.module).keys()
+        if mine != extra.keys():
+            paths = ", ".join(sorted(mine ^ extra.keys()))
+            raise CheckpointError(
+                f"state by get_extra_state() of {paths}, either in the checkpoint or in the model, not in both",
+                where=str(source.folder),
+                hint="build the model that it was saved of",
+            )
+    for key, target in (objects or {}).items():
         if key not in client:
             raise CheckpointError(f"the checkpoint has no client state {key!r}", hint=did_you_mean(key, client))
+        if not callable(getattr(target, "load_state_dict", None)):
+            raise CheckpointError(
+                f"client_state[{key!r}] is a {type(target).__name__}, which has no load_state_dict()",
+                hint="leave it out, and take its value from what load_checkpoint returns",
+            )
     return _Parts(loading, optimizer, random, client, extra)
 
 
@@ -195,7 +211,13 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
             hint="build the model that it was saved of",
         )
     for name, buffer in buffers.items():
-        _check_shape(source, MODEL + name, buffer.shape)
+        _check(source, MODEL + name, buffer)
+        if buffer.numel() > 1 and 0 in buffer.stride() and not buffer.is_sparse:
+            raise CheckpointError(
+                f"buffer {name!r} has elements that share memory",
+                why="it was made by expand()",
+                hint="clone it in the model",
+            )
         loading.read(MODEL + name, buffer)
     saved: dict[str, dict[str, str]] = {}
     for name in source.tensors:
@@ -210,7 +232,8 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
     for name, param in shards.params().items():
         if param.is_meta:
             continue
-        found = next(n for n in names[id(param)] if n in known)
+        found, *others = (n for n in names[id(param)] if n in known)
+        _check_tied(runtime, source, MODEL + found, [MODEL + n for n in others])
         of_param: dict[str, str] = next((saved.pop(n) for n in names[id(param)] if n in saved), {})
         for other in names[id(param)]:
             saved.pop(other, None)
@@ -229,10 +252,10 @@ def _plan_parameter(
     mine: dict[str, torch.Tensor] = {}
     if plan_optimizer is not None:
         mine = {k: v for k, v in plan_optimizer.state.get(runtime.shards.params()[name], {}).items() if k != STEP}
-    _check_shape(source, weight, param.shape)
+    _check(source, weight, param)
     for key in DERIVED:
         if key in saved:
-            _check_shape(source, saved[key], param.shape)
+            _check(source, saved[key], param)
     low = param.dtype.itemsize < 4
     newest = saved.get(AHEAD, weight) if AHEAD not in mine else weight
     widest = saved.get(MASTER, newest)
@@ -270,7 +293,7 @@ def _plan_parameter(
                 hint="load it by a plan with that optimizer; or optimizer=False for the weights alone",
             )
         for key, tensor in rest.items():
-            _check_shape(source, theirs[key], tensor.shape)
+            _check(source, theirs[key], tensor)
             loading.read(theirs[key], tensor)
     if optimizer and STEP in saved:
         info = source.tensors[saved[STEP]]
@@ -279,14 +302,36 @@ def _plan_parameter(
         loading.counts[name] = float(source.whole(saved[STEP]).reshape(()))
 
 
-def _check_shape(source: Source, name: str, shape: Sequence[int]) -> None:
-    found = source.tensors[name].shape
-    if found != tuple(shape):
+def _check(source: Source, name: str, into: torch.Tensor) -> None:
+    """Raises `CheckpointError` unless a tensor of the model can take one of the checkpoint: in its shape, without a change of its kind."""
+    found = source.tensors[name]
+    kinds = [(d.is_floating_point, d.is_complex, d) for d in (found.dtype, into.dtype)]
+    alike = kinds[0][:2] == kinds[1][:2] and (kinds[0][0] or kinds[0][1] or found.dtype is into.dtype)
+    if found.shape != tuple(into.shape) or not alike:
+        one, other = list(found.shape), list(into.shape)
+        if not alike:
+            one, other = f"{found.dtype} {one}", f"{into.dtype} {other}"  # type: ignore[assignment]
         raise CheckpointError(
-            f"{name} is {list(found)} in the checkpoint and {list(shape)} in the model",
+            f"{name} is {one} in the checkpoint and {other} in the model",
             where=str(source.folder),
             hint="build the model that it was saved of",
         )
+
+
+def _check_tied(runtime: Runtime, source: Source, name: str, others: Sequence[str]) -> None:
+    """Raises `CheckpointError` unless the names that the model gives one weight have one in the checkpoint. Each rank reads its share."""
+    rank, ranks = runtime.agreement.rank(), max(1, len(runtime.agreement.ranks))
+    for other in others:
+        blocks = source.tensors[name].blocks
+        alike = source.tensors[other] == source.tensors[name] and all(
+            torch.equal(bits(source.block(name, b)), bits(source.block(other, b))) for b in blocks[rank::ranks]
+        )
+        if not alike:
+            raise CheckpointError(
+                f"{name} and {other} are one weight in the model, and two in the checkpoint",
+                where=str(source.folder),
+                hint="untie them in the model, or load a checkpoint of one where they are tied",
+            )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -304,7 +349,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
 
     def attempt() -> None:
         try:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 for number in range(max(map(len, loading.tensors.values()), default=0)):
                     wanted = {n: ts[number] for n, ts in loading.tensors.items() if len(ts) > number}
                     load_distributed(
@@ -316,7 +361,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
                 for to, of in loading.copies:
                     _local(to).copy_(_local(of))
                 updater.states.clear(loading.fresh)
-        except (OSError, RuntimeError, CheckpointException, CheckpointError) as error:
+        except (Exception, CheckpointException) as error:  # (torch's is no Exception)
             raise CheckpointError(
                 "the checkpoint could not be read to its end",
                 where=str(source.folder),
@@ -326,17 +371,17 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
 
     try:
         agreement.together("the checkpoint", attempt, refused)
-    except CheckpointError:
+    except Exception:
         updater.spoil()
         raise
     for param in runtime.shards.params().values():
         param.grad = None
     runtime.weights_changed(list(runtime.shards.params()))
     runtime.shards.pending.clear()
-    for path, value in parts.extra.items():
-        runtime.module.get_submodule(path).set_extra_state(value)
-    updater.restore(source.known, loading.counts, parts.optimizer)
-    runtime.samples = source.known.samples or 0
+    with torch.inference_mode(False):
+        updater.restore(source.known, loading.counts, parts.optimizer)
+    runtime.samples = source.known.samples or 0 if parts.optimizer else 0
+    runtime.turns = source.known.steps or 0 if parts.optimizer else 0
     alike = source.known.plan == runtime.plan.model_dump(mode="json") and source.known.mesh == runtime.sizes
     runtime.expected = source.known.programs if alike else {}
     runtime.saver.last = Last(source.folder, parts.optimizer)
@@ -346,6 +391,12 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
         logger.warning("%s", note)
     if len(loading.notes) > 5:
         logger.warning("… and %d more", len(loading.notes) - 5)
-    for key, target in objects.items():
-        target.load_state_dict(parts.client[key])
+
+    def of_the_user() -> None:
+        for path, value in parts.extra.items():
+            runtime.module.get_submodule(path).set_extra_state(value)
+        for key, target in objects.items():
+            target.load_state_dict(parts.client[key])
+
+    agreement.together("the state of the user's own objects", of_the_user, refused)
     return parts.client

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from zgraph.checkpoint.source import Block, Known, TensorInfo
+from zgraph.checkpoint.source import Block, Known, TensorInfo, natural, naturals
 from zgraph.checkpoint.tensorfile import DTYPES, OpenFile, Piece, checksum, read_bytes
 from zgraph.errors import CheckpointError
 
@@ -25,6 +25,8 @@ MOST_BYTES = 1 << 32
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 MARK = b',"checksum":"'
 _HEAD = re.compile(rb'\{"format":\d+,"serial":(\d{1,18}),')
+MOST_COUNTED = 1 << 40  # steps, rows: they may be counted again one by one
+MOST_CUT = 8  # dimensions of a tensor that blocks are parts of
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
@@ -61,7 +63,15 @@ class Manifest:
         return {n: TensorInfo(DTYPES[d], s, tuple(blocks[n])) for n, (d, s) in self.tensors.items()}
 
     def written(self) -> bytes:
-        """As a file; `checksum` is then set."""
+        """As a file; `checksum` is then set. Raises `CheckpointError` for what `read` would refuse to be known."""
+        try:
+            _check_known(self.known)
+        except ValueError as error:
+            raise CheckpointError(
+                "what is known of the run can't be saved",
+                why=str(error),
+                hint="parameter groups hold numbers, strings, and lists of them",
+            ) from None
         files: dict[str, Any] = {}
         for name, entry in self.files.items():
             shown: dict[str, Any] = {"bytes": entry.nbytes}
@@ -128,14 +138,14 @@ def _parsed(data: dict[str, Any]) -> Manifest:
             f"a checkpoint of format {data['format']!r}, and this zgraph reads {FORMAT}",
             hint="use the zgraph that it was written with, or a newer one",
         )
-    tensors = {_text(n): (_dtype(d), _sizes(s)) for n, (d, s) in data["tensors"].items()}
+    tensors = {_text(n): (_dtype(d), naturals(s)) for n, (d, s) in data["tensors"].items()}
     files = {}
     for name, shown in data["files"].items():
         if not FILE_NAME.fullmatch(name) or name == NAME:
             raise CheckpointError(f"a file called {name[:80]!r}", why="names of files are letters, digits, . _ and -")
-        entry = FileEntry(_size(shown["bytes"]))
+        entry = FileEntry(natural(shown["bytes"]))
         if "header" in shown:
-            entry.header = (_size(shown["header"][0]), _sum(shown["header"][1]))
+            entry.header = (natural(shown["header"][0]), _sum(shown["header"][1]))
             entry.pieces = [_piece(tensors, *item) for item in shown["pieces"]]
         else:
             entry.checksum = _sum(shown["checksum"])
@@ -145,26 +155,33 @@ def _parsed(data: dict[str, Any]) -> Manifest:
     own = [_text(n) for n in data["own"]]
     if any(n not in files for n in own) or not isinstance(data["client"], dict):
         raise ValueError("the state of a rank is in no file")
-    made = Manifest(_size(data["serial"]), files, tensors, known, data["client"], own)
+    made = Manifest(natural(data["serial"]), files, tensors, known, data["client"], own)
     check_tiling(made.infos())
     return made
 
 
 def _piece(tensors: dict[str, Any], name: str, offsets: list[Any], sizes: list[Any], start: Any, said: Any) -> Piece:
     dtype, shape = tensors[name]
-    block = Block(_sizes(offsets), _sizes(sizes))
+    block = Block(naturals(offsets), naturals(sizes))
     if not len(block.offsets) == len(block.sizes) == len(shape):
         raise ValueError(f"a block of {name} has other dimensions than it")
-    return Piece(name, dtype, block, _size(start), block.elements * DTYPES[dtype].itemsize, _sum(said))
+    return Piece(name, dtype, block, natural(start), block.elements * DTYPES[dtype].itemsize, _sum(said))
 
 
 def _check_known(known: Known) -> None:
-    numbers = (known.steps, known.skipped, known.samples, known.world)
-    if any(n is not None and _size(n) != n for n in numbers):
-        raise ValueError("a count is no number")
+    counts = [n for n in (known.steps, known.skipped, known.samples) if n is not None]
+    if any(natural(n) > MOST_COUNTED for n in (*counts, known.world)):
+        raise ValueError(f"no run has counted beyond {MOST_COUNTED}: {counts}"[:300])
+    if known.steps is not None and known.skipped > known.steps:
+        raise ValueError(f"{known.skipped} of {known.steps} steps were skipped")
     for group in known.groups:
         if not all(isinstance(n, str) for n in group["names"]):
             raise ValueError("a parameter group without names")
+        for key, value in group.items():
+            if not _is_plain(value):
+                raise ValueError(
+                    f"{key!r} of a parameter group is a {type(value).__name__}: it is no number, string or list"
+                )
     for value, kind in ((known.loss_scale, dict), (known.plan, dict)):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{value!r} is no {kind.__name__}"[:200])
@@ -174,12 +191,18 @@ def _check_known(known: Known) -> None:
         raise ValueError("programs and mesh are no tables")
 
 
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
 def check_tiling(tensors: dict[str, TensorInfo]) -> None:
     """Raises `CheckpointError` unless the blocks of each tensor are all of it, and none is in two."""
     for name, info in tensors.items():
         outside = any(o + n > d for b in info.blocks for o, n, d in zip(b.offsets, b.sizes, info.shape, strict=True))
-        total = sum(b.elements for b in info.blocks)
-        if outside or total != math.prod(info.shape) or not info.blocks or _overlap(info.blocks):
+        if outside or not info.blocks or not _fill(info.blocks, info.shape):
+            total = sum(b.elements for b in info.blocks)
             raise CheckpointError(
                 f"the blocks of {name} are not all of it, each once",
                 why=f"it is {list(info.shape)}; {len(info.blocks)} blocks have {total} elements",
@@ -187,33 +210,28 @@ def check_tiling(tensors: dict[str, TensorInfo]) -> None:
             )
 
 
-def _overlap(blocks: Sequence[Block]) -> bool:
-    if len(blocks) < 2 or not blocks[0].sizes:
-        return len(blocks) > 1
-    filled = sorted((b for b in blocks if b.elements), key=lambda b: b.offsets)
-    ends = [b.offsets[0] + b.sizes[0] for b in filled]
-    if all(end <= later.offsets[0] for end, (_, later) in zip(ends, pairwise(filled), strict=False)):
-        return False
-    for i, one in enumerate(filled):
-        for other in filled[i + 1 :]:
-            if other.offsets[0] >= ends[i]:
-                break
-            sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-            if all(a < p + q and p < a + n for a, n, p, q in sides):
-                return True
-    return False
+def _fill(blocks: Sequence[Block], shape: tuple[int, ...]) -> bool:
+    """Are these blocks of a box all of it, and each element in one?
 
-
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"{value!r} is no size"[:200])
-    return value
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or len(values) > 64:
-        raise ValueError(f"{values!r} is no shape"[:200])
-    return tuple(map(_size, values))
+    How often elements are covered is known from its changes along all dimensions, and a block changes it at its corners alone, by 1 or
+    -1. So all corners must cancel against those of the whole. In one dimension after another, those of a grid do so at once.
+    """
+    filled = [b for b in blocks if b.elements]
+    cut = [d for d, n in enumerate(shape) if any(b.sizes[d] != n for b in filled)]
+    if len(cut) > MOST_CUT:
+        raise CheckpointError(f"a tensor is cut along {len(cut)} dimensions", why=f"none is along more than {MOST_CUT}")
+    covered: Counter[tuple[Any, ...]] = Counter(
+        tuple((b.offsets[d], b.offsets[d] + b.sizes[d]) for d in cut) for b in filled
+    )
+    if math.prod(shape):
+        covered[tuple((0, shape[d]) for d in cut)] -= 1
+    for _ in cut:
+        corners: Counter[tuple[Any, ...]] = Counter()
+        for ((begin, end), *rest), times in covered.items():
+            corners[*rest, begin] += times
+            corners[*rest, end] -= times
+        covered = Counter({corner: times for corner, times in corners.items() if times})
+    return not any(covered.values())
 
 
 def _text(value: Any) -> str:

@@ -3,7 +3,8 @@
 The header of a safetensors file says at which byte each tensor begins, so all ranks know where each of their rows lies in it. Rank 0 makes
 the files in their final sizes, every rank writes what it holds where it belongs, and once all of it has reached the disk on every
 rank, the files are put in place by renames. Where there are several, the old index goes before the first of the old files does, and the
-new one comes last: a reader finds the old model or the new one, or, in that moment, none; never parts of both.
+new one comes after them. So with a config that is not the same again: the old one goes first, and the new one comes last of all. A
+reader finds the old model or the new one, or, in that moment, none; never parts of both.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from zgraph.checkpoint.folder import sync
 from zgraph.checkpoint.pretrained import View
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Source
 from zgraph.checkpoint.tensorfile import Piece, checksum, data_of, laid_out, refuse_unwritable, write_bytes
+from zgraph.checkpoint.widest import is_current, is_current_in, tell_changed
 from zgraph.communication import parse_bytes
 from zgraph.errors import CheckpointError, PlanError, StepError, ZgraphError
 from zgraph.names import did_you_mean
@@ -197,21 +199,32 @@ def _place(partial: Path, files: Files) -> None:
             sync(partial / name)
         sync(partial)
         old = {p.name for p in folder.iterdir() if p.name in (WEIGHTS, INDEX) or _NUMBERED.fullmatch(p.name)}
+        configs = fresh - {*files.headers, INDEX}
+        outdated = [n for n in configs if (folder / n).exists() and not _same_file(folder / n, partial / n)]
     with _told(folder, _PLACING):
+        for name in outdated:  # (the weights of one model must not lie beside the config of the other)
+            (folder / name).unlink()
         if (old & fresh) - {files.entry}:  # (files of both models would have one name)
             for name in old & {WEIGHTS, INDEX}:
                 (folder / name).unlink()
-            sync(folder)
-        for name in sorted(fresh, key=lambda name: name == files.entry):
+        sync(folder)
+        for name in sorted(fresh - configs, key=lambda name: name == files.entry):
             (partial / name).rename(folder / name)
         sync(folder)
         for name in old - fresh:
             (folder / name).unlink(missing_ok=True)
+        for name in configs:
+            (partial / name).rename(folder / name)
+        sync(folder)
         partial.rmdir()
 
 
+def _same_file(one: Path, other: Path) -> bool:
+    return one.read_bytes() == other.read_bytes()
+
+
 _WRITING = "what was there is as it was; all ranks need the folder, and room in it"
-_PLACING = "publish again: files may be of two models, and there is no index or no weights then"
+_PLACING = "publish again: files may be of two models, and then there is no config, no index or no weights"
 
 
 @contextlib.contextmanager
@@ -305,12 +318,7 @@ def _parts(
     mine = {n: held[n] for n in dict.fromkeys(v.source for v in views) if state.is_mine(held[n], runtime.mesh, loads)}
     stale: list[str] = []
     values = {n: _value(runtime, n, t, dtypes[n], averaged, stale) for n, t in mine.items()}
-    if stale:
-        logger.warning(
-            "%d weights were changed since the last step (%s, …): they are published as they are, not from their fp32 copies",
-            len(stale),
-            stale[0],
-        )
+    tell_changed(stale)
     for view in views:
         if view.source in mine:
             source = mine[view.source]
@@ -340,7 +348,7 @@ def _value(
     if dtype is own.dtype or MASTER not in states:
         return own
     master = _local(states[MASTER])
-    if same_bits(master.to(own.dtype), own):
+    if is_current(master, own):
         return master
     stale.append(name)
     return own
@@ -360,11 +368,12 @@ def export(
     like: nn.Module | None = None,
     say: Callable[[str], None] = lambda name: None,
 ) -> list[Path]:
-    """Write the weights of a checkpoint as `save_pretrained` does, in one process that holds one tensor at a time; returns the files.
+    """Write the weights of a checkpoint as `save_pretrained` does, in one process that holds one weight at a time; returns the files.
 
-    `dtype`: that of the checkpoint's weights by default; a wider one takes fp32 masters. `like`: the model that it is of, on the meta
-    device say: with it names, ties and config are those of transformers' files; without it names are the checkpoint's, and there
-    is no config. `say` is told of each tensor. Raises `CheckpointError`; then what was in the folder is as it was.
+    `dtype`: that of the checkpoint's weights by default; a wider one takes the fp32 masters of weights that were not changed since.
+    `like`: the model that it is of, on the meta device say: with it names, ties and config are those of transformers' files; without it
+    names are the checkpoint's, and there is no config. `say` is told of each tensor. Raises `CheckpointError`; then what was in the
+    folder is as it was, unless files were already being put in their places.
     """
     wanted, most = dtype_of(dtype), _size_of(max_shard_size)
     shapes = {n.removeprefix(MODEL): info.shape for n, info in source.tensors.items() if n.startswith(MODEL)}
@@ -389,12 +398,13 @@ def export(
             files.make(partial)
             if like is not None and pretrained.is_pretrained(like):
                 pretrained.write_config(like, partial, _main_dtype(views, dtypes))
+            stale: list[str] = []
             with _Writer(partial, files) as writer:
                 for name, made in of_source.items():
                     say(name)
-                    _write_whole(
-                        writer, made, source, _widest(source, twins.get(name, name), dtypes[name]), dtypes[name]
-                    )
+                    widest = _widest(source, twins.get(name, name), dtypes[name], stale)
+                    _write_whole(writer, made, source, widest, dtypes[name])
+                tell_changed(stale)
                 written = sorted(path.name for path in partial.iterdir())
         _place(partial, files)
     except BaseException:
@@ -427,13 +437,17 @@ def _refuse_other(source: Source, shapes: dict[str, tuple[int, ...]], like: nn.M
             )
 
 
-def _widest(source: Source, name: str, dtype: torch.dtype) -> str:
+def _widest(source: Source, name: str, dtype: torch.dtype, stale: list[str]) -> str:
     """Where the numbers of a weight are read from."""
     state_of = f"{OPTIMIZER}{name}."
     newest = state_of + AHEAD if state_of + AHEAD in source.tensors else MODEL + name
-    if source.tensors[newest].dtype is dtype:
+    master = state_of + MASTER
+    if source.tensors[newest].dtype is dtype or master not in source.tensors:
         return newest
-    return state_of + MASTER if state_of + MASTER in source.tensors else newest
+    if is_current_in(source, master, newest):
+        return master
+    stale.append(name)
+    return newest
 
 
 def _twins(source: Source, names: Sequence[str]) -> dict[str, str]:

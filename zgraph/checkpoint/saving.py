@@ -45,12 +45,14 @@ class Last:
 
 @dataclass
 class Snapshot:
-    """All that this rank writes of one checkpoint, and rank 0 of all."""
+    """All that this rank writes of one checkpoint, and rank 0 of all. `client` is what was added to it, by key, with a checksum of
+    each; `own` what is this rank's alone."""
 
     tensors: dict[str, torch.Tensor]
     known: Known
     client: dict[str, Any]
-    own: bytes
+    sums: dict[str, str]
+    own: dict[str, Any]
 
 
 class Staging:
@@ -112,10 +114,12 @@ class Saver:
         """See `zgraph.handle.Handle.save_checkpoint`."""
         self.wait()
         agreement = runtime.agreement
-        chosen = folder.checked_tag(f"step{runtime.updater.calls}" if tag is None else tag)
+        runtime.updater.settle()
+        chosen = f"step{runtime.updates}" if tag is None else tag
+        agreement.vote("a checkpoint", f"{path} {chosen} {async_} {keep_last}")
+        folder.checked_tag(chosen)
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last={keep_last}", why="the checkpoint that is saved is one to keep")
-        agreement.vote("a checkpoint", f"{path} {chosen} {async_} {keep_last}")
         agreement.relax()  # (disks differ)
         taken = agreement.together("what is to be saved", lambda: snapshot(runtime, client_state), _refused("save"))
         shared_client(agreement, taken)
@@ -128,11 +132,13 @@ class Saver:
         taken.tensors = self._staging.copy(taken.tensors)
         self._saved = Last(path / chosen)
         self._running = self._threads.submit(write_aside, self._aside, path, chosen, taken, keep_last)
+        self._running.add_done_callback(_tell)
         return chosen
 
 
 def snapshot(runtime: Runtime, client_state: dict[str, Any] | None) -> Snapshot:
-    """What this rank has to save now; `client` has this rank's own part of what the user added."""
+    """What this rank has to save now."""
+    runtime.shards.refresh()
     runtime.updater.refuse_unusable()
     runtime.refuse_unset()
     state.refuse_unsaved(runtime)
@@ -149,25 +155,26 @@ def snapshot(runtime: Runtime, client_state: dict[str, Any] | None) -> Snapshot:
 
     given = {k: {"value": encode(v, keep, f"client_state[{k!r}]")} for k, v in client.items()}
     extra = state.extra_states(runtime.module)
-    shown = {"client": given, "extra": encode(extra, keep, "get_extra_state()") if extra else {}}
-    own = {"random": state.random_states(runtime.device), **shown}
-    return Snapshot(tensors | added, state.known_of(runtime), own, b"")
+    own = {
+        "random": state.random_states(runtime.device),
+        "extra": encode(extra, keep, "get_extra_state()") if extra else {},
+    }
+    tensors |= added
+    sums = {key: _digest(value, tensors) for key, value in given.items()}
+    return Snapshot(tensors, state.known_of(runtime), given, sums, own)
 
 
 def shared_client(agreement: Agreement, taken: Snapshot) -> None:
-    """Take what every rank was given alike out of each rank's own state, into the manifest."""
-    own = taken.client
-    given = own["client"]
-    sums = {key: _digest(value, taken.tensors) for key, value in given.items()}
-    views = agreement.gather("the client state", sums)
-    alike = {k for k in given if all(view.get(k) == sums[k] for view in views)}
+    """Leave what every rank was given alike to the manifest, and the rest to each rank's own state."""
+    given = taken.client
+    views = agreement.gather("the client state", taken.sums)
+    alike = {k for k in given if all(view.get(k) == taken.sums[k] for view in views)}
     taken.client = {k: v for k, v in given.items() if k in alike}
-    own["client"] = {k: v for k, v in given.items() if k not in alike}
+    taken.own["client"] = {k: v for k, v in given.items() if k not in alike}
     if not agreement.first():
         for key in alike:
             for name in _names(given[key]):
                 del taken.tensors[name]
-    taken.own = json.dumps(own, separators=(",", ":")).encode()
 
 
 def _digest(value: Any, tensors: dict[str, torch.Tensor]) -> str:
@@ -189,14 +196,16 @@ def _names(value: Any) -> list[str]:
 
 def write(agreement: Agreement, path: Path, tag: str, taken: Snapshot, keep_last: int | None) -> None:
     """Write a checkpoint into its folder, and put it in its place. Raises `CheckpointError` on every rank; nothing is then left."""
-    partial = path / f".{tag}{folder.PARTIAL}"
-    writer = Writer(partial, taken.known, taken.client, taken.own)
+    partial = folder.partial_of(path, tag)
+    writer = Writer(partial, taken.known, taken.client, json.dumps(taken.own, separators=(",", ":")).encode())
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    begun: list[folder.Unfinished] = []
 
     def begin() -> None:
         if agreement.first():
             try:
-                folder.begin(path, tag)
+                begun.append(folder.begin(path, tag))
             except OSError as error:
                 raise failed(path, error) from error
 
@@ -209,23 +218,23 @@ def write(agreement: Agreement, path: Path, tag: str, taken: Snapshot, keep_last
                 process_group=agreement.group,
                 no_dist=agreement.group is None,
             )
-            if agreement.first():
-                folder.commit(partial, tag)
+            for unfinished in begun:
+                unfinished.commit()
                 if keep_last is not None:
                     _retain(path, keep_last)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise failed(path, cause, rank) from error
-        except OSError as error:
+        except Exception as error:
             raise failed(path, error) from error
 
     try:
         agreement.together("the folder of the checkpoint", begin, _refused("save"))
         agreement.together("the folder of the checkpoint", lambda: _seen(partial), _refused("save"))
         agreement.together("the checkpoint", attempt, _refused("save"))
-    except CheckpointError:
-        if agreement.first():
-            folder.discard(partial)
+    except Exception:
+        for unfinished in begun:
+            unfinished.discard()
         raise
 
 
@@ -233,6 +242,12 @@ def write_aside(*given: Any) -> None:
     """`write`, beside what the ranks do in common."""
     with place.aside():
         write(*given)
+
+
+def _tell(running: concurrent.futures.Future[None]) -> None:
+    """(The process may end before anybody asks.)"""
+    if (error := running.exception()) is not None:
+        logger.error("a checkpoint in the background could not be saved: %s", error)
 
 
 def _retain(path: Path, keep_last: int) -> None:

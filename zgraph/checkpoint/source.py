@@ -1,7 +1,7 @@
 """What a checkpoint of any kind is to those who read one: tensors by name, in blocks, and what is known besides.
 
 Names are `model.NAME` for parameters and buffers, `optimizer.state.NAME.KEY` for what an optimizer keeps of a parameter (as torch's
-flattened optimizer state dicts have it), and `client.N` for tensors of the user's own. One reader of
+flattened optimizer state dicts have it), and `client.RANK.N` for tensors of the user's own. One reader of
 torch.distributed.checkpoint serves every kind, so that resharding is torch's.
 """
 
@@ -21,6 +21,21 @@ from torch.futures import Future
 
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
+MOST_DIMENSIONS = 64
+
+
+def natural(value: Any) -> int:
+    """A size, an offset or a count that a checkpoint says, if it is one. Raises `ValueError`."""
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{str(value)[:80]!r} is no size")
+    return value
+
+
+def naturals(values: Any) -> tuple[int, ...]:
+    """A shape, say, that a checkpoint says, if it is one. Raises `ValueError`."""
+    if not isinstance(values, (list, tuple)) or len(values) > MOST_DIMENSIONS:
+        raise ValueError(f"{str(values)[:80]!r} is no shape")
+    return tuple(map(natural, values))
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,15 @@ from zgraph.errors import CheckpointError, StepError
 if TYPE_CHECKING:
     from zgraph.runtime import Runtime
 
+WORDS = 624  # of 32 bits, in a Mersenne twister
+
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that belong into checkpoints, under every name they have."""
     found = {}
     for path, child in module.named_modules(remove_duplicate=False):
         for key, buffer in child._buffers.items():
-            if buffer is not None and key not in child._non_persistent_buffers_set:
+            if buffer is not None and not buffer.is_meta and key not in child._non_persistent_buffers_set:
                 found[f"{path}.{key}" if path else key] = buffer
     return found
 
@@ -52,7 +54,7 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 
 def tensors_of(runtime: Runtime) -> dict[str, torch.Tensor]:
     """What this rank writes, by its names in a checkpoint: the model's own tensors, no copies. Each part that several ranks hold is
-    written by one of them, all by about as much; what is no DTensor by the first."""
+    written by one of them, all by about as much; what is no DTensor by the first (of each pipeline stage)."""
     shards, optimizer = runtime.shards, runtime.updater.optimizer
     held: dict[str, torch.Tensor] = {MODEL + n: p.detach() for n, p in parameters(runtime.module)}
     held |= {MODEL + n: b.detach() for n, b in persistent_buffers(runtime.module).items()}
@@ -60,7 +62,8 @@ def tensors_of(runtime: Runtime) -> dict[str, torch.Tensor]:
         runtime.updater.make_states()
         names = {id(p): n for n, p in shards.params().items()}
         for param, shown in optimizer.state.items():
-            held |= {f"{OPTIMIZER}{names[id(param)]}.{key}": value.detach() for key, value in shown.items()}
+            if id(param) in names:  # (else it was replaced)
+                held |= {f"{OPTIMIZER}{names[id(param)]}.{key}": value.detach() for key, value in shown.items()}
     loads: dict[int, list[int]] = {}
     return {name: t for name, t in held.items() if is_mine(t, runtime.mesh, loads)}
 
@@ -70,7 +73,8 @@ def is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list
     if mesh is None:
         return True
     if not isinstance(tensor, DTensor):
-        return not any(mesh.get_coordinate() or ())
+        at = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
+        return not any(where for dim, where in at if dim != "pp")  # (a stage's are on no other)
     replica, replicas = 0, 1
     for dim, placement in enumerate(tensor.placements):
         if placement.is_replicate():
@@ -103,7 +107,7 @@ def known_of(runtime: Runtime) -> Known:
     scale = {k: v.item() for k, v in updater.states.of_scale().items()}
     skipped = updater.states.skipped()
     return Known(
-        steps=updater.calls,
+        steps=runtime.updates,
         skipped=0 if skipped is None else int(skipped),
         samples=runtime.samples,
         groups=groups,
@@ -138,12 +142,17 @@ class RandomStates:
         self.device = device
         try:
             self.torch = _bytes(saved["torch"])
+            if self.torch.numel() != torch.get_rng_state().numel():
+                raise ValueError(f"torch's has {self.torch.numel()} bytes")
             torch.Generator().set_state(self.torch)
-            version, numbers, gauss = saved["python"]
-            self.python = (version, tuple(numbers), gauss)
+            version, (*words, position), gauss = saved["python"]
+            self.python = (version, (*_twister(words, position), position), None if gauss is None else float(gauss))
             random.Random().setstate(self.python)
-            name, keys, position, has_gauss, cached = saved["numpy"]
-            self.numpy = (name, np.array(keys, dtype=np.uint32), position, has_gauss, cached)
+            name, words, position, has_gauss, cached = saved["numpy"]
+            if has_gauss not in (0, 1):
+                raise ValueError(f"has_gauss is {has_gauss!r}"[:80])
+            keys = np.array(_twister(words, position), dtype=np.uint32)
+            self.numpy = (name, keys, position, has_gauss, float(cached))
             np.random.RandomState().set_state(self.numpy)  # type: ignore[arg-type]
             self.cuda = _bytes(saved["cuda"]) if "cuda" in saved and device.type == "cuda" else None
             if self.cuda is not None:
@@ -163,3 +172,11 @@ class RandomStates:
 
 def _bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+def _twister(words: Any, position: Any) -> list[int]:
+    """The words of a Mersenne twister's state. (NumPy reads beyond them from a position that is not in them.)"""
+    sound = len(words) == WORDS and all(type(w) is int and 0 <= w < 2**32 for w in words)
+    if not sound or type(position) is not int or not 0 <= position <= WORDS:
+        raise ValueError(f"{len(words)} words, position {position!r}"[:80])
+    return list(words)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import xxhash
 
-from zgraph.checkpoint.source import Block
+from zgraph.checkpoint.source import Block, naturals
 from zgraph.errors import CheckpointError
 
 DTYPES = {
@@ -223,9 +223,9 @@ class TensorFile(OpenFile):
             offsets = json.loads(metadata[SHARDING]) if SHARDING in metadata else {}
             pieces = {}
             for name, entry in found.items():
-                sizes = tuple(_natural(n) for n in entry["shape"])
-                first, last = (_natural(n) for n in entry["data_offsets"])
-                begins = tuple(_natural(n) for n in offsets[name][OFFSETS]) if offsets else (0,) * len(sizes)
+                sizes = naturals(entry["shape"])
+                first, last = naturals(entry["data_offsets"])
+                begins = naturals(offsets[name][OFFSETS]) if offsets else (0,) * len(sizes)
                 dtype = entry["dtype"]
                 block = Block(begins, sizes)
                 if len(begins) != len(sizes) or last - first != block.elements * DTYPES[dtype].itemsize:
@@ -250,9 +250,3 @@ class TensorFile(OpenFile):
             skipped = first * math.prod(sizes[1:]) * made.element_size()
             self.read_into(made.view(-1).view(torch.uint8).numpy(), piece.start + skipped)
         return made
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"{value!r} is no size")
-    return value

@@ -1,7 +1,8 @@
 """Where this process is in its training: which step, program or vote. Written as it goes, at the cost of a few stores; read by who watches.
 
-There is one place for a process: what it does in common with the other ranks, it does in one thread at a time. Threads that work beside
-it (late updates, checkpoints on their way) are `aside`.
+There is one place for a process: what it does in common with other ranks, it does in one thread at a time. Threads that work beside
+it (late updates, checkpoints on their way) are `aside`. Ranks may be in several groups, and in each with others: what they do is counted for
+each group, and what a rank does alone is not.
 """
 
 from __future__ import annotations
@@ -9,20 +10,30 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from zgraph.errors import CollectiveError
 
 
+class Together(Protocol):
+    """Ranks that run programs and vote together (an `Agreement`): their numbers, none where a rank is alone."""
+
+    group: Any
+    ranks: list[int]
+    heart: Any
+
+
 class Place:
-    """`inside` is the program (an Executable) or the text of the vote that `thread` is in, None between them; `count` how many it has
-    entered so far, equal on all ranks where they are at the same one. `caller` is the thread that last called a model."""
+    """`inside` is the program (an Executable) or the text of the vote that `thread` is in, None between them, and `others` with whom;
+    `counts` says, by the ranks of a group, how many it has entered with them so far: equal on all of them where they are at the same one.
+    `caller` is the thread that last called a model."""
 
     def __init__(self) -> None:
         self.step = 0
         self.micro_batch = 0
         self.inside: Any = None
-        self.count = 0
+        self.others: Together | None = None
+        self.counts: dict[tuple[int, ...], int] = {}
         self.thread = 0
         self.caller = 0
 
@@ -30,32 +41,50 @@ class Place:
 Reporter = Callable[[Any], tuple[str, tuple[int, ...]] | None]
 
 HERE = Place()
-_aside = threading.local()
+_mine = threading.local()  # of this thread: is it aside, and with whom it runs programs
 _reporters: list[Reporter] = []
 
 
-def enter(what: Any) -> bool:
-    """This thread enters a program or a vote. Is that to be told (and `leave` to be called)?"""
-    if getattr(_aside, "on", False):
+def enter(what: Any, others: Together | None = None) -> bool:
+    """This thread enters a vote with `others`, or a program (see `runs_with`). Is that to be told (and `leave` to be called)?"""
+    if _is_aside():
         return False
+    others = others or getattr(_mine, "others", None)
+    if others is not None and others.ranks:
+        ranks = tuple(others.ranks)
+        HERE.counts[ranks] = HERE.counts.get(ranks, 0) + 1
     HERE.thread = threading.get_ident()
-    HERE.inside = what
-    HERE.count += 1
+    HERE.inside, HERE.others = what, others
     return True
 
 
 def leave() -> None:
-    HERE.inside = None
+    HERE.inside = HERE.others = None
+
+
+@contextlib.contextmanager
+def runs_with(others: Together) -> Iterator[None]:
+    """The programs that this thread runs inside are those of these ranks."""
+    before = getattr(_mine, "others", None)
+    _mine.others = others
+    try:
+        yield
+    finally:
+        _mine.others = before
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """What this thread runs inside is no part of what ranks do in common."""
-    _aside.on = True
+    _mine.aside = True
     try:
         yield
     finally:
-        _aside.on = False
+        _mine.aside = False
+
+
+def _is_aside() -> bool:
+    return getattr(_mine, "aside", False)
 
 
 def report_by(reporter: Reporter) -> None:
@@ -69,7 +98,7 @@ def failed_collective(what: str, where: str, error: BaseException, node: Any = N
     of the program or vote."""
     why = f"{type(error).__name__}: {error}"
     absent: tuple[int, ...] = ()
-    for reporter in _reporters if not getattr(_aside, "on", False) else ():
+    for reporter in _reporters if not _is_aside() else ():
         found = reporter(node)
         if found is not None:
             why, absent = f"{why}\n{found[0]}", found[1]

@@ -25,6 +25,8 @@ class Updates(Protocol):
 
     def step(self) -> Any: ...
 
+    def zeroed(self) -> None: ...
+
     def make_states(self) -> None: ...
 
     def wait(self) -> None: ...
@@ -97,6 +99,11 @@ class PlanOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise PlanError("the plan's optimizer takes no closure", hint="run forward and backward before step()")
         return self._updater().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throw the gradients away, as torch's optimizers do."""
+        super().zero_grad(set_to_none)
+        self._updater().zeroed()
 
     def state_dict(self) -> dict[str, Any]:
         """Every state of every parameter that trains, as torch's optimizers have it; those not made yet are made."""

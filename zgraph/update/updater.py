@@ -23,6 +23,7 @@ from zgraph.codegen.executable import Executable
 from zgraph.errors import OverflowError, PlanError, StepError
 from zgraph.out_of_memory import explained
 from zgraph.passes import History, verify_program
+from zgraph.program import place
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.schedules import TorchSchedule
 from zgraph.update import scaler
@@ -181,6 +182,9 @@ class Updater:
         self._go_on(counts, done, done + self.skipped())
         if whole and self.optimizer is not None and known.groups:
             self._restore_numbers(known)
+        elif not whole and self.optimizer is not None:
+            for base, group in zip(self._base, self.optimizer.param_groups, strict=True):
+                group.update({k: v for k, v in base.items() if k not in ("params", "names")})
 
     def _restore_numbers(self, known: Known) -> None:
         """Take over what a run may have changed in its parameter groups, if it was of this plan's optimizer."""
@@ -327,6 +331,11 @@ class Updater:
             self._settle_previous()
         return norm
 
+    def zeroed(self) -> None:
+        """The gradients that are there were thrown away."""
+        if self.runtime.nonfinite is not None:
+            self.runtime.nonfinite.forget()
+
     def settle(self) -> None:
         """Read what the last step was. Raises what the next one would, if it was not finite."""
         self._settle_previous()
@@ -419,7 +428,7 @@ class Updater:
             else:
                 values.append(self._scalars(update.numbers))
         try:
-            with explained(self.runtime, update.history.program):
+            with place.runs_with(self.runtime.agreement), explained(self.runtime, update.history.program):
                 results, rest = update.executable.run(values, self.runtime.ahead.written)
             if self.options.late():
                 self._delayed.start(lambda: self._run_late(update, rest))

@@ -22,11 +22,11 @@ from zgraph.checkpoint.formats.torchfile import (
     TorchFile,
     known_global,
     number,
-    plain,
+    plain_group,
     unpickled,
 )
 from zgraph.checkpoint.manifest import check_tiling
-from zgraph.checkpoint.source import MODEL, Block, Known, Source, TensorInfo
+from zgraph.checkpoint.source import MODEL, Block, Known, Source, TensorInfo, naturals
 from zgraph.checkpoint.tensorfile import damaged, read_bytes
 from zgraph.errors import CheckpointError
 
@@ -94,8 +94,8 @@ class PlainDcp(Source):
             dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{name} has no dtype")
-            shape = _sizes(state["size"])
-            blocks = [Block(_sizes(c.state["offsets"]), _sizes(c.state["sizes"])) for c in state["chunks"]]
+            shape = naturals(state["size"])
+            blocks = [Block(naturals(c.state["offsets"]), naturals(c.state["sizes"])) for c in state["chunks"]]
             if any(not len(b.offsets) == len(b.sizes) == len(shape) for b in blocks):
                 raise ValueError(f"a block of {name} has other dimensions than it")
             filled = tuple(b for b in blocks if b.elements)  # (a rank without rows may have written an empty block)
@@ -111,8 +111,8 @@ class PlainDcp(Source):
             file, offset = info.state["relative_path"], index.state.get("offset")
             if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
                 raise ValueError(f"it names a file {str(file)[:80]!r}")
-            start, nbytes = _sizes((info.state["offset"], info.state["length"]))
-            self._places[index.state["fqn"], None if offset is None else _sizes(offset)] = (file, start, nbytes)
+            start, nbytes = naturals((info.state["offset"], info.state["length"]))
+            self._places[index.state["fqn"], None if offset is None else naturals(offset)] = (file, start, nbytes)
         planned = found.get("planner_data")
         paths = {}
         for name, path in (planned if isinstance(planned, dict) else {}).items():
@@ -178,11 +178,5 @@ def _groups(found: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for _, group in sorted(found.items()):
         names = group.pop("params", None)
         if isinstance(names, list) and all(isinstance(n, str) for n in names):
-            numbers = {k: number(v, k) if isinstance(v, Stored) else plain(v) for k, v in group.items()}
-            yield {"names": names} | numbers
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or not all(type(n) is int and 0 <= n < 2**62 for n in values):
-        raise ValueError(f"{str(values)[:80]} is no shape")
-    return tuple(values)
+            numbers = {k: number(v, k) for k, v in group.items() if isinstance(v, Stored)}
+            yield {"names": names} | plain_group(group) | numbers

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zgraph.checkpoint.formats.torchfile import Stored, number, plain
+from zgraph.checkpoint.formats.torchfile import Stored, number, plain_group
 from zgraph.checkpoint.formats.zero import Read
 from zgraph.errors import CheckpointError
 
@@ -44,7 +44,7 @@ def unsharded(weights: Mapping[str, Stored], saved: Mapping[str, Any] | None, pa
     )
     for index, (ids, names) in enumerate(zip(groups, placed, strict=True)):
         described = optimizer["param_groups"][index]
-        found.groups.append({"names": names} | {k: plain(v) for k, v in described.items() if k != "params"})
+        found.groups.append({"names": names} | plain_group(described))
         for i, name in zip(ids, names, strict=True):
             state = optimizer["state"].get(i, {})
             step = number(state.get("step", described.get("step")), "step")

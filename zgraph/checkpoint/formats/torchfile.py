@@ -8,19 +8,21 @@ was given to it is kept, and nothing is imported, called or made. Tensors are no
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import pickle
 import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from zgraph.checkpoint.source import natural, naturals
 from zgraph.checkpoint.tensorfile import CHUNK, OpenFile, damaged
 from zgraph.errors import CheckpointError
 
@@ -39,6 +41,7 @@ STORAGES = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
+MOST_NUMBERS, MOST_LEVELS = 1_000_000, 20  # of a parameter group
 LOCAL_HEADER = 30  # bytes of a record's header in the archive, but for its name and what is added to it
 # What malformed bytes make the readers of ZIP archives and pickles, or torch, raise.
 MALFORMED = (
@@ -209,7 +212,7 @@ class TorchFile:
         kind, of, key, _, count = described
         if kind != "storage" or not isinstance(of, _Dtype) or not isinstance(key, str):
             raise ValueError("it refers to something that is no storage")
-        nbytes = _natural(count) * of.dtype.itemsize
+        nbytes = natural(count) * of.dtype.itemsize
         start, there = self._places[f"{self._prefix}data/{key}"]
         if nbytes > there:
             raise ValueError(f"storage {key} has {there} bytes, and should have {nbytes}")
@@ -274,15 +277,15 @@ def known_global(module: str, name: str) -> Any:
 
 
 def _tensor(storage: _Storage, offset: Any, size: Any, stride: Any, dtype: torch.dtype) -> Stored:
-    shape, strides = [_natural(n) for n in size], [_natural(n) for n in stride]
+    shape, strides = naturals(size), naturals(stride)
     if len(shape) != len(strides):
         raise ValueError("a tensor with more strides than dimensions, or fewer")
     count = storage.nbytes // dtype.itemsize
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     elements = math.prod(shape)
-    if elements > count or (elements and _natural(offset) + last >= count):
-        raise ValueError(f"a tensor {shape} in a storage of {count} elements")
-    return Stored(storage.path, dtype, tuple(shape), tuple(strides), storage.start + _natural(offset) * dtype.itemsize)
+    if elements > count or (elements and natural(offset) + last >= count):
+        raise ValueError(f"a tensor {list(shape)} in a storage of {count} elements")
+    return Stored(storage.path, dtype, shape, strides, storage.start + natural(offset) * dtype.itemsize)
 
 
 def _rebuild_tensor(storage: _Storage, offset: Any, size: Any, stride: Any, *_: Any) -> Stored:
@@ -324,19 +327,23 @@ def number(value: Any, what: str) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def plain(value: Any) -> Any:
-    """A value with lists in place of tuples, if it is numbers, strings and lists of them, as JSON has it; else None."""
+def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says besides its parameters: numbers, strings and lists of them, as JSON has them; None for all else. Raises
+    `CheckpointError` for more than a group has."""
+    left = itertools.count(MOST_NUMBERS, -1)
+    return {k: _plain(v, left, 0) for k, v in group.items() if k != "params"}
+
+
+def _plain(value: Any, left: Iterator[int], depth: int) -> Any:
+    # A pickle may hold one list in many places: a short one could be written out for hours.
+    if depth > MOST_LEVELS or not next(left):
+        raise CheckpointError(
+            "a parameter group holds too much",
+            why=f"more than {MOST_NUMBERS} numbers, or {MOST_LEVELS} lists within each other",
+        )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return None
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"{str(value)[:80]!r} is no size")
-    return value
+    return [_plain(v, left, depth + 1) for v in value] if isinstance(value, (list, tuple)) else None
 
 
 class _Window(io.RawIOBase):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zgraph.checkpoint.formats.torchfile import Stored, number, plain
+from zgraph.checkpoint.formats.torchfile import Stored, number, plain_group
 from zgraph.errors import CheckpointError
 
 PADDED_TO = 2  # times the number of ranks, in elements
@@ -83,7 +83,7 @@ def first_stages(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[st
             _misfit(list(group)[-1] if group else "a group", path)
         described = ranks[0]["base_optimizer_state"]["param_groups"][index]
         _note_steps(found, group, [_step(s, r, index) for s, r in zip(states, ranks, strict=True)], path)
-        found.groups.append({"names": list(group)} | _numbers(described))
+        found.groups.append({"names": list(group)} | plain_group(described))
     return found
 
 
@@ -92,7 +92,7 @@ def third_stage(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str
     found, world = Read(), len(ranks)
     described = ranks[0]["optimizer_state_dict"]["param_groups"]
     group_of = [g for g, group in enumerate(described) for _ in group["params"]]
-    found.groups = [{"names": []} | _numbers(group) for group in described]
+    found.groups = [{"names": []} | plain_group(group) for group in described]
     if len({len(shapes), *(len(r["fp32_flat_groups"]) for r in ranks), len(group_of)}) > 1:
         raise CheckpointError("ranks have other sub-groups of parameters than the model", where=str(path))
     for index, group in enumerate(shapes):
@@ -190,10 +190,6 @@ def _note_steps(found: Read, names: Mapping[str, Any], steps: list[float | None]
     if steps[0] is not None:
         for name in names:
             found.states[name, "step"] = torch.tensor(float(steps[0]))
-
-
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: plain(v) for k, v in group.items() if k != "params"}
 
 
 def _misfit(name: str, path: Path) -> None:
