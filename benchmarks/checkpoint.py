@@ -1,11 +1,11 @@
 """Checkpoints saved and loaded, beside plain torch.distributed.checkpoint with the same state, in one run.
 
-    python benchmarks/checkpoint.py [--ranks 2] [--width 768] [--layers 8] [--rounds 7] [--folder FOLDER] [--out FOLDER]
+    python benchmarks/checkpoint.py [--ranks 2] [--width 768] [--layers 20] [--rounds 5] [--folder FOLDER] [--out FOLDER]
 
 Weights and AdamW states of a transformer in float32, sharded over ranks of gloo (ZeRO 3). Each round saves and loads by both, in an order
 that alternates; medians. *Plain* is `dcp.save` and `dcp.load` with torch's own writer and reader and state dicts that were made before
 (their making is not counted), with as many fsyncs; it checks nothing. *zgraph* is `model.save_checkpoint` and `load_checkpoint`: with checksums of
-every byte, written and compared, manifest, retention, random states. *Blocked* is how long a save in the background keeps the
+every byte, written and compared, manifest, random states. *Blocked* is how long a save in the background keeps the
 step, beside copying the same tensors into memory that is there already.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import platform
@@ -32,8 +33,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (a temporary folder)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -73,6 +74,7 @@ def measure(rank: int, ranks: int, width: int, layers: int, rounds: int, where: 
     found: dict[str, list[float]] = {n: [] for n in ("save", "plain save", "load", "plain load", "blocked", "copy")}
 
     def timed(name: str, work: Callable[[], Any], after: Callable[[], Any] = lambda: None) -> None:
+        os.sync()  # (what was written before is not to slow this down)
         dist.barrier()
         start = time.perf_counter()
         work()
@@ -84,29 +86,35 @@ def measure(rank: int, ranks: int, width: int, layers: int, rounds: int, where: 
     def plain_save() -> None:
         dcp.save(state, checkpoint_id=plain / str(len(found["plain save"])))
 
+    def plain_load() -> None:
+        dcp.load(state, checkpoint_id=plain / str(len(found["plain save"]) - 1))
+
     def copy() -> None:
         for buffer, tensor in zip(buffers, local, strict=True):
             buffer.copy_(tensor)
 
     for number in range(rounds + 1):
+        tags = f"save{number}", f"async{number}"
         tasks = [
-            lambda: timed("save", lambda: model.save_checkpoint(mine, keep_last=1)),
-            lambda: timed("plain save", plain_save),
-            lambda: timed("load", lambda: model.load_checkpoint(mine)),
-            lambda: timed(
-                "plain load", lambda: dcp.load(state, checkpoint_id=plain / str(len(found["plain save"]) - 1))
+            functools.partial(timed, "save", functools.partial(model.save_checkpoint, mine, tags[0])),
+            functools.partial(timed, "plain save", plain_save),
+            functools.partial(timed, "load", functools.partial(model.load_checkpoint, mine)),
+            functools.partial(timed, "plain load", plain_load),
+            functools.partial(
+                timed,
+                "blocked",
+                functools.partial(model.save_checkpoint, mine, tags[1], async_=True),
+                model.zgraph.finish,
             ),
-            lambda: timed(
-                "blocked", lambda: model.save_checkpoint(mine, async_=True, keep_last=1), model.zgraph.finish
-            ),
-            lambda: timed("copy", copy),
+            functools.partial(timed, "copy", copy),
         ]
         pairs = [(0, 1), (2, 3), (4, 5)] if number % 2 else [(1, 0), (3, 2), (5, 4)]
         for one, other in pairs:
             tasks[one]()
             tasks[other]()
         if rank == 0:
-            shutil.rmtree(plain / str(number), ignore_errors=True)
+            for old in (plain / str(number), mine / f"save{number}", mine / f"async{number - 1}"):  # (not measured)
+                shutil.rmtree(old, ignore_errors=True)
         dist.barrier()
     if rank == 0:
         size = sum(t.numel() * t.element_size() for t in tensors_of(state))
