@@ -11,7 +11,6 @@ that a table has as many columns for a large model as for a small one.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from zgraph.passes.costs import Costs
 from zgraph.program.program import Program
 
 SLOTS = 1500
+SLOWEST = 2.0  # of the time that keeping all takes: no schedule that takes longer is of use
 APART = (2.0, 1.0)  # of the cuts of coarse and of fine chains (see `chain_of`)
 
 
@@ -72,10 +72,12 @@ class _Choice(NamedTuple):
 
 
 class Rotor:
-    """The table for one chain. `bytes` is the most that any schedule has a use for."""
+    """The table for one chain. `bytes` is the most that any schedule has a use for. One that is not `strict` counts only what is held
+    from one segment to another, not what segments need while they run, which is known less well."""
 
-    def __init__(self, segments: Sequence[Segment], slots: int = SLOTS) -> None:
+    def __init__(self, segments: Sequence[Segment], strict: bool = True, slots: int = SLOTS) -> None:
         self.segments = segments
+        self.strict = strict
         n = len(segments)
         self.bytes = _most(segments)
         self.slot = max(self.bytes / slots, 1.0)
@@ -83,7 +85,7 @@ class Rotor:
         self.enter = [self._in_slots(s.input_bytes) for s in segments] + [0]
         self.cost = np.concatenate([[0.0], np.cumsum([s.seconds for s in segments])])
         grads = itertools.accumulate((s.gradients for s in segments), initial=0)
-        self.grads = [self._in_slots(size) for size in grads]  # (rounded as sums: they add up however a chain is parted)
+        self.grads = [self._in_slots(size) for size in grads]  # (sums are rounded: they add up, however parted)
         self.tangents = [self._in_slots(s.tangents) for s in segments]
         self.tables: dict[_Key, NDArray[np.float64]] = {}
         for length in range(1, n + 1):
@@ -128,8 +130,11 @@ class Rotor:
                 for table, spent in choice.parts:
                     total[:spent] = np.inf
                     total[spent:] += self.tables[table][: self.slots + 1 - spent]
-                total[: min(choice.least, self.slots + 1)] = np.inf
+                total[: min(self._least(choice), self.slots + 1)] = np.inf
                 np.minimum(best, total, out=best)
+
+    def _least(self, choice: _Choice) -> int:
+        return choice.least if self.strict else 0
 
     def _choices(self, key: _Key) -> Iterator[_Choice]:
         i, j, first, held = key
@@ -171,7 +176,7 @@ class Rotor:
         """The schedule behind a cell of the table."""
         best, chosen = np.inf, None
         for choice in self._choices(key):
-            if column < choice.least or any(column < spent for _, spent in choice.parts):
+            if column < self._least(choice) or any(column < spent for _, spent in choice.parts):
                 continue
             total = choice.seconds + sum(float(self.tables[table][column - spent]) for table, spent in choice.parts)
             if total < best:
@@ -185,35 +190,46 @@ class Rotor:
 
 class Solver:
     """The best schedules of a program, whose forward is cut both coarsely and finely: of fine segments fewer values need be there at
-    once, but more values cross their cuts."""
+    once, but more values cross their cuts. For fewer bytes than those that segments seem to need, less is held between fine ones:
+    it may be that they do not need so many. `sizes` are the bytes from which on there is a schedule, and from which on there is a
+    faster one, ascending; `least()` is one of them."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         chains = [chain_of(program, costs, apart) for apart in APART]
         self.rotors = [(chain, Rotor(chain.segments)) for chain in chains]
+        self.lax = (chains[-1], Rotor(chains[-1].segments, strict=False))
         self.bytes = self.rotors[0][1].bytes
-
-    def sizes(self) -> list[int]:
-        """The bytes from which on there is a schedule, and from which on there is a faster one, ascending."""
-        found: list[int] = []
-        best = math.inf
-        for size in sorted({size for _, rotor in self.rotors for size in rotor.sizes()}):
-            seconds = min(rotor.seconds(size) for _, rotor in self.rotors)
-            if seconds < best or not found:
-                found.append(size)
-                best = seconds
-        return found
+        self.known = min(rotor.least() for _, rotor in self.rotors)
+        self.sizes = self._sizes()
 
     def least(self) -> int:
-        """The fewest bytes for which there is a schedule."""
-        return min(rotor.least() for _, rotor in self.rotors)
+        """The fewest bytes for which there is a schedule, as far as segments' needs are known."""
+        return self.known
+
+    def seconds(self, size: int) -> float:
+        """What the best schedule within `size` bytes takes."""
+        return min(rotor.seconds(size) for _, rotor in self._those_for(size))
 
     def schedule(self, size: int) -> tuple[Chain, Schedule]:
         """The best schedule within `size` bytes, or the least that there is one for, and the chain that it is of."""
-        size = max(size, self.least())
-        chain, rotor = min(self.rotors, key=lambda way: way[1].seconds(size))
+        size = max(size, self.sizes[0])
+        chain, rotor = min(self._those_for(size), key=lambda way: way[1].seconds(size))
         found = rotor.schedule(size)
         assert found is not None
         return chain, found
+
+    def _those_for(self, size: int) -> list[tuple[Chain, Rotor]]:
+        return self.rotors if size >= self.known else [self.lax]
+
+    def _sizes(self) -> list[int]:
+        found: list[int] = []
+        best, known = SLOWEST * self.seconds(self.bytes), self.seconds(self.known)
+        for size in sorted({size for _, rotor in (*self.rotors, self.lax) for size in rotor.sizes()}):
+            seconds = self.seconds(size)
+            if size == self.known or (seconds < best and (size > self.known or seconds > known)):
+                found.append(size)
+                best = seconds
+        return found
 
 
 def _most(segments: Sequence[Segment]) -> int:

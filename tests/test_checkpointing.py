@@ -197,7 +197,7 @@ def plain(widths: list[int]) -> models.Case:
 
 @pytest.mark.parametrize(
     ("widths", "least"),
-    [([64] * 25, 0.1), ([16 * 2 ** (i // 4) for i in range(20)], 0.4), ([32, 48] * 12, 0.2)],
+    [([64] * 25, 0.15), ([16 * 2 ** (i // 4) for i in range(20)], 0.4), ([32, 48] * 12, 0.2)],
     ids=["of one width", "wider and wider", "by turns"],
 )
 def test_layers_between_which_nothing_is_small_are_cut_as_well(widths, least):
@@ -207,6 +207,36 @@ def test_layers_between_which_nothing_is_small_are_cut_as_well(widths, least):
     budget = int(sum(model.zgraph.forecast().programs[0].peak.values()) * 0.6)
     _, again = gradients(plain(widths), memory_budget=budget)
     assert models.equal(kept, again)
+
+
+SEARCHED = {
+    "layers between which nothing is small": lambda: plain([64] * 25),
+    "layers of all widths": lambda: layers([32, 256, 64, 512, 128, 48, 320, 96]),
+    "llama": lambda: models.build("llama"),
+}
+
+
+@pytest.mark.parametrize("name", list(SEARCHED))
+def test_of_a_dozen_budgets_each_is_kept_and_none_is_slower_than_a_smaller_one(name):
+    case = SEARCHED[name]()
+    most = sum(simulate(programs(case.model, zgraph.Plan(**ONE), case.inputs, 1, COSTS).program, COSTS).peak.values())
+    least = smallest(case)
+    found = []
+    for at in range(14):
+        budget = least + int((1.02 * most - least) * at / 13)
+        plan = zgraph.Plan(**ONE, memory_budget=budget)
+        forecast = simulate(programs(case.model, plan, case.inputs, 1, COSTS).program, COSTS)
+        assert sum(forecast.peak.values()) <= budget
+        found.append(forecast.seconds)
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "layers of all widths"])
+def test_what_keeping_all_takes_is_known_before_it_is_tried(name):
+    """What comes into a segment counts only where its backward reads it."""
+    program = captured(SEARCHED[name]())
+    pinned = sum(t.numel() * t.element_size() for n in chain_of(program, COSTS).pinned for t in [n.meta["val"]])
+    assert Solver(program, COSTS).bytes == pytest.approx(besides_inputs(program) - pinned, rel=0.05)
 
 
 def test_segments_may_be_computed_again_more_than_once():

@@ -31,8 +31,9 @@ from zgraph.recipe import to_recipe
 from zgraph.units import shown_bytes
 
 TURNS = 10  # of the search for the bytes that activations may take
+BELOW = 4  # steps below what segments seem to need
 WORTH = 0.01  # of a step: so much waiting is worth a search
-CLOSE = 0.003  # of the budget: so much may be left of it
+CLOSE = 0.0002  # of a step: so much less computed again is worth a look
 LEAST = Choice(room=0, spare=0, reduce=0)
 
 
@@ -261,19 +262,33 @@ class _Budget:
         return min(found, key=lambda o: (o.seconds, sum(o.forecast.moved.values()), o.peak))
 
     def _recompute(self, plain: _Outcome, least: Choice = LEAST) -> _Outcome:
-        """The least that must be computed again. Raises `PlanError` where the smallest is too much."""
+        """The least that must be computed again, near enough. What is tried next depends on the budget only by what fitted: so one
+        that has more room has tried all that a smaller one found. Raises `PlanError` where the smallest is too much."""
         if self.plan.recompute != "auto" or not self.training:
             raise self._refusal(plain, f"{self.captured.name}, with nothing kept and nothing gathered ahead")
-        sizes = self._solver.sizes()
-        best = self._try(least.but(activations=sizes[0]))
-        if best.peak > self.budget:
-            raise self._refusal(best, f"{self.captured.name}, with all computed again that can be")
-        low, high = 0, len(sizes)
-        while high - low > 1 and self.budget - best.peak >= CLOSE * self.budget:
+        solver = self._solver
+        sizes = solver.sizes
+
+        def outcome(at: int) -> _Outcome:
+            return self._try(least.but(activations=sizes[at]))
+
+        def seconds(at: int) -> float:
+            return solver.seconds(sizes[min(at, len(sizes) - 1)])
+
+        known, high = sizes.index(solver.least()), len(sizes)
+        for low in dict.fromkeys(known * part // BELOW for part in range(BELOW, -1, -1)):
+            best = outcome(low)
+            if best.peak <= self.budget:
+                break
+            high = low
+        else:
+            smallest = min(self.tried.values(), key=lambda o: o.peak)
+            raise self._refusal(smallest, f"{self.captured.name}, with all computed again that can be")
+        while high - low > 1 and seconds(low) - seconds(high) > CLOSE * best.seconds:
             middle = (low + high) // 2
-            outcome = self._try(least.but(activations=sizes[middle]))
-            if outcome.peak <= self.budget:
-                low, best = middle, min(best, outcome, key=lambda o: (o.seconds, o.peak))
+            found = outcome(middle)
+            if found.peak <= self.budget:
+                low, best = middle, min(best, found, key=lambda o: (o.seconds, o.peak))
             else:
                 high = middle
         return best
