@@ -12,11 +12,9 @@ step, beside copying the same tensors into memory that is there already.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -24,6 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import machine
 
 RESULTS = Path(__file__).parent / "results"
 GOALS = {"save": 1.05, "load": 1.05, "blocked": 1.2}
@@ -131,7 +131,6 @@ def tensors_of(state: Any) -> list[Any]:
 
 
 def write(found: dict[str, Any], options: argparse.Namespace) -> None:
-    import torch
 
     rows = [("save", "plain save"), ("load", "plain load"), ("blocked", "copy")]
     lines = [
@@ -152,12 +151,9 @@ def write(found: dict[str, Any], options: argparse.Namespace) -> None:
         )
     lines += ["", "All rounds, in seconds (the first is not counted):", ""]
     lines += [f"- {name}: {', '.join(f'{t:.3f}' for t in times)}" for name, times in found["all"].items()]
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
     lines += [
         "",
-        f"Conditions: {datetime.datetime.now():%Y-%m-%d %H:%M}, {cpu}, {os.cpu_count()} cores, one thread a rank, torch {torch.__version__}, "
-        f"Python {platform.python_version()}.",
+        f"Conditions: {machine.conditions()}, one thread a rank.",
     ]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "checkpoint.md").write_text("\n".join(lines) + "\n")

@@ -12,15 +12,15 @@ the table, with date and conditions, into benchmarks/results/compile_time.md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+
+import machine
 
 RESULT = Path(__file__).parent / "results" / "compile_time.md"
 PARTS = ("trace", "joint", "passes", "verify", "other")
@@ -108,16 +108,6 @@ def table(found: dict[int, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def conditions() -> str:
-    import torch
-
-    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
-    return (
-        f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores ({platform.machine()}), load average {load} at the end"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48])
@@ -132,12 +122,14 @@ def main() -> None:
     text = table(found)
     print(text)
     if args.write:
+        load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(
             "# Capture and passes, without Inductor\n\n"
             "`python benchmarks/compile_time.py --write`: Llamas (hidden size 1024, 16 heads, 8 key-value heads, batch 1 of 512 tokens) "
             "on the meta device, ZeRO-3 at world 8.\n\n"
-            f"{text}\n\nConditions: {conditions()}. The fastest of {args.repeat} a size; each in a process of its own; "
+            f"{text}\n\nConditions: {machine.conditions()}, load average {load} at the end. "
+            f"The fastest of {args.repeat} a size; each in a process of its own; "
             'imports are not counted. Seconds of the processor (one thread), but for "wall". "Of linear" is the total over '
             "the smallest size's total times the ratio of layers.\n"
         )

@@ -9,17 +9,16 @@ thread. First paint is Chromium's own figure (headless; left out where there is 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import machine
 
 RESULTS = Path(__file__).parent / "results"
 LLAMA = {
@@ -55,17 +54,36 @@ def measure(folder: Path, layers: int, world: int) -> str:
         ("dump of the model", 90.0, command("dump", *model, "-o", str(folder / "dump.txt"))),
         ("bundle of the model", None, command("dump", *model, "--format", "bundle", "-o", bundle)),
         ("diff of two passes of the bundle", 5.0, command("diff", bundle, "--from", "regather", "--to", "overlap")),
-        ("explain of a parameter, of the bundle", None, command("explain", bundle, "model.layers.7.mlp.up_proj.weight")),
+        (
+            "explain of a parameter, of the bundle",
+            None,
+            command("explain", bundle, "model.layers.7.mlp.up_proj.weight"),
+        ),
         ("memory of the bundle", None, command("memory", bundle)),
         ("report of the bundle", None, command("report", bundle, "-o", page)),
         ("--help", 0.3, command("--help")),
     ]
     nodes = (folder / "dump.txt").read_text().splitlines()[0]
-    lines = ["# Looking inside a large model", "", "`python benchmarks/inspection.py`", "", f"{nodes.removeprefix('# ')}", ""]
+    lines = [
+        "# Looking inside a large model",
+        "",
+        "`python benchmarks/inspection.py`",
+        "",
+        f"{nodes.removeprefix('# ')}",
+        "",
+    ]
     lines += ["| command | seconds | at most | GiB at most |", "|---|---:|---:|---:|"]
-    lines += [f"| {name} | {t:.2f} | {'' if goal is None else goal} | {size / 2**30:.2f} |" for name, goal, (t, size) in rows]
+    lines += [
+        f"| {name} | {t:.2f} | {'' if goal is None else goal} | {size / 2**30:.2f} |" for name, goal, (t, size) in rows
+    ]
     size = Path(page).stat().st_size
-    lines += ["", f"The page has {size / 1e6:.1f} MB; {painted(Path(page), folder)}", "", f"Conditions: {conditions()}", ""]
+    lines += [
+        "",
+        f"The page has {size / 1e6:.1f} MB; {painted(Path(page), folder)}",
+        "",
+        f"Conditions: {machine.conditions()}, one thread.",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -88,9 +106,21 @@ def painted(page: Path, folder: Path) -> str:
     except ImportError:
         return "first paint was not measured (no selenium)."
     options = webdriver.ChromeOptions()
-    for word in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", f"user-data-dir={folder / 'profile'}"):
+    for word in (
+        "headless=new",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-dev-shm-usage",
+        f"user-data-dir={folder / 'profile'}",
+    ):
         options.add_argument(f"--{word}")
-    for word in ("no-first-run", "disable-background-networking", "disable-component-update", "disable-sync", "disable-quic"):
+    for word in (
+        "no-first-run",
+        "disable-background-networking",
+        "disable-component-update",
+        "disable-sync",
+        "disable-quic",
+    ):
         options.add_argument(f"--{word}")
     try:
         driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
@@ -103,15 +133,6 @@ def painted(page: Path, folder: Path) -> str:
     finally:
         driver.quit()
     return f"first contentful paint after {first / 1e3:.2f} s (at most 3)."
-
-
-def conditions() -> str:
-    text = Path("/proc/cpuinfo").read_text()
-    cpu = next((line.split(":")[1].strip() for line in text.splitlines() if "model name" in line), "")
-    return (
-        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {cpu}, {os.cpu_count()} cores, torch {importlib.metadata.version('torch')}, "
-        f"Python {platform.python_version()}, one thread."
-    )
 
 
 if __name__ == "__main__":

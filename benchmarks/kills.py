@@ -19,7 +19,6 @@ import itertools
 import json
 import multiprocessing as mp
 import os
-import platform
 import random
 import shutil
 import signal
@@ -30,6 +29,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import machine
 
 RESULTS = Path(__file__).parent / "results"
 PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "zgraph.compiler"]
@@ -235,7 +236,6 @@ def main() -> None:
 
 
 def _write(rows: dict[Kind, dict[str, int]], options: argparse.Namespace) -> None:
-    import torch
 
     columns = ("runs", "kills", "while saving", "equal")
     total = {c: sum(row[c] for row in rows.values()) for c in columns}
@@ -252,17 +252,11 @@ def _write(rows: dict[Kind, dict[str, int]], options: argparse.Namespace) -> Non
         "Equal: the loss of every step on every rank, and a hash of all weights and optimizer states at the end, are those of a run that was",
         "never killed.",
         "",
-        f"Conditions: {datetime.datetime.now():%Y-%m-%d %H:%M}, {_processor()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"Python {platform.python_version()}.",
+        f"Conditions: {machine.conditions()}.",
     ]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "kills.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
-
-
-def _processor() -> str:
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
 
 
 if __name__ == "__main__":

@@ -20,12 +20,10 @@ budget of zgraph is compared with the fastest of those whose measured peak is no
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import itertools
 import json
 import os
-import platform
 import re
 import statistics
 import sys
@@ -36,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+import machine
 
 from zgraph import allocations
 
@@ -153,7 +153,10 @@ def zgraph_step(size: Any, plan: Any) -> tuple[Callable[[], Any], Callable[[], d
         runtime = model.zgraph.runtime
         step = next(iter(model.zgraph.programs.values()))
         found = simulate(step.history().program, runtime.costs)
-        return {"forecast": sum(found.peak.values()) + step.outside.held, "forecast seconds": model.zgraph.forecast().seconds}
+        return {
+            "forecast": sum(found.peak.values()) + step.outside.held,
+            "forecast seconds": model.zgraph.forecast().seconds,
+        }
 
     return lambda: model.train_step(*batch), said
 
@@ -294,15 +297,8 @@ def mb(size: float) -> str:
 
 
 def conditions(args: argparse.Namespace, parameters: int) -> str:
-    import torch
-
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "",
-    )
     return (
-        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {cpu}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"Python {platform.python_version()}. GPT of {parameters / 1e6:.1f} M parameters ({args.layers} layers, width {args.dim}), "
+        f"{machine.conditions()}. GPT of {parameters / 1e6:.1f} M parameters ({args.layers} layers, width {args.dim}), "
         f"batch {args.batch} x {args.seq}, float32, SGD, medians of {args.steps} steps, each beside one of the same reference."
     )
 

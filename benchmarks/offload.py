@@ -18,11 +18,9 @@ same pieces and proportion, before and after, in the same run.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import mmap
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,6 +29,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import machine
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
@@ -204,12 +204,10 @@ class Raw:
 
 # -- the report ---------------------------------------------------------------------------------------------------------------
 def report(found: dict[str, Any], args: argparse.Namespace) -> str:
-    import torch
-
     lines = [
         "# Offloading",
         "",
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+        f"{machine.conditions()}, "
         f"`python benchmarks/offload.py --layers {args.layers} --dim {args.dim} --seq {args.seq} --steps {args.steps}`; a shared and noisy machine.",
         "",
         "Everything on disk beside everything in memory: AdamW with clipping, one process.",

@@ -40,6 +40,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import machine
+
 HERE = Path(__file__).parent
 WORLD = 2
 NAMES = (
@@ -223,11 +225,9 @@ def sizes(args: argparse.Namespace) -> dict[str, int]:
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
-        "cpu": cpu,
+        "cpu": machine.processor(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import gc
 import json
 import os
-import platform
 import random
 import re
 import statistics
@@ -41,6 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 from torch import Tensor, nn
 
@@ -280,14 +279,8 @@ def table(tensors: int, found: dict[str, Any], own: dict[str, dict[str, float]])
 
 
 def conditions(rounds: int) -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
-    return (
-        f"Conditions: {datetime.datetime.now():%Y-%m-%d %H:%M}, {model}, {os.cpu_count()} cores, 1 thread, "
-        f"torch {torch.__version__}, Python {platform.python_version()}, load average {load} at the end. "
-        f"Medians of {rounds} rounds."
-    )
+    return f"Conditions: {machine.conditions()}, 1 thread, load average {load} at the end. Medians of {rounds} rounds."
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ def compile_chunks(
     places = {node: port.name for port, node in program.input_items() if port.role is InputRole.PARAMETER}
     for nodes in groups_of(program):
         part = _part(program, nodes, len(chunks))
-        key = _canonical(part)
+        key = canonical(part)
         if key not in made:
             made[key] = compile_one(part)
         same = made[key]
@@ -132,7 +132,8 @@ def compile_chunk(part: Program, groups: dict[str, str]) -> Executable:
     return compile_inductor(part, groups, fix_saved=True, combine=own, round_each=True)
 
 
-def _canonical(part: Program) -> str:
+def canonical(part: Program) -> str:
+    """A program's operators, arguments and types without names: equal for programs that are compiled alike."""
     at = {node: f"v{i}" for i, node in enumerate(part.graph.nodes)}
     lines = []
     for node in part.graph.nodes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from zgraph.codegen.transport import fit
 from zgraph.program import collectives, moves, ops, place, torch_private
 from zgraph.program.node import info
 from zgraph.program.program import OutputRole, Program
+from zgraph.program.stacks import Line
 
 
 @dataclass(frozen=True)
@@ -110,16 +110,17 @@ def failing_node(error: BaseException, executable: Executable) -> fx.Node | None
     return found
 
 
-def running_node(frame: FrameType | None, executable: Executable) -> fx.Node | None:
-    """The program's node whose line of the generated code a thread is in, which `frame` is the innermost of; None if it can't be told."""
+def running_node(stack: Sequence[Line], executable: Executable) -> fx.Node | None:
+    """The program's node whose line of the generated code a thread with this stack is in; None if it can't be told."""
     lines = executable.source.splitlines()
     by_name = {n.name: n for n in executable.program.graph.nodes}
-    while frame is not None and frame.f_code is not Executable.run.__code__:
-        if frame.f_code.co_name in ("forward", "call") and 0 < frame.f_lineno <= len(lines):
-            found = _node_at(lines, frame.f_lineno - 1, by_name)
+    for line in stack:
+        if (line.file, line.function) == (Executable.run.__code__.co_filename, Executable.run.__name__):
+            return None
+        if line.function in ("forward", "call") and 0 < line.number <= len(lines):
+            found = _node_at(lines, line.number - 1, by_name)
             if found is not None:
                 return found
-        frame = frame.f_back
     return None
 
 

@@ -15,7 +15,7 @@ from torch import fx
 from zgraph.codegen.executable import Executable, Kernel, lowered
 from zgraph.errors import LoweringError
 from zgraph.program import collectives, moves, torch_private
-from zgraph.program.node import info
+from zgraph.program.node import has_info, info
 from zgraph.program.program import InputRole, OutputRole, Program
 
 
@@ -57,6 +57,9 @@ def compile_inductor(
             combine,
             round_each,
             reuse=not any(moves.is_move(n) for n in program.graph.nodes),
+            turns=tuple(
+                (n.name, turn) for n in ready.graph.nodes if has_info(n) and (turn := info(n).turn) is not None
+            ),
         )
     except Exception as error:
         raise _lowering_error(error, program) from error

@@ -5,40 +5,54 @@ the forward is saved, placeholders that both read are inputs of both.
 
     ahead:    shards                                 -> gathers on their way, one program for each bucket
     forward:  parameters, buffers, inputs, gathers   -> outputs, mutations, kept weights, saved values
-    backward: saved values, inputs, tangents, sums   -> gradients
+    backward: saved values, inputs, tangents, sums   -> gradients, values for earlier pipeline stages
+
+or, of a backward that is split `apart`,
+
+    inputs:   as the backward                        -> values for earlier stages, saved values
+    weights:  those, and as the backward             -> gradients
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from zgraph.errors import CaptureError
+from zgraph.passes.aliases import is_view
 from zgraph.program import collectives, ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
 
-_BACKWARD_ONLY = (InputRole.TANGENT, InputRole.ACCUMULATOR, InputRole.SCALE)
+_BACKWARD_ONLY = (InputRole.TANGENT, InputRole.ACCUMULATOR, InputRole.SCALE, InputRole.RETURNED)
+_BACKWARD_GIVES = (OutputRole.GRADIENT, OutputRole.RETURNED)
 
 
 @dataclass
 class Parts:
     """The executable programs of one joint program. `backward` is None for a forward without gradients; `ahead` are those
-    that run before the forward, in order."""
+    that run before the forward, in order. `weights` is what of the backward is left for later where it was split `apart`."""
 
     forward: Program
     backward: Program | None
     ahead: tuple[Program, ...] = ()
+    weights: Program | None = None
 
 
-def split(program: Program) -> Parts:
-    """Split `program`; it is not changed. Raises `CaptureError` if a value that crosses is no tensor."""
+def split(program: Program, *, apart: bool = False) -> Parts:
+    """Split `program`; it is not changed. Raises `CaptureError` if a value that crosses is no tensor.
+
+    If the backward is to be in two parts (`apart`), the first is what earlier pipeline stages wait for, and the gradients of the weights are in
+    the second, which takes from the first what both read (Qi et al., 2023, "Zero Bubble Pipeline Parallelism"). Where nobody waits, there
+    is no first.
+    """
     joint = program.snapshot()
     ahead = _cut_ahead(joint)
-    gradients = [item for item in joint.output_items() if item[0].role is OutputRole.GRADIENT]
-    results = [item for item in joint.output_items() if item[0].role is not OutputRole.GRADIENT]
+    gradients = [item for item in joint.output_items() if item[0].role in _BACKWARD_GIVES]
+    results = [item for item in joint.output_items() if item[0].role not in _BACKWARD_GIVES]
     kept = {node: port for port, node in results if port.role is OutputRole.KEPT}
     backward_nodes = [
         n for n in joint.graph.nodes if n.op not in ("placeholder", "output") and info(n).phase is Phase.BACKWARD
@@ -60,7 +74,39 @@ def split(program: Program) -> Parts:
     taken += [(Port(InputRole.KEPT, kept[n].name), n) for n in crossing if n in kept]
     taken += [(ports[n], n) for n in crossing if n.op == "placeholder"]
     taken += [(p, n) for n, p in ports.items() if p.role in _BACKWARD_ONLY]
+    if apart:
+        first, second = _apart(joint, taken, gradients)
+        return Parts(forward, first, ahead, second)
     return Parts(forward, _extract(joint, "backward", inputs=taken, outputs=gradients), ahead)
+
+
+def _apart(
+    joint: Program, taken: list[tuple[Port, fx.Node]], gradients: list[tuple[Port, fx.Node]]
+) -> tuple[Program | None, Program | None]:
+    """What gives the values that go back, and what gives the gradients of the weights. `taken` are the inputs of both together."""
+    back = [item for item in gradients if item[0].role is OutputRole.RETURNED]
+    own = [item for item in gradients if item[0].role is not OutputRole.RETURNED]
+    given = {n for _, n in taken}
+    of_inputs = _needed([n for _, n in back], given, joint, Phase.BACKWARD)
+    of_inputs |= {u for n in of_inputs for u in n.users if u.target is operator.getitem}
+    again = {n for n in of_inputs if is_view(n) or n.op == "get_attr"}  # (looked at a second time, not handed over)
+    of_weights = _needed([n for _, n in own], given | of_inputs - again, joint, Phase.BACKWARD)
+    read = {a for n in of_weights for a in n.all_input_nodes} | {n for _, n in own}
+    handed = dict.fromkeys(sorted(read & of_inputs - of_weights - given))
+    handed |= {n.all_input_nodes[0]: None for n in handed if collectives.is_start(n)}  # (lives until it is waited for)
+
+    def wanted(nodes: set[fx.Node], results: list[tuple[Port, fx.Node]]) -> list[tuple[Port, fx.Node]]:
+        reads = {a for n in nodes for a in n.all_input_nodes} | {n for _, n in results}
+        return [(p, n) for p, n in taken if n in reads]
+
+    between = [(Port(OutputRole.SAVED, n.name), n) for n in handed]
+    coming = [(Port(InputRole.SAVED, n.name), n) for n in handed]
+    first = second = None
+    if back:
+        first = _extract(joint, "inputs", wanted(of_inputs, back), [*back, *between], Phase.BACKWARD)
+    if own:
+        second = _extract(joint, "weights", [*coming, *wanted(of_weights, own)], own, Phase.BACKWARD)
+    return first, second
 
 
 def _cut_ahead(joint: Program) -> tuple[Program, ...]:
@@ -125,10 +171,9 @@ def _protect_mutated(
     """A buffer that the forward updates and the backward reads is saved as it was before the update."""
     mutated = {p.name for p in joint.outputs if p.role is OutputRole.MUTATION}
     result = []
-    last = joint.placeholders()[-1]
     for node in crossing:
         if node.op == "placeholder" and ports[node].name in mutated:
-            with joint.graph.inserting_after(last):
+            with joint.graph.inserting_after(joint.placeholders()[-1]):
                 copied = joint.call(
                     torch.ops.aten.clone.default,
                     (node,),

@@ -16,6 +16,7 @@ import operator
 import torch
 from torch import fx
 
+from zgraph.passes.aliases import root_of
 from zgraph.passes.simulator import bucket_of
 from zgraph.program import collectives, moves, torch_private
 from zgraph.program.node import info, set_info, tensor
@@ -25,7 +26,7 @@ aten = torch.ops.aten
 
 
 def fit(program: Program, groups: dict[str, str]) -> None:
-    """Put the names of the process groups (by mesh dimension) and of the stores (by tier) into a program that is about to be
+    """Put the names of the process groups (by mesh dimension, or part of one) and of the stores (by tier) into a program that is about to be
     compiled, and rewrite what their backends need otherwise. Nodes keep their names: errors and the order read back speak of
     the same ones."""
     for start in [n for n in program.graph.nodes if collectives.is_start(n)]:
@@ -34,13 +35,16 @@ def fit(program: Program, groups: dict[str, str]) -> None:
         bucket = bucket_of(start)
         name = groups.get(collectives.group_of(start), collectives.group_of(start))
         backend, rank = torch_private.backend_of(name, tensor(start).device)
+        if start.target is collectives.SHIFT:
+            _as_all_to_all(program, start, name, rank)
+            continue
         for member in bucket:
             collectives.set_group(member, name)
         if backend == "gloo":
             for member in bucket:
                 if member.target is collectives.REDUCE_SCATTER:
                     _as_all_reduce(program, member, rank)
-                elif member.target is collectives.ALL_GATHER:
+                elif member.target is collectives.ALL_GATHER and _is_input(member.all_input_nodes[0]):
                     _into_a_tensor(program, member)
         elif len(bucket) > 1:
             _coalesce(program, bucket)
@@ -61,6 +65,27 @@ def _in_place(program: Program, wait: fx.Node) -> None:
     name = wait.name
     program.graph.erase_node(wait)
     landed.name = name
+
+
+def _is_input(node: fx.Node) -> bool:
+    """Does a value lie in memory that the program was given? (Inductor would use that of another again while the transfer reads it: of a
+    gather into a tensor it does not know what is on its way.)"""
+    return root_of(node).op == "placeholder"
+
+
+def _as_all_to_all(program: Program, start: fx.Node, group: str, rank: int) -> None:
+    """A transfer to the next rank: all that is sent is sent there, all that comes is of the one before."""
+    given, ranks = start.args[:2]
+    rows = tensor(start).shape[0]
+    sent, taken = ([rows if r == other % ranks else 0 for r in range(ranks)] for other in (rank + 1, rank - 1))  # type: ignore[operator,arg-type]
+    with program.graph.inserting_before(start):
+        made = program.call(
+            collectives.ALL_TO_ALL, (given, taken, sent, group), info(start), name=f"{start.name}_to_next"
+        )
+    start.replace_all_uses_with(made)
+    name = start.name
+    program.graph.erase_node(start)
+    made.name = name
 
 
 def _into_a_tensor(program: Program, start: fx.Node) -> None:

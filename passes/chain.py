@@ -26,6 +26,7 @@ from torch import fx
 from zgraph.passes.aliases import made_once, root_of
 from zgraph.passes.costs import Costs, own_bytes, signature, size_of
 from zgraph.passes.fusion import pointwise, sources
+from zgraph.program import collectives
 from zgraph.program.node import Phase, info, value
 from zgraph.program.program import InputRole, OutputRole, Program
 
@@ -247,8 +248,8 @@ class _Builder:
     def _backward_parts(self, place: dict[fx.Node, int], count: int) -> tuple[list[list[fx.Node]], list[fx.Node]]:
         """The backward's nodes by segment. One that reads a value of the forward belongs to the segment of that value's last
         forward reader, but not after those of its operands. Any other stands with its first reader."""
-        free = set(self.program.input_nodes(InputRole.TANGENT).values())
-        free |= set(self.program.input_nodes(InputRole.SCALE).values())  # what every segment may read, but for inputs
+        given = (InputRole.TANGENT, InputRole.RETURNED, InputRole.SCALE)  # what every segment may read, but for inputs
+        free = {node for port, node in self.program.input_items() if port.role in given}
         most: dict[fx.Node, int] = dict.fromkeys(free, count - 1)
         tangents = set(free)
         fixed: set[fx.Node] = set()
@@ -428,6 +429,8 @@ def backward_order(segment: Segment, available: Collection[fx.Node]) -> list[fx.
 
     def make(node: fx.Node) -> None:
         if node in made or node not in own or (root_of(node) is node and node in available):
+            return
+        if collectives.is_wait(node):  # (what came from other ranks is kept)
             return
         for used in node.all_input_nodes:
             make(used)

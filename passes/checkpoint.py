@@ -23,6 +23,7 @@ from zgraph.passes.contract import graph_pass
 from zgraph.passes.costs import CPU, Costs
 from zgraph.passes.recompute import recompute_all_but
 from zgraph.passes.rotor import Again, Keep, Schedule, Solver, every_segment_again
+from zgraph.program import collectives
 from zgraph.program.node import Phase, info
 from zgraph.program.program import Program
 
@@ -31,11 +32,13 @@ from zgraph.program.program import Program
 class RematerializeOptions:
     """`bytes` is what values between the forward and the backward, and what segments need while they run, may take; None:
     every segment is computed again once. `costs` say how long operators take. `solver` is that of the program, or of one
-    that it is a copy of, where there is one already."""
+    that it is a copy of, where there is one already. So many other micro-batches are `waiting` for their backward, and what
+    the forward keeps for them counts in the bytes."""
 
     bytes: int | None = None
     costs: Costs = field(default_factory=lambda: Costs(CPU))
     solver: Solver | None = None
+    waiting: int = 0
 
 
 @graph_pass(
@@ -53,7 +56,7 @@ def rematerialize(program: Program, options: RematerializeOptions) -> dict[str, 
         chain = chain_of(program, options.costs)
         schedule = every_segment_again(chain.segments)
     else:
-        solver = options.solver or Solver(program, options.costs)
+        solver = options.solver or Solver(program, options.costs, options.waiting)
         chain, schedule = solver.schedule(options.bytes)
         chain = chain.on(program)
     made = Replay(program, chain).run(schedule)
@@ -82,7 +85,7 @@ def checkpoint(program: Program, options: CheckpointOptions) -> dict[str, int]:
     if options.policy is not None:
         again = {n for n in forward if options.policy(n)}
     else:
-        region = {n: _module_region(n, options.modules) if options.modules else _users_region(n) for n in forward}
+        region = {n: _module_region(n, options.modules) if options.modules else users_region(n) for n in forward}
         again = {n for n in forward if region[n] is not None and not _leaves(n, region)}
     made = recompute_all_but(program, {n.name for n in forward if n not in again}, by="checkpoint")
     return {"marked": len(again), "recomputed": made}
@@ -95,7 +98,7 @@ def _module_region(node: fx.Node, patterns: tuple[str, ...]) -> object:
     return next((path for path in paths if any(fnmatch.fnmatchcase(path, p) for p in patterns)), None)
 
 
-def _users_region(node: fx.Node) -> object:
+def users_region(node: fx.Node) -> object:
     """The torch.utils.checkpoint region of a node that is to be computed again, None for none."""
     asked = node.meta.get("recompute")
     return node.meta.get("ac_graph_id", 0) if asked is not None and "RECOMPUTE" in str(asked) else None
@@ -135,9 +138,10 @@ class Replay:
     def _follow(self, schedule: Schedule, first: bool) -> None:
         segments = self.chain.segments
         if isinstance(schedule, Again):
-            held = self._keep(segments[schedule.until].before, first)
-            self._follow(schedule.rest, first)
-            self._drop(held)
+            if schedule.rest is not None:
+                held = self._keep(segments[schedule.until].before, first)
+                self._follow(schedule.rest, first)
+                self._drop(held)
             self._follow(schedule.later, first=False)
             return
         segment = segments[schedule.segment]
@@ -184,7 +188,8 @@ class Replay:
         if node.op != "call_function" or info(node).phase is not Phase.FORWARD:
             return node
         root = root_of(node)
-        if root.op == "placeholder" or self.here.get(root) is root:  # (of an input the forward's own view serves)
+        # Of an input the forward's own view serves; and what came from other ranks is kept.
+        if root.op == "placeholder" or self.here.get(root) is root or collectives.is_wait(node):
             return node
         if node is root and node in self.here:
             return self.here[node]
@@ -202,4 +207,5 @@ def _depth(schedule: Schedule) -> int:
     """How often a segment is computed at most, besides in the forward."""
     if isinstance(schedule, Keep):
         return 0 if schedule.rest is None else _depth(schedule.rest)
-    return max(_depth(schedule.rest), 1 + _depth(schedule.later))
+    rest = 0 if schedule.rest is None else _depth(schedule.rest)
+    return max(rest, 1 + _depth(schedule.later))

@@ -26,6 +26,7 @@ from zgraph.passes.aliases import aliased_input, root_of
 from zgraph.passes.fusion import fusible, readers, together
 from zgraph.program import collectives, moves, ops
 from zgraph.program.node import info, tensors, value
+from zgraph.program.parts import dim_of
 from zgraph.program.program import Program
 from zgraph.record import Record
 
@@ -77,8 +78,9 @@ class Hardware(Record, frozen=True):
         """Was it made by `zgraph.calibrate`?"""
         return bool(self.operators)
 
-    def link(self, dim: str) -> Link:
-        """The link of a mesh dimension. Raises `PlanError` if there is none."""
+    def link(self, group: str) -> Link:
+        """The link of a mesh dimension, or of a part of one. Raises `PlanError` if there is none."""
+        dim = dim_of(group)
         found = self.links.get(dim) or self.links.get("*")
         if found is None:
             raise PlanError(
@@ -181,9 +183,10 @@ class Costs:
 
     def compute(self, program: Program) -> dict[fx.Node, float]:
         """The time of every operator that is no collective."""
-        return {n: self._operator(n) for n in program.graph.nodes if computes(n)}
+        return {n: self.operator(n) for n in program.graph.nodes if computes(n)}
 
-    def _operator(self, node: fx.Node) -> float:
+    def operator(self, node: fx.Node) -> float:
+        """The time of one that is."""
         known = self.hardware.operators.get(signature(node)) if self.hardware.operators else None
         if known is not None:
             return known
@@ -213,6 +216,8 @@ class Costs:
 
 def ring(link: Link, kind: str, whole: Any, ranks: Any, transfers: Any = 1) -> Any:
     """Seconds of collectives of one kind that move `whole` bytes in so many `transfers`: of numbers, or of formulas."""
+    if kind == "shift":
+        return link.latency * transfers + whole / link.bandwidth
     turns = rounds(link, kind)
     return (ranks - 1) * (max(1, round(turns)) * link.latency * transfers + turns * whole / ranks / link.bandwidth)
 

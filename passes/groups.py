@@ -16,6 +16,7 @@ from torch import fx
 from zgraph.passes.aliases import aliases_of, is_write
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.costs import size_of
+from zgraph.program import collectives
 from zgraph.program.node import info, set_info, value
 from zgraph.program.program import Program
 
@@ -97,14 +98,18 @@ def _stages(program: Program) -> dict[fx.Node, int]:
     """Each operator's stage: even ones are of all parameters together, odd ones of each parameter by itself.
 
     Numbers are worked out as early as they can be, a parameter's own values as late: what two stages share is memory that
-    lives between them, and is written and read once more.
+    lives between them, and is written and read once more. Collectives of all parameters together keep their order: ranks of other
+    pipeline stages, whose programs are not this one, are in them too.
     """
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     own = {n: int(info(n).param is not None) for n in nodes}
     early: dict[fx.Node, int] = {}
+    met = 0
     for node in nodes:
         stage = max([early[a] for a in node.all_input_nodes if a in early], default=0)
         early[node] = stage + (stage + own[node]) % 2
+        if collectives.is_start(node) and not own[node]:
+            early[node] = met = max(met, early[node])
     last = max([early[n] for n in nodes if own[n]], default=1)
     stages: dict[fx.Node, int] = {}
     for node in reversed(nodes):

@@ -25,10 +25,12 @@ _CAST = torch.ops.prims.convert_element_type.default
 )
 def scale_loss(program: Program) -> dict[str, int]:
     tangents = [node for port, node in program.input_items() if port.role is InputRole.TANGENT and node.users]
-    if not tangents:
+    # (what comes back from a later pipeline stage is scaled already)
+    begins = [*tangents, *program.input_nodes(InputRole.RETURNED).values()]
+    if not begins:
         return {"scaled": 0}
     with program.fake_mode:
-        fake = torch.empty((), dtype=torch.float32, device=tensor(tangents[0]).device)
+        fake = torch.empty((), dtype=torch.float32, device=tensor(begins[0]).device)
     record = NodeInfo(Phase.BACKWARD, Role.COMPUTE, made_by="scale_loss")
     scale = program.add_input(Port(InputRole.SCALE, "loss_scale"), fake, record, name="loss_scale")
     for tangent in tangents:

@@ -26,6 +26,8 @@ _INPUTS = {
     InputRole.GRADIENT: "gradients",
     InputRole.ACCUMULATOR: "gradients",
     InputRole.SAVED: "activations",
+    InputRole.RECEIVED: "activations",
+    InputRole.RETURNED: "activations",
 }
 
 
@@ -34,13 +36,15 @@ CATEGORIES = (*dict.fromkeys(_INPUTS.values()), "inputs", "fetched", "temporarie
 
 @dataclass(frozen=True, eq=False)
 class Life:
-    """The `bytes` that a node's value takes while positions `born` (inclusive) to `gone` (exclusive) of the program run."""
+    """The `bytes` that a node's value takes while positions `born` (inclusive) to `gone` (exclusive) of the program run. The last one that
+    reads it is at `read`; its own position if none does."""
 
     node: fx.Node
     category: str
     bytes: int
     born: int
     gone: int
+    read: int
 
 
 def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
@@ -71,6 +75,7 @@ def lives(program: Program, fused: bool = False) -> list[Life]:
     on = sources(nodes, fused)
     at = positions(nodes, on, fused)
     last: dict[fx.Node, int] = {}
+    read: dict[fx.Node, int] = {}
     backward: set[fx.Node] = set()
     born = dict(at)
     for node in nodes:
@@ -80,6 +85,8 @@ def lives(program: Program, fused: bool = False) -> list[Life]:
             continue  # (a view, or inside of a kernel: its readers read)
         for used in (s for a in node.all_input_nodes for s in on[a]):
             last[used] = max(last.get(used, 0), at[node])
+            if node.op != "output":
+                read[used] = last[used]
             if info(node).phase is Phase.BACKWARD:
                 backward.add(used)
         for own in on[node]:
@@ -95,7 +102,7 @@ def lives(program: Program, fused: bool = False) -> list[Life]:
         if node not in categories and last[node] < len(nodes) and node not in given:
             replaced = fused and _replaced(nodes[last[node]], node, on)
             gone = last[node] + (not replaced)
-        found.append(Life(node, category, own_bytes(node), born[node], gone))
+        found.append(Life(node, category, own_bytes(node), born[node], gone, read.get(node, at[node])))
     return found
 
 

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from zgraph.passes.aliases import root_of
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.costs import CPU, Costs, size_of
+from zgraph.passes.crossing import crossings, made_by_forward, part_phases
 from zgraph.program import collectives, moves
-from zgraph.program.node import NodeInfo, Phase, Role, info, tensor, value
+from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
 from zgraph.program.program import InputRole, OutputRole, Program
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ class Move:
     conflicts=("offloaded",),
 )
 def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
-    _part_phases(program)
+    part_phases(program)
     made = _Offload(program, options.costs)
     made.parameters(options.staging)
     if options.activations is not None:
@@ -86,16 +86,6 @@ def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
         "stores": len(made.stored),
         "stored_bytes": sum(m.bytes for m in made.stored),
     }
-
-
-def _part_phases(program: Program) -> None:
-    """Let the whole forward stand before the backward, as the two programs will."""
-    nodes = [n for n in program.graph.nodes if n.op in ("call_function", "get_attr")]
-    turn = next((n for n in nodes if info(n).phase is Phase.BACKWARD), None)
-    if turn is not None:
-        for node in nodes[nodes.index(turn) :]:
-            if info(node).phase is Phase.FORWARD:
-                turn.prepend(node)
 
 
 class _Offload:
@@ -142,35 +132,16 @@ class _Offload:
         return found
 
     def activations(self, tier: str, most: int | None, least: int) -> None:
-        given = {root_of(n) for _, n in self.program.output_items()}
-        crossing: dict[fx.Node, list[fx.Node]] = {}  # by storage
-        for node in self.program.graph.nodes:
-            if info(node).phase is Phase.FORWARD and any(_reads_late(u) for u in node.users):
-                crossing.setdefault(root_of(node), []).append(node)
         gone = 0
-        for root, values in crossing.items():
-            if root in given or size_of(root) < least or not _movable(root):
+        for crossing in crossings(self.program):
+            root = crossing.root
+            if size_of(root) < least or not made_by_forward(root):
                 continue
             gone += size_of(root)
             if most is not None and gone > most:
                 return
             away = self._store(root, tier)
-            late = {v: sorted(u for u in v.users if _reads_late(u)) for v in values}
-            first = min(users[0] for users in late.values())
-            copies = {root: self._fetch(away, tensor(root).device, first)}
-            with self.program.graph.inserting_before(first):
-                for view in values:
-                    self._again(view, copies)
-            for view, users in late.items():
-                for user in users:
-                    user.replace_input_with(view, copies[view])
-
-    def _again(self, view: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        if view not in copies:
-            for used in view.all_input_nodes:
-                self._again(used, copies)
-            copies[view] = self.program.repeat(view, copies, "offload")
-        return copies[view]
+            crossing.read_instead(self.program, self._fetch(away, tensor(root).device, crossing.first), "offload")
 
     def gradients(self) -> None:
         items = list(self.program.output_items())
@@ -225,20 +196,6 @@ def _joined(one: fx.Node, other: fx.Node) -> bool:
     return starts and info(one).bucket is not None and info(one).bucket == info(other).bucket
 
 
-def _reads_late(user: fx.Node) -> bool:
-    return user.op != "output" and info(user).phase is Phase.BACKWARD
-
-
-def _movable(root: fx.Node) -> bool:
-    """Is this the forward's own dense value, and no weight?"""
-    val = value(root)
-    if root.op != "call_function" or not isinstance(val, torch.Tensor) or moves.is_move(root):
-        return False
-    if collectives.is_wait(root) or collectives.is_start(root) or info(root).role is Role.LAYOUT:
-        return False
-    return bool(aten.is_non_overlapping_and_dense(val))
-
-
 # -- when ---------------------------------------------------------------------------------------------------------------
 def place(
     program: Program,
@@ -248,12 +205,14 @@ def place(
     seconds: dict[fx.Node, float],
     staging: int,
 ) -> None:
-    """Move the starts of fetches up and the waits for stores down, within a phase, with `staging` bytes in flight each way."""
+    """Move the starts of what comes up and the waits for what goes down, within a phase, with `staging` bytes in flight each way. (In
+    gathers, too, something comes.)"""
     nodes: list[fx.Node] = []
-    at: dict[fx.Node, int] = {}  # the operators of the phase that stand before each move
+    at: dict[fx.Node, int] = {}  # the operators of the phase that stand before each of these
+    ends = {n for m in (*fetched, *stored) for n in (m.start, m.wait)}
     for node in program.graph.nodes:
         if node.op == "call_function" and info(node).phase is phase:
-            if moves.is_move(node):
+            if node in ends:
                 at[node] = len(nodes)
             else:
                 nodes.append(node)

@@ -22,7 +22,7 @@ from zgraph.passes.aliases import is_view, made_once, mutates
 from zgraph.passes.contract import graph_pass
 from zgraph.program import torch_private
 from zgraph.program.node import Phase, info, set_info
-from zgraph.program.program import OutputRole, Program
+from zgraph.program.program import InputRole, OutputRole, Program
 
 
 @graph_pass(
@@ -33,12 +33,14 @@ from zgraph.program.program import OutputRole, Program
     conflicts=("sharded",),
 )
 def recompute(program: Program) -> dict[str, int]:
-    forward_outputs = sum(p.role in (OutputRole.OUTPUT, OutputRole.MUTATION) for p in program.outputs)
+    of_forward = (OutputRole.OUTPUT, OutputRole.MUTATION, OutputRole.SENT)
+    forward_outputs = sum(p.role in of_forward for p in program.outputs)
     if forward_outputs == len(program.outputs):
         return {"recomputed": 0}
     merged = merge_equal(program)
     program.recompile()
-    saved = torch_private.min_cut_saved(program.module, forward_outputs)
+    late = [n.name for p, n in program.input_items() if p.role in (InputRole.TANGENT, InputRole.RETURNED)]
+    saved = torch_private.min_cut_saved(program.module, forward_outputs, late)
     hoisted = hoist_saved(program, saved)
     return {"merged": merged, "hoisted": hoisted, "recomputed": recompute_all_but(program, saved)}
 

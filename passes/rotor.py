@@ -6,6 +6,9 @@ all over again. This is Rotor (Beaumont et al., 2019, "Optimal checkpointing for
 networks with limited memory"), with ways as in Rockmate, and with gradients, which grow while the backward goes on. What comes
 into segment i is held from outside; or the `m` bytes have to do for it too, as long as it is read. Bytes are counted in slots, so
 that a table has as many columns for a large model as for a small one.
+
+In a pipeline other micro-batches wait between their forward and their backward (`WaitingRotor`): what the first run of the forward keeps is
+there once for each of them, what is made again only once. So tables of the first run have a second dimension: what it keeps at most.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from zgraph.passes.costs import Costs
 from zgraph.program.program import Program
 
 SLOTS = 1500
+ROWS = 48  # sizes of what a forward keeps, where others wait
 SLOWEST = 2.0  # of the time that keeping all takes: no schedule that takes longer is of use
 APART = (2.0, 1.0)  # of the cuts of coarse and of fine chains (see `chain_of`)
 
@@ -40,10 +44,10 @@ class Keep:
 @dataclass(frozen=True)
 class Again:
     """Run the forward up to segment `until` and keep nothing but what comes into it; then `rest`, which begins there; then the
-    segments before it all over, as `later` says."""
+    segments before it all over, as `later` says. Without a rest (None) the forward is run to its end, and nothing is kept of it."""
 
     until: int
-    rest: Schedule
+    rest: Schedule | None
     later: Schedule
 
 
@@ -188,16 +192,124 @@ class Rotor:
         return Again(chosen.number, *rests)
 
 
+class WaitingRotor(Rotor):
+    """The table for a chain whose forward runs for so many `others` before its backward does. All bytes are those of the
+    schedule's own values and of what the forward has kept for the others."""
+
+    def __init__(self, segments: Sequence[Segment], others: int, strict: bool = True, slots: int = SLOTS) -> None:
+        super().__init__(segments, strict, slots)
+        self.row = -(-self.slots // ROWS)  # (slots)
+        self.kept: dict[_Key, NDArray[np.float64]] = {}
+        for i in range(len(segments) - 1, -1, -1):
+            for held in (True, False):
+                self._fill_kept(_Key(i, len(segments) - 1, first=True, held=held))
+        step = others * self.row
+        whole = self.kept[self.whole]
+        self.totals = np.full(whole.shape[1] + step * ROWS, np.inf)
+        self.rows = np.zeros(self.totals.size, dtype=np.int64)
+        for row, seconds in enumerate(whole):
+            there = slice(row * step, row * step + seconds.size)
+            self.rows[there][seconds < self.totals[there]] = row
+            self.totals[there] = np.minimum(self.totals[there], seconds)
+        self.best = np.minimum.accumulate(self.totals)
+        self.step = step
+        self.bytes += int(others * self.row * ROWS * self.slot)
+
+    def sizes(self) -> list[int]:
+        faster = np.flatnonzero(self.best < np.concatenate([[np.inf], self.best[:-1]]))
+        return [int(column * self.slot) + 1 for column in faster] or [self.bytes]
+
+    def seconds(self, size: int) -> float:
+        return float(self.best[self._total(size)])
+
+    def schedule(self, size: int) -> Schedule | None:
+        best = self.best[self._total(size)]
+        if np.isinf(best):
+            return None
+        column = int(np.argmax(self.totals == best))
+        row = int(self.rows[column])
+        return self._read_kept(self.whole, row, column - row * self.step)
+
+    def _total(self, size: int) -> int:
+        return max(0, min(int(size / self.slot), self.best.size - 1))
+
+    def _fill_kept(self, key: _Key) -> None:
+        self.kept[key] = best = np.full((ROWS + 1, self.slots + 1), np.inf)
+        for choice, kept in self._first_choices(key):
+            total = np.full_like(best, choice.seconds)
+            for table, spent in choice.parts:
+                rest = self._table(table, kept)
+                total[:, :spent] = np.inf
+                total[:, spent:] += rest[..., : self.slots + 1 - spent]
+            total[:kept] = np.inf
+            total[:, : min(self._least(choice), self.slots + 1)] = np.inf
+            np.minimum(best, total, out=best)
+
+    def _table(self, key: _Key, kept: int) -> NDArray[np.float64]:
+        """A table as one sees it that has kept so many rows before; [row, column], or all rows alike."""
+        if not key.first:
+            return self.tables[key][None]
+        found = np.full_like(self.kept[key], np.inf)
+        found[kept:] = self.kept[key][: ROWS + 1 - kept]
+        return found
+
+    def _first_choices(self, key: _Key) -> Iterator[tuple[_Choice, int]]:
+        """What may be done in the first run, and how many rows of bytes that keeps for the backward."""
+        i, j, _, held = key
+        comes = 0 if held else self.enter[i]
+        for choice in self._choices(key):
+            if choice.parts:
+                yield choice, self._in_rows(choice.parts[0][1])
+        forwards = [self._in_slots(s.ways[0].forward) + self.enter[at] for at, s in enumerate(self.segments[i:], i)]
+        if i == j:  # (what the last segment keeps is there as long as the others')
+            for number, way in enumerate(self.segments[i].ways):
+                spent = self._in_slots(way.bytes) + (0 if held or way.alone else self.enter[i])
+                needed = self._in_slots(way.backward if held else way.whole)
+                seconds = self.segments[i].seconds + way.seconds + self.segments[i].backward_seconds
+                least = max(self._in_slots(way.forward) + comes, needed, spent)
+                yield _Choice("keep", number, seconds, least, []), self._in_rows(spent)
+        else:
+            later = [(_Key(i, j, first=False, held=held), 0)]
+            seconds = float(self.cost[j + 1] - self.cost[i])
+            yield _Choice("again", j + 1, seconds, comes + max(forwards), later), self._in_rows(comes)
+
+    def _in_rows(self, slots: int) -> int:
+        return min(round(slots / self.row), ROWS + 1)
+
+    def _read_kept(self, key: _Key, row: int, column: int) -> Schedule:
+        best, chosen, left = np.inf, None, 0
+        for choice, kept in self._first_choices(key):
+            if row < kept or column < self._least(choice) or any(column < spent for _, spent in choice.parts):
+                continue
+            total = choice.seconds
+            for table, spent in choice.parts:
+                seen = self.kept[table][row - kept] if table.first else self.tables[table]
+                total += float(seen[column - spent])
+            if total < best:
+                best, chosen, left = total, choice, row - kept
+        assert chosen is not None, (key, row, column)
+        rests = [
+            self._read_kept(table, left, column - spent) if table.first else self._read(table, column - spent)
+            for table, spent in chosen.parts
+        ]
+        if chosen.kind == "keep":
+            return Keep(key.i, chosen.number, rests[0] if rests else None)
+        return Again(chosen.number, rests[0], rests[1]) if len(rests) > 1 else Again(chosen.number, None, rests[0])
+
+
 class Solver:
     """The best schedules of a program, whose forward is cut both coarsely and finely: of fine segments fewer values need be there at
     once, but more values cross their cuts. For fewer bytes than those that segments seem to need, less is held between fine ones:
     it may be that they do not need so many. `sizes` are the bytes from which on there is a schedule, and from which on there is a
-    faster one, ascending; `least()` is one of them."""
+    faster one, ascending; `least()` is one of them. Where so many micro-batches are `waiting` besides, bytes are those of all of them."""
 
-    def __init__(self, program: Program, costs: Costs) -> None:
+    def __init__(self, program: Program, costs: Costs, waiting: int = 0) -> None:
+        def rotor(chain: Chain, strict: bool = True) -> Rotor:
+            return WaitingRotor(chain.segments, waiting, strict) if waiting else Rotor(chain.segments, strict)
+
         chains = [chain_of(program, costs, apart) for apart in APART]
-        self.rotors = [(chain, Rotor(chain.segments)) for chain in chains]
-        self.lax = (chains[-1], Rotor(chains[-1].segments, strict=False))
+        self.rotors = [(chain, rotor(chain)) for chain in chains]
+        self.lax = (chains[-1], rotor(chains[-1], strict=False))
         self.bytes = self.rotors[0][1].bytes
         self.known = min(rotor.least() for _, rotor in self.rotors)
         self.sizes = self._sizes()

@@ -18,6 +18,7 @@ from zgraph.passes.costs import Costs, on_host, size_of, tier_of
 from zgraph.passes.memory import memory_of
 from zgraph.program import collectives, moves
 from zgraph.program.node import Role, info
+from zgraph.program.parts import dim_of, ranks_in
 from zgraph.program.program import Program
 
 
@@ -162,9 +163,10 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
     for node in program.graph.nodes:
         if collectives.is_start(node) and node not in done:  # (else it went with its bucket)
             starts = bucket_of(node)
-            dim = str(info(node).mesh_dim)
+            group = str(info(node).mesh_dim)
+            dim = dim_of(group)
             name = f"link:{dim if dim in costs.hardware.links else '*'}"
-            seconds, work = costs.transfer(starts, program.mesh[dim]), costs.work(starts)
+            seconds, work = costs.transfer(starts, ranks_in(group, program.mesh)), costs.work(starts)
             occupy(node, "compute", clock, work)
             clock += work
             begins = max(clock - lead if info(node).ahead else clock, free)

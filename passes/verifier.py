@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.errors import VerifyError
+from zgraph.errors import MeshError, VerifyError
 from zgraph.passes.aliases import is_random, is_write, mutates, root_of
 from zgraph.program import collectives, moves, ops
 from zgraph.program.node import Phase, Role, has_info, info, tensors, value
+from zgraph.program.parts import ranks_in
 from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Port, Program
 
 AROUND = 5  # nodes shown on each side of a fault
@@ -97,13 +98,11 @@ def check_ports(program: Program) -> None:
         )
     for port, node in program.input_items():
         if port.role is InputRole.PARAMETER and program.level >= Level.DISTRIBUTED and node.users:
-            _same_tensor(
-                program,
-                node,
-                value(node),
-                program.params[port.name].shard_shape,
-                program.params[port.name].dtype,
-            )
+            spec = program.params[port.name]
+            if "divided" in program.facts and "sharded" not in program.facts:
+                _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
+            else:
+                _same_tensor(program, node, value(node), spec.shard_shape, spec.dtype)
         if port.role is InputRole.KEPT:
             spec = program.params[port.name]
             _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
@@ -154,10 +153,9 @@ def check_ports(program: Program) -> None:
             _serves(program, node, port, "outputs")
             if port.of is InputRole.PARAMETER:
                 spec = program.params[port.name]
-                shape = (
-                    spec.shard_shape if "reduced" in program.facts and "partial" not in program.facts else spec.shape
-                )
                 done = "reduced" in program.facts
+                shape = spec.shard_shape if done and "partial" not in program.facts else spec.shape
+                shape = spec.whole_shape if program.level is Level.CAPTURED else shape
                 _same_tensor(program, node, value(node), shape, spec.grad_dtype if done else spec.compute_dtype)
 
 
@@ -344,12 +342,17 @@ def _on_host(node: fx.Node, read: fx.Node) -> bool:
 
 
 def check_groups(program: Program) -> None:
-    """Each collective runs over the mesh dimension that its role and its parameter say, with that many ranks."""
+    """Each collective runs over the mesh dimension, or the part of one, that its role and its parameter say, with that many ranks."""
     for node in program.graph.nodes:
         if not collectives.is_start(node):
             continue
         record, group = info(node), collectives.group_of(node)
-        if group not in program.mesh or group != record.mesh_dim:
+        try:
+            ranks = ranks_in(group, program.mesh)
+        except MeshError as error:
+            what = f"collective {node.name!r} runs over the wrong group {group!r}"
+            raise _fault(program, node, what, f"{error.what}: {error.why}") from error
+        if group != record.mesh_dim:
             raise _fault(
                 program,
                 node,
@@ -357,17 +360,15 @@ def check_groups(program: Program) -> None:
                 f"its record says {record.mesh_dim!r}, the mesh has {list(program.mesh)}",
             )
         size = collectives.group_size_of(node)
-        if size is not None and size != program.mesh[group]:
-            raise _fault(
-                program,
-                node,
-                f"collective {node.name!r} states {size} ranks",
-                f"mesh dimension {group!r} has {program.mesh[group]}",
-            )
+        if size is not None and size != ranks:
+            raise _fault(program, node, f"collective {node.name!r} states {size} ranks", f"group {group!r} has {ranks}")
         if record.param is None or record.role not in (Role.GATHER, Role.REDUCE):
             continue
         spec = program.params[record.param]
-        if (record.role is Role.GATHER or node.target is collectives.REDUCE_SCATTER) and group != spec.shard_dim:
+        over = {spec.shard_dim}
+        if record.role is Role.GATHER and record.phase is Phase.UPDATE and spec.division is not None:
+            over.add(spec.division.mesh_dim)  # (for an optimizer that takes whole matrices)
+        if (record.role is Role.GATHER or node.target is collectives.REDUCE_SCATTER) and group not in over:
             raise _fault(
                 program,
                 node,

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.errors import UnsupportedError
+from zgraph.errors import MeshError, UnsupportedError
 from zgraph.passes.aliases import is_random
 from zgraph.program import collectives, moves, ops
+from zgraph.program.parts import dim_of, positions_of
 from zgraph.program.program import Program
 
 
@@ -29,13 +30,16 @@ def coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
     return {name: where[name] for name in mesh}
 
 
-def group_ranks(mesh: dict[str, int], dim: str, rank: int) -> list[int]:
-    """The ranks that share a group over `dim` with `rank`, in group order."""
+def group_ranks(mesh: dict[str, int], group: str, rank: int) -> list[int]:
+    """The ranks that share a group with `rank`, in group order; of a part of a mesh dimension, which `rank` need not be in, those of the
+    dimension that are. Raises `MeshError` for a name that is no group's of this mesh."""
+    positions, dim = positions_of(group, mesh), dim_of(group)
     world = 1
     for size in mesh.values():
         world *= size
     mine = {k: v for k, v in coordinates(mesh, rank).items() if k != dim}
-    return [r for r in range(world) if {k: v for k, v in coordinates(mesh, r).items() if k != dim} == mine]
+    line = [r for r in range(world) if {k: v for k, v in coordinates(mesh, r).items() if k != dim} == mine]
+    return [line[p] for p in positions]
 
 
 def run_virtual(
@@ -54,7 +58,8 @@ class _Runner:
         self.program = program
         self.world = program.world
         self.random_states = random_states
-        self.groups = {d: [group_ranks(program.mesh, d, r) for r in range(self.world)] for d in program.mesh}
+        used = {collectives.group_of(n): None for n in program.graph.nodes if collectives.is_start(n)}
+        self.groups = {g: [group_ranks(program.mesh, g, r) for r in range(self.world)] for g in used}
 
     def run(self, inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
         if len(inputs) != self.world:
@@ -113,6 +118,12 @@ class _Runner:
         results = []
         for rank in range(self.world):
             group = groups[rank]
+            if rank not in group:
+                raise MeshError(
+                    f"rank {rank} is not in the group {collectives.group_of(node)!r}",
+                    where=node.name,
+                    why="virtual ranks all run the same program; it is one of some ranks alone",
+                )
             key = tuple(group)
             if key not in done:
                 done[key] = self._combine(node, [operands[r] for r in group])
@@ -125,7 +136,10 @@ class _Runner:
         if node.target in (collectives.ALL_GATHER, collectives.ALL_GATHER_INTO):
             return torch.cat(parts)
         if node.target is collectives.ALL_TO_ALL:
-            raise UnsupportedError("all_to_all on virtual ranks is not there yet", where=node.name)
+            sent = [part.split(list(node.args[2])) for part in parts]  # type: ignore[arg-type]
+            return [torch.cat([pieces[r] for pieces in sent]) for r in range(len(parts))]
+        if node.target is collectives.SHIFT:
+            return [parts[r - 1].clone() for r in range(len(parts))]
         op = collectives.reduce_op_of(node)
         total = parts[0].clone()
         for part in parts[1:]:

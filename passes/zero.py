@@ -46,10 +46,12 @@ class KeepOptions:
 class RegatherOptions:
     """Weights that are held from the forward to the backward: those named in `keep`, and those between whose two uses no
     more than `reuse_bytes` of other weights are used (DeepSpeed's stage3_max_reuse_distance; None: 1% of the largest layer):
-    at the turn from forward to backward a weight would be let go just to be gathered again."""
+    at the turn from forward to backward a weight would be let go just to be gathered again. Not where other micro-batches come between the
+    two (no `turn`)."""
 
     reuse_bytes: int | None = None
     keep: frozenset[str] = frozenset()
+    turn: bool = True
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
         late = sorted({user for link in chain for user in _backward_users(link)})
         if not late:
             continue
-        if name in options.keep or reuse.distance(name) <= close:
+        if name in options.keep or (options.turn and reuse.distance(name) <= close):
             held += 1
             continue
         spec = program.params[name]

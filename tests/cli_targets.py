@@ -69,3 +69,35 @@ def double_gradients(program):
                 node = program.call(torch.ops.aten.mul.Tensor, (node, 2), record, name="doubled")
         items.append((port, node))
     program.set_outputs(items)
+
+
+class Chain(nn.Module):
+    """Equal layers, and nothing else."""
+
+    def __init__(self, layers: int, dim: int = 64) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(dim))  # (the first layer has a gradient to give back, as all others)
+        self.layers = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        x = x + self.shift
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def chain():
+    with torch.device("meta"):
+        return Chain(8), (torch.zeros(8, 64),)
+
+
+def deadlock(ranks, stages, micro_batches):
+    """A schedule whose first stage waits for a gradient before it has run forward what that is of."""
+    rows = [
+        [f"{s}F{m}" for m in range(micro_batches)] + [f"{s}B{m}" for m in range(micro_batches)] for s in range(stages)
+    ]
+    rows[-1] = [f"{stages - 1}{kind}{m}" for m in reversed(range(micro_batches)) for kind in "FB"]
+    return [
+        ["0F0", "0B0", *[f"0F{m}" for m in range(1, micro_batches)], *[f"0B{m}" for m in range(1, micro_batches)]],
+        *rows[1:],
+    ]

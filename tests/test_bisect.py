@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import zgraph
 from zgraph.cli.app import app
 from zgraph.cli.verify import global_batch
-from zgraph.errors import MeshError, ModelError, PassError
+from zgraph.errors import MeshError, ModelError, PassError, PlanError
 from zgraph.inspection.bisect import bisect
 from zgraph.virtual_step import virtual_step
 
@@ -277,3 +277,8 @@ def test_a_transformers_folder_is_run_with_numbers_of_its_own(tmp_path):
     done = zgraph_("bisect", f"hf:{tmp_path}", "--batch", "2x8", "--json")
     assert done.exit_code == 0, done.output
     assert all(s["worst"]["error"] < 1e-4 for s in json.loads(done.stdout)["stages"])
+
+
+def test_a_pipeline_is_refused():
+    with pytest.raises(PlanError, match="no search for a faulty pass of a plan with a pipeline"):
+        searched(2, mesh={"pp": 2})

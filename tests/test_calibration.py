@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
 from torch import fx, nn
 
 import zgraph
@@ -231,12 +230,6 @@ def compile_with_tables(folder: str, tables: list[Hardware | None]) -> None:
         (mine / "here.json").write_text(table.model_dump_json())
     with contextlib.chdir(mine):
         zgraph.compile(net(), plan_of("eager", hardware="here.json"))
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.gloo

@@ -229,12 +229,6 @@ def by_deepspeed(folder: str, stage: int, precision: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def made_by_torch(tmp_path_factory) -> Iterator[Any]:
     """(folder, what is in it) by kind."""
     made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}

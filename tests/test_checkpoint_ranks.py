@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -263,18 +262,6 @@ def resumed(where: str, fields: dict, async_: bool) -> bool:
     buffers = {n for n, _ in model.named_buffers()}
     one, two = ({n: t for n, t in everything(m).items() if n not in buffers} for m in (model, other))
     return straight == again and same(one, two)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("async_", [False, True])

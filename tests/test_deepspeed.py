@@ -65,6 +65,17 @@ def test_knobs_of_offloading_are_fields_of_a_plan():
     assert (made.ratio, made.sub_group_bytes) == (0.5, 16_000_000)
 
 
+def test_activations_are_partitioned_and_offloaded_as_deepspeed_s_config_says():
+    both = {"cpu_checkpointing": True, "partition_activations": True}
+    made = zgraph.Plan(mesh={"tp": 2}, **offloading({}, both))
+    assert (made.partition_activations, made.offload.activations) == (True, "cpu")
+    assert not zgraph.Plan(**offloading({}, {"partition_activations": False})).partition_activations
+    with pytest.raises(PlanError, match="partition_activations without ranks"):
+        zgraph.Plan(**offloading({}, both))
+    with pytest.raises(PlanError, match="unknown key 'partition_activation'"):
+        offloading({}, {"partition_activation": True})
+
+
 @pytest.mark.parametrize(
     ("section", "said"),
     [

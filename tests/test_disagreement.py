@@ -160,12 +160,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize(
     ("function", "args", "named"),
     CASES,

@@ -563,8 +563,9 @@ def assert_one_run(lines: list[tuple[int, int, int, int, float]]) -> None:
 
 
 def restarts(lines: list[tuple[int, int, int, int, float]]) -> list[int]:
-    """The steps that a rank of an agent with one began with."""
-    return [step for (before, *_), (step, *_) in zip([(-1,), *lines], lines, strict=False) if step != before + 1]
+    """The steps that a rank of an agent with one began with: it is another run after another step, and with other ranks."""
+    pairs = zip([(-1, 0), *lines], lines, strict=False)
+    return [step for (before, former, *_), (step, world, *_) in pairs if (step, world) != (before + 1, former)]
 
 
 @pytest.mark.gloo

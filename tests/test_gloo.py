@@ -16,7 +16,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -672,18 +671,6 @@ def fifty_steps_with_inductor(zero: int) -> tuple[list[str], list[tuple[float, f
 
 
 # The claims.
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 STAGES = pytest.mark.parametrize("zero", [0, 1, 2, 3])

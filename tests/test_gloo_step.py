@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -281,18 +280,6 @@ def timed() -> tuple[str, list[dict[str, float]]]:
             model.train_step(*mine(values))
     timings = model.zgraph.timings(tokens=12)
     return str(timings), list(timings.ranks)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -14,7 +14,6 @@ import textwrap
 
 import pytest
 import torch
-from ranks import Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -128,12 +127,6 @@ def loaded_later() -> tuple[str, float]:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=_rank() == 0 and False)
     set_model_state_dict(model, real.state_dict(), options=options)
     return said, (model(x) - real(x)).abs().item()
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.gloo

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 
 import zgraph
@@ -487,12 +486,6 @@ def one_ranks_rows(mode: str, plan: dict[str, Any], value: float, part: type[nn.
         (type(error).__name__, error.module, error.rank, error.micro_batch, error.where, error.phase) if error else None
     )
     return told, kept, int(model.zgraph.skipped_steps), math.isfinite(loss)
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 RANK_PLANS = [

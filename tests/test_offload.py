@@ -85,8 +85,14 @@ def test_likewise_on_virtual_ranks(name, zero):
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("more", [{}, {"ema": 0.9}, {"precision": "bf16"}, {"precision": "fp16"}], ids=str)
+# Every optimizer; and of float32 and quantised states, whatever else lies with them.
+TRAINED = [(optimizer, {}) for optimizer in OPTIMIZERS]
+TRAINED += [
+    (o, more) for o in ("AdamW", "AdamW8bit") for more in ({"ema": 0.9}, {"precision": "bf16"}, {"precision": "fp16"})
+]
+
+
+@pytest.mark.parametrize(("optimizer", "more"), TRAINED, ids=str)
 def test_training_is_bit_for_bit_that_in_memory(optimizer, more, tmp_path):
     fields = {"optimizer": OPTIMIZERS[optimizer], **more}
     _, plain = trained(**fields)

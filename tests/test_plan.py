@@ -72,8 +72,14 @@ def test_the_default_is_zero3_over_all_ranks_compiled_by_inductor():
         ({"mesh": {"dp": 2.0}}, "mesh.dp", "valid integer"),
         ({"mesh": {"dp": True}}, "mesh.dp", "valid integer"),
         ({"mesh": {"dp": -1, "replicate": -1}}, "mesh", "only one mesh dimension can be -1"),
-        ({"mesh": {"tp": 2}}, "mesh.tp", "not supported yet"),
-        ({"mesh": {"pp": -1}}, "mesh.pp", "not supported yet"),
+        ({"mesh": {"dp": 2}, "sequence_dim": 1}, "sequence_dim", "without ranks that divide a sequence"),
+        ({"schedule": "zb"}, "schedule", "without a pipeline"),
+        ({"mesh": {"pp": 2}, "schedule": "1f1bb"}, "schedule", "did you mean '1f1b'?"),
+        ({"mesh": {"pp": 2}, "partition": "tim"}, "partition", "did you mean 'time'?"),
+        ({"mesh": {"pp": 2}, "partition": []}, "partition", "names no module"),
+        ({"mesh": {"pp": 2}, "partition": ["h.1", "h.1"]}, "partition", "or one twice"),
+        ({"mesh": {"pp": 2}, "partition": "type:["}, "partition", "no pattern"),
+        ({"mesh": {"pp": 2}, "virtual_stages": 0}, "virtual_stages", "greater than or equal to 1"),
         ({"passes": "pkg:f"}, "passes", "valid tuple"),
         ({"passes": ["pkg.f"]}, "passes[0]", "package.module:function"),
         ({"passes": ["pkg:f", "pkg:g behind h"]}, "passes[1]", "before NAME"),
@@ -360,7 +366,7 @@ def test_the_json_schema_names_every_field_and_forbids_others():
     assert set(schema["properties"]) == set(Plan.model_fields)
     assert schema["additionalProperties"] is False
     assert schema["properties"]["zero"]["enum"] == [0, 1, 2, 3]
-    assert set(schema["properties"]["mesh"]["properties"]) == {"replicate", "dp"}
+    assert set(schema["properties"]["mesh"]["properties"]) == {"pp", "replicate", "dp", "cp", "tp"}
     assert all(field["description"] for field in schema["properties"].values())
 
 

@@ -49,6 +49,10 @@ def reduce(op: str, dim: str):
     return lambda made, x: call(made, collectives.WAIT, call(made, collectives.ALL_REDUCE, x, op, dim))
 
 
+def exchange(dim: str, sizes: list[int]):
+    return lambda made, x: call(made, collectives.WAIT, call(made, collectives.ALL_TO_ALL, x, sizes, sizes, dim))
+
+
 def on_ranks(made: Program, values: list[torch.Tensor]) -> list[torch.Tensor]:
     return [outputs[0] for outputs in run_virtual(made, [[v] for v in values])]
 
@@ -138,13 +142,25 @@ def test_ranks_keep_their_own_operands():
     assert values[0].tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("build", [
-    lambda made, x: call(made, collectives.ALL_TO_ALL, x, [2, 2], [2, 2], "dp"),
-    reduce("min", "dp"),
-])  # fmt: skip
-def test_a_collective_that_is_not_there_is_refused(build):
-    made = program(build, {"dp": 2}, (4,))
-    with pytest.raises(UnsupportedError, match="virtual ranks"):
+def test_an_all_to_all_gives_each_rank_a_piece_of_every_other():
+    made = program(exchange("dp", [2, 2, 2]), {"dp": 3}, (6,))
+    results = on_ranks(made, [torch.arange(6.0) + 10 * r for r in range(3)])
+    assert [r.tolist() for r in results] == [
+        [0, 1, 10, 11, 20, 21],
+        [2, 3, 12, 13, 22, 23],
+        [4, 5, 14, 15, 24, 25],
+    ]
+
+
+def test_an_all_to_all_stays_within_its_group():
+    made = program(exchange("replicate", [1, 1]), {"replicate": 2, "dp": 2}, (2, 1))
+    results = on_ranks(made, [torch.tensor([[float(r)], [r + 10.0]]) for r in range(4)])
+    assert [r.flatten().tolist() for r in results] == [[0, 2], [1, 3], [10, 12], [11, 13]]
+
+
+def test_a_reduction_that_is_not_there_is_refused():
+    made = program(reduce("min", "dp"), {"dp": 2}, (4,))
+    with pytest.raises(UnsupportedError, match="'min' on virtual ranks"):
         on_ranks(made, [torch.ones(4), torch.ones(4)])
 
 

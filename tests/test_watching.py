@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zgraph
 from zgraph import heartbeat
 from zgraph.errors import CollectiveError, PlanError
+from zgraph.program.stacks import stack_of
 
 STUCK = 1  # the rank
 LOOP = next(
@@ -131,13 +132,13 @@ def train_in_two_groups() -> None:
 def said_while_another_compiles() -> list[str]:
     """One rank compiles for longer than a collective may take."""
     lines = _logged()
-    model = compiled(timeout=2.0)
+    model = compiled(timeout=5.0)
     runtime = model.zgraph.runtime
     prepare = runtime.prepare
 
     def slow(step) -> None:
         if rank() == STUCK:
-            time.sleep(4.0)
+            time.sleep(7.0)
         prepare(step)
 
     runtime.prepare = slow
@@ -364,12 +365,6 @@ for step in range(5):
 
 
 # -- threads and timeouts ---------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 @pytest.mark.gloo
 def test_one_thread_watches_for_all_models_and_ends_with_the_last(two):
     assert two.run(several_models) == [(1, 1, 1, 0, True)] * 2
@@ -410,3 +405,27 @@ def test_one_process_has_no_heartbeat():
 def test_a_watch_that_means_nothing_is_refused(watch):
     with pytest.raises(PlanError, match="watch"):
         zgraph.Plan(watch=watch)
+
+
+# -- where a thread is ----------------------------------------------------------------------------------------------------
+def _waiting(begun: threading.Event, end: threading.Event) -> None:
+    begun.set()
+    end.wait()  # here it is
+
+
+def test_the_stack_of_a_thread_is_its_lines_the_innermost_first():
+    begun, end = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_waiting, args=(begun, end), name="a thread that waits")
+    thread.start()
+    begun.wait()
+    time.sleep(0.05)
+    found = stack_of(thread.ident)
+    end.set()
+    thread.join()
+    own = [line for line in found if line.file == __file__]
+    number = next(i for i, t in enumerate(Path(__file__).read_text().splitlines(), 1) if t.endswith("# here it is"))
+    assert [(line.function, line.number) for line in own] == [("_waiting", number)]
+    assert found.index(own[0]) > 0 and found[0].function == "wait"
+    assert stack_of(0) == []
+    mine = stack_of(threading.get_ident())
+    assert any(line.function == "test_the_stack_of_a_thread_is_its_lines_the_innermost_first" for line in mine)

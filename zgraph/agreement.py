@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zgraph.heartbeat import Heart
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 def _around(text: str, at: int) -> str:
@@ -35,6 +36,8 @@ def _around(text: str, at: int) -> str:
 @contextlib.contextmanager
 def _named(voters: Agreement, collective: str, ballot: str) -> Iterator[None]:
     """A failure in here is that of this collective: no module runs it, so what was voted for says where."""
+    if voters.refuse_ended is not None:
+        voters.refuse_ended()
     told = place.enter(collective, voters)
     try:
         yield
@@ -50,19 +53,23 @@ class Agreement:
     """Votes among the ranks of a mesh. Without a mesh every vote is unanimous."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
+        self.mesh = mesh
         self.group: Any = None
         self.ranks: list[int] = []
         self.heart: Heart | None = None  # (while this lives, its ranks watch each other)
+        self.refuse_ended: Callable[[], None] | None = None  # (raises why they vote no more, once they don't)
         self._limited: dict[Any, tuple[timedelta, timedelta]] = {}  # the plan's timeout of a group, and the one it had
         self._relaxed = False
         if mesh is None or mesh.size() == 1:
             return
         self.ranks = [int(r) for r in mesh.mesh.flatten().tolist()]
         # A group of their own: votes are read on the host. Over NCCL each would stop the GPU, and in a group that
-        # programs use they would wait behind the transfers in flight. (Only its own ranks make it: other meshes have others.)
+        # programs use they would wait behind the transfers in flight. (Only its own ranks make that of a mesh over part of the world:
+        # other meshes have others. torch then names it by the number of groups that a rank knows, which must be equal on all.)
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
         timeout = torch_private.world_timeout()
-        self.group = dist.new_group(self.ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
+        alone = len(self.ranks) < dist.get_world_size()
+        self.group = dist.new_group(self.ranks, backend=backend, timeout=timeout, use_local_synchronization=alone)
 
     def set_timeout(self, seconds: float | None, groups: Sequence[Any]) -> None:
         """Let votes, and these process groups, wait so long for all ranks; None: as long as they did before."""
@@ -102,37 +109,44 @@ class Agreement:
         ballot: str,
         explain: Callable[[], Any] | None = None,
         compare: Callable[[Sequence[Any]], str] | None = None,
+        *,
+        team: int = 0,
+        teams: int = 1,
+        hint: str = "give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
     ) -> None:
-        """Raise `RankMismatchError` on every rank unless all give the same `ballot`.
+        """Raise `RankMismatchError` on every rank unless all give the same `ballot`; of several `teams`, all of each.
 
         On a difference, what `explain()` returns is exchanged, and `compare` says in words how they differ.
         """
         if self.group is None:
             return
         number = int.from_bytes(hashlib.sha256(ballot.encode()).digest()[:7], "little")
-        both = torch.tensor([number, -number], dtype=torch.int64)
+        both = torch.full((2, teams), torch.iinfo(torch.int64).min)
+        both[0, team], both[1, team] = number, -number
         views: list[Any] = [None] * len(self.ranks)
         with _named(self, f"the ranks' vote about {subject} (all_reduce)", ballot):
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
-            if int(both[0]) == -int(both[1]):
+            if torch.equal(both[0], -both[1]):
                 if self._relaxed:
                     self._tighten()
                 return
-            dist.all_gather_object(views, (ballot, explain() if explain else None), group=self.group)
-        different = [r for r, view in zip(self.ranks, views, strict=True) if view[0] != views[0][0]]
+            dist.all_gather_object(views, (ballot, explain() if explain else None, team), group=self.group)
+        voted = {r: view[0] for r, view in zip(self.ranks, views, strict=True)}
+        leads: dict[int, int] = {}  # the first rank of each team
+        begins = {r: leads.setdefault(view[2], r) for r, view in zip(self.ranks, views, strict=True)}
+        base = next(begins[r] for r in self.ranks if voted[r] != voted[begins[r]])
+        different = [r for r in self.ranks if begins[r] == base and voted[r] != voted[base]]
         why = compare([view[1] for view in views]) if compare and all(view[1] is not None for view in views) else None
         if why is None:
-            ballots = {
-                r: view[0] for r, view in zip(self.ranks, views, strict=True) if r in (self.ranks[0], different[0])
-            }
-            first, other = ballots[self.ranks[0]], ballots[different[0]]
+            pair = (base, different[0])
+            first, other = (voted[r] for r in pair)
             common = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), 0)
-            why = "\n".join(f"rank {r}: {_around(text, common)}" for r, text in ballots.items())
+            why = "\n".join(f"rank {r}: {_around(voted[r], common)}" for r in pair)
         raise RankMismatchError(
             f"ranks disagree about {subject}",
-            where=f"rank(s) {different} differ from rank {self.ranks[0]}",
+            where=f"rank(s) {different} differ from rank {base}",
             why=why,
-            hint="give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
+            hint=hint,
         )
 
     def most(self, subject: str, mine: int) -> int:
@@ -160,19 +174,27 @@ class Agreement:
     def together(self, subject: str, attempt: Callable[[], T], refused: Callable[[int, str], ZgraphError]) -> T:
         """What `attempt` gives on this rank, if it raises nothing on any; else each rank raises its own, or `refused(rank, what that rank
         was told)`."""
+        return self.exchange(subject, attempt, lambda found: None, refused)[0]
+
+    def exchange(
+        self, subject: str, attempt: Callable[[], T], told: Callable[[T], S], refused: Callable[[int, str], ZgraphError]
+    ) -> tuple[T, list[S]]:
+        """As `together`; and what every rank tells of what it found (any picklable object), in their order."""
         problem: Exception | None = None
-        said = None
+        mine: tuple[str | None, S | None]
         try:
             found = attempt()
+            mine = None, told(found)
         except Exception as error:
             problem = error
-            said = str(error) if isinstance(error, ZgraphError) else f"{type(error).__name__}: {error}"
-        problems = self.gather(f"what is wrong with {subject}", said)
+            mine = str(error) if isinstance(error, ZgraphError) else f"{type(error).__name__}: {error}", None
+        views = self.gather(f"what is wrong with {subject}", mine)
         if problem is not None:
             raise problem
-        if any(problems):
-            raise refused(*next((r, p) for r, p in zip(self.ranks, problems, strict=True) if p))
-        return found
+        for rank, (said, _) in enumerate(views):
+            if said is not None:
+                raise refused(self.ranks[rank], said)
+        return found, [view for _, view in views]
 
     def broadcast(self, value: int) -> int:
         """Rank 0's value (63 bits of it), on every rank."""

@@ -54,11 +54,26 @@ def run_passes(
     Raises `PlanError` with the smallest budget that works if the plan's does not.
     """
     if plan.memory_budget is None:
-        passes = edit.cut(build(plan, variant, training=training, costs=costs, edit=edit))
-        recipe = to_recipe(plan, costs, variant, training, Choice(), edit)
-        return PassManager(passes, verify=edit.verified, recipe=recipe).run(captured), Choice()
-    search = _Budget(captured, plan, costs, variant, training, outsides or Outsides(), edit)
+        return by_choice(captured, plan, costs, variant, Choice(), training=training, edit=edit), Choice()
+    search = Search(captured, plan, costs, variant, training, outsides or Outsides(), edit)
     return search.run() if choice is None else search.follow(choice)
+
+
+def by_choice(
+    captured: Program,
+    plan: Plan,
+    costs: Costs,
+    variant: Variant,
+    choice: Choice,
+    *,
+    training: bool,
+    edit: Edit = EVERYTHING,
+    solver: Solver | None = None,
+) -> History:
+    """The plan's pipeline over a captured program, which is changed, as was decided already. `solver`: see `build`."""
+    passes = build(plan, variant, training=training, costs=costs, choice=choice, solver=solver, edit=edit)
+    recipe = to_recipe(plan, costs, variant, training, choice, edit)
+    return PassManager(edit.cut(passes), verify=edit.verified, recipe=recipe).run(captured)
 
 
 @dataclass(frozen=True)
@@ -91,14 +106,37 @@ class Outsides:
 
 
 @dataclass(frozen=True, eq=False)
-class _Outcome:
+class Outcome:
+    """What a program takes by a `choice`: bytes at the `peak` of all that it is part of, and its seconds."""
+
     choice: Choice
     peak: int
     seconds: float
     forecast: Forecast
 
 
-class _Budget:
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What a search has chosen, how any variant is made by it, and what is said of it."""
+
+    choice: Choice
+    search: Search
+    remark: Remark | None = None
+
+    def history(self, variant: Variant = PLAIN) -> History:
+        """All passes, verified, of a variant by the choice."""
+        found = self.search.history(self.choice, variant)
+        if self.remark is not None and variant == self.search.variant:
+            found.program.remarks.append(self.remark)
+        return found
+
+
+class Search:
+    """Looks for the fastest program within `budget` bytes, by default those of the plan. What a program takes of them is said by
+    `_weighed`; `waiting` other micro-batches are there between its forward and its backward."""
+
+    waiting = 0
+
     def __init__(
         self,
         captured: Program,
@@ -125,20 +163,18 @@ class _Budget:
         self.start = self._run(passes[: self.cut], captured, LEAST)  # what all choices have in common
         self.idle = idle_bytes(captured)
         self.share = outsides.shares[0]
-        self.tried: dict[Choice, _Outcome] = {}
+        self.tried: dict[Choice, Outcome] = {}
         self.simulated: dict[Choice, tuple[Forecast, int, int]] = {}
 
     def run(self) -> tuple[History, Choice]:
         best, missed = self._best_of_all()
-        history = self._history(best.choice)
-        if missed is not None:
-            history.program.remarks.append(missed)
-        return history, best.choice.but(states=self.share)
+        made = Decision(best.choice.but(states=self.share), self, missed)
+        return made.history(self.variant), made.choice
 
-    def _best_of_all(self) -> tuple[_Outcome, Remark | None]:
+    def _best_of_all(self) -> tuple[Outcome, Remark | None]:
         """The fastest step with its update, over all shares of the states that may be offloaded: the more is, the less has to be
         done for activations. Raises `PlanError` where none fits."""
-        found: list[tuple[float, float, _Outcome, Remark | None]] = []
+        found: list[tuple[float, float, Outcome, Remark | None]] = []
         refused: list[PlanError] = []
         for share in self.outsides.shares:
             least = min((f.seconds for f, _, _ in self.simulated.values()), default=0.0)
@@ -166,7 +202,7 @@ class _Budget:
     def outside(self) -> Outside:
         return self.outsides.at(self.share)
 
-    def _best(self) -> tuple[_Outcome, Remark | None]:
+    def _best(self) -> tuple[Outcome, Remark | None]:
         """The fastest for one share. Raises `PlanError` where none fits."""
         plain = self._try(self.least)
         base = plain if plain.peak <= self.budget else self._smaller(plain)
@@ -186,19 +222,27 @@ class _Budget:
         outcome = self._try(choice.but(states=None))
         if outcome.peak > self.budget:
             raise self._refusal(outcome, f"{self.captured.name} with the gradients and weights of other micro-batches")
-        return self._history(choice), choice
+        return self.history(choice), choice
 
-    def _history(self, choice: Choice) -> History:
-        recipe = to_recipe(self.plan, self.costs, self.variant, self.training, choice, self.edit)
-        passes = self.edit.cut(self._passes(choice))
-        return PassManager(passes, verify=self.edit.verified, recipe=recipe).run(self.captured.snapshot())
+    def history(self, choice: Choice, variant: Variant | None = None) -> History:
+        """All passes, verified, by a choice; of another variant if one is given."""
+        return by_choice(
+            self.captured.snapshot(),
+            self.plan,
+            self.costs,
+            self.variant if variant is None else variant,
+            choice,
+            training=self.training,
+            edit=self.edit,
+            solver=self._solver if choice.activations is not None else None,
+        )
 
     # -- trying -----------------------------------------------------------------------------------------------------------
-    def _passes(self, choice: Choice) -> list[Pass]:
+    def _passes(self, choice: Choice, variant: Variant | None = None) -> list[Pass]:
         solver = self._solver if choice.activations is not None else None
         return build(
             self.plan,
-            self.variant,
+            self.variant if variant is None else variant,
             training=self.training,
             costs=self.costs,
             choice=choice,
@@ -206,22 +250,26 @@ class _Budget:
             edit=self.edit,
         )
 
-    def _try(self, choice: Choice) -> _Outcome:
+    def _try(self, choice: Choice) -> Outcome:
+        choice = choice.but(waiting=self.waiting)
+        if choice not in self.tried:
+            self.tried[choice] = self._weighed(choice)
+        return self.tried[choice]
+
+    def _weighed(self, choice: Choice) -> Outcome:
         if choice not in self.simulated:
             program = self._after_cut(choice)
             with self._failures_of(choice):
                 found = simulate(program, self.costs)
             came = sum(size_of(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values())
             self.simulated[choice] = found, max(sum(found.peak.values()), _after(program)), came
-        if choice not in self.tried:
-            found, peak, came = self.simulated[choice]
-            # (`came` is counted by the program)
-            peak = max(peak + max(self.outside.held - came, 0) + self.idle, self.outside.update)
-            self.tried[choice] = _Outcome(choice, peak, found.seconds, found)
-        return self.tried[choice]
+        found, peak, came = self.simulated[choice]
+        # (`came` is counted by the program)
+        peak = max(peak + max(self.outside.held - came, 0) + self.idle, self.outside.update)
+        return Outcome(choice, peak, found.seconds, found)
 
-    def _after_cut(self, choice: Choice, until: int | None = None) -> Program:
-        return self._run(self._passes(choice)[self.cut : until], self.start, choice)
+    def _after_cut(self, choice: Choice, until: int | None = None, variant: Variant | None = None) -> Program:
+        return self._run(self._passes(choice, variant)[self.cut : until], self.start, choice)
 
     def _run(self, passes: list[Pass], program: Program, choice: Choice) -> Program:
         with self._failures_of(choice):
@@ -235,19 +283,19 @@ class _Budget:
         except PlanError:
             raise
         except Exception:
-            self._history(choice)
+            self.history(choice)
             raise
 
     @cached_property
     def _solver(self) -> Solver:
-        return Solver(self.start, self.costs)
+        return Solver(self.start, self.costs, self.waiting)
 
-    def _smaller(self, plain: _Outcome) -> _Outcome:
+    def _smaller(self, plain: Outcome) -> Outcome:
         """The fastest way to take less: fewest offloaded, fewest computed again, or some of both. Raises `PlanError` where the
         smallest is too much."""
         if not self.offloads:
             return self._recompute(plain)
-        found: list[_Outcome] = []
+        found: list[Outcome] = []
         every = self._try(LEAST)
         if every.peak <= self.budget:
             total = sum(plain.forecast.peak.values())
@@ -261,7 +309,7 @@ class _Budget:
             raise self._refusal(smallest, f"{self.captured.name}, with all offloaded or computed again that can be")
         return min(found, key=lambda o: (o.seconds, sum(o.forecast.moved.values()), o.peak))
 
-    def _recompute(self, plain: _Outcome, least: Choice = LEAST) -> _Outcome:
+    def _recompute(self, plain: Outcome, least: Choice = LEAST) -> Outcome:
         """The least that must be computed again, near enough. What is tried next depends on the budget only by what fitted: so one
         that has more room has tried all that a smaller one found. Raises `PlanError` where the smallest is too much."""
         if self.plan.recompute != "auto" or not self.training:
@@ -269,7 +317,7 @@ class _Budget:
         solver = self._solver
         sizes = solver.sizes
 
-        def outcome(at: int) -> _Outcome:
+        def outcome(at: int) -> Outcome:
             return self._try(least.but(activations=sizes[at]))
 
         def seconds(at: int) -> float:
@@ -293,7 +341,7 @@ class _Budget:
                 high = middle
         return best
 
-    def _with_room(self, base: _Outcome) -> list[_Outcome]:
+    def _with_room(self, base: Outcome) -> list[Outcome]:
         """Where a step waits for gathers: more is computed again than must be, so that weights can be kept instead."""
         used = base.choice.activations
         if used is None or base.forecast.exposed.get("gather", 0.0) < WORTH * base.seconds:
@@ -301,14 +349,14 @@ class _Budget:
         least = self._solver.least()
         return [self._try(base.choice.but(activations=at)) for at in sorted({least, (least + used) // 2} - {used})]
 
-    def _fitted(self, choice: Choice) -> list[_Outcome]:
+    def _fitted(self, choice: Choice) -> list[Outcome]:
         """The outcome of a choice, with fewer bytes for activations if it needs them for transfers; none if it does not fit."""
         outcome = self._try(choice)
         if outcome.peak > self.budget and choice.activations is not None:
             outcome = self._try(choice.but(activations=choice.activations - (outcome.peak - self.budget)))
         return [outcome] if outcome.peak <= self.budget else []
 
-    def _refusal(self, outcome: _Outcome, what: str) -> PlanError:
+    def _refusal(self, outcome: Outcome, what: str) -> PlanError:
         holds = sorted(((v, k) for k, v in outcome.forecast.peak.items() if v), reverse=True)
         there = ", ".join(f"{k} {shown_bytes(v)}" for v, k in holds[:4])
         held = self.outside.held
@@ -326,7 +374,7 @@ class _Budget:
         )
 
     # -- kept weights -----------------------------------------------------------------------------------------------------
-    def _keep(self, base: _Outcome) -> tuple[_Outcome, Remark | None]:
+    def _keep(self, base: Outcome) -> tuple[Outcome, Remark | None]:
         """As many weights as fit, in the order of what their second gather costs; and what is said of the first that
         does not."""
         ranked = self._candidates(base.choice)

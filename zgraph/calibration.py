@@ -71,9 +71,12 @@ def calibrate(
     `zgraph.compile`: this rank's own batch, of one micro-batch), so there must be room for two. `loss_fn` and `mesh` are those of
     `zgraph.compile`; an output without a loss is summed. All ranks must call it, with the same arguments; all get the same
     record, and rank 0 writes it to `path` as JSON. Raises what `compile` and `train_step` do, and `PlanError` where the
-    file can't be written.
+    file can't be written, and for a plan with a pipeline (a step without stages has the same operators).
     """
     plan = (plan or Plan()).model_copy(update={"hardware": None, "elastic": None, "micro_batches": 1})
+    plan.refuse_pipeline(
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")), "calibration"
+    )
     args, kwargs = split_inputs(inputs)
     twin: Any = compile(copy.deepcopy(model), plan, loss_fn=loss_fn or any_loss, mesh=mesh)
     runtime: Runtime = twin.zgraph.runtime
@@ -83,10 +86,10 @@ def calibrate(
     runtime.ahead.drop()
     name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     base = hardware_like(runtime.device.type, name)
-    views = runtime.agreement.gather("times of operators", mine)
+    views = runtime.everyone.gather("times of operators", mine)
     found = _hardware(f"{name}, measured", base, _with_work(links, views), views)
     if path is not None:
-        _write(found, Path(path), runtime.agreement)
+        _write(found, Path(path), runtime.everyone)
     return found
 
 

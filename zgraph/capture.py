@@ -44,8 +44,8 @@ class Trace:
     """A forward that dynamo captured for one input signature.
 
     `inputs` say what the flat inputs are; `differentiable` are the flat outputs that can carry a gradient; `loss` is
-    the flat output that is the model's own loss, None where it gives none. `casts` has the dtype of each flat input that
-    the program casts to the compute dtype, `output_dtype` what it casts floating-point outputs to (None: nothing).
+    the flat output that is the model's own loss (also where nothing is differentiated), None where it gives none. `casts` has the dtype of
+    each flat input that the program casts to the compute dtype, `output_dtype` what it casts floating-point outputs to (None: nothing).
     """
 
     flat: torch_private.FlatCapture
@@ -56,6 +56,11 @@ class Trace:
     mesh: dict[str, int]
     casts: dict[int, torch.dtype]
     output_dtype: torch.dtype | None
+
+    @property
+    def pattern(self) -> frozenset[int]:
+        """The flat outputs that a step starts its backward from: the loss, of a model that gives none all that it can."""
+        return frozenset(i for i in self.differentiable if i == self.loss) or self.differentiable
 
     def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
         """The captured program in which just the `differentiated` flat outputs have tangents.
@@ -131,8 +136,7 @@ def trace(
         )
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
         casts = {i: given_dtypes[id(x)] for i, x in enumerate(given) if id(x) in given_dtypes}
-    found = loss if loss in differentiable else None
-    return Trace(flat, inputs, differentiable, found, params, mesh, casts, precision.dtype("output"))
+    return Trace(flat, inputs, differentiable, loss, params, mesh, casts, precision.dtype("output"))
 
 
 _REFUSALS = (torch_private.DynamoError, ValueError, RuntimeError, TypeError, AssertionError)
@@ -212,7 +216,7 @@ def _fake_state(
 
 def _fake_parameter(spec: ParamSpec, fake_mode: FakeTensorMode, device: torch.device) -> nn.Parameter:
     with fake_mode:
-        whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.compute_dtype, device=device)
+        whole = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.compute_dtype, device=device)
     return nn.Parameter(whole, requires_grad=spec.requires_grad)
 
 

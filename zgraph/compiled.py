@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
-from zgraph.budget import Outside, Outsides, run_passes
+from zgraph.budget import Decision, Outside, Outsides, run_passes
 from zgraph.capture import Trace, trace
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import Parts, split
+from zgraph.codegen.summing import summing
 from zgraph.passes import History, verify_program
 from zgraph.passes.aliases import is_random
 from zgraph.passes.costs import Costs
@@ -31,13 +31,20 @@ from zgraph.pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
+from zgraph.signature import batch_size
 
 logger = logging.getLogger(__name__)
 
 
+def is_differentiated(program: Program) -> bool:
+    """Has a captured program a backward?"""
+    return any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)
+
+
 class StepProgram:
     """The programs for one signature and one choice of differentiated outputs. `agree` is told of each before it is compiled. An
-    `edit` is for programs that are looked at, and not run by ranks."""
+    `edit` is for programs that are looked at, and not run by ranks. Of a stage under a memory budget its rank decides what is chosen:
+    `decide` gives that, and may raise `PlanError`."""
 
     def __init__(
         self,
@@ -49,9 +56,11 @@ class StepProgram:
         outsides: Outsides,
         agree: Callable[[Program], None],
         edit: Edit = EVERYTHING,
+        decide: Callable[[], Decision] | None = None,
     ) -> None:
         self.name = name
         self.agree = agree
+        self.decide = decide
         self.edit = edit
         self.captured = captured
         self.plan = plan
@@ -62,14 +71,16 @@ class StepProgram:
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
         self._choice: Choice | None = None
-        self._parts: dict[Variant, Parts] = {}
+        self._parts: dict[tuple[Variant, bool], Parts] = {}
         self._ahead: list[Executable] | None = None
         self._forwards: dict[bool, Executable] = {}
         self._backwards: dict[tuple[bool, bool], Executable] = {}
+        self._apart: dict[tuple[bool, bool], tuple[Executable | None, Executable | None]] = {}
+        self._summing: dict[tuple[bool, bool], Executable] = {}
 
     @property
     def differentiated(self) -> bool:
-        return any(p.role is OutputRole.GRADIENT for p in self.captured.outputs)
+        return is_differentiated(self.captured)
 
     @property
     def keeps(self) -> bool:
@@ -81,6 +92,9 @@ class StepProgram:
         if variant not in self._histories:
             if variant is not PLAIN:
                 self.history()  # (it decides for all)
+            if self.decide is not None:
+                self._histories[variant] = self.decide().history(variant)
+                return self._histories[variant]
             self._histories[variant], self._choice = run_passes(
                 self.captured.snapshot(),
                 self.plan,
@@ -94,9 +108,14 @@ class StepProgram:
         return self._histories[variant]
 
     @property
+    def choice(self) -> Choice | None:
+        """What was decided under a memory budget. Of a stage it is decided now if need be; else None before the search."""
+        return self.decide().choice if self.decide is not None else self._choice
+
+    @property
     def states(self) -> float | None:
         """The share of the optimizer's states that a budget's search has let be offloaded; None before it."""
-        return self._choice.states if self._choice is not None else None
+        return self.choice.states if self.choice is not None else None
 
     @property
     def outside(self) -> Outside:
@@ -122,14 +141,14 @@ class StepProgram:
             found += [Variant(self.keeps, reduce=False), Variant(self.keeps, accumulated=True)]
         return found
 
-    def parts(self, variant: Variant = PLAIN) -> Parts:
-        if variant not in self._parts:
-            parts = split(self.history(variant).program)
-            for part in (*parts.ahead, parts.forward, parts.backward):
+    def parts(self, variant: Variant = PLAIN, *, apart: bool = False) -> Parts:
+        if (variant, apart) not in self._parts:
+            parts = split(self.history(variant).program, apart=apart)
+            for part in (*parts.ahead, parts.forward, parts.backward, parts.weights):
                 if part is not None:
                     verify_program(part)
-            self._parts[variant] = parts
-        return self._parts[variant]
+            self._parts[variant, apart] = parts
+        return self._parts[variant, apart]
 
     def forward(self, gathered_before: bool = False) -> Executable:
         if gathered_before not in self._forwards:
@@ -141,16 +160,45 @@ class StepProgram:
         if (reduce, accumulated) not in self._backwards:
             part = self.parts(Variant(self.keeps, reduce, accumulated)).backward
             assert part is not None
-            first = self.forward()
-            saved = [p.name for p in first.program.outputs if p.role is OutputRole.SAVED]
-            taken = [p.name for p in part.inputs if p.role is InputRole.SAVED]
-            if saved != taken:
-                raise AssertionError(
-                    f"{self.name}: the forward saves {set(saved) ^ set(taken)} that the backward does not take, or the reverse"
-                )
-            adopt_strides(part, first)
-            self._backwards[reduce, accumulated] = self._compile(part, is_backward=True)
+            self._backwards[reduce, accumulated] = self._compile_backward(part, [self.forward()])
         return self._backwards[reduce, accumulated]
+
+    def backward_apart(
+        self, reduce: bool = True, accumulated: bool = False
+    ) -> tuple[Executable | None, Executable | None]:
+        """The backward in two: what gives gradients to earlier stages, and what gives those of the weights; None for one that has
+        nothing to give."""
+        if (reduce, accumulated) not in self._apart:
+            parts = self.parts(Variant(self.keeps, reduce, accumulated), apart=True)
+            made = [self.forward()]
+            first = second = None
+            if parts.backward is not None:
+                first = self._compile_backward(parts.backward, made)
+                made.append(first)
+            if parts.weights is not None:
+                second = self._compile_backward(parts.weights, made)
+            self._apart[reduce, accumulated] = first, second
+        return self._apart[reduce, accumulated]
+
+    def summing_backward(self, reduce: bool = True, *, apart: bool = False) -> Executable:
+        """The backward, or of one in two the second part, that adds its gradients to sums that come in (see `summing`). It must have some."""
+        if (reduce, apart) not in self._summing:
+            parts = self.parts(Variant(self.keeps, reduce), apart=apart)
+            first = self.backward_apart(reduce)[0] if apart else None
+            part = parts.weights if apart else parts.backward
+            assert part is not None
+            earlier = [self.forward(), *([first] if first is not None else [])]
+            self._summing[reduce, apart] = self._compile_backward(summing(part), earlier)
+        return self._summing[reduce, apart]
+
+    def _compile_backward(self, part: Program, earlier: list[Executable]) -> Executable:
+        saved = {p.name for e in earlier for p in e.program.outputs if p.role is OutputRole.SAVED}
+        missing = {p.name for p in part.inputs if p.role is InputRole.SAVED} - saved
+        if missing:
+            raise AssertionError(f"{self.name}: {part.name} takes {missing}, which nothing before it saves")
+        for executable in earlier:
+            adopt_strides(part, executable)
+        return self._compile(part, is_backward=True)
 
     def ahead(self) -> list[Executable]:
         """What starts the first gathers, in order. A cast and a start are nothing that compiling could make faster."""
@@ -162,7 +210,14 @@ class StepProgram:
 
     def executables(self) -> list[Executable]:
         """Those compiled so far."""
-        return [*(self._ahead or ()), *self._forwards.values(), *self._backwards.values()]
+        apart = [e for pair in self._apart.values() for e in pair if e is not None]
+        return [
+            *(self._ahead or ()),
+            *self._forwards.values(),
+            *self._backwards.values(),
+            *apart,
+            *self._summing.values(),
+        ]
 
     def _compile(self, program: Program, *, is_backward: bool) -> Executable:
         self.agree(program)
@@ -207,11 +262,10 @@ class Entry:
         self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device, plan.resolved_precision())
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
         self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
-        loss = self.trace.loss
-        self.pattern = frozenset({loss}) if loss is not None else self.trace.differentiable
+        self.pattern = self.trace.pattern
         self._programs: dict[frozenset[int], StepProgram] = {}
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
-        self.rows = tensors[0].shape[0] if tensors else 1  # of this rank's batch
+        rows = batch_size(args, kwargs)
+        self.rows = 1 if rows is None else rows  # of this rank's batch
         self.capture_seconds = time.perf_counter() - start
         # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
         self.settled = self.unsettled = self.unsettled_before = False

@@ -18,7 +18,8 @@ from zgraph.agreement import Agreement
 from zgraph.capture import trace
 from zgraph.casts import check, overflow_error, prepare, refuse_overflow
 from zgraph.compiled import StepProgram
-from zgraph.errors import MeshError, ModelError, OffloadError, PlanError
+from zgraph.dividing import divided_layout
+from zgraph.errors import MeshError, ModelError, PlanError
 from zgraph.handle import attach, is_compiled
 from zgraph.inspection.recorder import record
 from zgraph.passes import History
@@ -27,14 +28,18 @@ from zgraph.pipeline import EVERYTHING, Edit, costs_of
 from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
-from zgraph.program.program import OutputRole, ParamSpec, Program
-from zgraph.runtime import Runtime, agreed_costs
+from zgraph.program.program import STAGE_DIM, TENSOR_DIM, OutputRole, Program
+from zgraph.runtime import Runtime, agreed_costs, opened_tiers
 from zgraph.schedules import TorchSchedule
-from zgraph.sharding import bits, planned_layout, shard
-from zgraph.tiers.moves import Tiers
+from zgraph.sharding import fingerprint, planned_layout, shard
+from zgraph.stages.compiling import Uncut
+from zgraph.stages.runtime import PipelineRuntime
+from zgraph.stages.step import compile_first
+from zgraph.undivided import Undivided
 from zgraph.update.groups import members_of
+from zgraph.update.held import within
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.program import away_bytes, outside_of, whole_update
+from zgraph.update.program import outside_of, whole_update
 from zgraph.update.schedule import torch_scheduler
 
 logger = logging.getLogger(__name__)
@@ -116,12 +121,23 @@ def compile(
     too_large = refuse_overflow(model, precision)
     if agreement.any("weights beyond the range of the low dtype", bool(too_large)):
         raise overflow_error(too_large or ["(of another rank)"])
-    tiers = _tiers(model, plan, specs, device, agreement)
+    if sizes.get(STAGE_DIM, 1) > 1 or sizes.get(TENSOR_DIM, 1) > 1:
+        assert mesh is not None
+        made = Uncut if sizes.get(STAGE_DIM, 1) > 1 else Undivided
+        uncut = made(model, forward, plan, sizes, mesh, specs, device, agreement, seed, loss_fn)
+        first = uncut.runtime(*split_inputs(inputs)) if inputs is not None else uncut
+        attach(model, first, loss_fn)  # (where that was refused the model is as it was)
+        if inputs is not None and isinstance(first, PipelineRuntime):
+            compile_first(first, *split_inputs(inputs))
+        elif inputs is not None and isinstance(first, Runtime):
+            first.entry(*split_inputs(inputs))
+        return model
+    tiers = opened_tiers(model, plan, specs, device, agreement)
     costs = agreed_costs(plan, device, agreement, tiers)
     shards = shard(model, specs, mesh, device, seed, tiers.of("parameters"))
     prepare(model, precision, specs)
     runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement, costs, tiers)
-    record(runtime, agreement)
+    record(runtime)
     attach(model, runtime, loss_fn)
     if inputs is not None:
         args, kwargs = split_inputs(inputs)
@@ -168,7 +184,9 @@ def planned_step(
     captured: Program | None = None,
 ) -> PlannedStep:
     """What `programs` makes, and the update that belongs to it. `inputs` are those of a micro-batch. An `edit` leaves passes out of the
-    step's pipeline. What was `captured` of the model by this plan already is not captured again (and not changed)."""
+    step's pipeline. What was `captured` of the model by this plan already is not captured again (and not changed). Raises `PlanError`
+    for a plan with a pipeline, of which `zgraph.stages.planned` has the programs."""
+    plan.refuse_pipeline(world, "program for all ranks")
     plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
     costs = costs or costs_of(plan, _device(model))
     plan, device = placed_for(model, plan, sizes, costs)
@@ -195,8 +213,9 @@ def placed_for(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs
 
 
 def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Program:
-    """What `programs` runs the plan's pipeline over: "train", or "eval" for a model that can't be differentiated."""
-    sizes = plan.resolve_mesh(world)
+    """What `programs` runs the plan's pipeline over: "train", or "eval" for a model that can't be differentiated. Of a plan with a pipeline
+    it is the whole model, for the ranks of one stage."""
+    sizes = within(plan.resolve_mesh(world))
     precision = plan.resolved_precision()
     specs = planned_layout(model, sizes, plan)
     device = _device(model)
@@ -205,9 +224,10 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
     check(model, precision, specs)
     with prepare(model, precision, specs):
         traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)  # type: ignore[arg-type]
-    pattern = frozenset({traced.loss}) if traced.loss is not None else traced.differentiable
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
-    return traced.joint(pattern, decompositions, "train" if pattern else "eval")
+    joint = traced.joint(traced.pattern, decompositions, "train" if traced.pattern else "eval")
+    joint.params = divided_layout(joint, plan, costs_of(plan, device), model)
+    return joint
 
 
 def update_program(model: nn.Module, plan: Plan, world: int) -> History:
@@ -215,29 +235,24 @@ def update_program(model: nn.Module, plan: Plan, world: int) -> History:
 
     The model is not compiled, may be on the meta device, and is not changed. Where a budget decides how many states are offloaded, none
     are here that need not be: that depends on the step's memory (`planned_step`). Raises `PlanError` if the plan has no
-    optimizer, or groups that do not fit the model.
+    optimizer, groups that do not fit the model, stages, or ranks that divide weights.
     """
     if plan.optimizer is None:
         raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
+    plan.refuse_pipeline(world, "update for all ranks")
     plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
+    if sizes.get(TENSOR_DIM, 1) > 1:
+        raise PlanError(
+            "an update alone, of weights that ranks divide",
+            where=f"mesh.{TENSOR_DIM}",
+            why="which they divide is known when the model was captured",
+            hint="planned_step captures it, and has the update as well",
+        )
     plan, device = placed_for(model, plan, sizes, costs_of(plan, _device(model)))
     found = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device)
     if found is None:
         raise ModelError("no parameter of the model trains", hint="requires_grad_() on those that are to")
     return found
-
-
-def _tiers(
-    model: nn.Module, plan: Plan, specs: dict[str, ParamSpec], device: torch.device, agreement: Agreement
-) -> Tiers:
-    """Open what the plan offloads to, on all ranks or on none. Raises `OffloadError` on every rank if one has no room for it."""
-    if not plan.offload.tiers():
-        return Tiers(plan.offload, device, 0)
-
-    def refused(rank: int, said: str) -> OffloadError:
-        return OffloadError(f"rank {rank} can't offload", where=plan.offload.folder(), why=said)
-
-    return agreement.together("the disk", lambda: Tiers(plan.offload, device, away_bytes(model, specs, plan)), refused)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -293,20 +308,6 @@ def _mesh(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> tuple[De
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), sizes
 
 
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """One integer of a tensor's bits: exact, in whatever order they are added, and moved values change it."""
-    tensor = bits(tensor)
-    total = torch.sum(tensor, dtype=torch.int64)
-    for dim in range(tensor.dim() if tensor.numel() else 0):
-        along = (
-            tensor.sum([d for d in range(tensor.dim()) if d != dim], dtype=torch.int64)
-            if tensor.dim() > 1
-            else tensor.long()
-        )
-        total = total * 31 + (along * torch.arange(1, along.numel() + 1, device=tensor.device)).sum()
-    return total.cpu()
-
-
 def _same_values(model: nn.Module, agreement: Agreement) -> None:
     """Give every rank rank 0's parameters where they differ, as DDP does; equal ones cost one integer each."""
     if agreement.group is None:
@@ -314,7 +315,7 @@ def _same_values(model: nn.Module, agreement: Agreement) -> None:
     params = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
     if not params:
         return
-    bits = torch.stack([_fingerprint(p.detach()) for _, p in params])
+    bits = torch.stack([fingerprint(p.detach()) for _, p in params])
     both = torch.stack([bits, -bits])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=agreement.group)
     different = (both[0] != -both[1]).tolist()

@@ -1,4 +1,4 @@
-"""DeepSpeed's knobs of communication, of offloading and of elasticity, as fields of a plan.
+"""DeepSpeed's knobs of communication, of where values lie and of elasticity, as fields of a plan.
 
     plan = zgraph.Plan(**communication({"stage": 3, "reduce_bucket_size": 5e8, "overlap_comm": True}), precision="bf16")
     plan = zgraph.Plan(zero=3, **offloading({"offload_optimizer": {"device": "nvme", "nvme_path": "/mnt"}}), optimizer=zgraph.AdamW())
@@ -71,8 +71,8 @@ _ALWAYS = (
 
 
 def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The field `offload` of a `Plan` that means what `offload_optimizer`, `offload_param` and `sub_group_size` of DeepSpeed's
-    `zero_optimization` mean, and `cpu_checkpointing` of its `activation_checkpointing`.
+    """The fields of a `Plan` that mean what `offload_optimizer`, `offload_param` and `sub_group_size` of DeepSpeed's
+    `zero_optimization` mean, and `cpu_checkpointing` and `partition_activations` of its `activation_checkpointing`.
 
     Raises `PlanError` for another key, a device that is neither "none", "cpu" nor "nvme", and "nvme" without its path.
     """
@@ -87,15 +87,19 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
         else:
             known = ("offload_optimizer", "offload_param", "sub_group_size")
             raise PlanError(f"unknown key {key!r}", where=f"zero_optimization.{key}", hint=did_you_mean(key, known))
+    fields: dict[str, Any] = {"offload": found}
     for key, value in (activation_checkpointing or {}).items():
-        if key != "cpu_checkpointing":
+        if key == "partition_activations":
+            fields[key] = value
+        elif key == "cpu_checkpointing":
+            found["activations"] = "cpu" if value else "none"
+        else:
             raise PlanError(
                 f"unknown key {key!r}",
                 where=f"activation_checkpointing.{key}",
                 hint="recompute says what is computed again",
             )
-        found["activations"] = "cpu" if value else "none"
-    return {"offload": found}
+    return fields
 
 
 def _place(key: str, value: Mapping[str, Any] | None) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "OutOfMemoryError",
     "OverflowError",
     "PassError",
+    "PeerError",
     "PlanError",
     "RankMismatchError",
     "RolledBackError",
@@ -170,6 +171,17 @@ class CollectiveError(ZgraphError):
     arrived, as far as their heartbeats tell."""
 
     absent: tuple[int, ...] = ()
+
+
+class PeerError(CollectiveError):
+    """A step of a pipeline that another rank has left, for an error of its own; `where` and `why` are what that rank has said.
+
+    `rank` is its number, `stage` and `micro_batch` where it was in the schedule, None where it was behind it.
+    """
+
+    rank: int = 0
+    stage: int | None = None
+    micro_batch: int | None = None
 
 
 class UnsupportedError(ZgraphError, NotImplementedError):

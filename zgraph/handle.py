@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,16 @@ from zgraph.inspection.making import of_runtime
 from zgraph.passes import History
 from zgraph.passes.simulator import StepForecast, simulate_step
 from zgraph.plan import Plan
+from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.remark import Remark
 from zgraph.report import Report
 from zgraph.runtime import Runtime
+from zgraph.stages.compiling import Uncut, made_again
+from zgraph.stages.runtime import PipelineRuntime, refuse_gradients
+from zgraph.stages.step import train_step as train_step_in_stages
 from zgraph.timings import Timings
 from zgraph.train import train_step
+from zgraph.update.held import mesh_of
 from zgraph.update.optimizer import PlanOptimizer
 
 if TYPE_CHECKING:
@@ -51,20 +57,49 @@ _METHODS = (
 class Handle:
     """What is known of a compiled module, and what can be asked of it: `model.zgraph`."""
 
-    def __init__(self, runtime: Runtime, loss_fn: Callable[..., Any] | None = None) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: Runtime | Uncut, loss_fn: Callable[..., Any] | None = None) -> None:
+        self._runtime = runtime
         self.loss_fn = loss_fn
+
+    @property
+    def runtime(self) -> Runtime:
+        """What runs it. Raises `StepError` for a model in stages, or with divided weights, that was not called yet: how is not known."""
+        if isinstance(self._runtime, Uncut):
+            staged = self._runtime.staged
+            raise StepError(
+                "the model is not cut into stages yet" if staged else "the model's weights are not divided yet",
+                where=f"mesh.{STAGE_DIM if staged else TENSOR_DIM}",
+                why="where, and so which parameters this rank holds, is found in its first call",
+                hint="zgraph.compile(model, plan, inputs=…) does it at once",
+            )
+        return self._runtime
+
+    @runtime.setter
+    def runtime(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @property
+    def uncut(self) -> Uncut | None:
+        """What a model in stages, or with divided weights, is before its first call; None for every other."""
+        return self._runtime if isinstance(self._runtime, Uncut) else None
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
+        """The run time; a model in stages or with divided weights is cut now if it was not, for a call with these arguments. All ranks must
+        call it."""
+        if isinstance(self._runtime, Uncut):
+            self._runtime = self._runtime.runtime(args, kwargs)
+        return self._runtime
 
     @property
     def plan(self) -> Plan:
         """The plan that the model runs by now (see `recompile`), for the ranks that there are: of an elastic one, `elastic.rows` are those of a
         step on each rank, and `micro_batches` how many they are cut into."""
-        return self.runtime.plan
+        return self._runtime.plan
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """The device mesh; None in one process without a process group."""
-        return self.runtime.mesh
+        return self._runtime.everyone.mesh
 
     @property
     def samples(self) -> int:
@@ -122,7 +157,8 @@ class Handle:
 
     # -- steps --------------------------------------------------------------------------------------------------------
     def step(self) -> torch.Tensor | None:
-        """Update the weights from the gradients of the backward passes since the last step, and zero these.
+        """Update the weights from the gradients of the backward passes since the last step, and zero these. (A model in stages has none
+        outside of `train_step`, which does it all.)
 
         By the plan's `optimizer`, after clipping (`grad_clip`), with the learning rate of `lr_schedule`. Returns the norm
         of all gradients before clipping (0-dim float32, on the device) where the plan clips by it, else None. All ranks
@@ -134,9 +170,10 @@ class Handle:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw the gradients away, as the module's own `zero_grad` does; what they were of is then no part of the next step (`on_nonfinite`)."""
-        module = self.runtime.module
+        module = self._runtime.module
         type(module).zero_grad(module, set_to_none)
-        self.runtime.updater.zeroed()
+        if self.uncut is None:
+            self.runtime.updater.zeroed()
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, backward, accumulation over the plan's `micro_batches`, reduction, clipping, update, zeroing.
@@ -148,16 +185,19 @@ class Handle:
         number of targets (`zgraph.train.count_targets`). Raises `StepError` for a batch that the micro-batches do not
         divide (unless by token) or that has not the rows of an elastic plan, and for an output without a loss.
         """
-        model = self.runtime.module
-        return train_step(self.runtime, model, self.loss_fn, args, kwargs)
+        runtime = self.cut(args, kwargs)
+        if isinstance(runtime, PipelineRuntime):
+            return train_step_in_stages(runtime, self.loss_fn, args, kwargs)
+        return train_step(runtime, runtime.module, self.loss_fn, args, kwargs)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in eval mode and without gradients; modes are as before afterwards."""
-        modules = [m for m in self.runtime.module.modules() if m.training]
-        self.runtime.module.eval()
+        module = self._runtime.module
+        modules = [m for m in module.modules() if m.training]
+        module.eval()
         try:
             with torch.no_grad():
-                return self.runtime.module(*args, **kwargs)
+                return module(*args, **kwargs)
         finally:
             for module in modules:
                 module.training = True
@@ -182,7 +222,8 @@ class Handle:
     ) -> str:
         """Save all that a run needs to go on from here, into the folder `tag` ("step100", say) of `dir`; returns the tag.
 
-        Weights, buffers (rank 0's), optimizer state wherever it lies, counters, loss scale, averages, each rank's random states, the plan.
+        Weights, buffers (rank 0's, of a pipeline those that a stage changes from there), optimizer state wherever it lies, counters, loss
+        scale, averages, each rank's random states, the plan.
         `client_state` is what you add: plain values, arrays, tensors, objects with `state_dict()`; it may differ between ranks. Each rank
         writes what it holds. The checkpoint is complete, on disk and named by `latest` when this returns, or there is none.
 
@@ -260,14 +301,16 @@ class Handle:
         return self.runtime.updater.states.skipped()
 
     def grad_norms(self) -> dict[str, torch.Tensor]:
-        """The 2-norm of each parameter's gradient over all ranks, by name; all ranks must call it.
+        """The 2-norm of each parameter's gradient over all ranks, by name; all ranks must call it. Of a model in stages it has those of
+        this rank's.
 
         Gradients are there from a backward to `step()`: call it between them, or in a hook of `on_gradients`.
         """
         return self.runtime.updater.grad_norms()
 
     def on_gradients(self, hook: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[], None]:
-        """Call `hook(gradients by name)` before each update, with averaged gradients; returns what removes it."""
+        """Call `hook(gradients by name)` before each update, with averaged gradients; returns what removes it. Of a model in stages it is
+        given those of this rank's, of a parameter that several stages use their own part."""
         hooks = self.runtime.updater.hooks
         hooks.append(hook)
         return lambda: hooks.remove(hook)
@@ -290,8 +333,16 @@ class Handle:
         """What a step of one micro-batch takes by the costs that the model is scheduled by (the plan's `hardware`).
 
         Of the training program that was made last and the update that was. With the hardware of `zgraph.calibrate` it is
-        what the machine will take, else a lower bound. Raises `StepError` before the first training program is compiled.
+        what the machine will take, else a lower bound. Raises `StepError` before the first training program is compiled, and of a model in
+        stages.
         """
+        if isinstance(self.runtime, PipelineRuntime):
+            raise StepError(
+                "a forecast of one rank of a pipeline",
+                where="mesh.pp",
+                why="what a step takes depends on all stages and their schedule",
+                hint="zgraph forecast TARGET --plan PLAN --world N shows all of it",
+            )
         trained = [step for step in self.programs.values() if step.differentiated]
         if not trained:
             raise StepError("there is no training program yet", hint="zgraph.compile(…, inputs=…), or a first step")
@@ -302,22 +353,25 @@ class Handle:
     def recompile(self, plan: Plan) -> None:
         """Run the same weights by another plan (another stage, backend, passes or micro-batches) on the same mesh.
 
-        The optimizer's states, the step's count, the loss scale and the learning rates go on where they are.
+        The optimizer's states, the step's count, the loss scale and the learning rates go on where they are. A model in stages keeps its
+        stages: micro-batches and schedule may change, as far as each rank has the same stages by it.
 
         All ranks must call it. Programs are compiled again at the next calls; parameters stay the same objects, so
         optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would be another (stages 1
         to 3 share one), `RankMismatchError` if ranks give different plans.
         """
+        from zgraph.dividing import as_divided
         from zgraph.placing import placed_as
         from zgraph.runtime import agreed_costs
         from zgraph.sharding import planned_layout
 
         old = self.runtime
-        world = old.mesh.size() if old.mesh is not None else 1
+        world = max(1, len(old.everyone.ranks))
         plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
-        if sizes != old.sizes:
+        kept = mesh_of(old.sizes, old.updater.held)
+        if sizes != kept:
             raise ModelError(
-                f"recompile keeps the mesh {old.sizes}, the plan has {sizes}",
+                f"recompile keeps the mesh {kept}, the plan has {sizes}",
                 hint="compile a fresh model, and load a state dict",
             )
         plan = placed_as(plan, old.plan)
@@ -325,26 +379,30 @@ class Handle:
             raise ModelError(
                 "the plan offloads otherwise", where="offload", hint="compile a fresh model, and load a state dict"
             )
-        wanted = planned_layout(old.module, sizes, plan)
+        wanted = as_divided(planned_layout(old.module, old.sizes, plan), old.shards.specs, old.sizes)
         if wanted != old.shards.specs:
             raise ModelError(
                 "the plan lays parameters out in another way",
                 why="an optimizer holds the parameters as they are now",
                 hint="stages 1, 2 and 3 share a layout; for stage 0 or another threshold compile a fresh model, and load a state dict",
             )
-        old.agreement.vote("the plan of recompile", plan.hash())
-        made = Runtime(
-            old.module,
-            old.forward_function,
-            plan,
-            sizes,
-            old.mesh,
-            old.shards,
-            old.device,
-            old.agreement,
-            agreed_costs(plan, old.device, old.agreement, old.tiers),
-            old.tiers,
-        )
+        old.everyone.vote("the plan of recompile", plan.hash())
+        made: Runtime
+        if isinstance(old, PipelineRuntime):
+            made = made_again(old, old.module, old.shards, plan)
+        else:
+            made = Runtime(
+                old.module,
+                old.forward_function,
+                plan,
+                sizes,
+                old.mesh,
+                old.shards,
+                old.device,
+                old.agreement,
+                agreed_costs(plan, old.device, old.agreement, old.tiers),
+                old.tiers,
+            )
         made.updater.adopt(old.updater, copies=False)
         made.samples, made.turns = old.samples, old.turns
         made.saver = old.saver
@@ -353,14 +411,16 @@ class Handle:
         self.runtime = made
 
 
-def attach(module: nn.Module, runtime: Runtime, loss_fn: Callable[..., Any] | None = None) -> Handle:
+def attach(module: nn.Module, runtime: Runtime | Uncut, loss_fn: Callable[..., Any] | None = None) -> Handle:
     """Let the module's own `forward` run compiled. Its class and its parameters' names stay."""
     handle = Handle(runtime, loss_fn)
     original = module.forward
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return handle.runtime(*args, **kwargs)
+        if handle.uncut is not None and handle.uncut.staged:
+            refuse_gradients()
+        return handle.cut(args, kwargs)(*args, **kwargs)
 
     for name in _METHODS:
         if not _owns(module, name):
@@ -395,20 +455,27 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         twin: nn.Module = copy.deepcopy(module, memo)
     finally:
         module.__dict__.update(ours)
+    if handle.uncut is not None:
+        attach(twin, replace(handle.uncut, module=twin), handle.loss_fn)
+        return twin
     old = handle.runtime
     shards = old.shards.adopt(twin)
-    runtime = Runtime(
-        twin,
-        old.forward_function,
-        old.plan,
-        old.sizes,
-        old.mesh,
-        shards,
-        old.device,
-        old.agreement,
-        old.costs,
-        old.tiers,
-    )
+    runtime: Runtime
+    if isinstance(old, PipelineRuntime):
+        runtime = made_again(old, twin, shards, old.plan)
+    else:
+        runtime = Runtime(
+            twin,
+            old.forward_function,
+            old.plan,
+            old.sizes,
+            old.mesh,
+            shards,
+            old.device,
+            old.agreement,
+            old.costs,
+            old.tiers,
+        )
     runtime.updater.adopt(old.updater, copies=True)
     runtime.samples, runtime.turns = old.samples, old.turns
     attach(twin, runtime, handle.loss_fn)

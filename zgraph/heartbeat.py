@@ -1,6 +1,6 @@
 """Ranks that tell where they are, so that one that is stuck or gone is named by those that wait for it.
 
-Each rank's thread writes its place (`zgraph/program/place.py`; the node and the user's line are read off the frames of the thread that
+Each rank's thread writes its place (`zgraph/program/place.py`; the node and the user's line are read off the stack of the thread that
 runs) into the default process group's store, every `interval` seconds. Nobody reads until a collective has failed, or one has lasted for
 half of its time: then a rank whose heartbeat goes on is alive, and behind or not by its count of programs; one whose heartbeat does not
 is stopped or dead. Only the ranks of the group that is waited in are judged, by what they did in it: what they do elsewhere is their own
@@ -16,15 +16,13 @@ import json
 import logging
 import os
 import socket
-import sys
 import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +32,7 @@ import zgraph
 from zgraph import codegen, passes
 from zgraph.codegen.executable import Executable, place_of, running_node
 from zgraph.program import collectives, place, torch_private
+from zgraph.program.stacks import Line, stack_of
 
 if TYPE_CHECKING:
     from zgraph.agreement import Agreement
@@ -339,11 +338,10 @@ def _place(node: fx.Node | None) -> tuple[str, int, str]:
     here = place.HERE
     inside, others = here.inside, here.others
     group = _name(tuple(others.ranks)) if others is not None else ""
-    frames = sys._current_frames()
     if isinstance(inside, str):
         return group, 0, f"in {inside}"
     if isinstance(inside, Executable):
-        node = node or running_node(frames.get(here.thread), inside)
+        node = node or running_node(stack_of(here.thread), inside)
         if node is None:
             return group, 0, f"in {inside.program.name}"
         if collectives.is_wait(node):
@@ -353,23 +351,16 @@ def _place(node: fx.Node | None) -> tuple[str, int, str]:
     return (
         "",
         BETWEEN,
-        f"between two programs, {_line_of(frames.get(here.caller or threading.main_thread().ident or 0))}",
+        f"between two programs, {_line_of(stack_of(here.caller or threading.main_thread().ident or 0))}",
     )
 
 
-def _line_of(frame: FrameType | None) -> str:
+def _line_of(stack: Sequence[Line]) -> str:
     """The innermost line of the user's own that a thread is in."""
-    frames = list(_outwards(frame))
-    own = [f for f in frames if not f.f_code.co_filename.startswith(("<", *_NOT_THE_USERS))]
-    for found in (*own, *frames):
-        return f"in {found.f_code.co_name}, {found.f_code.co_filename}:{found.f_lineno}"
+    own = [line for line in stack if not line.file.startswith(("<", *_NOT_THE_USERS))]
+    for found in (*own, *stack):
+        return f"in {found.function}, {found.file}:{found.number}"
     return "nowhere in Python"
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -201,7 +201,8 @@ class NonFinite:
         trail = Trail(lowered(program, runtime.groups))
         with restored(forward.random, runtime.device):
             run_stepwise(trail.program, [self._input(p, flat, run) for p in program.inputs], trail.seen)
-        found = trail.first(run.entry.trace.loss)
+        trace = run.entry.trace
+        found = trail.first(trace.loss if trace.loss in trace.differentiable else None)
         if found is None and not all(math.isfinite(float(loss)) for loss in run.losses):
             what = "the loss, which was computed outside of the model, of finite outputs"
             return Found(len(program.nodes), "", None, "", "forward", "not finite", what)

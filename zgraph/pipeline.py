@@ -16,17 +16,24 @@ from zgraph.passes import Pass, PassType
 from zgraph.passes.bucket import BucketOptions, bucket
 from zgraph.passes.checkpoint import CheckpointOptions, RematerializeOptions, checkpoint, rematerialize
 from zgraph.passes.cleanup import cleanup
+from zgraph.passes.context import ContextOptions, divide_context
 from zgraph.passes.costs import Costs, hardware, hardware_like
+from zgraph.passes.divide import DivideOptions, divide
 from zgraph.passes.groups import GroupOptions, group_updates
 from zgraph.passes.in_place import write_in_place
 from zgraph.passes.inductor_prepare import inductor_prepare
+from zgraph.passes.interleave import InterleaveOptions, interleave
 from zgraph.passes.loss_scale import scale_loss
+from zgraph.passes.masks import known_masks
+from zgraph.passes.narrow import narrow
 from zgraph.passes.offload import OffloadOptions, offload
 from zgraph.passes.offload_update import OffloadUpdateOptions, offload_update
 from zgraph.passes.overlap import OverlapOptions, overlap
+from zgraph.passes.partition_activations import PartitionOptions, partition_activations
 from zgraph.passes.recompute import recompute
 from zgraph.passes.release import release
 from zgraph.passes.rotor import Solver
+from zgraph.passes.tile import LOSS, TileOptions, tile
 from zgraph.passes.zero import (
     KeepOptions,
     ReduceOptions,
@@ -36,6 +43,7 @@ from zgraph.passes.zero import (
     regather,
     shard_parameters,
 )
+from zgraph.program.program import CONTEXT_DIM, TENSOR_DIM
 
 if TYPE_CHECKING:
     from zgraph.plan import Plan
@@ -59,8 +67,8 @@ class Choice:
     """What is decided under a memory budget: bytes of gathered weights beyond what is needed at once, those by which they may
     raise the peak, those of gradients that wait (None: as the plan says), the weights that are held from the forward to
     the backward, the bytes that activations may take (None: all are kept that the plan does not say otherwise of), those of
-    activations that are offloaded, where the plan lets them (None: all), and the share of the optimizer's states that is (None:
-    the plan's `offload.ratio`)."""
+    activations that are offloaded, where the plan lets them (None: all), the share of the optimizer's states that is (None:
+    the plan's `offload.ratio`), and how many micro-batches wait in a stage besides: their activations are among those bytes."""
 
     room: int | None = None
     spare: int | None = None
@@ -69,6 +77,7 @@ class Choice:
     activations: int | None = None
     away: int | None = None
     states: float | None = None
+    waiting: int = 0
 
     def but(self, **changes: Any) -> Choice:
         return replace(self, **changes)
@@ -134,24 +143,44 @@ def build(
     """
     costs = costs or costs_of(plan)
     keep = training and plan.zero in (1, 2)
+    staged = (
+        plan.mesh.get("pp", 1) != 1
+    )  # (a stage's backward is not next to its forward, nor the next forward to its update)
     passes = [cleanup()]
+    if LOSS in plan.tiles:
+        passes.append(narrow())
+    if plan.mesh.get(TENSOR_DIM, 1) != 1:
+        passes.append(divide(DivideOptions(TENSOR_DIM, plan.sequence_parallel)))
+    if plan.mesh.get(CONTEXT_DIM, 1) != 1:
+        passes.append(known_masks())
+        told = None if plan.sequence_dim == "auto" else plan.sequence_dim
+        passes.append(divide_context(ContextOptions(CONTEXT_DIM, told, plan.context_attention)))
     if plan.backend == "inductor":
         passes.append(inductor_prepare())
         if plan.recompute != "none":
             passes.append(recompute())
+    if plan.tiles:
+        passes.append(tile(TileOptions(tuple(plan.tiles.items()))))
     if training:
         passes += _checkpointing(plan, costs, choice, solver)
+    if plan.mesh.get(TENSOR_DIM, 1) != 1 and plan.async_tensor_parallel != "off":
+        asked = None if plan.async_tensor_parallel == "auto" else plan.async_tensor_parallel
+        passes.append(interleave(InterleaveOptions(TENSOR_DIM, asked, costs)))
     passes.append(shard_parameters())
     if keep:
         passes.append(keep_gathered(KeepOptions(variant.gathered_before)))
     else:
-        passes.append(regather(RegatherOptions(plan.prefetch.reuse_bytes, choice.keep)))
+        turn = not staged or plan.prefetch.reuse_bytes is not None
+        passes.append(regather(RegatherOptions(plan.prefetch.reuse_bytes, choice.keep, turn)))
     if training and plan.loss_scale() is not None:
         passes.append(scale_loss())
     passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
+    if training and plan.partition_activations:
+        passes.append(partition_activations(PartitionOptions(TENSOR_DIM, costs)))
     passes.append(bucket(BucketOptions(plan.bucket.gather, plan.bucket.reduce, costs)))
     early = plan.prefetch
-    across = training and plan.optimizer is not None and early.across_steps and plan.offload.tier("parameters") is None
+    across = training and plan.optimizer is not None and early.across_steps and not staged
+    across = across and plan.offload.tier("parameters") is None
     waiting = choice.reduce if early.reduce_bytes is None else early.reduce_bytes
     bounds = OverlapOptions(
         max_bytes=early.max_bytes,
@@ -187,7 +216,7 @@ def _checkpointing(plan: Plan, costs: Costs, choice: Choice, solver: Solver | No
     if asked == "full":
         found.append(rematerialize(RematerializeOptions(None, costs)))
     elif choice.activations is not None:
-        found.append(rematerialize(RematerializeOptions(choice.activations, costs, solver)))
+        found.append(rematerialize(RematerializeOptions(choice.activations, costs, solver, choice.waiting)))
     return found
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from zgraph.host import host_free
 from zgraph.offloading import KINDS
 from zgraph.passes.groups import default_bytes
+from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.sharding import planned_layout
 from zgraph.update.program import state_bytes
 
@@ -35,7 +36,8 @@ def placed(
     device: torch.device,
     any_rank: Callable[[bool], bool] = bool,
 ) -> Plan:
-    """The plan with a place for each "auto" of its `offload`, if it has a budget. `any_rank` says whether something is true on one
+    """The plan with a place for each "auto" of its `offload`, if it has a budget. `sizes` is the mesh, with its stages.
+    `any_rank` says whether something is true on one
     rank at least: all place alike."""
     offload = plan.offload
     auto = [what for what in KINDS if getattr(offload, what).startswith("auto")]
@@ -44,8 +46,10 @@ def placed(
     if not auto:
         return plan.model_copy(update={"offload": offload.placed({})})
     specs = planned_layout(module, sizes, plan)
-    states = state_bytes(module, specs, plan)
-    weights = sum(s.rank_bytes for s in specs.values())
+    among = sizes.get(TENSOR_DIM, 1)
+    parts = sizes.get(STAGE_DIM, 1) * among  # (before a model is cut, its ranks are taken to have equal parts)
+    states = state_bytes(module, specs, plan) // parts
+    weights = sum(s.rank_bytes for s in specs.values()) // parts
     host = device.type != "cpu" and not any_rank(states + weights > HOST_SHARE * host_free() / _ranks_here())
     found = {what: _place(getattr(offload, what), host) for what in auto}
     if plan.optimizer is None and "optimizer" in found:
@@ -53,7 +57,7 @@ def placed(
     if "parameters" in found:
         away = found.get("optimizer", offload.optimizer) != "none"
         stay = STAGES * (offload.sub_group_bytes or default_bytes(states)) if away else states
-        whole = max((s.nbytes for s in specs.values()), default=0)
+        whole = max((s.nbytes for s in specs.values()), default=0) // among
         if plan.zero < 3 or weights + stay + whole <= STAY * plan.memory_budget:
             found["parameters"] = "none"
     return plan.model_copy(update={"offload": offload.placed(found)})

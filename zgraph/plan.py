@@ -17,13 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
     PrivateAttr,
+    StrictBool,
     StrictInt,
     WithJsonSchema,
     model_validator,
@@ -40,6 +41,7 @@ from zgraph.optimizers import AnyOptimizer
 from zgraph.precision import Precision, precision_of, preset
 from zgraph.record import Record, joined, short
 from zgraph.schedules import AnySchedule
+from zgraph.stages.schedules import check_name
 from zgraph.training import Average, Clip
 from zgraph.watching import Watch
 
@@ -51,14 +53,16 @@ MESH_DIMENSIONS = ("pp", "replicate", "dp", "cp", "tp")
 DATA_DIMENSIONS = ("replicate", "dp")
 """Those over which ranks see different rows: `DATA_DIMS` of `zgraph.program.program`, which loads torch."""
 
-_SUPPORTED_DIMENSIONS = ("replicate", "dp")
+_Value = TypeVar("_Value")
 
 
-class Mesh(dict[str, int]):
-    """Mesh sizes by dimension name, outermost first: a dict that can't be changed, as all of a plan."""
+class Table(dict[str, _Value]):
+    """A dict that can't be changed, as all of a plan."""
+
+    _field = ""
 
     def _frozen(self, *_: object, **__: object) -> NoReturn:
-        raise PlanError("a plan's mesh can't be changed", where="mesh", hint="make another plan")
+        raise PlanError(f"a plan's {self._field} can't be changed", where=self._field, hint="make another plan")
 
     __setitem__ = __delitem__ = __ior__ = _frozen  # type: ignore[assignment]
     clear = pop = popitem = setdefault = update = _frozen  # type: ignore[assignment]
@@ -66,7 +70,7 @@ class Mesh(dict[str, int]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
 
-    def __reduce__(self) -> tuple[type[Mesh], tuple[dict[str, int]]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[dict[str, _Value]]]:
         return type(self), (dict(self),)  # the default would fill an empty one item by item
 
     def __copy__(self) -> Self:
@@ -74,6 +78,33 @@ class Mesh(dict[str, int]):
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
+
+
+class Mesh(Table[int]):
+    """Mesh sizes by dimension name, outermost first."""
+
+    _field = "mesh"
+
+
+class Styles(Table[str]):
+    """How modules' weights are divided, by pattern of module paths."""
+
+    _field = "tensor_parallel"
+
+
+class Tiles(Table[int]):
+    """In how many turns regions run, by pattern of module paths."""
+
+    _field = "tiles"
+
+
+def _check_tiles(turns: Mapping[str, int]) -> Tiles:
+    for pattern, count in turns.items():
+        if count < 2:
+            raise PlanError(
+                f"{pattern!r} can't run in {count} turn(s)", where=pattern, hint="2 or more; or leave it out"
+            )
+    return Tiles(turns)
 
 
 def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
@@ -85,12 +116,6 @@ def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
                 f"mesh dimension {name!r} can't have size {size}",
                 where=name,
                 hint="a positive size, or -1 for the rest",
-            )
-        if size != 1 and name not in _SUPPORTED_DIMENSIONS:
-            raise PlanError(
-                f"mesh dimension {name!r} is not supported yet",
-                where=name,
-                hint=f"leave it out; supported by now: {', '.join(_SUPPORTED_DIMENSIONS)}",
             )
     rest = [name for name, size in sizes.items() if size == -1]
     if len(rest) > 1:
@@ -169,6 +194,39 @@ def _check_recompute(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
     return given
 
 
+def _check_schedule(given: str) -> str:
+    try:
+        check_name(given)
+    except PlanError as error:
+        raise PlanError(error.what, why=error.why, hint=error.hint) from None  # (the field's name is put before it)
+    return given
+
+
+_PARTITIONS = ("uniform", "parameters", "time")
+
+
+def _check_partition(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(given, tuple):
+        if not given or not all(given) or len(set(given)) < len(given):
+            raise PlanError(
+                "partition names no module, or one twice",
+                hint='paths of the modules that stages begin with, such as ["layers.4", "layers.8"]',
+            )
+        return given
+    if given.startswith("type:"):
+        try:
+            re.compile(given.removeprefix("type:"))
+        except re.error as error:
+            raise PlanError(f"{short(given)} is no pattern of class names", why=str(error)) from None
+        return given
+    if given not in _PARTITIONS:
+        raise PlanError(
+            f"{short(given)} is no way of cutting a model",
+            hint=f'{did_you_mean(given, _PARTITIONS)}; "type:REGEX" counts modules by their class; paths of modules are a list',
+        )
+    return given
+
+
 class Plan(Record, frozen=True):
     """What the compiled training step is to be. Every fault in it is a `PlanError`, raised when it is made.
 
@@ -184,7 +242,7 @@ class Plan(Record, frozen=True):
         WithJsonSchema(
             {
                 "type": "object",
-                "properties": {name: {"type": "integer", "minimum": -1} for name in _SUPPORTED_DIMENSIONS},
+                "properties": {name: {"type": "integer", "minimum": -1} for name in MESH_DIMENSIONS},
                 "additionalProperties": False,
             }
         ),
@@ -216,6 +274,51 @@ class Plan(Record, frozen=True):
     micro_batches: Annotated[StrictInt, Field(ge=1)] = Field(
         default=1, description="into how many parts train_step cuts its batch"
     )
+    schedule: Annotated[str, BeforeValidator(_refuse_callable), AfterValidator(_check_schedule)] = Field(
+        default="1f1b",
+        description="in which order pipeline stages run micro-batches (mesh.pp): gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, "
+        'zb, zbvzerobubble, zbv, dualpipev, a .csv file of actions, or "package.module:function"',
+    )
+    partition: Annotated[str | tuple[str, ...], BeforeValidator(_refuse_callable), AfterValidator(_check_partition)] = (
+        Field(
+            default="time",
+            description="where the model is cut into pipeline stages: uniform, parameters, time, type:REGEX, or the paths of the modules that stages "
+            "begin with, but for the first stage",
+        )
+    )
+    virtual_stages: Annotated[StrictInt, Field(ge=1)] | None = Field(
+        default=None, description="pipeline stages on each rank of mesh.pp; none: as many as the schedule needs"
+    )
+    tensor_parallel: (
+        Literal["auto", "model"]
+        | Annotated[dict[str, Literal["colwise", "rowwise", "vocab", "replicate"]], AfterValidator(Styles)]
+    ) = Field(
+        default="auto",
+        description="which weights the ranks of mesh.tp divide: auto (found from the graph), model (its own table, in transformers), or a table "
+        "from patterns of module paths to colwise, rowwise, vocab or replicate",
+    )
+    sequence_parallel: StrictBool = Field(
+        default=False,
+        description="between divided layers, ranks of mesh.tp have parts of the tokens: norms and dropouts are divided as well",
+    )
+    async_tensor_parallel: Literal["auto", "off"] | Annotated[StrictInt, Field(ge=2)] = Field(
+        default="auto",
+        description="whether collectives of mesh.tp and the products beside them run in pieces, each on the link while the next is computed: "
+        "auto (where that is simulated to be faster), off, or in how many pieces always",
+    )
+    partition_activations: StrictBool = Field(
+        default=False,
+        description="what the backward needs of the forward, and all ranks of mesh.tp would keep, they keep in parts, and gather again",
+    )
+    sequence_dim: Literal["auto"] | StrictInt = Field(
+        default="auto",
+        description="the dimension of inputs that is the sequence, which ranks of mesh.cp divide: auto (found from the graph), or its number",
+    )
+    context_attention: Literal["auto", "heads", "ring"] = Field(
+        default="auto",
+        description="how ranks of mesh.cp compute attention: heads (each the whole sequence, for some of them), ring (keys and values go around), "
+        "or auto: heads, unless the ranks do not divide them",
+    )
     elastic: Elastic | None = Field(
         default=None,
         description="rows of a step that stay the same on any number of ranks, as a record; micro_batches then follow from the ranks",
@@ -234,11 +337,18 @@ class Plan(Record, frozen=True):
         description="what the backward computes again: none; full (all but what comes into each layer); auto (cheap values on "
         'inductor, and what memory_budget needs); patterns of module paths; or a policy over nodes, "package.module:function"',
     )
+    tiles: Annotated[dict[str, StrictInt], AfterValidator(_check_tiles)] = Field(
+        default_factory=Tiles,
+        description="what runs in turns over slices of its rows, so that nothing inside of it is ever whole: a table from patterns of module paths, "
+        'or "loss" (the classification loss with the product that gives its logits), to numbers of turns',
+    )
     offload: Offload = Field(
         default=Offload(), description="what lies in the host's memory or on disk while nothing reads it, as a record"
     )
     memory_budget: Bytes | None = Field(
-        default=None, description='bytes of device memory that a step may take, or "20GiB"; none: no bound'
+        default=None,
+        description='bytes of device memory that a step may take on each rank, or "20GiB"; none: no bound. In a pipeline they are for all stages '
+        "of a rank, with what micro-batches in flight leave there",
     )
     on_nonfinite: Literal["ignore", "stop", "skip", "rollback"] = Field(
         default="ignore",
@@ -306,7 +416,47 @@ class Plan(Record, frozen=True):
             )
         if self.elastic is not None:
             self._check_elastic(self.elastic)
+        self._check_pipeline()
+        asked = ("tensor_parallel", "sequence_parallel", "async_tensor_parallel", "partition_activations")
+        divides = [n for n in asked if n in self.model_fields_set]
+        changed = [n for n in divides if getattr(self, n) != type(self).model_fields[n].default]
+        if self.mesh.get("tp", 1) == 1 and changed:
+            raise PlanError(
+                f"{changed[0]} without ranks that divide weights",
+                where=changed[0],
+                hint='mesh={"dp": -1, "tp": 2} has two; or leave it out',
+            )
+        told = [n for n in ("sequence_dim", "context_attention") if getattr(self, n) != "auto"]
+        if self.mesh.get("cp", 1) == 1 and told:
+            raise PlanError(
+                f"{told[0]} without ranks that divide a sequence",
+                where=told[0],
+                hint='mesh={"dp": -1, "cp": 2} has two; or leave it out',
+            )
         return self
+
+    def _check_pipeline(self) -> None:
+        staged = [n for n in ("schedule", "partition", "virtual_stages") if n in self.model_fields_set]
+        if self.mesh.get("pp", 1) == 1:
+            changed = [n for n in staged if getattr(self, n) != type(self).model_fields[n].default]
+            if changed:
+                raise PlanError(
+                    f"{changed[0]} without a pipeline",
+                    where=changed[0],
+                    hint='mesh={"pp": 2, "dp": -1} has two stages; or leave it out',
+                )
+            return
+        for name, why in (
+            ("elastic", "how many micro-batches there are would change the schedule"),
+            (
+                "on_nonfinite",
+                "the module that a step became infinite in is found by running it again, which stages can't do alone",
+            ),
+        ):
+            if getattr(self, name) not in (None, "ignore"):
+                raise PlanError(f"{name} together with a pipeline", where=name, why=why, hint="leave it out")
+        if self.offload.late:
+            raise PlanError("late updates together with a pipeline", where="offload.delayed_after", hint="leave it out")
 
     def _check_elastic(self, elastic: Elastic) -> None:
         if self.micro_batches != (1 if elastic.rows is None else elastic.parts(elastic.rows)):
@@ -464,9 +614,24 @@ class Plan(Record, frozen=True):
         known = math.prod(size for size in self.mesh.values() if size != -1)
         rests = divisors(self.elastic.batch) if -1 in self.mesh.values() else [1]
         candidates = (known * rest for rest in rests)
-        return tuple(world for world in candidates if self.elastic.refusal(world, self._data_ranks(world)) is None)
+        return tuple(world for world in candidates if self.elastic.refusal(world, self.data_ranks(world)) is None)
 
-    def _data_ranks(self, world: int) -> int:
+    def pipeline_ranks(self, world: int) -> int:
+        """Over how many of so many ranks the stages of a pipeline lie: 1 without one. Raises `MeshError` for ranks that can't be."""
+        return self.resolve_mesh(world).get("pp", 1)
+
+    def refuse_pipeline(self, world: int, what: str) -> None:
+        """Raises `PlanError`, saying that there is no `what` of it, if the plan has a pipeline on so many ranks."""
+        ranks = self.pipeline_ranks(world)
+        if ranks > 1:
+            raise PlanError(
+                f"there is no {what} of a plan with a pipeline",
+                where="mesh.pp",
+                why=f"the stages on its {ranks} ranks have programs of their own",
+                hint="zgraph forecast shows all of it, and zgraph dump --stage K the programs of a stage; or leave pp out of the mesh",
+            )
+
+    def data_ranks(self, world: int) -> int:
         """How many of so many ranks see different rows."""
         known = math.prod(size for size in self.mesh.values() if size != -1)
         return math.prod(world // known if self.mesh.get(d, 1) == -1 else self.mesh.get(d, 1) for d in DATA_DIMENSIONS)
@@ -502,7 +667,7 @@ class Plan(Record, frozen=True):
                 why=f"the sizes without {rest} make {known}, and {world} is no multiple of that",
                 hint=f"start a multiple of {known} ranks, or change the sizes",
             )
-        why = self.elastic.refusal(world, self._data_ranks(world)) if self.elastic is not None else None
+        why = self.elastic.refusal(world, self.data_ranks(world)) if self.elastic is not None else None
         if self.elastic is not None and why is not None:
             raise MeshError(
                 f"an elastic batch of {self.elastic.batch} rows can't be on {world} rank(s)",

@@ -18,6 +18,7 @@ from zgraph.program import collectives
 from zgraph.program.node import Role, info
 from zgraph.program.program import Program
 from zgraph.units import shown_bytes
+from zgraph.update.held import mesh_of
 
 if TYPE_CHECKING:
     from zgraph.compiled import StepProgram
@@ -71,16 +72,20 @@ class Report:
 
     def __str__(self) -> str:
         runtime = self._runtime
-        specs = runtime.shards.specs.values()
+        specs = [s for n, s in runtime.shards.specs.items() if runtime.holds(n)]
         sharded = [s for s in specs if s.shard_dim]
-        whole = sum(s.nbytes for s in specs)
+        divided = [s.division for s in specs if s.division is not None]
+        parts = f"{len(divided)} divided by {divided[0].ranks}, " if divided else ""
+        whole = sum(s.whole_nbytes for s in specs)
         ranks = runtime.sizes.get("dp", 1)
         held = sum(
             s.nbytes // s.shape[0] * s.rows if s.shard_dim else s.nbytes for s in specs if s.shape or not s.shard_dim
         )
+        mesh = mesh_of(runtime.sizes, runtime.updater.held)
         lines = [
-            f"plan: zero {runtime.plan.zero}, backend {runtime.plan.backend}, mesh {runtime.sizes}",
-            f"parameters: {len(runtime.shards.specs)} ({len(sharded)} sharded over {ranks}), "
+            f"plan: zero {runtime.plan.zero}, backend {runtime.plan.backend}, mesh {mesh}",
+            *runtime.told(),
+            f"parameters: {len(specs)} ({parts}{len(sharded)} sharded over {ranks}), "
             f"{shown_bytes(whole)} in all, {shown_bytes(held)} on this rank",
         ]
         for entry in runtime.entries.values():

@@ -18,10 +18,12 @@ DEFAULT_FLOOR = 3e-7
 
 @dataclass(frozen=True)
 class Difference:
-    """One compared tensor on one rank: `what` is "output", "gradient", "buffer" or "kept weight"; of an update "parameter" or "state".
+    """One compared tensor on one rank: `what` is "output", "gradient", "buffer" or "kept weight"; of an update "parameter" or "state"; of a
+    pipeline also "value for later stages", "gradient for earlier stages", and "part of a gradient" of what several stages hold.
 
     `error` is the norm-wise relative error, ‖mine - plain‖ / ‖plain‖ (inf for another type or shape, or a tensor that is
-    missing), `allowed` the largest that is taken for rounding, `exact` whether all bits are equal.
+    missing), `allowed` the largest that is taken for rounding, `exact` whether all bits are equal. `stages` are those of a pipeline
+    that made it, none without one.
     """
 
     what: str
@@ -30,15 +32,17 @@ class Difference:
     error: float
     allowed: float
     exact: bool
+    stages: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
         return self.error <= self.allowed
 
     def __str__(self) -> str:
-        return (
-            f"{self.what} {self.name} (rank {self.rank}): relative error {self.error:.3g}, allowed {self.allowed:.3g}"
+        of = (
+            f", stage{'s' if len(self.stages) > 1 else ''} {' and '.join(map(str, self.stages))}" if self.stages else ""
         )
+        return f"{self.what} {self.name} (rank {self.rank}{of}): relative error {self.error:.3g}, allowed {self.allowed:.3g}"
 
 
 def difference(
@@ -50,27 +54,28 @@ def difference(
     all_norm: float = 0.0,
     computed: torch.dtype | None = None,
     bound: float | None = None,
+    stages: tuple[int, ...] = (),
 ) -> Difference:
     """`all_norm` is that of all gradients. `computed`: what it was computed in, where that is coarser than what it is kept in.
     `bound`: what is allowed instead of the tolerance of that dtype."""
     if not _comparable(mine, plain):
-        return Difference(what, f"{name} (another type)", rank, float("inf"), 0.0, False)
+        return Difference(what, f"{name} (another type)", rank, float("inf"), 0.0, False, stages)
     mine, plain = mine.detach(), plain.detach()
     exact = torch.equal(mine, plain)
     if exact or not (mine.dtype.is_floating_point or mine.dtype.is_complex):
-        return Difference(what, name, rank, 0.0 if exact else float("inf"), 0.0, exact)
+        return Difference(what, name, rank, 0.0 if exact else float("inf"), 0.0, exact, stages)
     wide = torch.complex128 if mine.dtype.is_complex else torch.float64
     a, b = mine.to(wide), plain.to(wide)
     finite = torch.isfinite(b)
     if not torch.equal(torch.nan_to_num(a[~finite]), torch.nan_to_num(b[~finite])):
-        return Difference(what, name, rank, float("inf"), 0.0, False)
+        return Difference(what, name, rank, float("inf"), 0.0, False, stages)
     norm = float(b[finite].norm())
     dtype = computed or mine.dtype
     usual = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
     floor = FLOOR.get(dtype, DEFAULT_FLOOR * usual / TOLERANCE[torch.float32])
     allowed = (usual if bound is None else bound) + floor * all_norm / max(norm, 1e-300)
     error = float((a - b)[finite].norm()) / max(norm, 1e-300)
-    return Difference(what, name, rank, error if error == error else float("inf"), allowed, False)
+    return Difference(what, name, rank, error if error == error else float("inf"), allowed, False, stages)
 
 
 def same_bits(mine: Any, plain: Any) -> bool:

@@ -10,6 +10,8 @@ are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import logging
 import math
 import threading
@@ -37,16 +39,17 @@ from zgraph.plan import Plan
 from zgraph.program import moves, place, torch_private
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.node import info
-from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, Port, Program
+from zgraph.program.program import DATA_DIMS, TEAM_DIMS, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.program.remark import Remark
 from zgraph.program.torch_private import keeps_graph
 from zgraph.randomness import random_states, restored
-from zgraph.sharding import Shards, still_unset, with_requires_grad
+from zgraph.sharding import Shards, fingerprint, still_unset, with_requires_grad
 from zgraph.signature import brief, shared, signature
 from zgraph.tiers.moves import Tiers
 from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.unchanged import Unchanged
-from zgraph.update.program import outside_of, shares_of
+from zgraph.update.held import Held
+from zgraph.update.program import away_bytes, outside_of, shares_of
 from zgraph.update.updater import Updater
 
 if TYPE_CHECKING:
@@ -74,6 +77,27 @@ def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, tiers: 
     return replace(costs, hardware=costs.hardware.model_copy(update={"nvme": slowest}))
 
 
+def opened_tiers(
+    model: nn.Module,
+    plan: Plan,
+    specs: dict[str, ParamSpec],
+    device: torch.device,
+    agreement: Agreement,
+    held: Held | None = None,
+) -> Tiers:
+    """Open what the plan offloads to, on all ranks or on none. Raises `OffloadError` on every rank if one has no room for it. `held` is
+    what this rank of a pipeline holds."""
+    if not plan.offload.tiers():
+        return Tiers(plan.offload, device, 0)
+
+    def refused(rank: int, said: str) -> OffloadError:
+        return OffloadError(f"rank {rank} can't offload", where=plan.offload.folder(), why=said)
+
+    return agreement.together(
+        "the disk", lambda: Tiers(plan.offload, device, away_bytes(model, specs, plan, held)), refused
+    )
+
+
 class Runtime:
     """The run time of one compiled module."""
 
@@ -89,7 +113,11 @@ class Runtime:
         agreement: Agreement,
         costs: Costs,
         tiers: Tiers,
+        everyone: Agreement | None = None,
+        held: Held | None = None,
     ) -> None:
+        """`mesh`, `sizes` and `agreement` are those of the ranks that run the same programs: of one stage, where there is a pipeline. Then
+        `everyone` are the ranks of all stages, and `held` is what this rank holds of the model."""
         self.module = module
         self.forward_function = forward
         self.plan = plan
@@ -98,10 +126,14 @@ class Runtime:
         self.shards = shards
         self.device = device
         self.agreement = agreement
+        self.everyone = agreement if everyone is None else everyone
         self.tiers = tiers
         self.groups = dict(tiers.keys)
         if mesh is not None:
             self.groups |= {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()}
+        self.places = {  # this rank's position in each mesh dimension, as programs take it
+            d: torch.tensor(mesh.get_local_rank(d), device=device) for d in sizes if mesh is not None
+        }
         self.costs = costs
         self.shares = shares_of(
             plan
@@ -120,16 +152,67 @@ class Runtime:
         self.turns = 0  # backward passes that a user's own optimizer may have followed
         self.samples = 0  # rows of batches that were trained on, over all ranks
         self.digests: dict[str, str] = {}  # of the programs that ranks have agreed on
+        self._compared: set[str] = set()  # programs whose inputs ranks have compared
         self.expected: dict[str, str] = {}  # those of the run that a checkpoint of the same plan and world was saved by
-        self.updater = Updater(self)
+        self.updater = Updater(self, held)
         self.saver = Saver()
-        heartbeat.watch(plan.watch, agreement, [mesh.get_group(d) for d in self.sizes] if mesh is not None else [])
+        heartbeat.watch(plan.watch, self.everyone, self.process_groups())
         self.nonfinite = NonFinite(self) if plan.on_nonfinite != "ignore" else None
 
     @property
     def updates(self) -> int:
         """Optimizer steps so far, those that were skipped included."""
         return self.turns if self.updater.optimizer is None else self.updater.calls
+
+    def end_own_step(self) -> None:
+        """End the step before this call, if its update was the user's own."""
+        if self.plan.optimizer is None and self.clock.reduced:
+            self.clock.end_step()
+
+    def tell_place(self, micro_batch: int) -> None:
+        """Write down, for who watches, that a micro-batch of the next step begins."""
+        here = place.HERE
+        here.caller = threading.get_ident()
+        if self.everyone.ranks:
+            here.micro_batch = micro_batch
+            here.step = (self.updater.calls if self.plan.optimizer is not None else self.steps) + 1
+
+    def data_ranks(self) -> int:
+        """How many ranks see different rows."""
+        return math.prod(self.sizes.get(dim, 1) for dim in DATA_DIMS)
+
+    def told(self) -> list[str]:
+        """Lines of the report about what this rank is among others."""
+        return []
+
+    def process_groups(self) -> list[Any]:
+        """Those that steps communicate in."""
+        return [self.mesh.get_group(d) for d in self.sizes] if self.mesh is not None else []
+
+    def relax(self) -> None:
+        """Let ranks wait for each other as long as they would without the plan's timeout, until their next vote."""
+        for voters in (self.agreement, self.everyone):
+            voters.relax()
+
+    def holds(self, name: str) -> bool:
+        """Does this parameter lie here, and not on other stages' ranks alone?"""
+        return self.updater.held is None or name in self.updater.held.own
+
+    def counts(self, name: str) -> bool:
+        """Does it lie here, and is it here that it counts (in the norm of gradients, in checkpoints) if it lies in other stages too?"""
+        return self.holds(name) and (self.updater.held is None or name not in self.updater.held.uncounted)
+
+    def has_buffer(self, name: str) -> bool:
+        """Is this buffer, by its first name, here as the model's forward changes it?"""
+        return True
+
+    def whole_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient with what other stages have of it. All ranks must call it."""
+        return grad
+
+    def agree_on_update(self, names: Sequence[str]) -> None:
+        """Let the ranks compare of which parameters they are about to use the gradients."""
+        self.agreement.vote("an update", f"{len(names)} gradients: {' '.join(names)}")
 
     def _ended(self) -> None:
         """A step is over."""
@@ -141,20 +224,15 @@ class Runtime:
     # -- calls ------------------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        if self.plan.optimizer is None and self.clock.reduced:
-            self.clock.end_step()  # the user's own update lies between
-        here = place.HERE
-        here.caller = threading.get_ident()
-        if self.agreement.ranks:
-            here.micro_batch = self.forwards
-            here.step = (self.updater.calls if self.plan.optimizer is not None else self.steps) + 1
+        self.end_own_step()
+        self.tell_place(self.forwards)
         key, entry = self.entry(args, kwargs)
         trains = entry.program().differentiated and torch.is_grad_enabled()
         self.forwards += trains
         with self.clock.timed("forward") if trains else contextlib.nullcontext():
             result = self._calls[key](self.module, *args, **kwargs)
         if trains:
-            self.samples += entry.rows * math.prod(self.sizes.get(dim, 1) for dim in DATA_DIMS)
+            self.samples += entry.rows * self.data_ranks()
         if not entry.settled:
             self._settle(entry)
         return result
@@ -170,9 +248,9 @@ class Runtime:
             known += 1
             key = f"{signed}; python state {known}"
         new = key not in self.entries
-        self.agreement.vote("the inputs of a call", f"{shared(key)}; {'new' if new else 'known'}")
+        self.everyone.vote("the inputs of a call", f"{shared(key)}; {'new' if new else 'known'}")
         if new:
-            self.agreement.relax()
+            self.relax()
             self.refuse_unset()
             self._check_devices(args, kwargs)
             made = self._compile(key, args, kwargs)
@@ -209,10 +287,7 @@ class Runtime:
 
     def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         shown = brief(self.module, args, kwargs)
-        name = f"{'train' if torch.is_grad_enabled() and self.module.training else 'eval'}{len(self.entries)}"
-        first_rank = self.mesh is None or torch.distributed.get_rank() == 0
-        log = logger.warning if self.entries and first_rank else logger.info
-        log("new input signature: compiling program %s for %s", name, shown)
+        name = self._name_new(shown)
         specs = with_requires_grad(self.shards.specs, self.shards.params())
         entry = Entry(
             name,
@@ -235,10 +310,24 @@ class Runtime:
         self.prepare(entry.program())
         return entry
 
+    def _name_new(self, shown: str) -> str:
+        """The name of the program for a new signature, which is told to the user."""
+        name = f"{'train' if torch.is_grad_enabled() and self.module.training else 'eval'}{len(self.entries)}"
+        log = logger.warning if self.entries and self.everyone.first() else logger.info
+        log("new input signature: compiling program %s for %s", name, shown)
+        return name
+
     def prepare(self, step: StepProgram) -> None:
-        """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.) Raises
-        `PlanError` if a program that a step takes does not fit into the plan's memory budget, `OffloadError` if the disk has no room
-        for the activations that go there."""
+        """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.) Raises what `fit` does."""
+        self.fit(step)
+        step.ahead()
+        step.forward()
+        if step.parts().backward is not None:
+            step.backward()
+
+    def fit(self, step: StepProgram) -> None:
+        """Raises `PlanError` if a program that a step takes does not fit into the plan's memory budget, `OffloadError` if the disk has no
+        room for the activations that go there."""
         if self.plan.memory_budget is not None and step.differentiated:
             for variant in step.variants():
                 step.history(variant)  # (what does not fit is refused now, not in the middle of a step)
@@ -251,10 +340,6 @@ class Runtime:
             self._require("optimizer", self.updater.states.bytes_at(options))
             self.updater.offload(options)
             self.shares = step.outsides.shares = (step.states,)
-        step.ahead()
-        step.forward()
-        if step.parts().backward is not None:
-            step.backward()
 
     def _require(self, what: str, size: int) -> None:
         """Raises `OffloadError` on every rank if the disk of one has no room for so many bytes of this kind."""
@@ -286,7 +371,47 @@ class Runtime:
             )
         ballot = f"{self.plan.hash()} {made}"
         self.agreement.vote(f"program {program.name}", ballot, lambda: node_digests(program), compare)
-        self.agreement.relax()  # (it is compiled now)
+        self.relax()  # (it is compiled now)
+
+    def agree_on_random(self, step: StepProgram) -> None:
+        """Let ranks that compute one program together compare their random states before a forward that draws: each computes parts of
+        the same rows, and other numbers would make these of other models. Raises `RankMismatchError` on every rank of a stage."""
+        if not step.random or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
+            return
+        host, device = random_states(self.device)
+        state = (host if device is None else device).numpy().tobytes()
+        self._vote_in_teams(
+            "random numbers",
+            f"a random state of {hashlib.sha256(state).hexdigest()[:16]}",
+            'ranks of one place in the mesh but for "cp" and "tp" draw the same: torch.manual_seed(seed + the rank within "dp")',
+        )
+
+    def agree_on_batch(self, entry: Entry, step: StepProgram, flat: Sequence[Any]) -> None:
+        """Let such ranks compare the inputs of a program that runs for the first time: parts of other rows would be put together as if they
+        were of the same. Raises `RankMismatchError` on every rank."""
+        if step.name in self._compared or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
+            return
+        given = [x for p, x in zip(entry.trace.inputs, flat, strict=True) if p.role is InputRole.INPUT]
+        self._vote_in_teams(
+            "the batch",
+            f"inputs {[int(fingerprint(x)) for x in given if isinstance(x, torch.Tensor)]}",
+            'ranks of one place in the mesh but for "cp" and "tp" have the same rows: a sampler\'s rank is '
+            'model.zgraph.mesh.get_local_rank("dp"), of the mesh\'s "dp" ranks',
+        )
+        self._compared.add(step.name)
+
+    def _vote_in_teams(self, subject: str, ballot: str, hint: str) -> None:
+        at = [
+            (d, self.mesh.get_local_rank(d) if self.mesh is not None else 0) for d in self.sizes if d not in TEAM_DIMS
+        ]
+        team = functools.reduce(lambda number, dim: number * self.sizes[dim[0]] + dim[1], at, 0)
+        self.agreement.vote(
+            subject,
+            ballot,
+            team=team,
+            teams=math.prod(self.sizes[d] for d, _ in at),
+            hint=hint,
+        )
 
     def refuse_unset(self) -> None:
         """Raises `ModelError` if the model has values yet to be loaded."""
@@ -317,6 +442,8 @@ class Runtime:
 
     def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         step = entry.program()
+        self.agree_on_batch(entry, step, flat)
+        self.agree_on_random(step)
         if not (step.differentiated and torch.is_grad_enabled()):
             outputs, _ = self.run_forward(entry, step, flat)
             return tuple(outputs)
@@ -370,6 +497,8 @@ class Runtime:
             return self.shards.local(port.name)
         if port.role is InputRole.KEPT:
             return self.kept[port.name]
+        if port.role is InputRole.INDEX:
+            return self.places[port.name]
         assert port.index is not None
         return flat[port.index]
 
@@ -483,16 +612,20 @@ class Runtime:
         """See `zgraph.handle.Handle.timings`."""
         mine = median_step(self.clock)
         self.clock.wants_sample = True
-        ranks = self.agreement.gather("timings", mine)
+        ranks = self.everyone.gather("timings", mine)
         step = max((r["step"] for r in ranks if "step" in r), default=0.0)
-        trained = [e.program().captured for e in self.entries.values() if e.program().differentiated]
-        flops = model_flops(trained[-1]) * mine.get("forwards", 1.0) if trained else 0.0
+        flops = self._flops_of_forward() * mine.get("forwards", 1.0)
         return Timings(
             tuple(ranks),
             min(len(self.clock.steps), KEEP),
-            tokens * len(ranks) / step if tokens is not None and step else None,
+            tokens * self.data_ranks() / step if tokens is not None and step else None,
             flops / step / peak_flops if peak_flops is not None and step else None,
         )
+
+    def _flops_of_forward(self) -> float:
+        """FLOP that the model takes for one forward and its backward, by the program that was made last for training."""
+        trained = [e.program().captured for e in self.entries.values() if e.program().differentiated]
+        return model_flops(trained[-1]) if trained else 0.0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zgraph.casts import with_precision
-from zgraph.errors import ModelError, UnsupportedError
+from zgraph.errors import ModelError, StepError, UnsupportedError
 from zgraph.precision import Precision
 from zgraph.program import torch_private
-from zgraph.program.program import ParamSpec
+from zgraph.program.program import DATA_DIMS, TENSOR_DIM, ParamSpec
 
 if TYPE_CHECKING:
     from zgraph.plan import Plan
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 _optimizer_steps: Any = WeakTensorKeyDictionary()
+GONE = "_zgraph_replaced"  # in the __dict__ of parameters that a model's first call has replaced: (what was done to it, why)
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -44,7 +45,20 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 _optimizer_steps[param] = _optimizer_steps.get(param, 0) + 1
 
 
+def _refuse_gone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if GONE in param.__dict__:
+                done, why = param.__dict__[GONE]
+                raise StepError(
+                    f"an optimizer that was made before {done}",
+                    why=why,
+                    hint="make it after zgraph.compile(model, plan, inputs=…), or give the plan an optimizer",
+                )
+
+
 register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_pre_hook(_refuse_gone)
 
 
 def layout(
@@ -105,6 +119,18 @@ def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(torch.empty(tuple(shape), device="meta").stride())
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's own part of a tensor, which is all of it unless it is a DTensor; below autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()`, of a DTensor in a tenth of the time."""
+    if isinstance(tensor, DTensor):
+        return torch_private.dtensor(tensor._local_tensor.detach(), tensor._spec)
+    return tensor.detach()
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bits as integers (as which not-a-number equals itself)."""
     if tensor.is_complex():
@@ -112,6 +138,20 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype is torch.bool:
         return tensor
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """One integer of a tensor's bits: exact, in whatever order they are added, and moved values change it."""
+    tensor = bits(tensor)
+    total = torch.sum(tensor, dtype=torch.int64)
+    for dim in range(tensor.dim() if tensor.numel() else 0):
+        along = (
+            tensor.sum([d for d in range(tensor.dim()) if d != dim], dtype=torch.int64)
+            if tensor.dim() > 1
+            else tensor.long()
+        )
+        total = total * 31 + (along * torch.arange(1, along.numel() + 1, device=tensor.device)).sum()
+    return total.cpu()
 
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -178,7 +218,7 @@ class Shards:
     def _mine(self, name: str) -> torch.Tensor:
         """This rank's rows, without padding; a write to them is one to the parameter."""
         param = self._params[name]
-        return (param._local_tensor if isinstance(param, DTensor) else param).detach()  # type: ignore[no-any-return]
+        return local_of(param).detach()
 
     def version(self, name: str) -> tuple[int, ...]:
         """Changes when the parameter's value may have: by an in-place operator, or by an optimizer.
@@ -187,7 +227,7 @@ class Shards:
         optimizers' steps are counted here.)
         """
         param = self._params[name]
-        mine: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
+        mine = local_of(param)
         return (
             mine.data_ptr(),
             mine._version,
@@ -215,7 +255,7 @@ class Shards:
         grad = self._params[name].grad
         assert grad is not None
         spec = self.specs[name]
-        mine: torch.Tensor = grad._local_tensor if isinstance(grad, DTensor) else grad
+        mine = local_of(grad)
         param = self.buffers.get(name, self._params[name])
         if mine.shape == param.shape and mine.stride() == param.stride() and mine.dtype is spec.grad_dtype:
             return mine
@@ -227,7 +267,8 @@ class Shards:
     def write_gradient(self, name: str, value: torch.Tensor) -> None:
         """Give `.grad` the numbers that a program wrote into `value`, which `local_gradient` may have made as a copy."""
         grad = self._params[name].grad
-        mine: Any = grad._local_tensor if isinstance(grad, DTensor) else grad
+        assert grad is not None
+        mine = local_of(grad)
         if mine.data_ptr() != value.data_ptr():
             mine.copy_(value[: mine.shape[0]] if self.specs[name].shard_dim is not None else value)
 
@@ -246,7 +287,7 @@ class Shards:
 
     def placements(self, spec: ParamSpec) -> list[Placement]:
         names = self.mesh.mesh_dim_names if self.mesh is not None else ()
-        return [Shard(0) if dim == spec.shard_dim else Replicate() for dim in names or ()]
+        return [_placement(spec, dim) for dim in names or ()]
 
     def rows(self, spec: ParamSpec) -> int:
         """The rows of this rank's shard without padding."""
@@ -266,8 +307,13 @@ class Shards:
             value = value[: self.rows(spec)]
         key = (name, value.dtype, partial)
         if key not in self._layouts:
-            where = [Partial("avg")] * self.mesh.ndim if partial else self.placements(spec)
-            self._layouts[key] = torch_private.layout(self.mesh, where, spec.shape, spec.stride, value.dtype)
+            where = self.placements(spec)
+            if partial:
+                names = self.mesh.mesh_dim_names or ()
+                where = [Partial("avg") if d in DATA_DIMS else p for d, p in zip(names, where, strict=True)]
+            self._layouts[key] = torch_private.layout(
+                self.mesh, where, spec.whole_shape, spec.whole_stride, value.dtype
+            )
         return torch_private.dtensor(value, self._layouts[key])
 
     def shown(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -279,7 +325,10 @@ class Shards:
         if self.mesh is None or not value.dim() or spec.shard_dim is None or value.shape[0] != spec.rows:
             return value if self.mesh is None or value.shape != torch.Size(spec.shape) else self.gradient(name, value)
         shape = torch.Size((spec.shape[0], *value.shape[1:]))
-        stride = spec.stride if shape == torch.Size(spec.shape) else row_by_row(shape)
+        if shape == torch.Size(spec.shape):
+            shape, stride = torch.Size(spec.whole_shape), spec.whole_stride
+        else:
+            stride = row_by_row(shape)
         mine = value[: self.rows(spec)]
         return DTensor.from_local(mine, self.mesh, self.placements(spec), run_check=False, shape=shape, stride=stride)
 
@@ -302,18 +351,19 @@ class Shards:
             if part.dtype is not old.dtype:
                 fresh = nn.Parameter(part, spec.requires_grad)
         else:
+            part = self._divided(spec, whole.detach())
             if spec.shard_dim is None:
-                local = _restrided(whole.detach().clone(), spec.stride)
+                local = _restrided(part.clone(), spec.stride)
             else:
-                local = self._cut(name, whole.detach())
+                local = self._cut(name, part)
             with torch.no_grad():
                 sharded = DTensor.from_local(
                     local,
                     self.mesh,
                     self.placements(spec),
                     run_check=False,
-                    shape=torch.Size(spec.shape),
-                    stride=spec.stride,
+                    shape=torch.Size(spec.whole_shape),
+                    stride=spec.whole_stride,
                 )
             fresh = nn.Parameter(sharded, requires_grad=spec.requires_grad)
         if fresh is not old:
@@ -321,8 +371,26 @@ class Shards:
             for table, key in owners(self.module, old):
                 table[key] = fresh
             self._params[name] = fresh
+            if self.mesh is not None and TENSOR_DIM in (self.mesh.mesh_dim_names or ()):
+                old.__dict__[GONE] = (
+                    "the model's weights were divided",
+                    f"it holds {name!r} as it was; the model has a part of it now",
+                )
         self._come_home(name)
         return fresh
+
+    def send_away(self, name: str) -> None:
+        """Let a parameter be on another rank: here it is on the meta device, under every name that it had."""
+        old, spec = self._params[name], self.specs[name]
+        old.__dict__[GONE] = (
+            "the model was cut into stages",
+            f"it holds {name!r} as it was; another rank has it now",
+        )
+        made = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.dtype, device="meta")
+        fresh = nn.Parameter(made, requires_grad=old.requires_grad)
+        for table, key in owners(self.module, old):
+            table[key] = fresh
+        self._params[name] = fresh
 
     def adopt(self, twin: nn.Module) -> Shards:
         """The same layouts for a deep copy of the module: its shards get padded buffers of their own."""
@@ -360,6 +428,13 @@ class Shards:
             param.data = away
         self._homes[name] = away.data_ptr()
 
+    def _divided(self, spec: ParamSpec, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank computes with, of a whole parameter."""
+        if spec.division is None:
+            return whole
+        assert self.mesh is not None
+        return spec.division.part(whole, self.mesh.get_local_rank(spec.division.mesh_dim))
+
     def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         spec = self.specs[name]
         rows, first = self.rows(spec), spec.rows * self.index(spec)
@@ -381,6 +456,31 @@ class Shards:
         if spec.home is None or self.home is None:
             return whole
         return self.home.tensor(whole.shape, whole.stride(), whole.dtype).copy_(whole)
+
+
+def _placement(spec: ParamSpec, dim: str) -> Placement:
+    if dim == spec.shard_dim:
+        return Shard(0)
+    if spec.division is not None and dim == spec.division.mesh_dim:
+        return Shard(spec.division.dim)
+    return Replicate()
+
+
+def _parameter_mesh(mesh: DeviceMesh | None, specs: dict[str, ParamSpec]) -> DeviceMesh | None:
+    """The mesh that parameters lie on: a dimension that divides some comes first, since what it leaves is sharded over the others.
+    (A `DTensor` is cut by the dimensions of its mesh in their order, and plain `Shard`s say all of it then.)"""
+    first = {s.division.mesh_dim for s in specs.values() if s.division is not None}
+    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+    order = sorted(range(len(names)), key=lambda i: names[i] not in first)
+    if mesh is None or order == sorted(order):
+        return mesh
+    groups = [mesh.get_group(names[i]) for i in order]
+    return DeviceMesh.from_group(
+        groups,
+        mesh.device_type,
+        mesh=mesh.mesh.permute(order).contiguous(),
+        mesh_dim_names=tuple(names[i] for i in order),
+    )
 
 
 def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -407,19 +507,24 @@ def shard(
     device: torch.device,
     seed: int,
     home: Tier | None = None,
+    own: Collection[str] | None = None,
 ) -> Shards:
-    """Put each parameter's shard in its place, one parameter (on the meta device: one module) at a time."""
-    shards = Shards(module, specs, mesh, home=home)
+    """Put each parameter's shard in its place, one parameter (on the meta device: one module) at a time. Of a model in stages `own` are those
+    of this rank; the others go to the meta device."""
+    shards = Shards(module, specs, _parameter_mesh(mesh, specs), home=home)
     shards.refresh()
-    _materialise(shards, device, seed)
+    elsewhere = frozenset() if own is None else frozenset(specs) - frozenset(own)
+    for name in elsewhere:
+        shards.send_away(name)
+    _materialise(shards, device, seed, elsewhere)
     for name, param in list(shards.params().items()):
-        if not isinstance(param, DTensor):
+        if name not in elsewhere and not isinstance(param, DTensor):
             shards.install(name, param.detach())
     return shards
 
 
 # -- the meta device ------------------------------------------------------------------------------------------------
-def _materialise(shards: Shards, device: torch.device, seed: int) -> None:
+def _materialise(shards: Shards, device: torch.device, seed: int, elsewhere: Collection[str]) -> None:
     """Initialise what is on the meta device through each module's own initialisation, and keep only shards.
 
     Every module is made whole on every rank from a seed of its own, so the values depend neither on the world size
@@ -431,6 +536,12 @@ def _materialise(shards: Shards, device: torch.device, seed: int) -> None:
     scratch = _Scratch(device) if shards.mesh is not None else None  # (without a mesh the whole is what stays)
     for path, child in root.named_modules():
         params = {k: p for k, p in child._parameters.items() if p is not None and (p.is_meta or isinstance(p, DTensor))}
+        if (
+            params
+            and all(names.get(id(p)) in elsewhere for p in params.values())  # (no name: tied, and in its place already)
+            and not any(b is not None and b.is_meta for b in child._buffers.values())
+        ):
+            continue
         buffers = {k: b for k, b in child._buffers.items() if b is not None and b.is_meta}
         if not buffers and not any(p.is_meta for p in params.values()):
             continue
@@ -456,8 +567,8 @@ def _materialise(shards: Shards, device: torch.device, seed: int) -> None:
             whole = child._parameters[key]
             child._parameters[key] = old
             assert whole is not None
-            if isinstance(old, DTensor):
-                continue  # tied to one that has its values
+            if isinstance(old, DTensor) or names[id(old)] in elsewhere:
+                continue  # (tied to one that has its values, or another stage's)
             if _is_unset(whole.detach()):
                 shards.pending.add(names[id(old)])
             shards.install(names[id(old)], whole.detach())
@@ -529,7 +640,7 @@ def still_unset(shards: Shards) -> Iterator[str]:
     tensors = {**dict(shards.module.named_buffers()), **shards.params()}
     for name in sorted(shards.pending):
         held = tensors[name]
-        local = held._local_tensor if isinstance(held, DTensor) else held
+        local = local_of(held)
         if _is_unset(local.detach()):
             yield name
 

@@ -22,6 +22,14 @@ def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return f"inputs ({inputs}); structure {spec}; modules {_runs(training)}; parameters {_runs(frozen)}; {grad}; autocast {casts}"
 
 
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Rows of a call's batch: dimension 0 of its first tensor that has one."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    return None
+
+
 def shared(key: str) -> str:
     """What of a signature all ranks must have equal: not which device of a host, nor where an object lies in memory."""
     return re.sub(r"#\d+", "", re.sub(r"(@[a-z]+):\d+|, index=\d+", r"\1", key))

@@ -36,7 +36,7 @@ from zgraph.passes.simulator import simulate
 from zgraph.pipeline import build, costs_of
 from zgraph.plan import Plan
 from zgraph.program import torch_private
-from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
+from zgraph.program.program import STAGE_DIM, TEAM_DIMS, InputRole, OutputRole, ParamSpec, Program
 from zgraph.samples import Point, Polynomials, SizedInputs, batches, lengths
 from zgraph.sharding import layout
 from zgraph.update.build import states_of
@@ -61,8 +61,8 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
 
     The formulas hold where the program has the operators that it has at the sizes sampled: a model may branch on sizes, and
     torch's min-cut may save other values at sizes that are far away. Raises `SymbolicError` where operators or costs
-    differ already between the samples, `PlanError` for a plan with a memory budget or one that offloads, and what `zgraph.compiler.programs` does.
-    Of an elastic plan its batch is left out: the formulas are of any world and batch.
+    differ already between the samples, `PlanError` for a plan with a memory budget, a pipeline or one that offloads, and what
+    `zgraph.compiler.programs` does. Of an elastic plan its batch is left out: the formulas are of any world and batch.
     """
     plan = plan.model_copy(update={"elastic": None})
     if plan.memory_budget is not None:
@@ -79,6 +79,21 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
             why="formulas know of memory on the device alone",
             hint="leave it out, or forecast one size at a time",
         )
+    if plan.mesh.get(STAGE_DIM, 1) != 1:
+        raise PlanError(
+            "a forecast by formulas of a plan with a pipeline",
+            where="mesh.pp",
+            why="where the model is cut is decided anew for every size",
+            hint="leave pp out of the mesh, or forecast one size at a time",
+        )
+    for dim in TEAM_DIMS:
+        if plan.mesh.get(dim, 1) != 1:
+            raise PlanError(
+                "a forecast by formulas of a plan whose ranks compute in parts",
+                where=f"mesh.{dim}",
+                why="which values lie in parts is decided anew for every size",
+                hint=f"leave {dim} out of the mesh, or forecast one size at a time",
+            )
     costs = costs or costs_of(plan)
     timeless = Costs(costs.hardware.model_copy(update={"operators": {}}), costs.fused)
     return _Forecaster(model, plan, SizedInputs(inputs), timeless).run()

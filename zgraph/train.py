@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,22 @@ from zgraph.errors import StepError
 from zgraph.plan import Plan
 from zgraph.program.program import DATA_DIMS
 from zgraph.runtime import Runtime
+from zgraph.signature import batch_size
 
 IGNORED = -100  # the target that torch's cross_entropy leaves out
 TARGETS = ("labels", "label", "targets", "target")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class HasForward(Protocol):
+    """A module, and its class's own forward."""
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def forward_function(self) -> Callable[..., Any]: ...
 
 
 def train_step(
@@ -40,17 +52,17 @@ def train_step(
     """See `zgraph.handle.Handle.train_step`."""
     plan = runtime.plan
     tokens = plan.loss_average == "token"
-    kwargs = _in_order(runtime, kwargs)
+    kwargs = in_order(runtime, kwargs)
     if plan.elastic is not None:
         _refuse_other_rows(plan.elastic, args, kwargs)
     calls = split_batch(args, kwargs, plan.micro_batches, uneven=tokens)
-    weights = _weights(runtime, calls) if tokens else [1.0 / len(calls)] * len(calls)
+    weights = target_weights(runtime, calls) if tokens else [1.0 / len(calls)] * len(calls)
     outputs = []
-    for number, ((some, named), weight) in enumerate(zip(calls, weights, strict=True)):
+    for number, (call, weight) in enumerate(zip(calls, weights, strict=True)):
         with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
-            given, rest, others = _for_forward(runtime, some, named)
+            given, rest, others = for_forward(runtime, *call)
             output = model(*given[0], **given[1])
-            loss = loss_of(output, loss_fn, _named(runtime, given), rest, others)
+            loss = loss_of(output, loss_fn, named(runtime, given), rest, others)
             if weight == 1.0:
                 loss.backward()
             else:
@@ -62,30 +74,36 @@ def train_step(
         runtime.updater.step()
     else:
         runtime.updater.clip_only()
-    sizes = [_batch_size(*call) for call in calls]
+    sizes = [batch_size(*call) for call in calls]
     total = sum(weights)
     # (a rank without a single target shows the plain mean of what its micro-batches gave)
     shares = [w / total for w in weights] if total else [1.0 / len(calls)] * len(calls)
     return join_outputs(outputs, shares, sizes)
 
 
-def _in_order(runtime: Runtime, kwargs: dict[str, Any]) -> dict[str, Any]:
+@functools.lru_cache(maxsize=16)
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """(It is asked for with every micro-batch. Few are kept: a function may hold more than its code.)"""
+    return inspect.signature(forward)
+
+
+def in_order(model: HasForward, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Named arguments in the order of forward's signature: what is first must not depend on how they are written."""
-    known = list(inspect.signature(runtime.forward_function).parameters)
+    known = list(_signature(model.forward_function).parameters)
     return {k: kwargs[k] for k in [n for n in known if n in kwargs] + [n for n in kwargs if n not in known]}
 
 
 # -- in ---------------------------------------------------------------------------------------------------------------
-def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, uneven: bool) -> list[Call]:
+def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, uneven: bool | None) -> list[Call]:
     """The calls of the micro-batches: tensors with the batch's size are cut on dimension 0, all else is given to each.
 
     The batch's size is that of the first tensor that has a dimension, in the order of forward's arguments: a tensor that is
     no part of the batch, but has its size, is cut too (keep such a mask in a buffer). Raises `StepError` if `parts` do not divide it,
-    unless `uneven`: then the last ones are smaller.
+    unless `uneven`: then the last ones are smaller (None: they never can be).
     """
     if parts == 1:
         return [(args, kwargs)]
-    size = _batch_size(args, kwargs)
+    size = batch_size(args, kwargs)
     if size is None:
         raise StepError("the batch has no tensor to cut into micro-batches", where="micro_batches")
     if (size % parts and not uneven) or size < parts:
@@ -96,7 +114,11 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, un
             if size >= parts
             else "some would be empty",
             hint=f"give a multiple of {parts} rows"
-            + ('; or loss_average="token", which counts each by its targets' if size >= parts else ""),
+            + (
+                '; or loss_average="token", which counts each by its targets'
+                if size >= parts and uneven is not None
+                else ""
+            ),
         )
     rows = -(-size // parts)
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -108,7 +130,7 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, un
 
 
 def _refuse_other_rows(elastic: Elastic, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    size = _batch_size(args, kwargs)
+    size = batch_size(args, kwargs)
     if size != elastic.rows:
         raise StepError(
             f"the batch has {size} rows" if size is not None else "the batch has no tensor with rows",
@@ -121,7 +143,7 @@ def _refuse_other_rows(elastic: Elastic, args: tuple[Any, ...], kwargs: dict[str
 def first_part(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The first micro-batch's call, of a rank's batch that is only looked at. Where the plan is elastic (and for a number of ranks, see
     `Plan.for_world`), it is as many rows as the plan says: those of the batch are repeated. Raises what `split_batch` does."""
-    size = _batch_size(args, kwargs)
+    size = batch_size(args, kwargs)
     if plan.elastic is None or plan.elastic.rows is None or not size:
         return split_batch(args, kwargs, plan.micro_batches, uneven=plan.loss_average == "token")[0]
     rows = torch.arange(plan.elastic.rows // plan.micro_batches) % size
@@ -130,18 +152,11 @@ def first_part(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
     return pytree.tree_unflatten(part, spec)  # type: ignore[return-value]
 
 
-def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    return None
-
-
 def _has_batch(x: Any, size: int) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == size
 
 
-def _weights(runtime: Runtime, calls: Sequence[Call]) -> list[Any]:
+def target_weights(runtime: Runtime, calls: Sequence[Call]) -> list[Any]:
     """Each micro-batch's number of targets, over a mean micro-batch's of all ranks: the mean gradient over ranks is then
     that of all targets together."""
     counts = torch.tensor([count_targets(runtime.module, *call) for call in calls], dtype=torch.float64)
@@ -176,17 +191,17 @@ def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         whole = [x for x in tensors if not x.is_floating_point() and x.dtype is not torch.bool]
         found = whole[-1] if len(tensors) > 1 and whole else None
     if found is None or found.is_floating_point():
-        return _batch_size(args, kwargs) or 1
+        return batch_size(args, kwargs) or 1
     if getattr(module, "loss_type", None) == "ForCausalLM" and found.dim() > 1:
         found = found[:, 1:]
     return int((found != IGNORED).sum())
 
 
-def _for_forward(
-    runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
+def for_forward(
+    model: HasForward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
     """(what forward takes, the positional arguments it has no room for, the named ones that it does not know)."""
-    parameters = list(inspect.signature(runtime.forward_function).parameters.values())[1:]
+    parameters = list(_signature(model.forward_function).parameters.values())[1:]
     kinds = inspect.Parameter
     room = sum(p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD) for p in parameters)
     if any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
@@ -199,15 +214,15 @@ def _for_forward(
     return (args[:room], {k: v for k, v in kwargs.items() if k not in others}), args[room:], others
 
 
-def _named(runtime: Runtime, given: Call) -> dict[str, Any]:
+def named(model: HasForward, given: Call) -> dict[str, Any]:
     """What forward is given, by its parameters' names, in their order (`*args` and `**kwargs` taken apart)."""
-    parameters = inspect.signature(runtime.forward_function).parameters
-    bound = inspect.signature(runtime.forward_function).bind(runtime.module, *given[0], **given[1])
+    known = _signature(model.forward_function)
+    bound = known.bind(model.module, *given[0], **given[1])
     found: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
-        if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+        if known.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
             found |= {f"{name}[{i}]": v for i, v in enumerate(value)}
-        elif parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+        elif known.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             found |= value
         else:
             found[name] = value
@@ -226,19 +241,10 @@ def loss_of(
     Raises `StepError` where there is none, or more than a number.
     """
     if loss_fn is None:
-        if rest or others:
-            names = [*(f"argument {len(given) + i + 1}" for i in range(len(rest))), *others]
-            raise StepError(
-                f"the model's forward does not take {', '.join(names)}",
-                hint="what forward does not take is for loss_fn: zgraph.compile(model, plan, loss_fn=…)",
-            )
+        refuse_rest(given, rest, others)
         loss = find_loss(output)
         if loss is None:
-            raise StepError(
-                "the model's output has no loss",
-                why="it is no scalar, has no .loss or ['loss'], and its first element is no scalar",
-                hint="zgraph.compile(model, plan, loss_fn=lambda output, targets: …)",
-            )
+            raise no_loss()
     elif rest or others:
         loss = loss_fn(output, *rest, **others)
     else:
@@ -248,6 +254,25 @@ def loss_of(
         shown = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise StepError(f"the loss is no single number but {shown}", hint="take its mean")
     return loss.reshape(()) if loss.dim() else loss
+
+
+def refuse_rest(given: dict[str, Any], rest: tuple[Any, ...], others: dict[str, Any]) -> None:
+    """Raises `StepError` for what forward does not take, where there is no `loss_fn` that would."""
+    if rest or others:
+        names = [*(f"argument {len(given) + i + 1}" for i in range(len(rest))), *others]
+        raise StepError(
+            f"the model's forward does not take {', '.join(names)}",
+            hint="what forward does not take is for loss_fn: zgraph.compile(model, plan, loss_fn=…)",
+        )
+
+
+def no_loss() -> StepError:
+    """What to say of an output in which there is none."""
+    return StepError(
+        "the model's output has no loss",
+        why="it is no scalar, has no .loss or ['loss'], and its first element is no scalar",
+        hint="zgraph.compile(model, plan, loss_fn=lambda output, targets: …)",
+    )
 
 
 def _room(loss_fn: Callable[..., Any], given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 
 def shown_bytes(size: float) -> str:
     """A size: "1.50 GiB", "12.0 MiB", "96 bytes"."""
@@ -13,3 +15,15 @@ def shown_bytes(size: float) -> str:
 def milliseconds(seconds: float) -> str:
     """A time, in a unit that times can be compared in: "12.345 ms"."""
     return f"{seconds * 1e3:.3f} ms"
+
+
+def columns(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """The lines of a table, its head first: columns numbered in `left` begin at the left, all others end at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -15,6 +15,7 @@ from torch import nn
 from zgraph.compiler import Inputs
 from zgraph.plan import Plan
 from zgraph.rounding import Difference
+from zgraph.stages.virtual import VirtualPipeline
 from zgraph.virtual_step import virtual_step
 
 
@@ -34,16 +35,28 @@ class Verification:
     def exact(self) -> bool:
         return all(d.exact for d in self.differences)
 
+    @property
+    def stage(self) -> int | None:
+        """Of a pipeline, the stage in which the first wrong value was made; None if nothing is wrong, and without a pipeline."""
+        return next((d.stages[0] for d in self.differences if d.stages and not d.ok), None)
+
     def worst(self, count: int = 5) -> list[Difference]:
         """Those that differ most, first."""
         return sorted(self.differences, key=lambda d: (d.ok, -d.error))[:count]
 
     def __str__(self) -> str:
         bad = sum(not d.ok for d in self.differences)
-        head = f"verify: {len(self.differences)} tensors on {self.world} virtual ranks, zero {self.plan.zero}, backend {self.plan.backend}: "
+        plan, ranks = self.plan, self.plan.pipeline_ranks(self.world)
+        of = (
+            f" ({ranks} for stages, {plan.micro_batches} micro-batches by schedule {plan.schedule})"
+            if ranks > 1
+            else ""
+        )
+        head = f"verify: {len(self.differences)} tensors on {self.world} virtual ranks{of}, zero {plan.zero}, backend {plan.backend}: "
         if self.exact:
             return head + "all bit for bit equal to the plain model"
         lines = [head + (f"{bad} differ too much" if bad else "all within tolerance")]
+        lines += [f"  it begins in stage {self.stage}"] if self.stage is not None else []
         lines += [f"  {'ok ' if d.ok else 'BAD'} {d}" for d in self.worst() if not d.exact]
         return "\n".join(lines)
 
@@ -66,11 +79,20 @@ def verify(
     those of the dtype that is computed in.
 
     Outputs and buffers are compared with those of the plain model on the same rank's part of the batch, gradients with
-    the mean over ranks. Differences do not raise: read `.ok`, `.exact`, or print what is returned. Raises
-    `SignatureError` if the world does not divide the batch, `ModelError` if there is no loss, the model is compiled or on the meta
-    device, `MeshError` if the plan's mesh does not fit the world, and what capture and passes raise (see `zgraph.compile`).
+    the mean over ranks. Differences do not raise: read `.ok`, `.exact`, or print what is returned.
+
+    Of a plan with a pipeline all ranks of all stages run, by the plan's schedule. The batch is split over the ranks that see different rows,
+    then into micro-batches, whose losses count equally. Gradients of a parameter of several stages are compared summed, and each stage's
+    part of them, like all that crosses between stages, with what the captured program gives there.
+
+    Raises `SignatureError` if the world does not divide the batch, `StepError` if micro-batches do not divide a rank's part of it,
+    `ModelError` if there is no loss, the model is compiled or on the meta device, `MeshError` if the plan's mesh does not fit the world,
+    `PlanError` if the model can't be cut as the plan says, and what capture and passes raise (see `zgraph.compile`).
     """
     plan = plan or Plan()
     with virtual_step(model, plan, world, inputs, loss_fn) as virtual:
-        differences = virtual.differences(virtual.of_parts(virtual.step.parts()))
+        if virtual.pipelined:
+            differences = VirtualPipeline(virtual).differences
+        else:
+            differences = virtual.differences(virtual.of_parts(virtual.step.parts()))
         return Verification(world, virtual.plan, tuple(differences))

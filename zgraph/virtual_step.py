@@ -1,7 +1,8 @@
 """A plan's step on virtual ranks beside the plain model, in one process: what `zgraph.verify` and `zgraph bisect` run.
 
 Each virtual rank gets its part of the global batch. The plain model runs on each part as well; outputs and updated buffers must
-equal those of the same rank, gradients the mean over ranks.
+equal those of the same rank, gradients the mean over ranks. Of a plan with a pipeline this is the whole model on the ranks of one stage,
+with the plain model run on each micro-batch; `zgraph.stages.virtual` cuts it.
 
 Programs are run operator by operator: whole ones as any pass left them, or split ones as they are compiled. What a whole program
 takes and gives depends on the passes that it has seen, of which its facts speak. Parameters come in whole before they are "sharded". Its
@@ -13,8 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,16 +30,19 @@ from zgraph.casts import check, prepare
 from zgraph.codegen.partition import Parts
 from zgraph.compiled import Entry, StepProgram
 from zgraph.compiler import Inputs, split_inputs
+from zgraph.dividing import divided_layout
 from zgraph.errors import ModelError, SignatureError
-from zgraph.passes.virtual import coordinates, run_virtual
+from zgraph.passes.virtual import coordinates, group_ranks, run_virtual
 from zgraph.pipeline import PLAIN, Edit, Variant, costs_of
 from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.node import tensor
-from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.rounding import Difference, difference
 from zgraph.sharding import planned_layout
+from zgraph.train import in_order, split_batch
+from zgraph.update.held import within
 from zgraph.update.program import outside_of
 
 SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which changes no gradient that it does not save
@@ -43,7 +50,12 @@ SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which c
 Results = list[dict[tuple[str, str], torch.Tensor]]
 """What a program gave, rank by rank: by what it is (see `Difference.what`) and its name."""
 
-_Extra = dict[tuple[Any, str], Any]
+HANDED: dict[InputRole | OutputRole, InputRole] = {
+    OutputRole.FLYING: InputRole.FLYING,
+    OutputRole.SAVED: InputRole.SAVED,
+    OutputRole.KEPT: InputRole.KEPT,
+}
+"""What one part of a program gives to another on the same rank."""
 
 
 @contextlib.contextmanager
@@ -65,7 +77,11 @@ def virtual_step(
 
 
 class VirtualStep:
-    """See `virtual_step`. `model` is a copy whose parameters have the dtypes that ranks hold, `params` are these, whole."""
+    """See `virtual_step`. `model` is a copy whose parameters have the dtypes that ranks hold, `params` are these, whole.
+
+    `mesh` has all of the `world` ranks, `sizes` those within a stage, which are all without a pipeline. `calls` has for each micro-batch the
+    plain model on each rank within a stage; `ranks` are those of the first. Without a pipeline a rank's batch is one micro-batch.
+    """
 
     def __init__(
         self,
@@ -88,7 +104,8 @@ class VirtualStep:
                 why=f"{without!r} is on the meta device",
                 hint="build the model on a real device",
             )
-        plan, self.sizes = plan.for_world(world), plan.resolve_mesh(world)
+        plan, self.world, self.mesh = plan.for_world(world), world, plan.resolve_mesh(world)
+        self.sizes = within(self.mesh)
         self.model = copy.deepcopy(model)
         self.device = _device(model)
         precision = plan.resolved_precision()
@@ -97,15 +114,19 @@ class VirtualStep:
         check(self.model, precision, self.specs)
         prepare(self.model, precision, self.specs)
         plain = _in_precision(self.model, self.specs)
-        batches = [_part(inputs, r, world) for r in range(world)]
+        count, forward = math.prod(self.sizes.values()), getattr(self.model.forward, "__func__", None)
+        parts = self.plan.micro_batches if self.pipelined else 1
+        data = [data_rank(self.sizes, r) for r in range(count)]
+        called = _Called(self.model, forward)
+        batches = [_micro_batches(called, _part(inputs, d, max(data) + 1), parts) for d in range(max(data) + 1)]
         self.costs = costs_of(self.plan, self.device)
         self.outsides = outside_of(self.model, self.specs, self.plan, self.sizes, self.device, self.costs)
         self.entry = Entry(
             "step",
             "",
             self.model,
-            getattr(self.model.forward, "__func__", None),
-            *split_inputs(batches[0]),
+            forward,
+            *split_inputs(batches[0][0]),
             self.specs,
             self.sizes,
             self.plan,
@@ -114,12 +135,21 @@ class VirtualStep:
             self.outsides,
             self.device,
         )
-        self.ranks = [_Rank(self.model, plain, self.entry, batch, loss_fn) for batch in batches]
+        each = [list(_in_turn(self.model, plain, self.entry, rows, loss_fn)) for rows in batches]
+        self.calls = [list(column) for column in zip(*(each[d] for d in data), strict=True)]
+        self.ranks = self.calls[0]
+        captured = self.step.captured
+        captured.params = self.specs = divided_layout(captured, self.plan, self.costs, self.model)
         self.params = {n: p.detach() for n, p in self.model.named_parameters()}
+
+    @property
+    def pipelined(self) -> bool:
+        """Does the plan cut the model into stages?"""
+        return self.mesh.get(STAGE_DIM, 1) > 1
 
     @cached_property
     def step(self) -> StepProgram:
-        """The programs of the step."""
+        """The programs of the step; with a pipeline, of the whole model before it is cut."""
         return self.entry.program(frozenset(self.ranks[0].tangents))
 
     def unverified(self) -> StepProgram:
@@ -140,72 +170,58 @@ class VirtualStep:
     def of_program(self, program: Program, variant: Variant = PLAIN) -> Results:
         """What a whole program gives, whichever pass it has come from."""
         given = [
-            [self._input(port, node, rank, program, {}) for port, node in program.input_items()]
-            for rank in range(len(self.ranks))
+            [self.input_of(port, node, rank, run, program, {}) for port, node in program.input_items()]
+            for rank, run in enumerate(self.ranks)
         ]
-        values = run_virtual(program, given, self._random_states())
-        found = [self._named(program, rank, row) for rank, row in enumerate(values)]
+        values = run_virtual(program, given, self.random_states())
+        found = [named(program, run, row) for run, row in zip(self.ranks, values, strict=True)]
         if "reduced" not in program.facts:
-            self._reduce(found, variant, "scaled" in program.facts)
+            self._reduce(found, variant, program.facts)
         return found
 
     def of_parts(self, parts: Parts) -> Results:
         """What a split program gives: its forward, then its backward."""
-        extras: list[_Extra] = [{} for _ in self.ranks]
+        extras: list[dict[tuple[Any, str], Any]] = [{} for _ in self.ranks]
 
         def run(part: Program, states: list[torch.Tensor] | None = None) -> list[tuple[Any, ...]]:
             given = [
-                [self._input(port, node, rank, part, extra) for port, node in part.input_items()]
+                [self.input_of(port, node, rank, self.ranks[rank], part, extra) for port, node in part.input_items()]
                 for rank, extra in enumerate(extras)
             ]
             return run_virtual(part, given, states)
 
-        passed = {
-            OutputRole.FLYING: InputRole.FLYING,
-            OutputRole.SAVED: InputRole.SAVED,
-            OutputRole.KEPT: InputRole.KEPT,
-        }
-        states = self._random_states()
+        states = self.random_states()
         found: Results = [{} for _ in self.ranks]
         for part in (*parts.ahead, parts.forward, parts.backward):
             if part is None:
                 continue
             for rank, values in enumerate(run(part, None if part in parts.ahead else states)):
-                found[rank] |= self._named(part, rank, values)
+                found[rank] |= named(part, self.ranks[rank], values)
                 extras[rank] |= {
-                    (passed[p.role], p.name): v  # type: ignore[index]
-                    for p, v in zip(part.outputs, values, strict=True)
-                    if p.role in passed
+                    (HANDED[p.role], p.name): v for p, v in zip(part.outputs, values, strict=True) if p.role in HANDED
                 }
         return found
 
-    def _random_states(self) -> list[torch.Tensor]:
-        return [r.random.clone() for r in self.ranks]
+    def random_states(self, micro_batch: int = 0) -> list[torch.Tensor]:
+        """Each rank's random state, as it is before this micro-batch."""
+        return [r.random.clone() for r in self.calls[micro_batch]]
 
-    def _named(self, program: Program, rank: int, values: Sequence[Any]) -> dict[tuple[str, str], torch.Tensor]:
-        """A program's results by what they are; what it only hands to another is none."""
-        found: dict[tuple[str, str], torch.Tensor] = {}
-        for port, value in zip(program.outputs, values, strict=True):
-            if port.role is OutputRole.OUTPUT and port.index is not None:
-                found["output", self.ranks[rank].output_name(port.index)] = value
-            elif port.role is OutputRole.MUTATION:
-                found["buffer" if port.of is InputRole.BUFFER else "changed input", port.name] = value
-            elif port.role is OutputRole.KEPT:
-                found["kept weight", port.name] = value
-            elif port.role is OutputRole.GRADIENT:
-                found["gradient" if port.of is InputRole.PARAMETER else "gradient of input", port.name] = value
-        return found
-
-    def _input(self, port: Port, node: fx.Node, rank: int, program: Program, extra: _Extra) -> Any:
-        run = self.ranks[rank]
+    def input_of(
+        self, port: Port, node: fx.Node, rank: int, run: PlainRun, program: Program, extra: dict[tuple[Any, str], Any]
+    ) -> Any:
+        """What a program takes on a rank, in the call that `run` is: what it does not take from it or from the model is `extra`."""
         if (port.role, port.name) in extra:
             return extra[port.role, port.name]
         if port.role is InputRole.PARAMETER and "sharded" in program.facts:
-            return shard_of(self.params[port.name], self.specs[port.name], rank, self.sizes)
+            mine = self._mine(port.name, self.params[port.name], rank)
+            return shard_of(mine, self.specs[port.name], rank, self.sizes)
         if port.role in (InputRole.PARAMETER, InputRole.KEPT):
-            return _laid_out(self.params[port.name], node)
+            whole = self.params[port.name]
+            return _laid_out(self._mine(port.name, whole, rank) if "divided" in program.facts else whole, node)
         if port.role is InputRole.ACCUMULATOR:
-            return _laid_out(run.waiting(port.name, self.specs[port.name]), node)
+            return _laid_out(self._mine(port.name, run.waiting(port.name, self.specs[port.name]), rank), node)
+        if port.role is InputRole.INDEX:
+            return torch.tensor(coordinates(self.sizes, rank)[port.name])
         if port.role is InputRole.TANGENT:
             return run.tangents[int(port.name.removeprefix("output_"))].contiguous()
         if port.role is InputRole.SCALE:
@@ -214,39 +230,47 @@ class VirtualStep:
         value = run.flat[port.index]
         return value.detach() if isinstance(value, torch.Tensor) else value
 
+    def _mine(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """What a rank computes with, of a whole parameter or gradient."""
+        return part_of(whole, self.specs[name], rank, self.sizes)
+
     # -- gradients ----------------------------------------------------------------------------------------------------
-    def _reduce(self, found: Results, variant: Variant, scaled: bool) -> None:
+    def _reduce(self, found: Results, variant: Variant, facts: Collection[str]) -> None:
         """Put gradients that are each rank's own in the form in which the finished program gives them."""
         for what, name in list(found[0]):
             if what == "gradient" and name in self.specs:
-                wholes = self._finished(name, [r[what, name] for r in found], variant, scaled)
-                for rank, mine in enumerate(self._parted(name, wholes, variant)):
-                    found[rank][what, name] = mine
+                given = [r[what, name] for r in found]
+                if "divided" not in facts:
+                    given = [self._mine(name, g, rank) for rank, g in enumerate(given)]
+                mine = self._finished(name, given, variant, "scaled" in facts)
+                for rank, part in enumerate(self._parted(name, mine, variant)):
+                    found[rank][what, name] = part
 
     def _finished(
         self, name: str, grads: Sequence[torch.Tensor], variant: Variant, scaled: bool = False
     ) -> list[torch.Tensor]:
-        """The whole gradient of a parameter on each rank, as `variant` makes it of the ranks' own."""
+        """The gradient of what each rank computes with of a parameter, as `variant` makes it of the ranks' own."""
         spec = self.specs[name]
         scale = torch.tensor(SCALE) if scaled else None
         if variant.accumulated:
-            held = [r.waiting(name, spec) for r in self.ranks]
+            held = [self._mine(name, r.waiting(name, spec), rank) for rank, r in enumerate(self.ranks)]
             held = held if scale is None else [h * scale for h in held]
             grads = [h + g.to(spec.grad_dtype) for h, g in zip(held, grads, strict=True)]
-        made = [mean_of(grads, self.sizes, spec)] * len(grads) if variant.reduce else list(grads)
+        made = mean_of(grads, self.sizes, spec) if variant.reduce else list(grads)
         made = [g.to(spec.grad_dtype) for g in made]
         return made if scale is None else [g / scale for g in made]
 
     def gradient(self, name: str, rank: int) -> torch.Tensor:
         """A rank's part of the plain model's gradient, zeros where it has none."""
         own = [r.grads.get(name) for r in self.ranks]
-        given = [g for g in own if g is not None] or [torch.zeros(self.specs[name].shape)]
-        return self._parted(name, self._finished(name, given, PLAIN) * len(own), PLAIN)[rank]
+        zeros = torch.zeros(self.specs[name].whole_shape)
+        given = [self._mine(name, zeros if g is None else g, at) for at, g in enumerate(own)]
+        return self._parted(name, self._finished(name, given, PLAIN), PLAIN)[rank]
 
-    def _parted(self, name: str, wholes: list[torch.Tensor], variant: Variant) -> list[torch.Tensor]:
+    def _parted(self, name: str, parts: list[torch.Tensor], variant: Variant) -> list[torch.Tensor]:
         if not variant.reduce:
-            return wholes
-        return [shard_of(whole, self.specs[name], rank, self.sizes) for rank, whole in enumerate(wholes)]
+            return parts
+        return [shard_of(part, self.specs[name], rank, self.sizes) for rank, part in enumerate(parts)]
 
     # -- comparing ----------------------------------------------------------------------------------------------------
     def differences(self, found: Results, variant: Variant = PLAIN, bound: float | None = None) -> list[Difference]:
@@ -254,7 +278,7 @@ class VirtualStep:
         wholes: dict[str, list[torch.Tensor]] = {}
         for name in self.params:
             own = [r.grads.get(name) for r in self.ranks]
-            given = [g for g in own if g is not None]
+            given = [self._mine(name, g, rank) for rank, g in enumerate(own) if g is not None]
             if len(given) == len(own):
                 wholes[name] = self._finished(name, given, variant)
         norm = float(torch.stack([w[0].double().norm() for w in wholes.values()] or [torch.zeros(())]).norm())
@@ -275,7 +299,7 @@ class VirtualStep:
                 elif what == "buffer":
                     compared.append(difference(what, name, rank, value, run.buffers[name], bound=bound))
                 elif what == "kept weight":
-                    whole = self.params[name].to(self.specs[name].compute_dtype)
+                    whole = self._mine(name, self.params[name], rank).to(self.specs[name].compute_dtype)
                     compared.append(difference(what, name, rank, value, whole, bound=bound))
                 elif what == "gradient" and name in parted:
                     low = self.specs[name].compute_dtype
@@ -283,8 +307,9 @@ class VirtualStep:
         return compared
 
 
-class _Rank:
-    """The plain model on one rank's batch: its outputs, gradients and updated buffers, and what the program needs."""
+class PlainRun:
+    """The plain model on one rank's batch, or a micro-batch of it: its outputs, the gradients of `weight` times its loss, its updated
+    buffers, and what the program needs. `buffers` are those that it begins with, by default those of `reference`."""
 
     def __init__(
         self,
@@ -293,9 +318,15 @@ class _Rank:
         entry: Entry,
         inputs: Inputs,
         loss_fn: Callable[..., torch.Tensor] | None,
+        weight: float = 1.0,
+        buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         args, kwargs = split_inputs(inputs)
         plain = copy.deepcopy(reference)
+        with torch.no_grad():
+            for name, value in buffers.items():
+                plain.get_buffer(name).copy_(value)
+        twin = copy.deepcopy(plain)
         self.flat = entry.trace.flat.flatten(model, args, kwargs)
         self.flat = tuple(
             v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in self.flat
@@ -323,7 +354,6 @@ class _Rank:
         output = pytree.tree_map(lambda v: _cast(v, out), plain(*args, **kwargs))
         self.grads: dict[str, torch.Tensor | None] = {}
         self.tangents: dict[int, torch.Tensor] = {}
-        twin = copy.deepcopy(reference)
         torch.set_rng_state(self.random)
         flat_output = entry.trace.flat.bind(capture)(twin, *args, **kwargs)
         self._flat_leaves, self._outputs = _tensors(flat_output), values
@@ -335,9 +365,12 @@ class _Rank:
             flat_loss = loss_fn(flat_output) if loss_fn else find_loss(flat_output)
             if loss is None or flat_loss is None:
                 raise ModelError("the model's output holds no loss", hint="give a loss_fn")
-            loss.backward()
+            share = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
+            loss.backward(share.reshape(loss.shape))
             wanted = sorted(entry.trace.differentiable)
-            found = torch.autograd.grad(flat_loss, [values[i] for i in wanted], allow_unused=True)
+            found = torch.autograd.grad(
+                flat_loss, [values[i] for i in wanted], share.reshape(flat_loss.shape), allow_unused=True
+            )
             self.tangents = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
             self.grads = {n: p.grad for n, p in plain.named_parameters()}
         self.buffers = dict(plain.named_buffers())
@@ -350,7 +383,57 @@ class _Rank:
     def waiting(self, name: str, spec: ParamSpec) -> torch.Tensor:
         """The unreduced gradient of an earlier micro-batch: as large as this one's."""
         grad = self.grads.get(name)
-        return torch.zeros(spec.shape, dtype=spec.grad_dtype) if grad is None else grad.to(spec.grad_dtype)
+        return torch.zeros(spec.whole_shape, dtype=spec.grad_dtype) if grad is None else grad.to(spec.grad_dtype)
+
+
+def named(program: Program, run: PlainRun, values: Sequence[Any]) -> dict[tuple[str, str], torch.Tensor]:
+    """A program's results by what they are, of the call that `run` is; what it only hands to another is none."""
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for port, value in zip(program.outputs, values, strict=True):
+        if port.role is OutputRole.OUTPUT and port.index is not None:
+            found["output", run.output_name(port.index)] = value
+        elif port.role is OutputRole.MUTATION:
+            found["buffer" if port.of is InputRole.BUFFER else "changed input", port.name] = value
+        elif port.role is OutputRole.KEPT:
+            found["kept weight", port.name] = value
+        elif port.role is OutputRole.GRADIENT:
+            found["gradient" if port.of is InputRole.PARAMETER else "gradient of input", port.name] = value
+    return found
+
+
+@dataclass(frozen=True)
+class _Called:
+    """A module and its class's forward."""
+
+    module: nn.Module
+    forward_function: Any
+
+
+def _micro_batches(called: _Called, inputs: Inputs, parts: int) -> list[Inputs]:
+    """A rank's batch, cut as `train_step` cuts it."""
+    if parts == 1:
+        return [inputs]
+    args, kwargs = split_inputs(inputs)
+    calls = split_batch(args, in_order(called, kwargs), parts, uneven=None)
+    # (memory of their own: see `_part`)
+    own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, calls)
+    return [kwargs if isinstance(inputs, dict) else args for args, kwargs in own]
+
+
+def _in_turn(
+    model: nn.Module,
+    reference: nn.Module,
+    entry: Entry,
+    batches: Sequence[Inputs],
+    loss_fn: Callable[..., torch.Tensor] | None,
+) -> Iterator[PlainRun]:
+    """The plain model on a rank's micro-batches, one after another: each finds the buffers as the one before it left them, and counts
+    equally."""
+    buffers: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        made = PlainRun(model, reference, entry, batch, loss_fn, 1.0 / len(batches), buffers)
+        buffers = made.buffers
+        yield made
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -399,8 +482,24 @@ def _laid_out(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
     return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype).copy_(value)
 
 
+def data_rank(sizes: Mapping[str, int], rank: int) -> int:
+    """Which part of the global batch a rank is given: the same for ranks that divide weights."""
+    where, found = coordinates(dict(sizes), rank), 0
+    for dim, size in sizes.items():
+        if dim in DATA_DIMS:
+            found = found * size + where[dim]
+    return found
+
+
+def part_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, int]) -> torch.Tensor:
+    """What a virtual rank computes with, of a whole parameter or gradient."""
+    if spec.division is None:
+        return whole
+    return spec.division.part(whole, coordinates(sizes, rank)[spec.division.mesh_dim])
+
+
 def shard_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, int]) -> torch.Tensor:
-    """A virtual rank's padded shard of a whole parameter or gradient."""
+    """A virtual rank's padded shard of what it computes with of a parameter or gradient."""
     if spec.shard_dim is None:
         return whole
     first = spec.rows * coordinates(sizes, rank)[spec.shard_dim]
@@ -414,16 +513,19 @@ def shard_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, i
     return padded
 
 
-def mean_of(grads: Sequence[torch.Tensor], sizes: dict[str, int], spec: ParamSpec) -> torch.Tensor:
-    """The mean over ranks, in rank order, first within each `dp` group as the program does it, in the dtype that it reduces in."""
+def mean_of(grads: Sequence[torch.Tensor], sizes: dict[str, int], spec: ParamSpec) -> list[torch.Tensor]:
+    """The mean over the ranks that see different data, on each rank: in rank order, first within each `dp` group as the program does it, in
+    the dtype that it reduces in."""
     dims = [d for d in DATA_DIMS if sizes.get(d, 1) > 1]
     values = [g.to(spec.reduce_dtype) for g in grads] if dims else list(grads)
     for dim in dims:
-        groups = [values[i : i + sizes[dim]] for i in range(0, len(values), sizes[dim])]
-        values = []
+        means: dict[tuple[int, ...], torch.Tensor] = {}
+        groups = [tuple(group_ranks(sizes, dim, rank)) for rank in range(len(values))]
         for group in groups:
-            total = group[0].clone()
-            for g in group[1:]:
-                total += g
-            values.append(total / len(group))
-    return values[0]
+            if group not in means:
+                total = values[group[0]].clone()
+                for rank in group[1:]:
+                    total += values[rank]
+                means[group] = total / len(group)
+        values = [means[group] for group in groups]
+    return values

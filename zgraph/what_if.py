@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from zgraph.budget import run_passes
+from zgraph.dividing import as_divided
 from zgraph.errors import ZgraphError
 from zgraph.passes.costs import Costs
 from zgraph.passes.simulator import simulate_step
 from zgraph.pipeline import PLAIN
 from zgraph.placing import placed
 from zgraph.plan import Plan
-from zgraph.program.program import Program
+from zgraph.program.program import STAGE_DIM, Program
 from zgraph.record import Record
 from zgraph.sharding import planned_layout
 from zgraph.units import shown_bytes
@@ -39,7 +40,7 @@ def step_by(plan: Plan, module: nn.Module, captured: Program, costs: Costs, devi
     Raises `PlanError` where it does not fit into the plan's memory budget.
     """
     plan = placed(plan, module, captured.mesh, device)
-    specs = planned_layout(module, captured.mesh, plan)
+    specs = as_divided(planned_layout(module, captured.mesh, plan), captured.params, captured.mesh)
     program = captured.snapshot()
     program.params = {n: replace(specs[n], requires_grad=s.requires_grad) for n, s in captured.params.items()}
     costs = replace(costs, fused=plan.backend == "inductor")
@@ -65,8 +66,9 @@ def what_fits(plan: Plan, module: nn.Module, captured: Program, costs: Costs, de
 
     now = tried(plan)
     found: list[tuple[float, int, str]] = []  # (with equal times, the smaller change first)
+    whole = plan.mesh.get(STAGE_DIM, 1) == 1  # (of a stage a budget is for more than its program)
     for changes in _candidates(plan, captured.mesh, device):
-        within = {"memory_budget": budget} if plan.recompute == "auto" or "recompute" in changes else {}
+        within = {"memory_budget": budget} if whole and (plan.recompute == "auto" or "recompute" in changes) else {}
         for more in ({}, within) if changes else (within,):
             taken = tried(plan.model_copy(update=changes | more))
             smaller = taken is not None and (now is None or taken.peak < now.peak)

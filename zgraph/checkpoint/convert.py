@@ -24,7 +24,7 @@ from zgraph.checkpoint.manifest import FileEntry, Manifest
 from zgraph.checkpoint.native import Checkpoint
 from zgraph.checkpoint.saving import failed
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Source
-from zgraph.checkpoint.tensorfile import NAMES, SUFFIX, checksum, in_order, refuse_unwritable, write, write_bytes
+from zgraph.checkpoint.tensorfile import NAMES, checksum, refuse_unwritable, write, write_bytes
 from zgraph.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,8 @@ def _write_native(source: Source, partial: Path, serial: int) -> None:
         for name in names:
             tensor = source.whole(name)
             blocks.append((name, Block((0,) * tensor.dim(), tuple(tensor.shape)), tensor))
-        order = in_order([(n, t.dtype, b) for n, b, t in blocks])
-        file = f"shard-00001-model-{number + 1:05}-of-{len(parts):05}{SUFFIX}"
-        made = write(partial / file, [blocks[i] for i in order])
+        file = manifest.shard_file(0, number, len(parts))
+        made = write(partial / file, blocks)
         files[file] = FileEntry(made.nbytes, "", (made.header, made.checksum), list(made.pieces))
     client: dict[str, Any] = {}
     own = []
@@ -88,7 +87,7 @@ def _write_native(source: Source, partial: Path, serial: int) -> None:
         client = source.manifest.client
         for rank in range(len(source.manifest.own)):
             data = json.dumps(source.own(rank), separators=(",", ":")).encode()
-            own.append(f"rank-{rank:05}.json")
+            own.append(manifest.own_file(rank))
             write_bytes(partial / own[-1], data)
             files[own[-1]] = FileEntry(len(data), checksum(data))
     tensors = {n: (NAMES[info.dtype], info.shape) for n, info in source.tensors.items()}
@@ -130,8 +129,7 @@ def _write_plain(source: Source, partial: Path) -> None:
     try:
         save(described, storage_writer=FileSystemWriter(partial), planner=_WhenWritten(source), no_dist=True)
     except CheckpointException as error:
-        _, (cause, _) = next(iter(error.failures.items()))
-        raise failed(partial, cause) from error
+        raise failed(partial, error) from error
 
 
 class _WhenWritten(DefaultSavePlanner):

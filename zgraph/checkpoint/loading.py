@@ -17,7 +17,6 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint import state
 from zgraph.checkpoint.native import Checkpoint
@@ -27,8 +26,9 @@ from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.checkpoint.values import PerRank, decode
 from zgraph.errors import CheckpointError
 from zgraph.names import did_you_mean
-from zgraph.sharding import bits
+from zgraph.sharding import bits, local_of
 from zgraph.update.build import AHEAD, EMA, MASTER
+from zgraph.update.held import mesh_of
 
 if TYPE_CHECKING:
     from zgraph.runtime import Runtime
@@ -64,7 +64,7 @@ def load(
     client_state: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """See `zgraph.handle.Handle.load_checkpoint`."""
-    agreement = runtime.agreement
+    agreement = runtime.everyone
     agreement.vote("a checkpoint to load", f"{path} {tag} {fallback} {optimizer}")
     agreement.relax()  # (disks differ)
 
@@ -110,12 +110,13 @@ class _Parts:
     random: state.RandomStates | None
     client: dict[str, Any]
     extra: dict[str, Any]
+    programs: dict[str, str]  # the hashes of those that this rank ran
 
 
 def _opened(runtime: Runtime, path: Path, tag: str | None) -> Source:
     source = open_checkpoint(path, tag)
-    ranks = max(1, len(runtime.agreement.ranks))
-    source.verify(runtime.agreement.rank(), ranks)
+    ranks = max(1, len(runtime.everyone.ranks))
+    source.verify(runtime.everyone.rank(), ranks)
     return source
 
 
@@ -123,11 +124,12 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
     runtime.updater.refuse_loading()
     runtime.shards.refresh()
     loading = planned(runtime, source, optimizer)
-    random, client, extra = None, {}, {}
+    random, client, extra, programs = None, {}, {}, source.known.programs
     if isinstance(source, Checkpoint):
-        own = source.own(runtime.agreement.rank())
+        own = source.own(runtime.everyone.rank())
         if own is not None:
             random = state.RandomStates(own.get("random", {}), runtime.device)
+            programs = saved if isinstance(saved := own.get("programs"), dict) else programs
         client = _client_state(runtime, source)
         first = source.own(0) or {}
         extra = decode(first.get("extra", {}), _copier(source))
@@ -147,7 +149,7 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
                 f"client_state[{key!r}] is a {type(target).__name__}, which has no load_state_dict()",
                 hint="leave it out, and take its value from what load_checkpoint returns",
             )
-    return _Parts(loading, optimizer, random, client, extra)
+    return _Parts(loading, optimizer, random, client, extra, programs)
 
 
 def _copier(source: Source) -> Callable[[str], torch.Tensor]:
@@ -161,7 +163,7 @@ def _copier(source: Source) -> Callable[[str], torch.Tensor]:
 
 def _client_state(runtime: Runtime, source: Checkpoint) -> dict[str, Any]:
     """What the user had added: what ranks had been given alike, and each rank's own."""
-    ranks = max(1, len(runtime.agreement.ranks))
+    ranks = max(1, len(runtime.everyone.ranks))
     saved = len(source.manifest.own)
     load = _copier(source)
 
@@ -172,7 +174,7 @@ def _client_state(runtime: Runtime, source: Checkpoint) -> dict[str, Any]:
 
     found = values(source.manifest.client)
     if saved == ranks:
-        mine = source.own(runtime.agreement.rank()) or {}
+        mine = source.own(runtime.everyone.rank()) or {}
         return found | values(mine.get("client", {}))
     all_own = [values((source.own(rank) or {}).get("client", {})) for rank in range(saved)]
     for key in dict.fromkeys(k for own in all_own for k in own):
@@ -191,9 +193,9 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
     loading = Loading()
     module, shards = runtime.module, runtime.shards
     names: dict[int, list[str]] = {}
-    every = {n for n, _ in module.named_parameters(remove_duplicate=False)}
-    for name, param in state.parameters(module):
+    for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
+    every = {n for same in names.values() for n in same}
     buffers = state.persistent_buffers(module)
     known = {n.removeprefix(MODEL) for n in source.tensors if n.startswith(MODEL)}
     missing = [ns[0] for ns in names.values() if not known & set(ns)] + [n for n in buffers if n not in known]
@@ -230,14 +232,13 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
         loading.notes.append("the checkpoint has an optimizer's states, and the plan no optimizer: they are left out")
         optimizer = False
     for name, param in shards.params().items():
-        if param.is_meta:
-            continue
         found, *others = (n for n in names[id(param)] if n in known)
         _check_tied(runtime, source, MODEL + found, [MODEL + n for n in others])
         of_param: dict[str, str] = next((saved.pop(n) for n in names[id(param)] if n in saved), {})
         for other in names[id(param)]:
             saved.pop(other, None)
-        _plan_parameter(runtime, source, loading, name, MODEL + found, of_param, optimizer)
+        if runtime.holds(name):
+            _plan_parameter(runtime, source, loading, name, MODEL + found, of_param, optimizer)
     if saved and optimizer and runtime.updater.optimizer is not None:
         loading.notes.append(f"states of parameters that the model lacks are left out: {', '.join(sorted(saved)[:5])}")
     return loading
@@ -320,7 +321,7 @@ def _check(source: Source, name: str, into: torch.Tensor) -> None:
 
 def _check_tied(runtime: Runtime, source: Source, name: str, others: Sequence[str]) -> None:
     """Raises `CheckpointError` unless the names that the model gives one weight have one in the checkpoint. Each rank reads its share."""
-    rank, ranks = runtime.agreement.rank(), max(1, len(runtime.agreement.ranks))
+    rank, ranks = runtime.everyone.rank(), max(1, len(runtime.everyone.ranks))
     for other in others:
         blocks = source.tensors[name].blocks
         alike = source.tensors[other] == source.tensors[name] and all(
@@ -334,15 +335,11 @@ def _check_tied(runtime: Runtime, source: Source, name: str, others: Sequence[st
             )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, Any]) -> dict[str, Any]:
     """Write what was planned. A failure leaves the model unusable until a checkpoint was loaded, and says so."""
     loading, updater = parts.loading, runtime.updater
     runtime.ahead.drop()
-    agreement = runtime.agreement
+    agreement = runtime.everyone
 
     def refused(rank: int, said: str) -> CheckpointError:
         return CheckpointError(f"rank {rank} could not load the checkpoint", where=str(source.folder), why=said)
@@ -359,7 +356,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
                         no_dist=True,
                     )
                 for to, of in loading.copies:
-                    _local(to).copy_(_local(of))
+                    local_of(to).copy_(local_of(of))
                 updater.states.clear(loading.fresh)
         except (Exception, CheckpointException) as error:  # (torch's is no Exception)
             raise CheckpointError(
@@ -378,12 +375,16 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
         param.grad = None
     runtime.weights_changed(list(runtime.shards.params()))
     runtime.shards.pending.clear()
+    steps = source.known.steps
+    if steps is None:
+        steps = agreement.most("the steps of a checkpoint", int(max(loading.counts.values(), default=0.0)))
     with torch.inference_mode(False):
-        updater.restore(source.known, loading.counts, parts.optimizer)
+        updater.restore(source.known, steps, loading.counts, parts.optimizer)
     runtime.samples = source.known.samples or 0 if parts.optimizer else 0
     runtime.turns = source.known.steps or 0 if parts.optimizer else 0
-    alike = source.known.plan == runtime.plan.model_dump(mode="json") and source.known.mesh == runtime.sizes
-    runtime.expected = source.known.programs if alike else {}
+    mesh = mesh_of(runtime.sizes, updater.held)
+    alike = source.known.plan == runtime.plan.model_dump(mode="json") and source.known.mesh == mesh
+    runtime.expected = parts.programs if alike else {}
     runtime.saver.last = Last(source.folder, parts.optimizer)
     if parts.random is not None:
         parts.random.restore()

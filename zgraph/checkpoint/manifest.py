@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zgraph.checkpoint.source import Block, Known, TensorInfo, natural, naturals
-from zgraph.checkpoint.tensorfile import DTYPES, OpenFile, Piece, checksum, read_bytes
+from zgraph.checkpoint.tensorfile import DTYPES, SUFFIX, OpenFile, Piece, checksum, read_bytes
 from zgraph.errors import CheckpointError
 
 FORMAT = 1
@@ -28,6 +28,16 @@ _HEAD = re.compile(rb'\{"format":\d+,"serial":(\d{1,18}),')
 MOST_COUNTED = 1 << 40  # steps, rows: they may be counted again one by one
 MOST_CUT = 8  # dimensions of a tensor that blocks are parts of
 _HEX = re.compile(r"[0-9a-f]{32}")
+
+
+def shard_file(rank: int, number: int = 0, count: int = 1) -> str:
+    """The name of a rank's `number`-th of so many files of tensors, as torch's `HuggingFaceStorageWriter` calls it."""
+    return f"shard-{rank + 1:05}-model-{number + 1:05}-of-{count:05}{SUFFIX}"
+
+
+def own_file(rank: int) -> str:
+    """The name of the file of a rank's own state."""
+    return f"rank-{rank:05}.json"
 
 
 @dataclass

@@ -36,7 +36,7 @@ from zgraph.communication import parse_bytes
 from zgraph.errors import CheckpointError, PlanError, StepError, ZgraphError
 from zgraph.names import did_you_mean
 from zgraph.rounding import same_bits
-from zgraph.sharding import row_by_row
+from zgraph.sharding import local_of, row_by_row
 from zgraph.update.build import AHEAD, EMA, MASTER
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def publish(
     averaged: bool,
 ) -> None:
     """See `zgraph.handle.Handle.save_pretrained`."""
-    agreement, module = runtime.agreement, runtime.module
+    agreement, module = runtime.everyone, runtime.module
     agreement.vote("a model to publish", f"{folder} {dtype} {max_shard_size} {averaged}")
     wanted, most = dtype_of(dtype), _size_of(max_shard_size)
 
@@ -313,9 +313,10 @@ def _parts(
     runtime: Runtime, views: Sequence[View], dtypes: dict[str, torch.dtype], averaged: bool
 ) -> Iterator[tuple[View, Block, torch.Tensor]]:
     """What this rank writes: each part that several ranks hold is written by one of them."""
-    held = pretrained.tensors(runtime.module)
+    held = state.of_module(runtime)
     loads: dict[int, list[int]] = {}
-    mine = {n: held[n] for n in dict.fromkeys(v.source for v in views) if state.is_mine(held[n], runtime.mesh, loads)}
+    wanted = [n for n in dict.fromkeys(v.source for v in views) if n in held]
+    mine = {n: held[n] for n in wanted if state.is_mine(held[n], runtime.mesh, loads)}
     stale: list[str] = []
     values = {n: _value(runtime, n, t, dtypes[n], averaged, stale) for n, t in mine.items()}
     tell_changed(stale)
@@ -342,20 +343,16 @@ def _value(
     """This rank's numbers of a tensor: as the model holds them where they are written so, else from the widest that there is."""
     optimizer = runtime.updater.optimizer
     states = optimizer.state.get(tensor, {}) if optimizer is not None else {}
-    own = _local(tensor)
+    own = local_of(tensor).detach()
     if averaged and EMA in states:
-        return _local(states[EMA])
+        return local_of(states[EMA]).detach()
     if dtype is own.dtype or MASTER not in states:
         return own
-    master = _local(states[MASTER])
+    master = local_of(states[MASTER]).detach()
     if is_current(master, own):
         return master
     stale.append(name)
     return own
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 # -- from a checkpoint ------------------------------------------------------------------------------------------------

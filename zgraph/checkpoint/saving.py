@@ -7,7 +7,7 @@ import json
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from zgraph.checkpoint.tensorfile import checksum, data_of
 from zgraph.checkpoint.values import KIND, TENSORS, encode
 from zgraph.errors import CheckpointError
 from zgraph.program import place, torch_private
+from zgraph.sharding import local_of
 
 if TYPE_CHECKING:
     from zgraph.runtime import Runtime
@@ -66,7 +67,7 @@ class Staging:
         made: dict[str, torch.Tensor] = {}
         devices = set()
         for name, tensor in tensors.items():
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            local = local_of(tensor)
             held = self._held.get(name)
             if held is None or held.shape != local.shape or held.dtype is not local.dtype:
                 held = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
@@ -113,7 +114,7 @@ class Saver:
     ) -> str:
         """See `zgraph.handle.Handle.save_checkpoint`."""
         self.wait()
-        agreement = runtime.agreement
+        agreement = runtime.everyone
         runtime.updater.settle()
         chosen = f"step{runtime.updates}" if tag is None else tag
         agreement.vote("a checkpoint", f"{path} {chosen} {async_} {keep_last}")
@@ -121,14 +122,16 @@ class Saver:
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last={keep_last}", why="the checkpoint that is saved is one to keep")
         agreement.relax()  # (disks differ)
-        taken = agreement.together("what is to be saved", lambda: snapshot(runtime, client_state), _refused("save"))
-        shared_client(agreement, taken)
+        taken, sums = agreement.exchange(
+            "what is to be saved", lambda: snapshot(runtime, client_state), lambda taken: taken.sums, _refused("save")
+        )
+        share_client(taken, sums, first=agreement.first())
         if not async_:
             write(agreement, path, chosen, taken, keep_last)
             self.last = Last(path / chosen)
             return chosen
         if self._aside is None:
-            self._aside = Agreement(runtime.mesh)
+            self._aside = Agreement(agreement.mesh)
         taken.tensors = self._staging.copy(taken.tensors)
         self._saved = Last(path / chosen)
         self._running = self._threads.submit(write_aside, self._aside, path, chosen, taken, keep_last)
@@ -149,7 +152,7 @@ def snapshot(runtime: Runtime, client_state: dict[str, Any] | None) -> Snapshot:
     added: dict[str, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> str:
-        name = f"{CLIENT}.{runtime.agreement.rank()}.{len(added)}"
+        name = f"{CLIENT}.{runtime.everyone.rank()}.{len(added)}"
         added[name] = tensor.cpu().contiguous().clone()
         return name
 
@@ -159,19 +162,20 @@ def snapshot(runtime: Runtime, client_state: dict[str, Any] | None) -> Snapshot:
         "random": state.random_states(runtime.device),
         "extra": encode(extra, keep, "get_extra_state()") if extra else {},
     }
+    if runtime.updater.held is not None:  # (a stage's ranks run programs of their own)
+        own["programs"] = dict(runtime.digests)
     tensors |= added
     sums = {key: _digest(value, tensors) for key, value in given.items()}
     return Snapshot(tensors, state.known_of(runtime), given, sums, own)
 
 
-def shared_client(agreement: Agreement, taken: Snapshot) -> None:
-    """Leave what every rank was given alike to the manifest, and the rest to each rank's own state."""
+def share_client(taken: Snapshot, sums: Sequence[dict[str, str]], *, first: bool) -> None:
+    """Leave what every rank was given alike to the manifest, and the rest to each rank's own state. `sums`: those of all ranks."""
     given = taken.client
-    views = agreement.gather("the client state", taken.sums)
-    alike = {k for k in given if all(view.get(k) == taken.sums[k] for view in views)}
+    alike = {k for k in given if all(view.get(k) == taken.sums[k] for view in sums)}
     taken.client = {k: v for k, v in given.items() if k in alike}
     taken.own["client"] = {k: v for k, v in given.items() if k not in alike}
-    if not agreement.first():
+    if not first:
         for key in alike:
             for name in _names(given[key]):
                 del taken.tensors[name]
@@ -222,10 +226,7 @@ def write(agreement: Agreement, path: Path, tag: str, taken: Snapshot, keep_last
                 unfinished.commit()
                 if keep_last is not None:
                     _retain(path, keep_last)
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise failed(path, cause, rank) from error
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # (torch's is no Exception)
             raise failed(path, error) from error
 
     try:
@@ -257,9 +258,12 @@ def _retain(path: Path, keep_last: int) -> None:
         logger.warning("older checkpoints in %s could not be removed: %s", path, error)
 
 
-def failed(path: Path, error: BaseException, rank: int | None = None) -> CheckpointError:
-    """What to say of a save that failed."""
-    where = f"{path}" if rank is None else f"{path}, on rank {rank}"
+def failed(path: Path, error: BaseException) -> CheckpointError:
+    """What to say of a save that failed; torch's error has the rank and the cause."""
+    where = f"{path}"
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = next(iter(error.failures.items()))
+        where += f", on rank {rank}"
     why = f"{type(error).__name__}: {error}"
     hint = "the checkpoints before are as they were; make room or choose another folder, and save again"
     return CheckpointError("the checkpoint could not be saved", where=where, why=why, hint=hint)

@@ -1,14 +1,13 @@
 """What of a compiled model a checkpoint holds: its tensors by name, and what is known besides.
 
-A parameter's tensor is there under every name it has, so that plain PyTorch finds it. Buffers are rank 0's. Optimizer state is by the names
-of parameters, whatever groups they are in.
+A parameter's tensor is there under every name it has, so that plain PyTorch finds it. Buffers are rank 0's, in a pipeline those that a stage's
+forward changes that stage's. Optimizer state is by the names of parameters, whatever groups they are in.
 """
 
 from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Known
 from zgraph.errors import CheckpointError, StepError
+from zgraph.sharding import detached
+from zgraph.update.held import mesh_of
 
 if TYPE_CHECKING:
     from zgraph.runtime import Runtime
@@ -36,13 +37,6 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that this rank has, under every name they have."""
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if not param.is_meta:
-            yield name, param
-
-
 def extra_states(module: nn.Module) -> dict[str, Any]:
     """What modules give by `get_extra_state`, by their paths."""
     return {
@@ -54,27 +48,37 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 
 def tensors_of(runtime: Runtime) -> dict[str, torch.Tensor]:
     """What this rank writes, by its names in a checkpoint: the model's own tensors, no copies. Each part that several ranks hold is
-    written by one of them, all by about as much; what is no DTensor by the first (of each pipeline stage)."""
+    written by one of them, all by about as much; what is no DTensor by the first."""
     shards, optimizer = runtime.shards, runtime.updater.optimizer
-    held: dict[str, torch.Tensor] = {MODEL + n: p.detach() for n, p in parameters(runtime.module)}
-    held |= {MODEL + n: b.detach() for n, b in persistent_buffers(runtime.module).items()}
+    held = {MODEL + n: detached(t) for n, t in of_module(runtime).items()}
     if optimizer is not None:
         runtime.updater.make_states()
-        names = {id(p): n for n, p in shards.params().items()}
+        names = {id(p): n for n, p in shards.params().items() if runtime.counts(n)}
         for param, shown in optimizer.state.items():
-            if id(param) in names:  # (else it was replaced)
-                held |= {f"{OPTIMIZER}{names[id(param)]}.{key}": value.detach() for key, value in shown.items()}
+            if id(param) in names:  # (else it was replaced, or is another stage's to write)
+                held |= {f"{OPTIMIZER}{names[id(param)]}.{key}": value for key, value in shown.items()}
     loads: dict[int, list[int]] = {}
     return {name: t for name, t in held.items() if is_mine(t, runtime.mesh, loads)}
 
 
+def of_module(runtime: Runtime) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that the ranks of this stage write (all of them without a pipeline), under every name they have."""
+    counted = {id(p) for n, p in runtime.shards.params().items() if runtime.counts(n)}
+    found: dict[str, torch.Tensor] = {
+        n: p for n, p in runtime.module.named_parameters(remove_duplicate=False) if id(p) in counted
+    }
+    buffers = persistent_buffers(runtime.module)
+    first = {id(b): n for n, b in reversed(list(runtime.module.named_buffers(remove_duplicate=False)))}
+    return found | {n: b for n, b in buffers.items() if runtime.has_buffer(first[id(b)])}
+
+
 def is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list[int]]) -> bool:
-    """Is it this rank that writes this tensor's part? `loads`: the bytes that each replica writes by now, by how many there are."""
+    """Is it this rank, of a mesh within a stage, that writes this tensor's part? `loads`: the bytes that each replica writes by now, by how
+    many there are."""
     if mesh is None:
         return True
     if not isinstance(tensor, DTensor):
-        at = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
-        return not any(where for dim, where in at if dim != "pp")  # (a stage's are on no other)
+        return not any(mesh.get_coordinate() or ())
     replica, replicas = 0, 1
     for dim, placement in enumerate(tensor.placements):
         if placement.is_replicate():
@@ -114,8 +118,8 @@ def known_of(runtime: Runtime) -> Known:
         loss_scale=scale or None,
         plan=runtime.plan.model_dump(mode="json"),
         programs=dict(runtime.digests),
-        mesh=dict(runtime.sizes),
-        world=runtime.mesh.size() if runtime.mesh is not None else 1,
+        mesh=mesh_of(runtime.sizes, updater.held),
+        world=max(1, len(runtime.everyone.ranks)),
     )
 
 

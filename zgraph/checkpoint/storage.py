@@ -22,7 +22,6 @@ from zgraph.checkpoint.source import Block, Known
 from zgraph.checkpoint.tensorfile import (
     NAMES,
     checksum,
-    in_order,
     refuse_unwritable,
     write,
     write_bytes,
@@ -71,12 +70,11 @@ class Writer(StorageWriter):
             assert isinstance(data, torch.Tensor) and item.tensor_data is not None
             chunk = item.tensor_data.chunk
             blocks.append((item.index.fqn, Block(tuple(chunk.offsets), tuple(chunk.sizes)), data))
-        order = in_order([(n, t.dtype, b) for n, b, t in blocks])
         if blocks:
-            name = f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
-            made = write(self.folder / name, [blocks[i] for i in order])
+            name = manifest.shard_file(rank)
+            made = write(self.folder / name, blocks)
             files[name] = FileEntry(made.nbytes, "", (made.header, made.checksum), list(made.pieces))
-        own = f"rank-{rank:05}.json"
+        own = manifest.own_file(rank)
         write_bytes(self.folder / own, self.own)
         files[own] = FileEntry(len(self.own), checksum(self.own))
         index = dcp.MetadataIndex(own)

@@ -104,11 +104,6 @@ def laid_out(blocks: Sequence[tuple[str, torch.dtype, Block]], *, sharding: bool
     return header, pieces
 
 
-def in_order(blocks: Sequence[tuple[str, torch.dtype, Block]]) -> list[int]:
-    """The order that leaves every block aligned: wide elements first."""
-    return sorted(range(len(blocks)), key=lambda i: -blocks[i][1].itemsize)
-
-
 def refuse_unwritable(name: str, dtype: torch.dtype) -> None:
     """Raises `CheckpointError` for a type of numbers that such files have no name for."""
     if dtype not in NAMES:
@@ -118,7 +113,8 @@ def refuse_unwritable(name: str, dtype: torch.dtype) -> None:
 
 
 def write(path: Path, blocks: Sequence[tuple[str, Block, torch.Tensor]]) -> Written:
-    """Write such a file and let it reach the disk. Raises `OSError`."""
+    """Write such a file, wide elements first (so that every block is aligned), and let it reach the disk. Raises `OSError`."""
+    blocks = sorted(blocks, key=lambda block: -block[2].dtype.itemsize)
     header, pieces = laid_out([(n, t.dtype, b) for n, b, t in blocks], sharding=True)
     done = []
     with open(path, "xb") as file:

@@ -32,6 +32,7 @@ PathArgument = Annotated[
         metavar="PATH", help="A checkpoint, or a folder of them, of zgraph or another system.", show_default=False
     ),
 ]
+SourceArgument = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any system.", show_default=False)]
 TagOption = Annotated[
     str | None,
     typer.Option("--tag", metavar="TAG", help="Which checkpoint of the folder. [default: the one saved last]"),
@@ -211,7 +212,7 @@ def _row(found: Different) -> tuple[str, ...]:
 
 @ckpt.command()
 def convert(
-    path: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any system.", show_default=False)],
+    path: SourceArgument,
     to: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.", show_default=False)],
     tag: TagOption = None,
     system: Annotated[
@@ -236,7 +237,7 @@ def convert(
 
 @ckpt.command()
 def export(
-    path: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any system.", show_default=False)],
+    path: SourceArgument,
     to: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.", show_default=False)],
     tag: TagOption = None,
     dtype: Annotated[

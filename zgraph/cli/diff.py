@@ -14,6 +14,7 @@ from zgraph.cli.options import (
     OutputOption,
     PlanOption,
     ProgramOption,
+    StageOption,
     TargetArgument,
     UpdateOption,
     WorldOption,
@@ -49,6 +50,7 @@ def diff(
     after: Annotated[
         str | None, typer.Option("--to", metavar="PASS", help="The program after this pass. [default: the last]")
     ] = None,
+    stage: StageOption = None,
     program: ProgramOption = None,
     update: UpdateOption = False,
     every: Annotated[bool, typer.Option("--all", help="Name every node, not the first ten of a kind.")] = False,
@@ -66,8 +68,9 @@ def diff(
 
     def seen(name: str, by: Path | None) -> Inspection:
         """One of two targets; what a bundle has no use for is for the other one."""
-        own = (None, None, None, None) if other is not None and bundle_folder(name) else (by, world, hardware, batch)
-        return look(name, *own)
+        if other is not None and bundle_folder(name):
+            return look(name)
+        return look(name, by, world, hardware, batch, stage=stage)
 
     found = seen(target, plan)
     first = way_of(found, program, update)
@@ -85,7 +88,8 @@ def diff(
     made = compare(one, two, names)
     steps = {"before": _step(found), "after": _step(against)}
     data = made.to_json() | {"steps": {key: dict(zip(STEP, row, strict=True)) for key, row in steps.items()}}
-    whole = table(("whole step", *names), _rows(steps["before"], steps["after"]))
+    of = "whole step" if found.plan.mesh.get("pp", 1) == 1 else "programs of the stage"
+    whole = table((of, *names), _rows(steps["before"], steps["after"]))
     text = f"{whole}\n\n{text_of(made, first.name, None if every else SHOWN)}"
     give(data, text, as_json, output)
 

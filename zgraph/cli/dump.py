@@ -19,6 +19,7 @@ from zgraph.cli.options import (
     OutputOption,
     PlanOption,
     ProgramOption,
+    StageOption,
     TargetArgument,
     UpdateOption,
     WorldOption,
@@ -86,6 +87,7 @@ def dump(
     disable: Annotated[
         list[str] | None, typer.Option("--disable", metavar="PASS", help="Leave this pass out (may be repeated).")
     ] = None,
+    stage: StageOption = None,
     program: ProgramOption = None,
     update: UpdateOption = False,
     form: Annotated[
@@ -127,7 +129,7 @@ def dump(
         from zgraph.pipeline import Edit
 
         edited = Edit(frozenset(disable or ()), stop_after)
-    found = look(target, plan, world, hardware, batch, edit=edited)
+    found = look(target, plan, world, hardware, batch, edit=edited, stage=stage)
     if rank is not None and rank >= found.world:
         raise typer.BadParameter(
             f"there is no rank {rank} in a world of {found.world}: they are 0 to {found.world - 1}"
@@ -199,13 +201,19 @@ def _changes(way: Way, changed: Changed, filter: str | None) -> str:
 
 
 def rank_place(program: Program, rank: int, params: str = "*") -> dict[str, Any]:
-    """A rank's place in the mesh, the ranks of its groups, its rows of the parameters that match a glob."""
+    """A rank's place in the mesh, the ranks of its groups; of the parameters that match a glob its part, where ranks divide them, and its
+    rows of that."""
     from zgraph.passes.virtual import coordinates, group_ranks
 
     at = coordinates(program.mesh, rank)
-    rows = {}
+    rows: dict[str, list[int]] = {}
+    parts: dict[str, dict[str, int]] = {}
     for spec in program.params.values():
-        if spec.shard_dim is not None and fnmatch.fnmatchcase(spec.name, params):
+        if not fnmatch.fnmatchcase(spec.name, params):
+            continue
+        if (by := spec.division) is not None:
+            parts[spec.name] = {"dim": by.dim, "part": at[by.mesh_dim], "of": by.ranks}
+        if spec.shard_dim is not None:
             first = min(spec.rows * at[spec.shard_dim], spec.shape[0])
             rows[spec.name] = [first, min(first + spec.rows, spec.shape[0])]
     return {
@@ -213,6 +221,7 @@ def rank_place(program: Program, rank: int, params: str = "*") -> dict[str, Any]
         "world": program.world,
         "coordinates": at,
         "groups": {dim: group_ranks(program.mesh, dim, rank) for dim in program.mesh},
+        "parts": parts,
         "rows": rows,
     }
 
@@ -221,8 +230,15 @@ def _rank_text(place: dict[str, Any]) -> str:
     lines = [f"# rank {place['rank']} of {place['world']}"]
     for dim, at in place["coordinates"].items():
         lines.append(f"#   {dim} {at}, in a group with ranks {_ranges(place['groups'][dim])}")
-    for name, (first, end) in place["rows"].items():
-        lines.append(f"#   {name}: {f'rows {first} to {end - 1}' if end > first else 'no rows, padding only'}")
+    for name in dict.fromkeys([*place["parts"], *place["rows"]]):
+        said = []
+        if name in place["parts"]:
+            part = place["parts"][name]
+            said.append(f"part {part['part']} of {part['of']} along dimension {part['dim']}")
+        if name in place["rows"]:
+            first, end = place["rows"][name]
+            said.append(f"rows {first} to {end - 1}" if end > first else "no rows, padding only")
+        lines.append(f"#   {name}: {', '.join(said)}")
     return "\n".join(lines) + "\n"
 
 

@@ -13,6 +13,7 @@ from zgraph.cli.options import (
     OutputOption,
     PlanOption,
     ProgramOption,
+    StageOption,
     TargetArgument,
     WorldOption,
 )
@@ -33,6 +34,7 @@ def explain(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    stage: StageOption = None,
     program: ProgramOption = None,
     output: OutputOption = None,
     as_json: JsonOption = False,
@@ -43,5 +45,7 @@ def explain(
     from zgraph.inspection.explain import MISSED
     from zgraph.inspection.explain import explain as run
 
-    found = run(look(target, plan, world, hardware, batch, program=program), MISSED if missed else str(what))
+    found = run(
+        look(target, plan, world, hardware, batch, program=program, stage=stage), MISSED if missed else str(what)
+    )
     give(found.to_json(), str(found), as_json, output)

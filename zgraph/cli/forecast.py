@@ -19,10 +19,11 @@ from zgraph.cli.options import (
     WorldOption,
 )
 from zgraph.cli.output import give
-from zgraph.cli.targets import load_plan, load_target, look, resolve_world, with_hardware
+from zgraph.cli.targets import load_plan, load_target, look, look_at_pipeline, resolve_world, with_hardware
 from zgraph.units import shown_bytes
 
 if TYPE_CHECKING:
+    from zgraph.passes.costs import Costs
     from zgraph.passes.simulator import Forecast
 
 
@@ -44,18 +45,27 @@ def forecast(
     From data-sheet rates, which nothing reaches, it is a lower bound on time, good for comparing plans; from a file of
     zgraph calibrate it is what that machine takes.
     With --symbolic as formulas, and what they give at the target's own sizes: without a schedule they bound the time.
+    Of a plan with a pipeline: where it is cut, each stage's time, the schedule's picture and bubble, and the memory of each rank.
     """
     if symbolic and program is not None:
         raise typer.BadParameter("formulas are of all programs of a step", param_hint="--program")
     if symbolic:
         _symbolic(target, plan, world, hardware, batch, output, as_json)
         return
+    whole = look_at_pipeline(target, plan, world, hardware, batch)
+    if whole is not None:
+        if program is not None:
+            raise typer.BadParameter(
+                "a pipeline has programs for each stage: zgraph memory --stage K", param_hint="--program"
+            )
+        give(whole.to_json(), f"{_head(whole.world, whole.costs)}\n{whole}", as_json, output)
+        return
     from zgraph.inspection.memory import peak_of
 
     found = look(target, plan, world, hardware, batch, program=program)
     step, costs = found.forecast, found.costs
     peak = peak_of(found)
-    head = f"{found.world} rank(s) of {costs.hardware.name}{'' if costs.hardware.measured else ', at data-sheet rates'}"
+    head = _head(found.world, costs)
     data = {
         "world": found.world,
         "hardware": found.hardware,
@@ -66,6 +76,10 @@ def forecast(
     }
     held = f"peak: {shown_bytes(peak.bytes)} in {peak.program}, with what is held besides it"
     give(data, f"{head}\n{step}\n{held}", as_json, output)
+
+
+def _head(world: int, costs: Costs) -> str:
+    return f"{world} rank(s) of {costs.hardware.name}{'' if costs.hardware.measured else ', at data-sheet rates'}"
 
 
 def _symbolic(

@@ -14,6 +14,7 @@ from zgraph.cli.options import (
     OutputOption,
     PlanOption,
     ProgramOption,
+    StageOption,
     TargetArgument,
     WorldOption,
 )
@@ -34,6 +35,7 @@ def memory(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    stage: StageOption = None,
     program: ProgramOption = None,
     bounds: Annotated[
         list[str] | None,
@@ -52,7 +54,7 @@ def memory(
     from zgraph.inspection.memory import data_of, parse_bound, peak_of
 
     wanted = [(text, parse_bound(text)) for text in bounds or ()]  # (what says nothing is refused before the capture)
-    found = look(target, plan, world, hardware, batch, program=program)
+    found = look(target, plan, world, hardware, batch, program=program, stage=stage)
     checked = [(text, bound, peak_of(found, category=bound.category)) for text, bound in wanted]
     checks = [{"bound": text, "bytes": at.bytes, "holds": bound.holds(at.bytes)} for text, bound, at in checked]
     if visualiser is not None:

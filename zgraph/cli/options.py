@@ -50,6 +50,10 @@ ProgramOption = Annotated[
         "--program", metavar="NAME", help="Which program, where there are several. [default: the training step]"
     ),
 ]
+StageOption = Annotated[
+    int | None,
+    typer.Option("--stage", metavar="K", min=0, help="Which stage's programs, of a plan with a pipeline. [default: 0]"),
+]
 UpdateOption = Annotated[
     bool, typer.Option("--update", help="Show the program of the plan's optimizer instead of forward and backward.")
 ]

@@ -13,6 +13,7 @@ from zgraph.cli.options import (
     OutputOption,
     PlanOption,
     ProgramOption,
+    StageOption,
     UpdateOption,
     WorldOption,
 )
@@ -29,6 +30,7 @@ def passes(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    stage: StageOption = None,
     program: ProgramOption = None,
     update: UpdateOption = False,
     output: OutputOption = None,
@@ -36,9 +38,8 @@ def passes(
 ) -> None:
     """List the passes that a plan runs, in order, and what they missed."""
     if target is None:
-        if given := [
-            f"--{name}" for name, value in (("hw", hardware), ("batch", batch), ("program", program)) if value
-        ]:
+        only = (("hw", hardware), ("batch", batch), ("stage", stage), ("program", program))
+        if given := [f"--{name}" for name, value in only if value is not None]:
             raise typer.BadParameter(f"{', '.join(given)}: only with a TARGET")
         the_plan = load_plan(plan)
         ranks = resolve_world(the_plan, world)
@@ -48,7 +49,7 @@ def passes(
         rows = [facts_of(p.name, p.contract.summary, p.contract, p.options) for p in planned_passes(the_plan, update)]
         missed: list[dict[str, Any]] = []
     else:
-        found = look(target, plan, world, hardware, batch)
+        found = look(target, plan, world, hardware, batch, stage=stage)
         ranks, way = found.world, way_of(found, program, update)
 
         from zgraph.inspection.diff import compare

@@ -75,8 +75,9 @@ def plan(
                 rows.append(kinds.evaluate(found.model, found.inputs, one, ranks, name, limit))
     ranked = kinds.ranked(rows)
     best = ranked[0] if ranked[0].fits else None
-    head = ("plan", "step", "exposed", "peak", "of", "fits", "to the best")
-    lines = [table(head, [_row(e, best) for e in ranked]), ""]
+    staged = any(e.bubble is not None for e in ranked)
+    head = ("plan", "step", *(("bubble",) if staged else ()), "exposed", "peak", "of", "fits", "to the best")
+    lines = [table(head, [_row(e, best, staged) for e in ranked]), ""]
     where = f"on {ranks} rank(s) of {ranked[0].plan.hardware}"
     lines.append(f"{where}, {best.name} is the fastest that fits" if best else f"{where}, none fits")
     lines += [f"{e.name}: {e.problem}" for e in ranked if e.problem]
@@ -100,12 +101,14 @@ def _ranks(given: dict[str, Plan], world: int | None) -> int:
     return next(iter(found.values()))
 
 
-def _row(found: Evaluation, best: Evaluation | None) -> tuple[str, ...]:
+def _row(found: Evaluation, best: Evaluation | None, staged: bool) -> tuple[str, ...]:
+    """Its cells; those of `staged` rows have the bubble of a pipeline."""
+    bubble = (f"{found.bubble:.1%}" if found.bubble is not None else "",) if staged else ()
     if not found.possible:
-        return (found.name, "", "", "", shown_bytes(found.limit), "no", "")
+        return (found.name, "", *bubble, "", "", shown_bytes(found.limit), "no", "")
     ratio = f"{found.seconds / best.seconds:.2f}" if best and best.seconds else ""
-    times = milliseconds(found.seconds), milliseconds(found.exposed)
     sizes = shown_bytes(found.peak), shown_bytes(found.limit)
+    times = (milliseconds(found.seconds), *bubble, milliseconds(found.exposed))
     return (found.name, *times, *sizes, "yes" if found.fits else "no", ratio)
 
 

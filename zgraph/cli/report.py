@@ -9,7 +9,7 @@ import typer
 
 from zgraph.cli.options import BatchOption, HardwareOption, JsonOption, PlanOption, TargetArgument, WorldOption
 from zgraph.cli.output import give, write_file
-from zgraph.cli.targets import look
+from zgraph.cli.targets import bundle_folder, load_plan, look, resolve_world
 
 DEFAULT = Path("zgraph-report.html")
 
@@ -27,6 +27,9 @@ def report(
 
     It is one file that needs no network.
     """
+    if bundle_folder(target) is None:
+        the_plan = load_plan(plan)
+        the_plan.refuse_pipeline(resolve_world(the_plan, world), "page")
     found = look(target, plan, world, hardware, batch)
 
     from zgraph.inspection.memory import peak_of

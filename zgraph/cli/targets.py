@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from zgraph.cli.output import progress
 from zgraph.errors import TargetError
 from zgraph.names import did_you_mean
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from zgraph.passes import Pass
     from zgraph.pipeline import Edit
     from zgraph.plan import Plan
+    from zgraph.stages.forecast import PipelineForecast
 
 FACTORY = "factory"
 HF = "hf:"
@@ -96,10 +99,12 @@ def look(
     *,
     edit: Edit | None = None,
     program: str | None = None,
+    stage: int | None = None,
 ) -> Inspection:
-    """The step that a target's text stands for: what the plan makes of a model, or what lies in a bundle. Raises what finding and
-    capturing raise, `TargetError` for a `program` that there is none of, and for options that a bundle has no use for: it is of one plan,
-    world and hardware."""
+    """The step that a target's text stands for: what the plan makes of a model, or what lies in a bundle. Of a plan with a pipeline it is
+    one `stage`, by default the first, which stderr is told. Raises what finding and capturing raise, `TargetError` for a `program` that
+    there is none of, for a stage of a plan without a pipeline, and for options that a bundle has no use for: it is of one plan, world and
+    hardware."""
     folder = bundle_folder(text)
     if folder is not None:
         given = [
@@ -107,6 +112,7 @@ def look(
             for name, value in (("plan", plan), ("world", world), ("hw", hardware), ("batch", batch))
             if value
         ]
+        given += ["--stage"] if stage is not None else []
         given += ["--stop-after or --disable"] if edit is not None else []
         if given:
             raise TargetError(
@@ -120,12 +126,43 @@ def look(
         return read(folder).only(program)
     the_plan = with_hardware(load_plan(plan), hardware)
     ranks = resolve_world(the_plan, world)
+    staged = the_plan.pipeline_ranks(ranks) > 1
+    if stage is not None and not staged:
+        raise TargetError(f"there is no stage {stage}", where="--stage", why="the plan has no pipeline (mesh.pp)")
     target = load_target(text, batch)
 
-    from zgraph.inspection.making import of_model
+    from zgraph.inspection import making
 
     with progress(f"compiling {text} for {ranks} ranks"):
-        return of_model(target.model, the_plan, target.inputs, ranks, origin=text, edit=edit).only(program)
+        if not staged:
+            return making.of_model(target.model, the_plan, target.inputs, ranks, origin=text, edit=edit).only(program)
+        found = making.of_stage(target.model, the_plan, target.inputs, ranks, stage or 0, origin=text, edit=edit)
+    if stage is None:
+        typer.echo(f"note: this is {found.origin}; --stage K shows another", err=True)
+    return found.only(program)
+
+
+def look_at_pipeline(
+    text: str,
+    plan: Path | None = None,
+    world: int | None = None,
+    hardware: str | None = None,
+    batch: str | None = None,
+) -> PipelineForecast | None:
+    """The forecast of the whole pipeline that a plan makes of a model; None for a plan without one, and for a bundle. Raises what `look`
+    does."""
+    if bundle_folder(text) is not None:
+        return None
+    the_plan = with_hardware(load_plan(plan), hardware)
+    ranks = resolve_world(the_plan, world)
+    if the_plan.pipeline_ranks(ranks) == 1:
+        return None
+    target = load_target(text, batch)
+
+    from zgraph.stages.forecast import forecast_pipeline
+
+    with progress(f"compiling the stages of {text} for {ranks} ranks"):
+        return forecast_pipeline(target.model, the_plan, target.inputs, ranks)
 
 
 def way_of(found: Inspection, program: str | None, update: bool) -> Way:

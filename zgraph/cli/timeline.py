@@ -15,11 +15,12 @@ from zgraph.cli.options import (
     OutputOption,
     PlanOption,
     ProgramOption,
+    StageOption,
     TargetArgument,
     WorldOption,
 )
 from zgraph.cli.output import give, table, write
-from zgraph.cli.targets import look
+from zgraph.cli.targets import look, look_at_pipeline
 from zgraph.errors import TargetError
 from zgraph.units import milliseconds
 
@@ -32,6 +33,7 @@ def timeline(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    stage: StageOption = None,
     program: ProgramOption = None,
     ranks: Annotated[
         int, typer.Option("--ranks", metavar="N", min=1, help="Show the first N ranks: they run alike.")
@@ -47,9 +49,21 @@ def timeline(
 ) -> None:
     """Write the simulated step as a Chrome trace: a lane for each stream, counters of live bytes, arrows from gathers to first uses.
 
-    With --against it prints what each node was to take beside what a profile says it took.
+    Of a plan with a pipeline it is that of the schedule, a lane for each stage of a rank, or with --stage that of one stage's programs. With
+    --against it prints what each node was to take beside what a profile says it took.
     """
-    found = look(target, plan, world, hardware, batch, program=program)
+    if stage is None and program is None and against is None:
+        whole = look_at_pipeline(target, plan, world, hardware, batch)
+        if whole is not None:
+            if ranks > 1:
+                raise typer.BadParameter(
+                    "a pipeline's timeline has all ranks of pp: leave out --ranks, or name a --stage"
+                )
+            from zgraph.stages.trace import trace_of as schedule_trace
+
+            write(json.dumps(schedule_trace(whole.timeline)), output)
+            return
+    found = look(target, plan, world, hardware, batch, program=program, stage=stage)
     if ranks > found.world:
         raise typer.BadParameter(f"there are {found.world} ranks, not {ranks}")
     if against is None:

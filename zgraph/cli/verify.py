@@ -35,7 +35,7 @@ def verify(
 ) -> None:
     """Run the program on N virtual ranks and compare outputs, gradients and buffers with the plain model.
 
-    Exits with 1 if they differ by more than rounding.
+    Exits with 1 if they differ by more than rounding. Of a pipeline all stages run, by its schedule.
     """
     refuse_bundle(target, "verify")
     the_plan = with_hardware(load_plan(plan), hardware)
@@ -44,7 +44,7 @@ def verify(
 
     from zgraph.verification import verify as run
 
-    inputs = batch_of_all(found.inputs, ranks)
+    inputs = batch_of_all(found.inputs, the_plan.data_ranks(ranks))
     with progress(f"running {target} on {ranks} virtual ranks"):
         report = run(found.model, the_plan, ranks, inputs)
     worst = [dataclasses.asdict(d) | {"error": _finite(d.error), "ok": d.ok} for d in report.worst()]
@@ -52,6 +52,7 @@ def verify(
         "ok": report.ok,
         "exact": report.exact,
         "world": ranks,
+        "stage": report.stage,
         "compared": len(report.differences),
         "worst": worst,
     }
@@ -66,7 +67,7 @@ def _finite(error: float) -> float | None:
 
 
 def batch_of_all(inputs: Inputs, ranks: int) -> Inputs:
-    """The batch of all ranks, made of one rank's; what can't be found out with it is said."""
+    """The batch of so many ranks with different rows, made of one rank's; what can't be found out with it is said."""
     made, different = global_batch(inputs, ranks)
     if not different and ranks > 1:
         said = "note: the batch has one row, so all ranks see the same data: a missing reduction is not found"

@@ -128,8 +128,10 @@ def bisect(
     """Run the programs of a step, and of its update, after each pass on `world` virtual ranks, and find the passes to blame.
 
     `inputs` (the global batch) and `loss_fn` are those of `zgraph.verify`, which says what is compared, and raises the same. `bound` is the
-    relative error that is allowed; without, that of the dtype that is computed in (`zgraph.rounding`).
+    relative error that is allowed; without, that of the dtype that is computed in (`zgraph.rounding`). Raises `PlanError` for a plan with a
+    pipeline: of the wrong stage `zgraph.verify` says which it is.
     """
+    plan.refuse_pipeline(world, "search for a faulty pass")
     with virtual_step(model, plan, world, inputs, loss_fn) as virtual:
         step = virtual.unverified()
         search = _Search(virtual.costs)

@@ -33,6 +33,7 @@ from zgraph.program.node import info
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, Program
 from zgraph.schedules import TorchSchedule
 from zgraph.sharding import planned_layout
+from zgraph.stages.forecast import forecast_pipeline
 from zgraph.tiers.files import FileStore
 from zgraph.train import first_part
 from zgraph.units import shown_bytes
@@ -516,6 +517,9 @@ class _Checks:
         assert model is not None and inputs is not None and self.world is not None and self.captured is not None
         plan = self.plan.model_copy(update={"hardware": self.device or self.plan.hardware or self.otherwise})
         limit = int(self.hardware.capacity * RESERVE)
+        if plan.pipeline_ranks(self.world) > 1:
+            yield from self._stages(plan, limit)
+            return
         try:
             found = of_model(model, plan, inputs, self.world, captured=self.captured)
         except PlanError as error:
@@ -544,6 +548,35 @@ class _Checks:
         else:
             share = peak.bytes / self.hardware.capacity
             yield Finding("memory", NOTE, f"the peak is {said}: {share:.1%} of {self.hardware.name}")
+
+    def _stages(self, plan: Plan, limit: int) -> Iterator[Finding]:
+        """Whether the model can be cut, whether the schedule can be, and the memory of the rank that takes most."""
+        assert (
+            self.model is not None and self.inputs is not None and self.world is not None and self.hardware is not None
+        )
+        found = forecast_pipeline(self.model, plan, self.inputs, self.world, self.captured)
+        worst, capacity = found.worst, self.hardware.capacity
+        said = f"{shown_bytes(worst.peak)} on rank {worst.rank} of pp, in {worst.where}"
+        bubble = f"{len(found.stages)} stages on {len(found.ranks)} ranks idle for {found.timeline.bubble:.1%} of {plan.schedule}'s time"
+        yield Finding("memory", NOTE, bubble)
+        if worst.peak <= limit:
+            yield Finding("memory", NOTE, f"the peak is {said}: {worst.peak / capacity:.1%} of {self.hardware.name}")
+            return
+        over = worst.peak > capacity
+        largest = sorted(worst.categories.items(), key=lambda c: -c[1])[:NAMED]
+        yield Finding(
+            "memory",
+            ERROR if over else WARNING,
+            f"a step {'does not fit into' if over else 'hardly fits into'} {self.hardware.name}",
+            why="\n".join(
+                [
+                    f"{said}; the device has {shown_bytes(capacity)}",
+                    "the largest there:",
+                    *(f"{name} {shown_bytes(size)}" for name, size in largest),
+                ]
+            ),
+            hint="more stages or micro-batches, recompute, offload, or a schedule with fewer micro-batches in flight",
+        )
 
     def _fitting(self, limit: int) -> str:
         assert self.plan is not None and self.model is not None and self.costs is not None and self.sizes is not None

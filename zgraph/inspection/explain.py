@@ -25,7 +25,7 @@ from zgraph.passes.costs import size_of
 from zgraph.passes.simulator import Forecast, Span
 from zgraph.program import collectives, moves
 from zgraph.program.node import Phase, Role, has_info, info, value
-from zgraph.program.program import InputRole, OutputRole, ParamSpec
+from zgraph.program.program import Division, InputRole, OutputRole, ParamSpec
 from zgraph.program.text import line, type_text
 from zgraph.units import milliseconds, shown_bytes
 
@@ -283,6 +283,8 @@ def _parameter(inspection: Inspection, name: str) -> Iterator[Statement]:
     way = inspection.step_ways()[0]
     program, plan = way.last.program, inspection.plan
     spec = program.params[name]
+    if spec.division is not None:
+        yield _divided(inspection, spec, spec.division)
     yield _layout(inspection, spec)
     if spec.compute is not None or spec.accumulate is not None:
         yield Statement(
@@ -300,9 +302,21 @@ def _parameter(inspection: Inspection, name: str) -> Iterator[Statement]:
     yield from (_missed_one(remark) for remark in inspection.remarks() if whole.search(str(remark["what"])))
 
 
+def _divided(inspection: Inspection, spec: ParamSpec, division: Division) -> Statement:
+    table = inspection.plan.tensor_parallel
+    blocks = f", in each of its {division.blocks} equal blocks" if division.blocks > 1 else ""
+    return Statement(
+        f"{_dtype(spec.dtype)}{list(spec.whole_shape)} is divided along dimension {division.dim}{blocks} "
+        f"among the {division.ranks} ranks of {division.mesh_dim!r}",
+        why=f"tensor_parallel = {table!r}" if isinstance(table, str) else "a pattern of tensor_parallel",
+        cost=f"{shown_bytes(spec.nbytes)} of {shown_bytes(spec.whole_nbytes)} on each, before it is sharded",
+        remedy=f'tensor_parallel={{"{spec.name.rpartition(".")[0]}": "replicate", …}} leaves it whole',
+    )
+
+
 def _layout(inspection: Inspection, spec: ParamSpec) -> Statement:
     plan, mesh = inspection.plan, inspection.way().last.program.mesh
-    shown = f"{_dtype(spec.dtype)}{list(spec.shape)}"
+    shown = f"{'its part, ' if spec.division else ''}{_dtype(spec.dtype)}{list(spec.shape)}"
     if spec.shard_dim is not None:
         ranks = mesh[spec.shard_dim]
         padded = spec.rows * ranks - spec.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from zgraph.inspection.inspection import EVALUATION, STEP, UPDATE, Inspection, W
 from zgraph.inspection.snapshot import of_record
 from zgraph.passes import History
 from zgraph.passes.costs import Costs, size_of
-from zgraph.pipeline import EVERYTHING, Edit, costs_of
+from zgraph.pipeline import EVERYTHING, PLAIN, Edit, Variant, costs_of
 from zgraph.plan import Plan
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.remark import Remark
@@ -42,11 +43,43 @@ def of_model(
     args, kwargs = first_part(plan, *split_inputs(inputs))
     part = kwargs if isinstance(inputs, dict) else args
     made = planned_step(model, plan, part, world, costs, edit or EVERYTHING, captured)
-    ways = _step_ways(made.step, costs)
+    ways = _step_ways(made.step, costs, made.step.runs())
     update = made.update()
     ways += [_way(update, 0, costs)] if update is not None else []  # (it takes all states itself)
     hardware = costs.hardware.model_dump(mode="json")
     return Inspection(origin, world, {w.name: w for w in ways}, plan.model_dump(mode="json"), hardware, made.late)
+
+
+def of_stage(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Inputs,
+    world: int,
+    stage: int,
+    *,
+    origin: str = "",
+    edit: Edit | None = None,
+) -> Inspection:
+    """What a plan with a pipeline makes of one stage of a model, and the update of the rank that has it. Its `world` are the ranks that run
+    these programs. All else is as in `of_model`; raises what it does, and `PlanError` for a stage that there is none of."""
+    from zgraph.stages.forecast import besides, micro_batch
+    from zgraph.stages.planned import planned_stages
+
+    plan, costs = plan.for_world(world), costs_of(plan)
+    made = planned_stages(model, plan, micro_batch(plan, inputs), world, costs, edit or EVERYTHING)
+    step, parts = made.step(stage), plan.micro_batches
+    each = [("first", PLAIN, 1), ("next", Variant(step.keeps), parts - 1)] if parts > 1 else [("first", PLAIN, 1)]
+    ways = _step_ways(step, costs, step.runs() if made.once else each)
+    if edit is None:  # (what is in flight is known of finished programs)
+        around = besides(made, stage)
+        for way in ways:
+            way.held += around
+    schedule = made.partition.schedule
+    update = made.update(schedule.rank_of[stage])
+    ways += [_way(update, 0, costs)] if update is not None else []
+    hardware, data = costs.hardware.model_dump(mode="json"), plan.model_dump(mode="json")
+    origin = f"{origin}, stage {stage} of {schedule.stages}"
+    return Inspection(origin, math.prod(made.sizes.values()), {w.name: w for w in ways}, data, hardware)
 
 
 def of_runtime(runtime: Runtime) -> Inspection:
@@ -54,14 +87,14 @@ def of_runtime(runtime: Runtime) -> Inspection:
     ways: dict[str, Way] = {}
     for entry in runtime.entries.values():
         for program in entry.programs():
-            ways |= {way.name: way for way in _step_ways(program, runtime.costs)}
+            ways |= {way.name: way for way in _step_ways(program, runtime.costs, program.runs())}
     for name, history in runtime.updater.histories().items():
         ways[name] = _way(history, 0, runtime.costs, name)
     seconds = median_step(runtime.clock).get("step")
     measured = {"steps": len(runtime.clock.steps), "seconds": seconds, "peak": runtime.memory.measured}
     return Inspection(
         type(runtime.module).__name__,
-        runtime.mesh.size() if runtime.mesh is not None else 1,
+        max(1, len(runtime.everyone.ranks)),
         ways,
         runtime.plan.model_dump(mode="json"),
         runtime.costs.hardware.model_dump(mode="json"),
@@ -70,12 +103,13 @@ def of_runtime(runtime: Runtime) -> Inspection:
     )
 
 
-def _step_ways(step: StepProgram, costs: Costs) -> list[Way]:
-    """The programs of a step: "train0" of its first micro-batch, "train0-next" and "train0-last" of others, if there are any."""
+def _step_ways(step: StepProgram, costs: Costs, parts: list[tuple[str, Variant, int]]) -> list[Way]:
+    """The programs of a step: "train0" of its first micro-batch, "train0-next" and "train0-last" of others, if there are any; `parts` are
+    what `StepProgram.runs` gives."""
     if not step.differentiated:
         return [_way(step.history(), step.outside.held, costs)]
     ways = []
-    for which, variant, runs in step.runs():
+    for which, variant, runs in parts:
         history = step.history(variant)
         came = sum(size_of(n) for n in history.program.input_nodes(InputRole.ACCUMULATOR).values())
         name = step.name if which == "first" else f"{step.name}-{which}"
@@ -97,7 +131,8 @@ def kind_of(program: Program) -> str:
     """What a finished program is: see `Way`."""
     if any(p.role is InputRole.GRADIENT for p in program.inputs):
         return UPDATE
-    return STEP if any(p.role is OutputRole.GRADIENT for p in program.outputs) else EVALUATION
+    trains = any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)
+    return STEP if trains else EVALUATION
 
 
 def _remark_data(remark: Remark) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from zgraph.inspection.making import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
+from zgraph.stages.forecast import forecast_pipeline
 
 RESERVE = 0.95  # of a device's memory, where no budget is given: the rest is the allocator's and the libraries'
 
@@ -27,7 +28,8 @@ RESERVE = 0.95  # of a device's memory, where no budget is given: the rest is th
 @dataclass(frozen=True)
 class Evaluation:
     """What a plan takes for a rank's batch: `seconds` of a step with its update, `exposed` seconds of communication, `peak` bytes of the
-    `limit` that it has; or the `problem` with it."""
+    `limit` that it has; or the `problem` with it. Of a plan with a pipeline they are those of the rank that has most, and `bubble` is
+    the part of all ranks' time in which they idle, None without one."""
 
     name: str
     plan: Plan
@@ -36,6 +38,7 @@ class Evaluation:
     exposed: float = 0.0
     peak: int = 0
     problem: str = ""
+    bubble: float | None = None
 
     @property
     def possible(self) -> bool:
@@ -51,6 +54,7 @@ class Evaluation:
             "seconds": self.seconds if self.possible else None,
             "exposed": self.exposed,
             "peak": self.peak,
+            **({"bubble": self.bubble} if self.bubble is not None else {}),
             "limit": self.limit,
             "fits": self.fits,
             "problem": self.problem or None,
@@ -69,6 +73,10 @@ def evaluate(
     """One plan, for `world` ranks, within `limit` bytes (by default `limit_of` it); what is wrong with it is its `problem`."""
     limit = limit_of(plan) if limit is None else limit
     try:
+        if plan.pipeline_ranks(world) > 1:
+            whole = forecast_pipeline(model, plan, inputs, world)
+            peak, bubble = whole.worst.peak, whole.timeline.bubble
+            return Evaluation(name, plan, limit, whole.seconds, whole.exposed, peak, bubble=bubble)
         found = of_model(model, plan, inputs, world)
         step = found.forecast
         return Evaluation(name, plan, limit, step.seconds, step.exposed, peak_of(found).bytes)

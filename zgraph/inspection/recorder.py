@@ -1,4 +1,5 @@
-"""Writes a bundle while a model runs: with ZGRAPH_BUNDLE=FOLDER set, rank 0 puts there what was compiled, and what was measured."""
+"""Writes a bundle while a model runs: with ZGRAPH_BUNDLE=FOLDER set, rank 0 puts there what was compiled, and what was measured. Of a
+pipeline it has the stages of the first position along "pp", and FOLDER-pp1 those of the next."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from zgraph.inspection import bundle
 from zgraph.inspection.making import of_runtime
 
 if TYPE_CHECKING:
-    from zgraph.agreement import Agreement
     from zgraph.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -55,21 +55,23 @@ class Recorder:
             self.runtime.recorder = None
 
 
-def record(runtime: Runtime, agreement: Agreement) -> None:
+def record(runtime: Runtime, position: int = 0) -> None:
     """Let a bundle be written of this model, where someone wants that. A second model of the process gets a folder beside the first's.
+    `position` is that of the rank along "pp".
 
-    Raises `BundleError` on every rank where rank 0 can't write into the folder.
+    Raises `BundleError` on every rank where one that is to write can't.
     """
     folder = os.environ.get(VARIABLE)
-    if not agreement.any("a bundle", bool(folder)):
+    if not runtime.everyone.any("a bundle", bool(folder)):
         return
+    mine = f"{folder}-pp{position}" if folder and position else folder
 
     def refused(rank: int, said: str) -> BundleError:
         return BundleError(f"rank {rank} can't write a bundle", where=f"{VARIABLE}={folder}", why=said)
 
-    first = not agreement.ranks or runtime.mesh is None or runtime.mesh.get_rank() == agreement.ranks[0]
-    runtime.recorder = agreement.together(
-        "the bundle", lambda: Recorder(runtime, _folder(folder)) if first and folder else None, refused
+    first = runtime.agreement.first()
+    runtime.recorder = runtime.everyone.together(
+        "the bundle", lambda: Recorder(runtime, _folder(mine)) if first and mine else None, refused
     )
 
 

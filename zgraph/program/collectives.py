@@ -1,6 +1,7 @@
 """What each collective operator means: which node starts one, which waits for it, over which mesh dimension.
 
-In a program the group argument of a collective is the *name of a mesh dimension* ("dp"), not of a process group.
+In a program the group argument of a collective is the *name of a mesh dimension* ("dp"), or of a part of one ("pp[0,3]",
+see `zgraph.program.parts`), not of a process group.
 Programs are so the same on every rank and at every launch; code generation puts the groups' names in.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zgraph.program import ops
+
 _functional = torch.ops._c10d_functional
 
 ALL_GATHER = _functional.all_gather_into_tensor.default
@@ -16,11 +19,12 @@ ALL_GATHER_INTO = _functional.all_gather_into_tensor_out.default  # (into `out`;
 REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
 ALL_REDUCE = _functional.all_reduce.default
 ALL_TO_ALL = _functional.all_to_all_single.default
+SHIFT = ops.SHIFT  # (to the next rank; an all_to_all once its groups are known)
 WAIT = _functional.wait_tensor.default
 
 # Where the group's name and size stand among the arguments of each start.
-_GROUP_ARG = {ALL_GATHER: 2, ALL_GATHER_INTO: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2, ALL_TO_ALL: 3}
-_SIZE_ARG = {ALL_GATHER: 1, ALL_GATHER_INTO: 1, REDUCE_SCATTER: 2}
+_GROUP_ARG = {ALL_GATHER: 2, ALL_GATHER_INTO: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2, ALL_TO_ALL: 3, SHIFT: 2}
+_SIZE_ARG = {ALL_GATHER: 1, ALL_GATHER_INTO: 1, REDUCE_SCATTER: 2, SHIFT: 1}
 _REDUCE_ARG = {REDUCE_SCATTER: 1, ALL_REDUCE: 1}
 _KINDS = {
     ALL_GATHER: "all_gather",
@@ -28,6 +32,7 @@ _KINDS = {
     REDUCE_SCATTER: "reduce_scatter",
     ALL_REDUCE: "all_reduce",
     ALL_TO_ALL: "all_to_all",
+    SHIFT: "shift",
 }
 
 # One operator for several tensors, by that for one.
@@ -59,12 +64,12 @@ def wait_of(start: fx.Node) -> fx.Node | None:
 
 
 def kind(start: fx.Node) -> str:
-    """ "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"."""
+    """ "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "shift"."""
     return _KINDS[start.target]  # type: ignore[index]
 
 
 def group_of(start: fx.Node) -> str:
-    """The mesh dimension (in a program) or process group (in an executable) that a start names."""
+    """The mesh dimension or part of one (in a program) or process group (in an executable) that a start names."""
     return str(start.args[_GROUP_ARG[start.target]])  # type: ignore[index]
 
 

@@ -28,6 +28,7 @@ class Role(StrEnum):
     COMPUTE = "compute"
     GATHER = "gather"  # starts a collective that makes a parameter whole
     REDUCE = "reduce"  # starts a collective that averages a gradient
+    EXCHANGE = "exchange"  # starts a collective over parts of a value that ranks compute together
     WAIT = "wait"  # ends a collective or a move
     LAYOUT = "layout"  # pads, slices or permutes around a collective
     RELEASE = "release"  # the last point at which a gathered parameter may be read
@@ -41,11 +42,12 @@ class NodeInfo:
     """The record of one node.
 
     `module` is the path of the user's module ("" for the root), `source` the user's "file:line" ("" if unknown),
-    `param` the parameter that a gather, reduction or layout node serves, `mesh_dim` the mesh dimension of a
-    collective, `stream` the name of the stream it is meant for, `made_by` the pass that made it ("capture" for the
+    `param` the parameter that a gather, reduction or layout node serves, `mesh_dim` the mesh dimension (or the part of
+    one) of a collective, `stream` the name of the stream it is meant for, `made_by` the pass that made it ("capture" for the
     user's own nodes), `copy_of` the node that it repeats. Starts of collectives that stand side by side with the same
     `bucket` are one transfer. What is `ahead` runs before the forward: during the update before it, if there is one. `home` is
     the tier that the value lies in, None for the device. An update's nodes with the same `group` are compiled as one.
+    Nodes with the same `turn` compute a slice of some rows; those of one turn are done before the next one's begin.
     """
 
     phase: Phase
@@ -61,6 +63,7 @@ class NodeInfo:
     ahead: bool = False
     home: str | None = None
     group: str | None = None
+    turn: str | None = None
 
     def but(self, **changes: Any) -> NodeInfo:
         """This record with some fields changed."""
@@ -88,6 +91,11 @@ def set_info(node: fx.Node, record: NodeInfo) -> None:
 def value(node: fx.Node) -> Any:
     """The fake value (tensor, tuple of tensors, or None) that a node has."""
     return node.meta.get("val")
+
+
+def sequence(node: fx.Node) -> int | None:
+    """Autograd's number of the operation that a captured node is of; nodes of its forward and of its backward have the same one."""
+    return node.meta.get("seq_nr")
 
 
 def tensor(node: fx.Node) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""zgraph's own operators. Both are marks in a graph that code generation removes: neither costs anything at run time.
+"""zgraph's own operators. They stand in a graph until code generation: none is run.
 
 `zgraph::output(x) -> y` stands before each output while the joint graph is traced. To AOTAutograd it makes a fresh
 tensor, so that every output has a tangent of its own, also where the model returns views of one tensor or its inputs.
 `zgraph::release(x)` says that a gathered buffer may not be read after this point; the verifier holds programs to it.
+`zgraph::shift(x, ranks, group) -> y` starts a transfer: each rank sends x to the next one of the group, the last one to the first, and
+gets that of the one before. Which ranks these are differs from rank to rank, and programs do not.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import fx
 library = torch.library.Library("zgraph", "DEF")
 library.define("output(Tensor x) -> Tensor")
 library.define("release(Tensor x) -> ()")
+library.define("shift(Tensor x, int ranks, str group) -> Tensor")
 library.impl("output", lambda x: x.clone(), "CompositeExplicitAutograd")
 library.impl("release", lambda x: None, "CompositeExplicitAutograd")
 
@@ -23,9 +26,11 @@ def _fresh(x: torch.Tensor) -> torch.Tensor:
 
 torch.library.register_fake("zgraph::output", _fresh, lib=library)
 torch.library.register_fake("zgraph::release", lambda x: None, lib=library)
+torch.library.register_fake("zgraph::shift", lambda x, ranks, group: torch.empty_like(x), lib=library)
 torch.library.register_autograd("zgraph::output", lambda ctx, grad: grad, lib=library)
 
 OUTPUT = torch.ops.zgraph.output.default
 RELEASE = torch.ops.zgraph.release.default
+SHIFT = torch.ops.zgraph.shift.default
 
 fx.node.has_side_effect(RELEASE)

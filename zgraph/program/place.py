@@ -87,10 +87,10 @@ def _is_aside() -> bool:
     return getattr(_mine, "aside", False)
 
 
-def report_by(reporter: Reporter) -> None:
+def report_by(reporter: Reporter, *, first: bool = False) -> None:
     """Let this be asked which ranks have not arrived at a node (None: a vote): (what is known of them, their numbers), None where nobody
-    watches."""
-    _reporters.append(reporter)
+    watches. The first that knows something is the last that is asked."""
+    _reporters.insert(0 if first else len(_reporters), reporter)
 
 
 def failed_collective(what: str, where: str, error: BaseException, node: Any = None) -> CollectiveError:
@@ -102,6 +102,7 @@ def failed_collective(what: str, where: str, error: BaseException, node: Any = N
         found = reporter(node)
         if found is not None:
             why, absent = f"{why}\n{found[0]}", found[1]
+            break
     made = CollectiveError(
         what, where=where, why=why, hint="a rank has died or stopped: look at the other ranks' output first"
     )

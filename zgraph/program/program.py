@@ -20,6 +20,18 @@ from zgraph.program.remark import Remark
 # The mesh dimensions over which ranks see different data, innermost first: gradients are averaged over them.
 DATA_DIMS = ("dp", "replicate")
 
+# The mesh dimension whose ranks hold the stages of a pipeline. Programs of a step are of one stage; updates meet over it.
+STAGE_DIM = "pp"
+
+# The mesh dimension whose ranks see the same data, and divide weights and the work with them.
+TENSOR_DIM = "tp"
+
+# The one whose ranks see the same data, have all weights, and divide the sequence.
+CONTEXT_DIM = "cp"
+
+# Those whose ranks compute one program together: they see the same rows, and must draw the same random numbers.
+TEAM_DIMS = (CONTEXT_DIM, TENSOR_DIM)
+
 
 class Level(IntEnum):
     """How far a program has come. Each level has invariants of its own (see `zgraph.passes.verifier`)."""
@@ -40,6 +52,8 @@ class InputRole(StrEnum):
     ACCUMULATOR = "accumulator"  # this rank's unreduced gradient of earlier micro-batches
     SAVED = "saved"  # from the forward program to the backward one
     FLYING = "flying"  # a gather that was started before the forward program, which waits for it
+    RECEIVED = "received"  # what an earlier pipeline stage has sent
+    RETURNED = "returned"  # what a later one has sent back, for the backward
     SCALE = "scale"  # the loss scale of half precision, 0-dim float32
     GRADIENT = "gradient"  # an update's: the reduced gradient, in the layout of its parameter
     STATE = "state"  # what an optimizer keeps: "parameter/name", or "/name" for a number of the whole step
@@ -54,6 +68,8 @@ class OutputRole(StrEnum):
     KEPT = "kept"
     SAVED = "saved"
     FLYING = "flying"  # a gather that this program starts and the forward waits for
+    SENT = "sent"  # for later pipeline stages
+    RETURNED = "returned"  # for earlier ones: what their backward goes on from
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +88,29 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
+class Division:
+    """How a parameter is divided among the `ranks` of a mesh dimension that compute it together: each holds an equal part of dimension
+    `dim`. Where this is made of several equal `blocks` (queries, keys and values in one matrix), a rank computes with a part of each."""
+
+    mesh_dim: str
+    ranks: int
+    dim: int
+    blocks: int = 1
+
+    def part(self, whole: torch.Tensor, place: int) -> torch.Tensor:
+        """What the rank at this position holds of a whole tensor; a view of it."""
+        return whole.chunk(self.ranks, self.dim)[place]
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """How one parameter is laid out.
 
-    `shape` and `stride` (elements) are those of the whole parameter. `shard_dim` is the mesh dimension over which its
-    dimension 0 is split, None where every rank holds the whole. `home` is the tier ("cpu", "nvme") that a rank's part and its
-    gradient lie in, None for the device. `rows` is the number of rows in each rank's padded
-    shard: ceil(shape[0] / ranks), as torch's own `Shard(0)` splits. `dtype` is what a rank holds; the others are those
+    `shape` and `stride` (elements) are those of what programs compute with: the whole parameter, or a rank's part where
+    `division` divides it. `shard_dim` is the mesh dimension over which dimension 0 of this is split, None where every
+    rank holds all of it. `home` is the tier ("cpu", "nvme") that a rank's part and its gradient lie in, None for the
+    device. `rows` is the number of rows in each rank's padded shard: ceil(shape[0] / ranks), as torch's own `Shard(0)`
+    splits. `dtype` is what a rank holds; the others are those
     of mixed precision, None where they are the same.
     """
 
@@ -93,6 +125,19 @@ class ParamSpec:
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
     home: str | None = None
+    division: Division | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape that the user's model gave it."""
+        if self.division is None:
+            return self.shape
+        return tuple(s * self.division.ranks if d == self.division.dim else s for d, s in enumerate(self.shape))
+
+    @property
+    def whole_stride(self) -> tuple[int, ...]:
+        """The strides that it then has, in elements: in the order in which `stride` has the dimensions."""
+        return self.stride if self.division is None else _dense(self.whole_shape, self.stride)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -115,8 +160,13 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter."""
+        """Bytes of what programs compute with."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the parameter as the user's model has it."""
+        return self.nbytes * (self.division.ranks if self.division is not None else 1)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -129,8 +179,22 @@ class ParamSpec:
         gradient = self.grad_dtype.itemsize if self.requires_grad else 0
         return math.prod(self.shard_shape) * (self.dtype.itemsize + gradient)
 
+    def divided(self, division: Division, mesh: Mapping[str, int]) -> ParamSpec:
+        """The layout of a rank's part of it on a mesh of these sizes. (What is sharded over another dimension stays so.)"""
+        shape = tuple(s // division.ranks if d == division.dim else s for d, s in enumerate(self.shape))
+        rows = -(-shape[0] // mesh[self.shard_dim]) if self.shard_dim else 0
+        return replace(self, shape=shape, stride=_dense(shape, self.stride), rows=rows, division=division)
+
     def sharded(self, mesh_dim: str, ranks: int) -> ParamSpec:
         return replace(self, shard_dim=mesh_dim, rows=-(-self.shape[0] // ranks))
+
+
+def _dense(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps for a shape, in the order of others."""
+    stride, step = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+        stride[d], step = step, step * shape[d]
+    return tuple(stride)
 
 
 @dataclass
@@ -254,6 +318,20 @@ class Program:
         node.meta["val"] = fake
         self.inputs.append(port)
         return node
+
+    def position(self, dim: str, made_by: str) -> fx.Node:
+        """This rank's position in a mesh dimension, as an int64 tensor of one element. The pass `made_by` adds the input for it where there
+        is none."""
+        record = NodeInfo(phase=Phase.FORWARD, made_by=made_by)
+        index = self.input_nodes(InputRole.INDEX).get(dim)
+        if index is None:
+            params = self.input_nodes(InputRole.PARAMETER).values()
+            device = next((value(n).device for n in params), None)
+            with self.fake_mode:
+                fake = torch.empty((), dtype=torch.int64, device=device)
+            index = self.add_input(Port(InputRole.INDEX, dim), fake, record, name=f"rank_in_{dim}")
+        with self.graph.inserting_after(self.placeholders()[-1]):
+            return self.call(torch.ops.aten.unsqueeze.default, (index, 0), record, name="place")
 
     def remove_input(self, node: fx.Node) -> None:
         """Remove a placeholder that nothing uses, and its port."""

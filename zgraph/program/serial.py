@@ -26,7 +26,7 @@ from zgraph._version import __version__
 from zgraph.errors import UnsupportedError, ZgraphError
 from zgraph.program import ops, torch_private  # noqa: F401  (registers zgraph's and Inductor's own operators)
 from zgraph.program.node import NodeInfo, Phase, Role, has_info, info, set_info
-from zgraph.program.program import InputRole, Level, OutputRole, ParamSpec, Port, Program
+from zgraph.program.program import Division, InputRole, Level, OutputRole, ParamSpec, Port, Program
 
 FORMAT = 1
 MAX_CONSTANT_BYTES = 1 << 20
@@ -168,6 +168,8 @@ def _encode(item: Any) -> Any:
         return {"device": str(item)}
     if isinstance(item, torch._ops.OpOverload):
         return {"operator": str(item)}
+    if isinstance(item, Division):
+        return {"division": [item.mesh_dim, item.ranks, item.dim, item.blocks]}
     raise UnsupportedError(f"a value of type {type(item).__name__} has no JSON form", why=repr(item)[:200])
 
 
@@ -324,6 +326,8 @@ class _Loader:
                 return _named(torch.layout, inner)
             case "device":
                 return torch.device(inner)
+            case "division":
+                return Division(*inner)
             case "operator":
                 return _target(inner)
         raise ZgraphError(f"a value is tagged {tag!r}, which means nothing here")

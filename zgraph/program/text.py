@@ -40,6 +40,7 @@ _CALLS: dict[Any, str] = {
     collectives.REDUCE_SCATTER: "dist.reduce_scatter",
     collectives.ALL_REDUCE: "dist.all_reduce",
     collectives.ALL_TO_ALL: "dist.all_to_all",
+    collectives.SHIFT: "dist.shift",
     collectives.WAIT: "dist.wait",
     ops.RELEASE: "zgraph.release",
     ops.OUTPUT: "zgraph.output",
@@ -205,6 +206,8 @@ def _comment(node: fx.Node) -> str:
         parts.append(f"in {record.bucket}")
     if record.group:
         parts.append(record.group)
+    if record.turn:
+        parts.append(f"turn of {record.turn}")
     if record.ahead:
         parts.append("ahead of the forward")
     if record.home:

@@ -106,6 +106,8 @@ class FlatCapture:
     _output: Any
     _globals: dict[str, Any]
     _guards: _Guards | None = None
+    _bound: Callable[..., Any] | None = None
+    _within: Callable[..., Sequence[Any]] | None = None
 
     def stale(self, owner: Any) -> tuple[str, str | None] | None:
         """(what, the user's line that read it) if Python state that this capture depends on has changed since.
@@ -123,6 +125,22 @@ class FlatCapture:
         """A function of the user's signature (with the module first) that runs `compiled` on the flat inputs."""
         return self._output.forward_callable(compiled_fn=compiled, extra_globals=self._globals)  # type: ignore[no-any-return]
 
+    def around(
+        self, within: Callable[..., Sequence[Any]], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a call gives whose graph is `within` this once. (Binding takes as long as ten calls.)"""
+        if self._bound is None:
+            self._bound = self.bind(self._run_within)
+        self._within = within
+        try:
+            return self._bound(owner, *args, **kwargs)
+        finally:
+            self._within = None
+
+    def _run_within(self, *flat: Any) -> Sequence[Any]:
+        assert self._within is not None
+        return self._within(*flat)
+
     def flatten(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The graph's inputs for a call."""
         found: list[tuple[Any, ...]] = []
@@ -132,7 +150,7 @@ class FlatCapture:
             raise _Stop
 
         with contextlib.suppress(_Stop):
-            self.bind(stop)(owner, *args, **kwargs)
+            self.around(stop, owner, args, kwargs)
         return found[0] if found else ()
 
 
@@ -341,8 +359,9 @@ def drawn_by_inductor(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return function([seed])[0]  # type: ignore[no-any-return]
 
 
-def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
-    """The names of the values that torch's min-cut partitioner would save for the backward (it runs on a copy)."""
+def min_cut_saved(module: fx.GraphModule, forward_outputs: int, tangents: Sequence[str]) -> set[str]:
+    """The names of the values that torch's min-cut partitioner would save for the backward (it runs on a copy). `tangents` names the
+    inputs that only the backward has."""
     from torch._functorch import config as functorch_config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -356,6 +375,8 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int) -> set[str]:
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta.setdefault("desc", None)
+            late = names[node.name] in tangents
+            node.target = f"{'tangents' if late else 'primals'}_{node.name}"  # (the partitioner knows them by this)
         drawn = node.args[0] if node.target is operator.getitem else node
         if isinstance(drawn, fx.Node) and torch.Tag.nondeterministic_seeded in getattr(drawn.target, "tags", ()):
             node.meta.pop("recompute", None)  # (a checkpoint region asks for it; what was drawn is saved all the same)
@@ -406,6 +427,27 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
     from torch.distributed import distributed_c10d
 
     vars(distributed_c10d)["_set_pg_timeout"](timeout, group)
+
+
+def shut(group: Any) -> None:
+    """Let a process group end on this rank: what it waits for there fails, and over gloo, at once, what other ranks wait for it for.
+
+    gloo's own abort() does nothing. But a receive that runs into its timeout closes all connections of its group, so one is made to: from each
+    rank in turn, as one that is gone lets it fail before.
+    """
+    try:
+        gloo = group._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:
+        gloo = False
+    never = 2**31 - 1  # (a tag that no message has)
+    for rank in range(group.size()) if gloo else ():
+        with contextlib.suppress(RuntimeError):
+            if rank != group.rank():
+                group.recv([torch.empty(1)], rank, never).wait(timedelta(milliseconds=1))
+    with contextlib.suppress(RuntimeError):
+        backend = group._get_backend(torch.device("cuda"))
+        if backend.name() == "nccl":
+            backend.abort()
 
 
 def is_fake(group: Any) -> bool:
@@ -463,8 +505,9 @@ def name_origins(graph: fx.Graph) -> None:
 
 
 @functools.cache
-def order_keeper() -> Any:
-    """A pass over Inductor's scheduler that lets no fusion move collectives and library calls past each other.
+def order_keeper(turns: tuple[tuple[str, str], ...] = ()) -> Any:
+    """A pass over Inductor's scheduler that lets no fusion move collectives and library calls past each other, nor what is of one of the
+    `turns` (the names of nodes, each with that of its turn) past the turn before it: two turns' values would be there at once.
 
     Fusion puts a group of operators where the first of them stood, and what the others need (a wait, a product) before
     that. A chain of control dependencies through all kernels that are not Inductor's own forbids this; it extends no
@@ -472,6 +515,7 @@ def order_keeper() -> Any:
     """
     from torch._inductor import custom_graph_pass, ir
     from torch._inductor.dependencies import WeakDep
+    from torch._inductor.scheduler import SchedulerNode
 
     base = getattr(
         custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass
@@ -484,6 +528,8 @@ def order_keeper() -> Any:
                 if not isinstance(node.node, (ir.ExternKernel, ir.TemplateBuffer)) or isinstance(
                     node.node, ir.MultiOutput
                 ):
+                    if isinstance(node, SchedulerNode):  # (else many loops as one, which no backend takes anew)
+                        self._hold(node)
                     continue
                 own = next((b.get_name() for b in node.get_outputs()), None)
                 if own is None:
@@ -491,12 +537,39 @@ def order_keeper() -> Any:
                 if last is not None:
                     node.add_fake_dep(WeakDep(last, own, is_fake=True))
                 last = own
-            if last is not None:
+            apart = self._apart(nodes)
+            if last is not None or apart:
                 nodes[0].scheduler.compute_ancestors()
             return nodes
 
+        @staticmethod
+        def _hold(node: Any) -> None:
+            # Of a kernel that reads what another wrote in place (what was waited for), the C++ backend forgets so when it takes its loops
+            # anew, and fuses it in front of the wait: unless it has a dependency that was added.
+            for read in sorted({d.name for d in node.read_writes.reads} & set(node.mutation_renames.values())):
+                node.add_fake_dep(WeakDep(read, read, is_fake=True))
+
+        def _apart(self, nodes: list[Any]) -> bool:
+            turn_of = dict(turns)
+            now: str | None = None
+            before: list[str] = []  # what the turn before has made
+            made: list[str] = []
+            for node in nodes:
+                of = {turn_of[o.name] for o in node.node.get_origins() if o.name in turn_of} if turns else ()
+                if len(of) != 1:
+                    continue
+                (turn,) = of
+                if turn != now:
+                    now, before, made = turn, made, []
+                for name in before:
+                    node.add_fake_dep(
+                        WeakDep(name, name, is_fake=True)
+                    )  # (nothing is mutated: it names no write of the node's)
+                made += [b.get_name() for b in node.get_outputs()]
+            return bool(made)
+
         def uuid(self) -> Any:
-            return custom_graph_pass.get_hash_for_files((__file__,))
+            return custom_graph_pass.get_hash_for_files((__file__,)), turns
 
     return KeepOrder()
 
@@ -509,6 +582,7 @@ def compile_with_inductor(
     combine: bool,
     round_each: bool,
     reuse: bool = True,
+    turns: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], str, list[Any]]:
     """(the boxed callable, its source, the strides of its outputs) of Inductor's compilation of one graph.
 
@@ -516,7 +590,7 @@ def compile_with_inductor(
     Without `reuse` a buffer is freed where it dies: Inductor else holds it for the next of its size, where its own estimate of the peak, which
     knows of no homes, allows it. With `round_each` a fused kernel rounds to a low dtype wherever its operators would, one by one.
     The order of collectives and library calls is that of the graph: what fuses around them does not move them, and
-    Inductor's own reorder passes are off (they move the start of a collective next to its wait).
+    Inductor's own reorder passes are off (they move the start of a collective next to its wait). `turns`: see `order_keeper`.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -525,7 +599,7 @@ def compile_with_inductor(
     keep = {
         "reorder_for_locality": False,
         "reorder_for_peak_memory": False,
-        "_pre_fusion_custom_pass": order_keeper(),
+        "_pre_fusion_custom_pass": order_keeper(turns),
         "combo_kernels": combine,
         "emulate_precision_casts": round_each,
         "allow_buffer_reuse": reuse,
@@ -578,6 +652,12 @@ def fix_strides(node: fx.Node) -> None:
 def below_autograd() -> Any:
     """Operators inside run without a look at autograd: a program has its own backward. (A collective's start costs 15 us less.)"""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def without_bases() -> Any:
+    """Views that are made inside do not keep alive what they are views of, and writes are not counted: what a program makes inside is nobody
+    else's."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from zgraph.program import collectives, torch_private
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
 from zgraph.program.program import InputRole, Level, ParamSpec, Port, Program
 
+aten = torch.ops.aten
+
 
 class Assembler:
     """A program in the making. `decompositions` are those of the backend that will compile it."""
@@ -87,6 +89,24 @@ class Assembler:
         made = self._inline(self._trace(function, inputs), inputs, None)
         self._known.update(dict.fromkeys(made))
         return made
+
+    def summed(self, name: str, x: fx.Node, group: str) -> fx.Node:
+        """A parameter's tensor, summed over the ranks of a group. These may run other programs, so it is no part of what is done for the
+        parameter, at a time of its own, but of what is done for all, which runs in the program's order."""
+        program, label = self.program, "".join(c if c.isalnum() else "_" for c in name)
+        stride = tensor(x).stride()
+        order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
+        here = NodeInfo(Phase.UPDATE, Role.LAYOUT, made_by="update")
+        there = here.but(role=Role.REDUCE, mesh_dim=group, stream=f"comm:{group}")
+        with program.graph.inserting_before(program.output_node()):
+            if order != sorted(order):  # (a transport takes rows as they lie)
+                x = program.call(aten.permute.default, (x, order), here, name=f"packed_{label}")
+            x = program.call(collectives.ALL_REDUCE, (x, "sum", group), there, name=f"tied_{label}")
+            x = program.call(collectives.WAIT, (x,), there.but(role=Role.WAIT, stream="compute"), name=f"sum_{label}")
+            if order != sorted(order):
+                back = [order.index(d) for d in range(len(order))]
+                x = program.call(aten.permute.default, (x, back), here, name=f"unpacked_{label}")
+        return x
 
     def of(
         self, name: str, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node], key: Any = None

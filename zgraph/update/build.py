@@ -3,6 +3,11 @@
     gradients -> scale -> norm (all_reduce) -> clip -> rule of each parameter -> skip if not finite -> new weights, states
                                                                              -> moving average
 
+In a pipeline each rank updates the parameters of its own stages, by a program of its own. What all decide together, the norm and whether
+the step is skipped, is reduced over the mesh dimension "pp" as well; and gradients of a parameter that lies on several stages are
+summed over them before anything else. Programs of different stages meet in these collectives alone, in this order: the sums by their
+parameters' names, the norm, the skip.
+
 Rules are plain functions (see `zgraph.update.rule`), traced once for each kind of parameter and put in once for each
 parameter. Arithmetic on single numbers (step sizes, bias corrections) is shared by all parameters and done in float64.
 Programs are pure here: new values are outputs, which the pass `write_in_place` makes writes.
@@ -21,11 +26,11 @@ from torch import Tensor, fx
 from zgraph.loss_scaling import LossScale
 from zgraph.program import collectives
 from zgraph.program.node import tensor
-from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.program.program import DATA_DIMS, STAGE_DIM, TENSOR_DIM, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.update import scaler
 from zgraph.update.assembler import Assembler
 from zgraph.update.groups import Member
-from zgraph.update.rule import Rule, State, Unsharded
+from zgraph.update.rule import Part, Rule, State, Unsharded
 from zgraph.update.rules import RULES
 
 MASTER = "master"
@@ -42,9 +47,10 @@ class UpdateOptions:
     `clip_grad_value_`; None: not done. `factor`: gradients are multiplied by an input of the program first. `ema` is
     the share of the old average, None for no average. `loss_scale` is given where an overflow skips the update;
     `finite_norm` skips it where the norm is not finite, `nonfinite` where a gradient or the loss (an input of the program) is not, and
-    counts such steps. `homes` are the tiers that parameters' states lie in, by the parameter's
-    name; those of the others are on the device. Where updates are `delayed`, those of parameters with such homes are made on a
-    copy of the parameter, in the same place.
+    counts such steps. `tied` has the group of ranks ("pp[0,3]") over which gradients of parameters that lie on several stages are summed,
+    by the parameter's name; `uncounted` are those of them that another stage counts in the norm. `homes` are the tiers that
+    parameters' states lie in, by the parameter's name; those of the others are on the device. Where updates are `delayed`, those of
+    parameters with such homes are made on a copy of the parameter, in the same place.
     """
 
     clip_norm: float | None = None
@@ -56,6 +62,8 @@ class UpdateOptions:
     finite_norm: bool = False
     nonfinite: bool = False
     state_dtype: torch.dtype = torch.float32
+    tied: Mapping[str, str] = field(default_factory=dict)
+    uncounted: frozenset[str] = frozenset()
     homes: Mapping[str, str] = field(default_factory=dict)
     delayed: bool = False
 
@@ -95,12 +103,12 @@ def build_update(
     decompositions: dict[Any, Any],
     name: str = "update",
 ) -> Program:
-    """The program that updates `members`, in their order.
+    """The program that updates `members`, in their order. `mesh` has "pp" where there are other stages.
 
     Inputs, by role: PARAMETER (but of late ones) and GRADIENT of each member (this rank's padded rows), its STATEs, the STATEs that count
     updates ("/step", …), steps that were not finite ("/nonfinite"), and those of the loss scale, SCALARS (`scalar_names`), INDEX. Outputs:
     MUTATION of the parameters and states, and OUTPUT "grad_norm" where gradients are clipped by their norm. Members without a rule (`record`
-    None) only have their gradients clipped: MUTATION of GRADIENT.
+    None) only have their gradients clipped: MUTATION of GRADIENT. Raises `MeshError` for a `tied` group that the mesh has not.
     """
     return _Builder(specs, mesh, options, Assembler(name, specs, mesh, device, decompositions)).build(members)
 
@@ -142,6 +150,36 @@ class _Sharded:
         return padded.reshape(self._ranks, self._rows, *x.shape[1:]).index_select(0, self._index.reshape(1)).squeeze(0)
 
 
+class _Divided:
+    """The `Part` of a parameter that the ranks of a mesh dimension divide: `within` is that of what each of them computes with."""
+
+    def __init__(self, spec: ParamSpec, within: Part, index: Tensor) -> None:
+        assert spec.division is not None
+        self.shape = spec.whole_shape
+        self._division = spec.division
+        self._within = within
+        self._index = index
+
+    def total(self, x: Tensor) -> Tensor:
+        return _all_reduce(self._within.total(x), "sum", self._division.mesh_dim)
+
+    def whole(self, x: Tensor) -> Tensor:
+        mine, by = self._within.whole(x).contiguous(), self._division
+        came: Tensor = collectives.WAIT(collectives.ALL_GATHER(mine, by.ranks, by.mesh_dim))
+        parts = came.reshape(by.ranks, *mine.shape)
+        return parts.movedim(0, by.dim).reshape(self.shape) if by.dim else came
+
+    def own(self, x: Tensor) -> Tensor:
+        by, shape = self._division, x.shape
+        opened = x.reshape(*shape[: by.dim], by.ranks, shape[by.dim] // by.ranks, *shape[by.dim + 1 :])
+        return self._within.own(opened.index_select(by.dim, self._index.reshape(1)).squeeze(by.dim))
+
+
+def _parted_over(spec: ParamSpec) -> tuple[str, ...]:
+    """The mesh dimensions whose ranks hold different parts of a parameter."""
+    return (*([spec.division.mesh_dim] if spec.division else []), *([spec.shard_dim] if spec.shard_dim else []))
+
+
 def _all_reduce(x: Tensor, op: str, dim: str) -> Tensor:
     return collectives.WAIT(collectives.ALL_REDUCE(x, op, dim))  # type: ignore[no-any-return]
 
@@ -152,6 +190,7 @@ class _Builder:
     ) -> None:
         self.specs = specs
         self.mesh = mesh
+        self.staged = mesh.get(STAGE_DIM, 1) > 1
         self.options = options
         self.assembler = assembler
 
@@ -175,7 +214,7 @@ class _Builder:
             if self.options.nonfinite
             else None
         )
-        dims = sorted({str(self.specs[m.name].shard_dim) for m in updated if self.specs[m.name].shard_dim})
+        dims = sorted({dim for m in updated for dim in _parted_over(self.specs[m.name])})
         indices = {d: self.assembler.input(Port(InputRole.INDEX, d), (), torch.int64) for d in dims}
         params: dict[str, fx.Node] = {}
         grads: dict[str, fx.Node] = {}
@@ -200,8 +239,10 @@ class _Builder:
             }
         results: list[tuple[Port, fx.Node]] = []
         scalars = self._select(names, vector)
+        held, grads = grads, self._tied(grads)
         # Scaled for the norm and again for the update: kept between the two it would be as large as all gradients.
-        norm = self._norm(self._scaled(grads, scalars)) if self.options.clip_norm is not None else None
+        counted = {n: g for n, g in grads.items() if n not in self.options.uncounted}
+        norm = self._norm(self._scaled(counted, scalars)) if self.options.clip_norm is not None else None
         given = self._clip(self._scaled(grads, scalars), norm)
         if norm is not None:
             results.append((Port(OutputRole.OUTPUT, "grad_norm"), norm))
@@ -249,7 +290,7 @@ class _Builder:
                 overflow,
             )
         for member in members:
-            old, new = grads[member.name], given[member.name]
+            old, new = held[member.name], given[member.name]
             if member.record is None and new is not old:
                 if overflow is not None:
                     (new,) = self.assembler.of(
@@ -278,7 +319,7 @@ class _Builder:
             param, states = states[AHEAD], {k: v for k, v in states.items() if k != AHEAD}
         keys = list(states)
         fields = list(rule.scalars)
-        index = [indices[str(spec.shard_dim)]] if spec.shard_dim else []
+        index = [indices[dim] for dim in _parted_over(spec)]
         options, ranks = self.options, self.mesh.get(str(spec.shard_dim), 1)
 
         def one(*values: Tensor) -> tuple[Tensor, ...]:
@@ -287,7 +328,9 @@ class _Builder:
             rest = left[2 + len(keys) :]
             named = dict(zip(fields, rest[: len(fields)], strict=True))
             count = rest[len(fields)]
-            part = _Sharded(spec, ranks, rest[len(fields) + 1]) if index else Unsharded(spec.shape)
+            places = rest[len(fields) + 1 : len(fields) + 1 + len(index)]
+            part: Part = _Sharded(spec, ranks, places[-1]) if spec.shard_dim else Unsharded(spec.shape)
+            part = _Divided(spec, part, places[0]) if spec.division is not None else part
             return _member(
                 rule,
                 record,
@@ -304,7 +347,8 @@ class _Builder:
         inputs = [param, grad, *states.values(), *(scalars[member.group, f] for f in fields), step, *index]
         if overflow is not None:
             inputs.append(overflow)
-        key = (record.model_copy(update={"groups": ()}), spec.shape, spec.shard_shape, spec.dtype, spec.shard_dim)
+        layout = (spec.shape, spec.shard_shape, spec.dtype, spec.shard_dim, spec.division)
+        key = (record.model_copy(update={"groups": ()}), *layout)
         new = self.assembler.of(member.name, one, inputs, key=key)
         places = [place, *(Port(OutputRole.MUTATION, f"{member.name}/{k}", of=InputRole.STATE) for k in keys)]
         olds = [param, *states.values()]
@@ -316,6 +360,12 @@ class _Builder:
         return {n: self.assembler.numbers(lambda v, i=i: (v.select(0, i),), [vector])[0] for i, n in enumerate(names)}
 
     # -- gradients ----------------------------------------------------------------------------------------------------
+    def _tied(self, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        """The gradients, those of parameters that lie on several stages summed over them, in an order that all of these have."""
+        tied = self.options.tied
+        sums = {n: self.assembler.summed(n, grads[n], tied[n]) for n in sorted(tied.keys() & grads.keys())}
+        return {n: sums.get(n, g) for n, g in grads.items()}
+
     def _scaled(self, grads: dict[str, fx.Node], scalars: dict[tuple[int, str], fx.Node]) -> dict[str, fx.Node]:
         if not self.options.factor:
             return dict(grads)
@@ -340,48 +390,60 @@ class _Builder:
         """The norm of all gradients together, over all ranks: 0-dim float32 (float64 of such gradients alone).
 
         The norm of each gradient's norm, as torch.nn.utils.get_total_norm has it: where nothing is sharded, bit for bit.
-        Between ranks, powers of norms are added.
+        Between ranks, powers of norms are added; between stages, none of which knows the others' dtypes, in float64.
         """
         p = self.options.norm_type
-        wide = all(tensor(g).dtype is torch.float64 for g in grads.values())
+        wide = bool(grads) and all(tensor(g).dtype is torch.float64 for g in grads.values())
         dtype = torch.float64 if wide else torch.float32
-        by_dim: dict[str | None, list[fx.Node]] = {}
+        by_dim: dict[tuple[str, ...], list[fx.Node]] = {}
         for name, grad in grads.items():
             (one,) = self.assembler.of(name, lambda g: (_norm_of(g, p, dtype),), [grad], key=("norm", p, dtype))
-            by_dim.setdefault(self.specs[name].shard_dim, []).append(one)
+            by_dim.setdefault(_parted_over(self.specs[name]), []).append(one)
         norms = {
             dim: self.assembler.total(lambda *v: (_norm_of(torch.stack(v), p, dtype),), ones)[0]
             for dim, ones in by_dim.items()
         }
-        if list(norms) == [None]:
-            return norms[None]
-        dims = list(norms)
+        if list(norms) == [()] and not self.staged:
+            return norms[()]
+        over = list(norms)
+
+        def combined(x: Tensor, op: str, dims: tuple[str, ...]) -> Tensor:
+            for dim in dims:
+                x = _all_reduce(x, op, dim)
+            return x
 
         def together(*values: Tensor) -> tuple[Tensor]:
             if math.isinf(p):
                 # A transport's largest of NaN and a number may be the number: it is infinite here.
                 safe = [torch.where(v.isnan(), math.inf, v) for v in values]
-                found = [v if d is None else _all_reduce(v, "max", d) for d, v in zip(dims, safe, strict=True)]
-                return (torch.stack(found).max(),)
-            found = [v**p if d is None else _all_reduce(v**p, "sum", d) for d, v in zip(dims, values, strict=True)]
-            total = torch.stack(found).sum()
-            return (total.sqrt() if p == 2 else total ** (1 / p),)
+                found = [combined(v, "max", d) for d, v in zip(over, safe, strict=True)]
+                return (self._over_stages(torch.stack(found or [self._zero()]).max(), "max").to(dtype),)
+            found = [combined(v**p, "sum", d) for d, v in zip(over, values, strict=True)]
+            total = self._over_stages(torch.stack(found or [self._zero()]).sum(), "sum")
+            return ((total.sqrt() if p == 2 else total ** (1 / p)).to(dtype),)
 
         return self.assembler.total(together, list(norms.values()))[0]
 
+    def _over_stages(self, x: Tensor, op: str) -> Tensor:
+        return _all_reduce(x.to(torch.float64), op, STAGE_DIM) if self.staged else x
+
+    def _zero(self) -> Tensor:
+        """What a stage gives that has no gradients."""
+        return torch.zeros((), dtype=torch.float32, device=self.assembler.device)
+
     def _overflow(self, grads: dict[str, fx.Node], loss: fx.Node | None = None) -> list[fx.Node]:
-        """0-dim bool: is any gradient (or loss) of any rank infinite or no number? With a loss: and is any loss? A rank that saw it alone
-        must not skip alone."""
+        """0-dim bool: is any gradient (or loss) of any rank, of any stage, infinite or no number? With a loss: and is any loss? A rank that saw
+        it alone must not skip alone."""
         found = [
             self.assembler.of(n, lambda g: (g.isfinite().logical_not().any().to(torch.float32),), [g], key="overflow")[
                 0
             ]
             for n, g in grads.items()
         ]
-        dims = [d for d in DATA_DIMS if self.mesh.get(d, 1) > 1]
+        dims = [d for d in (*DATA_DIMS, TENSOR_DIM, STAGE_DIM) if self.mesh.get(d, 1) > 1]
 
         def anywhere(*values: Tensor) -> tuple[Tensor, ...]:
-            largest = torch.stack(values[: len(found)]).max()
+            largest = torch.stack(list(values[: len(found)]) or [self._zero()]).max()
             if loss is not None:
                 lost = values[-1].isfinite().logical_not().to(torch.float32)
                 largest = torch.stack([torch.maximum(largest, lost), lost])

@@ -31,7 +31,8 @@ class Member:
 def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -> list[Member]:
     """Every parameter that the optimizer may update, in the module's order; frozen ones too, which may be unfrozen.
 
-    Groups are numbered from 0 in order of use.
+    `specs` are those of the whole model, also where a rank of a pipeline holds some of it: groups are numbered from 0 in order of use,
+    alike on all ranks, and a pattern may match what another stage has.
 
     Raises `PlanError` for a parameter that two groups match, a group that matches none, and a complex parameter.
     """

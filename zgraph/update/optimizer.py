@@ -7,7 +7,7 @@ without padding. `step()` is the model's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +65,8 @@ class PlanOptimizer(torch.optim.Optimizer):
     """The optimizer of a compiled model: `model.zgraph.optimizer`.
 
     `param_groups` has one group for each of the plan's that has parameters: "params", "names" and the fields of its
-    record ("lr", "betas", …). A number that the program takes (rates, betas, decay, …) may be changed at any time; nothing is
+    record ("lr", "betas", …). In a pipeline every rank has the groups of the whole model, with all their names (`members`), and the
+    parameters of them that are its `own`. A number that the program takes (rates, betas, decay, …) may be changed at any time; nothing is
     compiled again. Other fields can't (`maximize`, say), nor can a weight decay or momentum that was zero in the plan become
     another number, since the program has no such operation: `PlanError` by the next step. A plan's `lr_schedule` sets what it
     schedules before each step.
@@ -73,7 +74,13 @@ class PlanOptimizer(torch.optim.Optimizer):
     is not in them.
     """
 
-    def __init__(self, members: Sequence[Member], params: dict[str, nn.Parameter], updater: Updates | None) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        params: dict[str, nn.Parameter],
+        updater: Updates | None,
+        own: Collection[str] | None = None,
+    ) -> None:
         self._behind = updater
         self._records = {m.group: m.record for m in members}
         self._fixed: dict[int, dict[str, Any]] = {}
@@ -81,7 +88,8 @@ class PlanOptimizer(torch.optim.Optimizer):
         for number, record in self._records.items():
             names = [m.name for m in members if m.group == number]
             values = {k: v for k, v in record.model_dump().items() if k not in ("groups", "decay", "companion")}
-            groups.append({"params": [params[n] for n in names], "names": names, **values})
+            held = [params[n] for n in names if own is None or n in own]
+            groups.append({"params": held, "names": names, **values})
             inputs = {path.partition(".")[0] for path in RULES[record.name].scalars}
             self._fixed[number] = {
                 k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k not in inputs

@@ -19,6 +19,7 @@ from zgraph.program.program import ParamSpec
 from zgraph.recipe import to_update_recipe
 from zgraph.update.build import UpdateOptions, build_update, state_bytes_of
 from zgraph.update.groups import Member, members_of
+from zgraph.update.held import Held, mesh_of, specs_here
 
 if TYPE_CHECKING:
     from zgraph.plan import Plan
@@ -27,10 +28,14 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the optimizer's states, for a budget 
 
 
 def update_options(
-    plan: Plan, members: Sequence[Member], specs: dict[str, ParamSpec], share: float | None = None
+    plan: Plan,
+    members: Sequence[Member],
+    specs: dict[str, ParamSpec],
+    share: float | None = None,
+    held: Held | None = None,
 ) -> UpdateOptions:
     """What of a plan the update program of `members` depends on, besides its optimizer. `share` is that of the states which is
-    offloaded, by default the plan's."""
+    offloaded, by default the plan's; `held` what this rank of a pipeline holds, None without one."""
     clip = plan.grad_clip
     options = UpdateOptions(
         clip_norm=clip.norm if clip else None,
@@ -43,6 +48,8 @@ def update_options(
         nonfinite=plan.on_nonfinite != "ignore",
         state_dtype=plan.resolved_precision().state_dtype(),
         delayed=plan.offload.delayed_after is not None,
+        tied=dict(held.tied) if held is not None else {},
+        uncounted=held.uncounted if held is not None else frozenset(),
     )
     return replace(options, homes=_homes(plan, members, specs, options, shares_of(plan)[0] if share is None else share))
 
@@ -79,24 +86,28 @@ def outside_of(
     device: torch.device,
     costs: Costs,
     shares: tuple[float, ...] | None = None,
+    held: Held | None = None,
 ) -> Outsides:
     """What a rank holds besides what forward and backward take and make, by the share of the states that is offloaded (`shares`,
-    by default `shares_of` the plan); where a budget lets the update bring states to the device, its own peak as well."""
-    waiting = _waiting_bytes(specs, plan)
+    by default `shares_of` the plan); where a budget lets the update bring states to the device, and in a pipeline, its own peak as well.
+    `specs` are those of the whole model, `sizes` those of the mesh without stages; `held` is what a rank of a pipeline holds, None
+    without one."""
+    whole, specs = specs, specs_here(specs, held)
+    waiting = waiting_bytes(specs, plan)
     shares = shares or shares_of(plan)
 
     def at(share: float) -> Outside:
-        members, options = trained(module, specs, plan, share)
-        held = sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name not in options.homes)
+        members, options = trained(module, whole, plan, share, held)
+        size = sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name not in options.homes)
         late = (specs[m.name] for m in members if m.name in options.late() and specs[m.name].home is None)
-        held += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the step before)
-        if plan.memory_budget is None or not members or not plan.offload.tiers():
-            return Outside(held + waiting)
-        found = simulate(update_history(plan, members, specs, sizes, device, options).program, costs)
+        size += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the step before)
+        if plan.memory_budget is None or not members or (held is None and not plan.offload.tiers()):
+            return Outside(size + waiting)
+        found = simulate(update_history(plan, members, specs, mesh_of(sizes, held), device, options).program, costs)
         if options.late():  # (what it brings to the device is there beside a step)
             kept = sum(found.peak.get(k, 0) for k in ("parameters", "gradients", "states"))
-            held += sum(found.peak.values()) - kept
-        return Outside(held + waiting, sum(found.peak.values()), found.seconds, bool(options.late()))
+            size += sum(found.peak.values()) - kept
+        return Outside(size + waiting, sum(found.peak.values()), found.seconds, bool(options.late()))
 
     return Outsides(shares, at)
 
@@ -108,35 +119,50 @@ def whole_update(
     sizes: dict[str, int],
     device: torch.device,
     share: float | None = None,
+    held: Held | None = None,
 ) -> History | None:
-    """The update of every parameter that trains; None for a plan without an optimizer. `share`: see `update_options`."""
-    members, options = trained(module, specs, plan, share)
-    return update_history(plan, members, specs, sizes, device, options) if members else None
+    """The update of every parameter that trains; None for a plan without an optimizer, or a model without such parameters. `share`: see
+    `update_options`; `specs`, `sizes` and `held`: see `outside_of`. A stage of a pipeline that trains nothing has an update all the same:
+    it takes part in what all decide together."""
+    members, options = trained(module, specs, plan, share, held)
+    if not members and (held is None or plan.optimizer is None):
+        return None
+    return update_history(plan, members, specs_here(specs, held), mesh_of(sizes, held), device, options)
 
 
-def state_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
-    """Bytes of a rank's optimizer states, wherever they lie."""
-    members, options = trained(module, specs, plan)
+def state_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
+    """Bytes of a rank's optimizer states, wherever they lie. `specs` and `held`: see `outside_of`."""
+    members, options = trained(module, specs, plan, held=held)
     return sum(state_bytes_of(m, specs[m.name], options) for m in members)
 
 
 def trained(
-    module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, share: float | None = None
+    module: torch.nn.Module,
+    specs: dict[str, ParamSpec],
+    plan: Plan,
+    share: float | None = None,
+    held: Held | None = None,
 ) -> tuple[list[Member], UpdateOptions]:
-    """What the plan's optimizer updates of the parameters that have gradients, and how. `share`: see `update_options`."""
-    members, options = _updated(module, specs, plan, share)
+    """What the plan's optimizer updates of the parameters that have gradients, and how. `share`: see `update_options`; `specs` and `held`:
+    see `outside_of`."""
+    members, options = _updated(module, specs, plan, share, held)
     return [m for m in members if specs[m.name].requires_grad], options
 
 
 def _updated(
-    module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, share: float | None = None
+    module: torch.nn.Module,
+    specs: dict[str, ParamSpec],
+    plan: Plan,
+    share: float | None = None,
+    held: Held | None = None,
 ) -> tuple[list[Member], UpdateOptions]:
-    """What the plan's optimizer updates (nothing without one), and how."""
-    members = members_of(module, specs, plan.optimizer) if plan.optimizer is not None else []
-    return members, update_options(plan, members, specs, share)
+    """What the plan's optimizer updates (nothing without one) of what this rank holds, and how."""
+    found = members_of(module, specs, plan.optimizer) if plan.optimizer is not None else []
+    members = [m for m in found if held is None or m.name in held.own]
+    return members, update_options(plan, members, specs, share, held)
 
 
-def _waiting_bytes(specs: dict[str, ParamSpec], plan: Plan) -> int:
+def waiting_bytes(specs: dict[str, ParamSpec], plan: Plan) -> int:
     """Bytes of gradients between micro-batches."""
     total = 0
     if plan.micro_batches > 1:
@@ -150,13 +176,14 @@ def _waiting_bytes(specs: dict[str, ParamSpec], plan: Plan) -> int:
     return total
 
 
-def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan) -> int:
-    """Bytes that a rank keeps on disk from step to step: what lies there of weights, gradients and states."""
+def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
+    """Bytes that a rank keeps on disk from step to step: what lies there of weights, gradients and states. `specs` and `held`: see
+    `outside_of`."""
     total = 0
     if plan.offload.tier("parameters") == "nvme":
-        total += sum(s.rank_bytes for s in specs.values() if s.home is not None)
+        total += sum(s.rank_bytes for s in specs_here(specs, held).values() if s.home is not None)
     if plan.offload.tier("optimizer") == "nvme" and len(shares_of(plan)) == 1:  # (else it is not known yet)
-        members, options = _updated(module, specs, plan)
+        members, options = _updated(module, specs, plan, held=held)
         total += sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name in options.homes)
     return total
 
@@ -173,7 +200,7 @@ def update_history(
     verified: bool = True,
 ) -> History:
     """Build the update of `members` and run the passes for it; parameters named in `first` are updated as early as they can be. Is what
-    each pass leaves `verified`?"""
+    each pass leaves `verified`? `specs` are those of the parameters that this rank holds; `sizes` has "pp" where there are other stages."""
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     program = build_update(members, specs, sizes, device, options, decompositions, name)
     recipe = to_update_recipe(plan, tuple(first))

@@ -30,6 +30,7 @@ from zgraph.update import scaler
 from zgraph.update.build import EMA, NONFINITE, UpdateOptions, scalar_names
 from zgraph.update.delayed import Delayed, refuse_late_collectives
 from zgraph.update.groups import Member, members_of
+from zgraph.update.held import Held, mesh_of, specs_here
 from zgraph.update.late import Late
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.program import update_history, update_options
@@ -55,19 +56,24 @@ class CompiledUpdate:
 
 
 class Updater:
-    """The optimizer's side of one compiled module. `optimizer` is None where the plan has none."""
+    """The optimizer's side of one compiled module. `optimizer` is None where the plan has none; `held` is what this rank of a pipeline
+    holds, None without one."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, held: Held | None = None) -> None:
         self.runtime = runtime
+        self.held = held
         plan = runtime.plan
         self.scaling = plan.loss_scale()
-        members = members_of(runtime.module, runtime.shards.specs, plan.optimizer) if plan.optimizer is not None else []
-        self.options = update_options(plan, members, runtime.shards.specs)  # (until `offload` says otherwise)
+        specs = runtime.shards.specs
+        everywhere = members_of(runtime.module, specs, plan.optimizer) if plan.optimizer is not None else []
+        members = [m for m in everywhere if held is None or m.name in held.own]
+        self.options = update_options(plan, members, specs, held=held)  # (until `offload` says otherwise)
         self.optimizer: PlanOptimizer | None = None
         self.scheduler: Any = None
         if plan.optimizer is not None:
             runtime.shards.keep_wide_gradients()
-            self.optimizer = PlanOptimizer(members, runtime.shards.params(), self)
+            own = None if held is None else held.own
+            self.optimizer = PlanOptimizer(everywhere, runtime.shards.params(), self, own)
             self._base = [dict(g) for g in self.optimizer.param_groups]
             if isinstance(plan.lr_schedule, TorchSchedule):
                 self.scheduler = torch_scheduler(plan.lr_schedule, self.optimizer)
@@ -85,11 +91,6 @@ class Updater:
         self._delayed = Delayed(runtime.shards, self.states, runtime.device)
         self._programs: dict[tuple[tuple[str, str], ...], CompiledUpdate] = {}
         self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
-        self._indices = (
-            {d: torch.tensor(runtime.mesh.get_local_rank(d), device=runtime.device) for d in runtime.sizes}
-            if runtime.mesh is not None
-            else {}
-        )
 
     def adopt(self, old: Updater, *, copies: bool) -> None:
         """Go on where another updater of the same parameters is: states (or copies of them), counts, numbers, the scale."""
@@ -118,7 +119,7 @@ class Updater:
     def options_with(self, share: float) -> UpdateOptions:
         """The options of updates of which this share of the states is offloaded."""
         members = list(self.states.members.values())
-        return update_options(self.runtime.plan, members, self.runtime.shards.specs, share)
+        return update_options(self.runtime.plan, members, self.runtime.shards.specs, share, self.held)
 
     def offload(self, options: UpdateOptions) -> None:
         """From now on states lie where these options say."""
@@ -158,12 +159,11 @@ class Updater:
         if self.scaling is not None:
             logger.warning("an optimizer's state dict holds no loss scale: it goes on where it is")
 
-    def restore(self, known: Known, counts: dict[str, float], whole: bool) -> None:
-        """Go on from a checkpoint whose weights and states were written: `counts` are the updates that each parameter has had. Not
-        `whole`: from its weights alone, which is a new beginning."""
+    def restore(self, known: Known, steps: int, counts: dict[str, float], whole: bool) -> None:
+        """Go on from a checkpoint whose weights and states were written: so many `steps` the run has taken, `counts` are the updates
+        that each parameter has had. Not `whole`: from its weights alone, which is a new beginning."""
         self._broken = {}
         skipped = known.skipped if whole else 0
-        steps = int(max(counts.values(), default=0.0)) if known.steps is None else known.steps
         done = steps - skipped if whole else 0
         counted = self.states.nonfinite()
         if counted is not None:
@@ -258,8 +258,8 @@ class Updater:
             history = update_history(
                 runtime.plan,
                 chosen,
-                runtime.shards.specs,
-                runtime.sizes,
+                specs_here(runtime.shards.specs, self.held),
+                mesh_of(runtime.sizes, self.held),
                 runtime.device,
                 self.options,
                 name,
@@ -299,8 +299,8 @@ class Updater:
                 hint="leave the with block first",
             )
         self.finish()
-        names = self._with_gradients()
-        runtime.agreement.vote("an update", f"{len(names)} gradients: {' '.join(names)}")
+        names = self.with_gradients()
+        runtime.agree_on_update(names)
         self._settle_previous()
         self._run_hooks(names)
         self._schedule()
@@ -364,18 +364,23 @@ class Updater:
 
     def clip_only(self) -> torch.Tensor | None:
         """Clip (and scale) the gradients where they are, for an optimizer of the user's own."""
-        if self.options.clip_norm is None and self.options.clip_value is None and not self.options.factor:
+        options = self.options
+        ties = self.held is not None and self.held.ties  # (of any rank: all agree on what they do together)
+        if options.clip_norm is None and options.clip_value is None and not options.factor and not ties:
             return None
-        norm = self._run(self._with_gradients())
+        names = self.with_gradients()
+        self.runtime.agree_on_update(names)
+        norm = self._run(names)
         self._refuse_infinite("the gradients are as they were: zero them before the next step")
         return norm
 
-    def _with_gradients(self) -> tuple[str, ...]:
+    def with_gradients(self) -> tuple[str, ...]:
+        """The parameters that have gradients, in order. Raises `StepError` where there is none."""
         runtime = self.runtime
         runtime.shards.refresh()
         runtime.reduce_leftovers()
         names = tuple(n for n, p in runtime.shards.params().items() if p.grad is not None)
-        if not names:
+        if not names and (self.held is None or not runtime.clock.reduced):  # (a stage may train nothing)
             raise StepError(
                 "step() before backward(): no parameter has a gradient",
                 why="each step() takes the gradients of the backward passes since the last one",
@@ -424,7 +429,7 @@ class Updater:
                 if name in update.clipped:
                     clipped.append((name, values[-1]))
             elif role is InputRole.INDEX:
-                values.append(self._indices[name])
+                values.append(self.runtime.places[name])
             else:
                 values.append(self._scalars(update.numbers))
         try:
@@ -546,7 +551,7 @@ class Updater:
         for name, param in self.runtime.shards.params().items():
             if param.grad is None:
                 continue
-            grad = param.grad
+            grad = self.runtime.whole_gradient(name, param.grad)
             norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
             found[name] = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * self._factor()
         return found

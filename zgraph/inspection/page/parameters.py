@@ -41,11 +41,11 @@ def _row(spec: ParamSpec, found: _Uses, states: int, kept: bool) -> dict[str, An
     held = math.prod(spec.shard_shape)
     return {
         "name": spec.name,
-        "shape": list(spec.shape),
-        "elements": spec.numel,
+        "shape": list(spec.whole_shape),
+        "elements": math.prod(spec.whole_shape),
         "dtype": _short(spec.dtype),
         "compute": _short(spec.compute_dtype),
-        "layout": f"Shard(0) over {spec.shard_dim}" if spec.shard_dim else "whole",
+        "layout": _layout(spec),
         "rows": spec.rows if spec.shard_dim else None,
         "bytes": held * spec.dtype.itemsize,
         "gradient": held * spec.grad_dtype.itemsize if spec.requires_grad else 0,
@@ -61,10 +61,17 @@ def _row(spec: ParamSpec, found: _Uses, states: int, kept: bool) -> dict[str, An
     }
 
 
+def _layout(spec: ParamSpec) -> str:
+    by = spec.division
+    placements = [f"Shard({by.dim}) over {by.mesh_dim}"] if by is not None else []
+    placements += [f"Shard(0) over {spec.shard_dim}"] if spec.shard_dim else []
+    return ", ".join(placements) or "whole"
+
+
 def _between(spec: ParamSpec, found: _Uses, kept: bool) -> str:
     """What becomes of the whole parameter between its uses."""
     if spec.shard_dim is None:
-        return "always whole"
+        return "always whole" if spec.division is None else "always in parts"
     if kept:
         return "kept until weights change"
     if not found.gathers:

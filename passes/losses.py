@@ -1,0 +1,29 @@
+"""Where a program computes a classification loss, whatever its operators are: torch's own, or those that they are decomposed into."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zgraph.program import collectives
+
+aten = torch.ops.aten
+
+LOOK_UPS = {aten.nll_loss_forward.default, aten.gather.default}
+"""What picks the target of each row."""
+
+
+def normalised(node: fx.Node) -> fx.Node | None:
+    """The logits whose log-softmax a node is; or, where that is several operators, whose logarithm of a sum of exponentials it is. None for any
+    other node."""
+    if node.target is aten._log_softmax.default:
+        return node.args[0]  # type: ignore[return-value]
+    if node.target is not aten.log.default:
+        return None
+    for target in (aten.sum.dim_IntList, aten.exp.default, aten.sub.Tensor):
+        node = node.all_input_nodes[0]
+        while collectives.is_wait(node) or collectives.is_start(node):
+            node = node.all_input_nodes[0]
+        if node.target is not target:
+            return None
+    return node.all_input_nodes[0]

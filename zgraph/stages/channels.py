@@ -1,0 +1,247 @@
+"""Point to point: what stages send each other, over process groups of the ranks along "pp".
+
+[Note: order] Between two ranks the messages of one direction are sent and received in one order, the sender's, which every rank knows
+from the schedule before anything runs. There is one group for each direction (towards later ranks, towards earlier ones): a receive that
+waits never stands in the way of a send. That is all that NCCL needs, whose transfers of a pair of ranks go through one queue for each
+group; over gloo the number of a message is its tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.passes.stages import Transfer
+from zgraph.program import place, torch_private
+from zgraph.program.parts import positions_of
+from zgraph.program.program import STAGE_DIM
+from zgraph.stages.actions import Action, Kind
+from zgraph.stages.schedule import Schedule
+
+AHEAD = 2  # actions of this rank whose values are asked for before they run
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks along "pp" that this one is among: their numbers by position, this rank's own position, and the groups for what goes to
+    later positions (that of all of them) and to earlier ones. `parts` are groups of some of them, by name ("pp[0,3]"). None of them is the
+    default group: what is shut after an error is not the user's."""
+
+    ranks: tuple[int, ...]
+    position: int
+    up: Any
+    down: Any
+    parts: dict[str, Any]
+
+    @property
+    def whole(self) -> Any:
+        """The group of them all."""
+        return self.up
+
+    def groups(self) -> dict[str, str]:
+        """The names of their process groups, by the names that programs have."""
+        return {n: str(self.group(n).group_name) for n in (STAGE_DIM, *self.parts)}
+
+    def group(self, name: str) -> Any:
+        """The process group of this name in programs."""
+        return self.whole if name == STAGE_DIM else self.parts[name]
+
+    def all_groups(self) -> list[Any]:
+        return [self.up, self.down, *self.parts.values()]
+
+    def between(self, source: int, target: int) -> Any:
+        """The group for what goes from one position to another."""
+        return self.up if source < target else self.down
+
+
+def make_line(mesh: DeviceMesh, parts: Collection[str]) -> Line:
+    """The groups of all lines of the mesh, made by all ranks alike; those that this rank is in. `parts` names some positions of a line."""
+    names = list(mesh.mesh_dim_names or ())
+    at = names.index(STAGE_DIM)
+    lines = mesh.mesh.movedim(at, -1).reshape(-1, mesh.size(at)).tolist()
+    mine = next(line for line in lines if dist.get_rank() in line)
+    timeout = torch_private.world_timeout()
+    down = [dist.new_group(line, timeout=timeout) for line in lines][lines.index(mine)]
+    found: dict[str, Any] = {}
+    for part in sorted(parts):
+        positions = positions_of(part, {STAGE_DIM: mesh.size(at)})
+        group = [dist.new_group([line[p] for p in positions], timeout=timeout) for line in lines][lines.index(mine)]
+        if mine.index(dist.get_rank()) in positions:
+            found[part] = group
+    up = mesh.get_group(STAGE_DIM)
+    if up is dist.group.WORLD:
+        up = dist.new_group(mine, timeout=timeout)
+    return Line(tuple(mine), mine.index(dist.get_rank()), up, down, found)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One value of one micro-batch on its way between two positions; `number` counts those of the pair and direction. It is `made` by that
+    action of the source's row, and `read` by that of the target's."""
+
+    transfer: Transfer
+    micro_batch: int
+    source: int
+    target: int
+    number: int
+    made: int
+    read: int
+
+    def read_before(self, other: Message) -> bool:
+        """Has it arrived where the `other` one, which came from there, was made?"""
+        return self.target == other.source and self.read <= other.made
+
+
+class Routes:
+    """What each action receives and sends, of one schedule and one cut, as this position sees it."""
+
+    def __init__(self, schedule: Schedule, transfers: Sequence[Transfer], position: int) -> None:
+        self.incoming: dict[Action, list[Message]] = {}
+        self.outgoing: dict[Action, list[Message]] = {}
+        self.order: dict[int, list[Message]] = {}  # by source: what comes from it, in order
+        readers = {
+            (a.stage, a.micro_batch, a.kind is Kind.F): (at, a)
+            for rank in range(schedule.ranks)
+            for at, a in enumerate(schedule.of(rank))
+            if a.kind is not Kind.W
+        }
+        by_source: dict[tuple[int, bool], list[Transfer]] = {}
+        for transfer in transfers:
+            by_source.setdefault((transfer.source, transfer.back), []).append(transfer)
+        counts: dict[tuple[int, int], int] = {}
+        for source in range(schedule.ranks):
+            for made, action in enumerate(schedule.of(source)):
+                if action.kind is Kind.W:
+                    continue
+                for transfer in by_source.get((action.stage, action.kind is not Kind.F), ()):
+                    target = schedule.rank_of[transfer.target]
+                    number = counts[source, target] = counts.get((source, target), -1) + 1
+                    read, reader = readers[transfer.target, action.micro_batch, not transfer.back]
+                    message = Message(transfer, action.micro_batch, source, target, number, made, read)
+                    if source == position:
+                        self.outgoing.setdefault(action, []).append(message)
+                    if target == position:
+                        self.incoming.setdefault(reader, []).append(message)
+                        self.order.setdefault(source, []).append(message)
+
+
+class Channels:
+    """The transfers of one step: asks for values before they are needed, and keeps what is sent until it has left."""
+
+    def __init__(self, line: Line, routes: Routes, device: torch.device, heart: Any = None) -> None:
+        self.line = line
+        self.heart = heart
+        self.routes = routes
+        self.device = device
+        self._asked: dict[Message, tuple[Any, torch.Tensor]] = {}
+        self._next: dict[int, int] = {}
+        self._here: dict[tuple[int, str], torch.Tensor] = {}  # of stages on this rank
+        self._leaving: list[tuple[Any, torch.Tensor, Message]] = []
+
+    def ask(self, actions: Iterable[Action]) -> None:
+        """Begin to receive what these actions, the next ones of this rank, need."""
+        for action in actions:
+            for message in self.routes.incoming.get(action, ()):
+                if message.source != message.target:
+                    self._ask_until(message)
+
+    def take(self, action: Action) -> dict[str, torch.Tensor]:
+        """What an action reads of other stages, by name; waits for it. Raises `CollectiveError` where a rank is gone."""
+        found = {}
+        for message in self.routes.incoming.get(action, ()):
+            name = message.transfer.name
+            if message.source == message.target:
+                found[name] = self._here.pop((message.transfer.target, f"{name} {message.micro_batch}"))
+                continue
+            self._ask_until(message)
+            work, buffer = self._asked.pop(message)
+            self._wait(work, message, receiving=True)
+            self._let_go(message)
+            found[name] = _shown(buffer, message.transfer.like)
+        return found
+
+    def _let_go(self, came: Message) -> None:
+        """Let go of what a rank had read when it made what came. (Over gloo a send is over for who waits for it.)"""
+        left = []
+        for work, buffer, message in self._leaving:
+            if message.read_before(came):
+                self._wait(work, message, receiving=False)
+            else:
+                left.append((work, buffer, message))
+        self._leaving = left
+
+    def send(self, action: Action, values: Mapping[str, torch.Tensor]) -> None:
+        """Send on what an action made, by name."""
+        self._leaving = [entry for entry in self._leaving if not entry[0].is_completed()]
+        for message in self.routes.outgoing.get(action, ()):
+            value, like = values[message.transfer.name], message.transfer.like
+            if message.source == message.target:
+                laid = value if value.stride() == like.stride() else _shown(_flat(value, like), like)
+                self._here[message.transfer.target, f"{message.transfer.name} {message.micro_batch}"] = laid
+                continue
+            flat = _flat(value, like)
+            group = self.line.between(message.source, message.target)
+            work = dist.isend(flat, self.line.ranks[message.target], group=group, tag=message.number)
+            self._leaving.append((work, flat, message))
+
+    def finish(self) -> None:
+        """Wait until all has left. Raises as `take`."""
+        for work, _, message in self._leaving:
+            self._wait(work, message, receiving=False)
+        self._leaving.clear()
+
+    def _ask_until(self, message: Message) -> None:
+        coming = self.routes.order[message.source]
+        at = self._next.get(message.source, 0)
+        while at <= message.number:
+            wanted = coming[at]
+            buffer = torch.empty(wanted.transfer.like.numel(), dtype=wanted.transfer.like.dtype, device=self.device)
+            group = self.line.between(wanted.source, wanted.target)
+            work = dist.irecv(buffer, self.line.ranks[wanted.source], group=group, tag=wanted.number)
+            self._asked[wanted] = work, buffer
+            at += 1
+        self._next[message.source] = at
+
+    def _wait(self, work: Any, message: Message, *, receiving: bool) -> None:
+        transfer, ranks = message.transfer, self.line.ranks
+        here, other = (transfer.target, message.source) if receiving else (transfer.source, message.target)
+        said = (
+            f"the {'backward' if transfer.back else 'forward'} of micro-batch {message.micro_batch}: {transfer.name!r} on its way from "
+            f"stage {transfer.source} to stage {transfer.target}"
+        )
+        # (the larger rank first: what the two do as part of a larger group is counted under another name)
+        both = _Pair(sorted((ranks[message.source], ranks[message.target]), reverse=True), self.heart)
+        told = place.enter(said, both)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise place.failed_collective(f"stage {here} has lost rank {ranks[other]}", said, error) from error
+        finally:
+            if told:
+                place.leave()
+
+
+@dataclass
+class _Pair:
+    """Two ranks of which one waits for the other."""
+
+    ranks: list[int]
+    heart: Any
+    group: Any = None
+
+
+def _flat(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A value's numbers in the order in which they are awaited: no copy of one that lies so. (What is awaited says the program; a backend
+    may give another layout.)"""
+    stride = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: (-stride[d], d))
+    return value.detach().permute(order).contiguous().view(-1)
+
+
+def _shown(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return buffer.as_strided(like.shape, like.stride())

@@ -1,0 +1,155 @@
+"""A rank that fails alone in a step of a pipeline: the others are told why, and wait for it no more.
+
+What it says goes through the process group's store, where the others read it once they fail. That they do, it sees to by shutting its side of
+the groups that they share: whoever waits for it there gets an error at once, and does the same for those that wait for him. So all ranks
+come out of the step, with what the first of them said. Messages were lost on the way, so these groups can't be used again, and neither can
+the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from zgraph.agreement import Agreement
+from zgraph.errors import CollectiveError, PeerError, PlanError, RankMismatchError, StepError
+from zgraph.program import place, torch_private
+from zgraph.stages.actions import Action, Kind
+
+__all__ = ["Board", "Fault", "Marker"]
+
+_FIRST = "first"
+_LONGEST = 4000  # characters of what a rank says
+_ALIKE = (PlanError, RankMismatchError, StepError)  # what an update raises on all ranks, or on none
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a rank has said of its own error; `stage` and `micro_batch` are None where it was in none, and `where` says what it was in."""
+
+    rank: int
+    stage: int | None
+    micro_batch: int | None
+    where: str
+    said: str
+
+    def error(self) -> PeerError:
+        """What the other ranks raise."""
+        made = PeerError(
+            f"rank {self.rank} has failed in this step",
+            where=self.where,
+            why=self.said,
+            hint="look at that rank's output; this rank waits for it no more, and the step has no result",
+        )
+        made.rank, made.stage, made.micro_batch = self.rank, self.stage, self.micro_batch
+        made.absent = (self.rank,)
+        return made
+
+
+@dataclass
+class Marker:
+    """Where this rank is in its row of a schedule."""
+
+    action: Action | None = None
+
+    def fault(self, error: BaseException) -> Fault:
+        """This rank's own, of what it raised here."""
+        action, rank = self.action, dist.get_rank()
+        said = f"{type(error).__name__}: {error}"[:_LONGEST]
+        if action is None:
+            return Fault(rank, None, None, "after the schedule, in the update or the exchange of losses", said)
+        kind = "forward" if action.kind is Kind.F else "backward"
+        where = f"stage {action.stage}, the {kind} of micro-batch {action.micro_batch}"
+        return Fault(rank, action.stage, action.micro_batch, where, said)
+
+
+class Board:
+    """Where ranks say why they have left a step: of a `name` that is theirs alone, and alike on all of them. `groups` are those that they wait
+    for each other in, besides those of the `voters`, who refuse to vote after it. `known` is the first fault, once this rank has failed too."""
+
+    def __init__(self, name: str, groups: Sequence[Any], voters: Sequence[Agreement]) -> None:
+        self.name = name
+        self.groups = [g for g in (*groups, *(v.group for v in voters)) if g is not None]
+        self.known: Fault | None = None
+        for agreement in voters:
+            agreement.refuse_ended = self.refuse_broken
+
+    def refuse_broken(self) -> None:
+        """Raises `StepError` after a step that failed."""
+        if self.known is not None:
+            raise StepError(
+                "a model in stages, after a step that failed on some rank alone",
+                where="mesh.pp",
+                why=f"rank {self.known.rank} ({self.known.where}) said: {self.known.said}",
+                hint="the ranks no longer know what is on its way between them: start all of them again, from the last checkpoint",
+            )
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Marker]:
+        """All that ranks do together in a step. What is raised in here on this rank is told to the others, and ends what they wait for; where
+        another was first, raises `PeerError` with what it said. What all ranks raise alike, behind the schedule, passes."""
+        global _watching
+        self.refuse_broken()
+        marker = Marker()
+        _watching = weakref.ref(self)
+        try:
+            yield marker
+        except _ALIKE as error:
+            if marker.action is None:
+                raise
+            self._leave(marker.fault(error))
+            raise
+        except BaseException as error:
+            first = self._leave(marker.fault(error))
+            followed = first.rank != dist.get_rank() and isinstance(error, (CollectiveError, RuntimeError))
+            if followed:
+                raise first.error() from error
+            raise
+        finally:
+            _watching = None
+
+    @functools.cached_property
+    def _store(self) -> Any:
+        return torch_private.own_store(torch_private.default_store(), f"zgraph/faults/{self.name}")
+
+    def first(self) -> Fault | None:
+        """What the first rank that failed has said; None where none has, or the store is gone with it."""
+        try:
+            found = self._store.get(_FIRST) if self._store.check([_FIRST]) else None
+        except RuntimeError:
+            return None
+        return Fault(**json.loads(found)) if found is not None else None
+
+    def _leave(self, mine: Fault) -> Fault:
+        """Say it, unless another has; then let nobody wait for this rank."""
+        found = self.first()
+        if found is None:
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(_FIRST, "", json.dumps(asdict(mine)))
+            found = self.first() or mine
+        self.known = found
+        for group in self.groups:
+            torch_private.shut(group)
+        return found
+
+
+_watching: weakref.ref[Board] | None = None
+
+
+def _report(node: Any) -> tuple[str, tuple[int, ...]] | None:
+    """Why a collective has failed, if a rank has said so."""
+    board = _watching() if _watching is not None else None
+    found = board.first() if board is not None else None
+    if found is None or found.rank == dist.get_rank():
+        return None
+    return f"rank {found.rank} has failed before ({found.where}): {found.said}", (found.rank,)
+
+
+place.report_by(_report, first=True)

@@ -1,0 +1,330 @@
+"""The run time of a rank that owns some stages of a model: what `Runtime` is for one that runs all of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from zgraph import heartbeat
+from zgraph.compiled import StepProgram
+from zgraph.errors import PlanError, RankMismatchError, StepError, UnsupportedError
+from zgraph.program import place
+from zgraph.program.program import DATA_DIMS, InputRole, OutputRole
+from zgraph.runtime import Runtime
+from zgraph.sharding import fingerprint, local_of, with_requires_grad
+from zgraph.signature import brief
+from zgraph.stages.actions import Kind
+from zgraph.stages.budgeting import refuse
+from zgraph.stages.buffers import Buffers
+from zgraph.stages.channels import AHEAD, Channels, Line, Routes
+from zgraph.stages.duties import duties
+from zgraph.stages.faults import Board, Marker
+from zgraph.stages.schedule import Schedule
+from zgraph.stages.staged import Capture, Partition, Staged, reduces_once
+from zgraph.stages.worker import Worker
+from zgraph.timings import model_flops
+from zgraph.update.held import check_meetings, meetings, specs_here
+from zgraph.update.program import outside_of, waiting_bytes
+
+if TYPE_CHECKING:
+    from zgraph.stages.compiling import Uncut
+
+Tangents = Callable[[int, list[Any]], dict[int, torch.Tensor]]
+
+
+def refuse_gradients() -> None:
+    """Raises `StepError` for a forward alone that would have gradients."""
+    if torch.is_grad_enabled():
+        raise StepError(
+            "a forward with gradients, of a model in stages",
+            where="mesh.pp",
+            why="its backward would have to go through all stages in turn",
+            hint="model.train_step(…) is a whole step; under torch.no_grad() the forward runs alone",
+        )
+
+
+class PipelineRuntime(Runtime):
+    """The run time of one compiled module of which this rank holds some stages.
+
+    `line` are the ranks along "pp", `partition` says where the model is cut and who runs what. `origin` captures the whole model for the
+    inputs of a micro-batch; `first` is the capture that the model was cut by, if that was now, and `board` that of an
+    earlier run time of the same ranks.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        line: Line,
+        partition: Partition,
+        origin: Uncut,
+        first: Capture | None = None,
+        board: Board | None = None,
+        **named: Any,
+    ) -> None:
+        self.line = line
+        super().__init__(*given, **named)
+        voters = [self.agreement, self.everyone]
+        self.board = board or Board(str(self.everyone.group.group_name), self.process_groups(), voters)
+        heartbeat.watch(self.plan.watch, self.agreement, [])
+        self.partition = partition
+        self.groups |= line.groups()
+        self.origin = origin
+        self.buffers = Buffers()
+        self._first = first
+        self._routes: dict[tuple[str, str, int], Routes] = {}
+        self._updates_met = 0
+        self.beside: tuple[tuple[Any, ...], dict[str, Any]] = (
+            (),
+            {},
+        )  # what loss_fn gets of the call that is under way
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of all stages, without gradients. Raises `StepError` where there would be some."""
+        refuse_gradients()
+        from zgraph.stages.step import forward_only
+
+        return forward_only(self, args, kwargs)
+
+    # -- programs -----------------------------------------------------------------------------------------------------
+    def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shown = brief(self.module, args, kwargs)
+        name = self._name_new(shown)
+        first, self._first = self._first, None
+        known = first is not None and first.key == key and first.of_loss
+        found = first if known and first is not None else self.origin.captured(name, args, kwargs, *self.beside)
+        specs = with_requires_grad(self.shards.specs, self.shards.params())
+        held = self.updater.held
+        outsides = outside_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares, held)
+        staged = Staged(
+            name,
+            shown,
+            found,
+            self.partition,
+            self.line.position,
+            self.plan,
+            self.groups,
+            self.costs,
+            outsides,
+            self.agree,
+            (args, kwargs),
+            waiting_bytes(specs_here(specs, held), self.plan),
+            self.once,
+        )
+        self.buffers.note(name, staged.stages.programs, self.partition.schedule.rank_of)
+
+        def attempt() -> None:
+            self._refuse_moved(staged)
+            of = duties(self.partition.schedule, self.line.position)
+            for stage, step in staged.steps.items():
+                if step.differentiated:
+                    self.updater.refuse_unscaled()
+                self.prepare(step, of[stage].kinds)
+
+        def refused(rank: int, said: str) -> PlanError:
+            return PlanError(f"rank {rank} can't make the programs of its stages", where="mesh.pp", why=said)
+
+        budget = staged.budget
+        if budget is not None:
+            said = "the memory of stages"
+            _, refusals = self.everyone.exchange(said, lambda: budget.refusal, lambda refusal: refusal, refused)
+            refuse(self.plan, refusals)
+        self.everyone.together("the programs of stages", attempt, refused)
+        self.relax()  # (so it was for some ranks until now)
+        return staged
+
+    def refuse_other_batch(self, staged: Staged, call: Any) -> None:
+        """Raises `RankMismatchError` on every rank if those of one pipeline were given different batches. Looked at once for a signature."""
+        if staged.seen:
+            return
+        staged.seen = True
+        mine = [int(fingerprint(x)) for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor)]
+        at = [self.mesh.get_local_rank(d) for d in DATA_DIMS if d in self.sizes] if self.mesh is not None else []
+        views = self.everyone.gather("the batches of pipelines", (at, mine))
+        for among, marks in views:
+            alike = [
+                (rank, theirs) for rank, (its, theirs) in zip(self.everyone.ranks, views, strict=True) if its == among
+            ]
+            if marks != alike[0][1]:
+                raise RankMismatchError(
+                    f"ranks {[rank for rank, _ in alike]}, of one pipeline, have different batches",
+                    where="mesh.pp",
+                    why="one's inputs would meet another's targets, or be put together with parts of other rows",
+                    hint='a rank\'s part of the data is that of model.zgraph.mesh.get_local_rank("dp"); "pp" is outermost in the mesh',
+                )
+
+    def _refuse_moved(self, staged: Staged) -> None:
+        """Raises `UnsupportedError` where another signature reads a parameter on a rank that does not hold it."""
+        assert self.updater.held is not None
+        for name, holders in self.partition.holders(staged.stages).items():
+            read = any(name in p.input_nodes(InputRole.PARAMETER) for p in staged.stages.programs)
+            if read and self.line.position in holders and name not in self.updater.held.own:
+                raise UnsupportedError(
+                    f"{staged.name} reads {name!r} in a stage of this rank, which does not hold it",
+                    where="partition",
+                    why="the model was cut by other inputs, for which it was read elsewhere",
+                    hint="partition=[module paths], with the module inside a stage",
+                )
+
+    def prepare(self, step: StepProgram, kinds: frozenset[Kind] = frozenset({Kind.F, Kind.B})) -> None:
+        """Compile what a stage takes that does these kinds of actions in a step."""
+        self.fit(step)
+        step.forward()
+        if not step.differentiated:
+            return
+        several = self.plan.micro_batches > 1
+        for reduce, accumulated in [(False, False), (True, True)] if self.once and several else [(True, False)]:
+            if Kind.B in kinds:
+                step.backward(reduce, accumulated)
+            if Kind.W in kinds:
+                step.backward_apart(reduce, accumulated)
+        summed = any(port.role is OutputRole.GRADIENT for port in step.captured.outputs)
+        if summed and self.plan.micro_batches > (2 if self.once else 1):
+            for kind in kinds & {Kind.B, Kind.W}:
+                step.summing_backward(not self.once, apart=kind is Kind.W)
+        if step.keeps and several:
+            step.forward(True)
+
+    @property
+    def once(self) -> bool:
+        """Are gradients reduced once a step, and not in every backward?"""
+        return reduces_once(self.plan, self.sizes)
+
+    def agree_on_update(self, names: Sequence[str]) -> None:
+        """And let the stages compare what their updates do together, if one of them has a new one."""
+        super().agree_on_update(names)
+        found = self.updater.program(tuple(names)).history.program
+        made = len(self.updater.compiled())
+        if self.everyone.any("a new update", made != self._updates_met):
+            self._updates_met = made
+            check_meetings(self._by_position(self.everyone.gather("the stages' updates", meetings(found))))
+
+    def told(self) -> list[str]:
+        schedule, position = self.partition.schedule, self.line.position
+        mine = ", ".join(map(str, schedule.stages_of(position)))
+        return [
+            f"pipeline: position {position} of {schedule.ranks} has stage(s) {mine} of {schedule.stages}, by schedule {schedule.name}"
+        ]
+
+    def process_groups(self) -> list[Any]:
+        return [*super().process_groups(), *self.line.all_groups()]
+
+    def has_buffer(self, name: str) -> bool:
+        return self.buffers.at(name) == self.line.position
+
+    def whole_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        assert self.updater.held is not None
+        group = self.updater.held.tied.get(name)
+        if group is None or self.updater.optimizer is None:  # (without one in the plan it is summed already)
+            return grad
+        local = local_of(grad).detach().clone()
+        dist.all_reduce(local, group=self.line.group(group))
+        return self.shards.gradient(name, local)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Raises `StepError`: no backward is the user's own."""
+        raise StepError(
+            "no_sync() of a model in stages",
+            where="mesh.pp",
+            why="train_step(…) runs the backward passes of all micro-batches, and reduces as the plan says",
+            hint="micro_batches in the plan; or train_step(…) several times without an optimizer in the plan, which adds gradients up",
+        )
+        yield
+
+    def _flops_of_forward(self) -> float:
+        """The mean over this rank's stages, of which each runs its own forwards."""
+        trained = [s for s in self.entries.values() if s.program().differentiated]
+        steps = trained[-1].programs() if trained else []
+        return sum(model_flops(step.captured) for step in steps) / len(steps) if steps else 0.0
+
+    def _by_position(self, views: Sequence[Any]) -> list[Any]:
+        """Of what all ranks say, what those of this rank's line do."""
+        return [views[self.everyone.ranks.index(rank)] for rank in self.line.ranks]
+
+    # -- running ------------------------------------------------------------------------------------------------------
+    def run(
+        self,
+        staged: Staged,
+        schedule: Schedule,
+        flats: Sequence[Sequence[Any]],
+        tangents_of: Tangents | None,
+        marker: Marker,
+    ) -> list[list[Any]]:
+        """Run this rank's row of a schedule: for each micro-batch the flat outputs, of which only the rank with the last stage has tensors.
+
+        `flats` are the inputs of the model's graph, by micro-batch. `tangents_of` gives the tangents of a micro-batch's outputs where there
+        is a backward; gradients are then where an update finds them. The `marker` is told where this rank is.
+        """
+        key = (staged.name, schedule.name, schedule.micro_batches)
+        if key not in self._routes:
+            transfers = [t for t in staged.stages.transfers if tangents_of is not None or not t.back]
+            self._routes[key] = Routes(schedule, transfers, self.line.position)
+        channels = Channels(self.line, self._routes[key], self.device, self.everyone.heart)
+        of = duties(schedule, self.line.position)
+        workers = {stage: Worker(self, step, of[stage]) for stage, step in staged.steps.items()}
+        actions = schedule.of(self.line.position)
+        outputs = [list(staged.constants) for _ in flats]
+        tangents: dict[int, dict[int, torch.Tensor]] = {}
+        for at, action in enumerate(actions):
+            number, worker = action.micro_batch, workers[action.stage]
+            marker.action = action
+            self.tell_place(number)
+            channels.ask(actions[at : at + AHEAD])
+            came = channels.take(action)
+            if action.kind is Kind.F:
+                with self.clock.timed("forward"):
+                    given, sent = worker.forward(number, flats[number], came)
+                for index, value in given.items():
+                    outputs[number][index] = value
+                if action.stage == schedule.stages - 1 and tangents_of is not None:
+                    tangents[number] = tangents_of(number, outputs[number])
+            else:
+                with self.clock.timed("backward"):
+                    sent = worker.backward(action, tangents.get(number, {}), came)
+                if action.stage == schedule.stages - 1 and action.kind is not Kind.I:
+                    tangents.pop(number, None)
+            channels.send(action, sent)
+            del sent  # (until it has left the channels hold it)
+        channels.finish()
+        if tangents_of is not None:
+            self._leave_gradients(workers.values())
+        marker.action = None
+        return outputs
+
+    def _leave_gradients(self, workers: Any) -> None:
+        """Put the sums of gradients where an update, or the user, finds them."""
+        sums: dict[str, torch.Tensor] = {}
+        for worker in workers:
+            for name, value in worker.gradients.items():  # (two stages of this rank may share a parameter)
+                sums[name] = sums[name].add_(value) if name in sums else value
+        params = self.shards.params()
+        for name, value in sums.items():
+            made = self.shards.gradient(name, value)
+            held = params[name].grad
+            if held is not None and self.counts(name):  # (the sum over stages so far is added on one of them)
+                made = held + made
+            params[name].grad = made
+        self.turns += 1
+        self.clock.reduced = True
+
+    def everywhere(self, losses: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The micro-batches' losses, 0-dim float32 (float64 where they are), which the rank with the last stage has, on all ranks."""
+        source = self.line.ranks[self.partition.schedule.rank_of[-1]]
+        vector = torch.zeros(len(losses), dtype=torch.float64, device=self.device)
+        if dist.get_rank() == source:
+            vector = torch.stack([x.detach() for x in losses if x is not None]).to(torch.float64)
+        said = "the losses of a step on their way from the rank with the last stage"
+        told = place.enter(said, self.everyone)
+        try:
+            dist.broadcast(vector, src=source, group=self.line.whole)
+        except RuntimeError as error:
+            raise place.failed_collective(f"{said} did not arrive", said, error) from error
+        finally:
+            if told:
+                place.leave()
+        return list(vector.unbind())

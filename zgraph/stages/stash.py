@@ -1,0 +1,33 @@
+"""The memory that a schedule's micro-batches take on each rank between their forwards and their backwards.
+
+It does not depend on how long actions take, only on the order in which a rank runs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from zgraph.stages.actions import Kind
+from zgraph.stages.schedule import Schedule
+
+__all__ = ["stash"]
+
+
+def stash(schedule: Schedule, saved: Sequence[int], kept_for_weights: float = 1.0) -> tuple[int, ...]:
+    """For each rank the most bytes that its stages hold at once for their backwards.
+
+    `saved` is what each stage saves for one micro-batch, in bytes: held from its forward to the end of its backward. Where that is I and W,
+    the share `kept_for_weights` of it, from 0 to 1, is held between them.
+    """
+    kept = [math.ceil(whole * kept_for_weights) for whole in saved]
+
+    def most(rank: int) -> int:
+        held = found = 0
+        for action in schedule.of(rank):
+            whole, part = saved[action.stage], kept[action.stage]
+            held += {Kind.F: whole, Kind.B: -whole, Kind.I: part - whole, Kind.W: -part}[action.kind]
+            found = max(found, held)
+        return found
+
+    return tuple(most(rank) for rank in range(schedule.ranks))

@@ -1,0 +1,147 @@
+"""One training step of a model in stages, and a forward alone: micro-batches in, the schedule run, the output put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zgraph.errors import StepError
+from zgraph.signature import batch_size
+from zgraph.stages.actions import Action, Kind
+from zgraph.stages.runtime import PipelineRuntime
+from zgraph.stages.schedule import Schedule
+from zgraph.stages.staged import Staged
+from zgraph.train import (
+    Call,
+    for_forward,
+    in_order,
+    join_outputs,
+    loss_of,
+    named,
+    no_loss,
+    refuse_rest,
+    split_batch,
+    target_weights,
+)
+
+
+def train_step(
+    runtime: PipelineRuntime, loss_fn: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """See `zgraph.handle.Handle.train_step`."""
+    plan = runtime.plan
+    kwargs = in_order(runtime, kwargs)
+    calls = split_batch(args, kwargs, plan.micro_batches, uneven=None)
+    weights = (
+        target_weights(runtime, calls) if plan.loss_average == "token" else [1.0 / plan.micro_batches] * len(calls)
+    )
+    given = [for_forward(runtime, *call) for call in calls]
+    runtime.beside = given[0][1:]
+    staged = _entry(runtime, [call for call, _, _ in given])
+    runtime.refuse_other_batch(staged, calls[0])
+    if not staged.pattern:
+        raise StepError("a training step without gradients", hint="call train_step outside of torch.no_grad()")
+    if loss_fn is None:  # (the rank with the last stage is not to find out alone)
+        call, rest, others = given[0]
+        refuse_rest(named(runtime, call), rest, others)
+        if staged.trace.loss is None:
+            raise no_loss()
+    flats = [staged.trace.flat.flatten(runtime.module, *call) for call, _, _ in given]
+
+    def tangents_of(number: int, values: list[Any]) -> dict[int, torch.Tensor]:
+        call, rest, others = given[number]
+        if loss_fn is None:
+            (at,) = staged.pattern
+            return {at: torch.as_tensor(weights[number], dtype=values[at].dtype, device=values[at].device)}
+        leaves = {i: values[i].detach().requires_grad_() for i in sorted(staged.pattern)}
+        seen = [leaves.get(i, v) for i, v in enumerate(values)]
+        with torch.enable_grad():
+            output = staged.trace.flat.around(lambda *_: seen, runtime.module, *call)
+            loss = loss_of(output, loss_fn, named(runtime, call), rest, others)
+            scaled = torch.as_tensor(weights[number], dtype=loss.dtype, device=loss.device)
+            grads = torch.autograd.grad(loss, list(leaves.values()), scaled, allow_unused=True)
+        return {
+            i: torch.zeros_like(leaf) if grad is None else _like(grad, leaf)
+            for (i, leaf), grad in zip(leaves.items(), grads, strict=True)
+        }
+
+    with runtime.board.watched() as marker:
+        outputs = runtime.run(staged, runtime.partition.schedule, flats, tangents_of, marker)
+        runtime.samples += staged.rows * len(calls) * runtime.data_ranks()
+        if plan.optimizer is not None:
+            runtime.updater.step()
+        else:
+            runtime.updater.clip_only()
+        _share_losses(runtime, staged, outputs)
+    total = sum(weights)
+    shares = [w / total for w in weights] if total else [1.0 / len(calls)] * len(calls)
+    return _joined(runtime, staged, [call for call, _, _ in given], outputs, shares)
+
+
+def compile_first(runtime: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compile what a step takes for a batch of these arguments."""
+    call = split_batch(args, in_order(runtime, kwargs), runtime.plan.micro_batches, uneven=None)[0]
+    given, *runtime.beside = for_forward(runtime, *call)
+    _entry(runtime, [given])
+
+
+def forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's output without gradients: the loss, if it has one, on all ranks; other tensors on the ranks with the last stage, None on
+    the others. The batch goes through in the plan's micro-batches where they divide it, else whole."""
+    kwargs = in_order(runtime, kwargs)
+    size, parts = batch_size(args, kwargs), runtime.plan.micro_batches
+    calls = split_batch(args, kwargs, parts if size is not None and size % parts == 0 else 1, uneven=None)
+    staged = _entry(runtime, calls)
+    runtime.refuse_other_batch(staged, calls[0])
+    flats = [staged.trace.flat.flatten(runtime.module, *call) for call in calls]
+    with runtime.board.watched() as marker:
+        outputs = runtime.run(staged, _forwards(runtime.partition.schedule, len(calls)), flats, None, marker)
+        _share_losses(runtime, staged, outputs)
+    return _joined(runtime, staged, calls, outputs, [1.0 / len(calls)] * len(calls))
+
+
+def _share_losses(runtime: PipelineRuntime, staged: Staged, outputs: list[list[Any]]) -> None:
+    """Put the micro-batches' losses, where the model gives one, into the outputs of all ranks: so far the last stage's rank has them."""
+    at = staged.trace.loss
+    if at is not None:
+        for values, loss in zip(outputs, runtime.everywhere([values[at] for values in outputs]), strict=True):
+            values[at] = loss.to(staged.loss_dtype)
+
+
+def _entry(runtime: PipelineRuntime, calls: Sequence[Call]) -> Staged:
+    runtime.board.refuse_broken()
+    runtime.end_own_step()
+    runtime.tell_place(0)
+    staged: Any = runtime.entry(*calls[0])[1]
+    return staged  # type: ignore[no-any-return]
+
+
+def _joined(
+    runtime: PipelineRuntime, staged: Staged, calls: Sequence[Call], outputs: list[list[Any]], shares: Sequence[float]
+) -> Any:
+    made = [
+        staged.trace.flat.around(lambda *_, values=values: values, runtime.module, *call)
+        for call, values in zip(calls, outputs, strict=True)
+    ]
+    return join_outputs(made, shares, [batch_size(*call) for call in calls])
+
+
+def _forwards(schedule: Schedule, micro_batches: int) -> Schedule:
+    """Its forwards alone, in their order; of another number of micro-batches, stage by stage."""
+    if micro_batches == schedule.micro_batches:
+        rows = tuple(tuple(a for a in schedule.of(rank) if a.kind is Kind.F) for rank in range(schedule.ranks))
+    else:
+        rows = tuple(
+            tuple(Action(Kind.F, s, m) for s in schedule.stages_of(rank) for m in range(micro_batches))
+            for rank in range(schedule.ranks)
+        )
+    return Schedule("forward", micro_batches, schedule.rank_of, rows)
+
+
+def _like(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """A tangent with the strides of what it is of, for which programs are made."""
+    if grad.stride() == leaf.stride():
+        return grad
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)

@@ -1,0 +1,117 @@
+"""What a stage's program has on the device while each part of it runs, and between the parts: what a micro-batch leaves there.
+
+A stage is captured as one program and run in parts: a forward, and a backward or the two parts of one. Each part lets go of what no later one
+reads, as it goes, of what came from other stages too; what it gives is no longer the program's when it is over. What there is all through
+a step is not counted here: parameters, inputs, whole weights that are kept, sums of gradients that are added to in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import fx
+
+from zgraph.passes.fusion import sources
+from zgraph.passes.memory import Life, lives
+from zgraph.program.node import Phase, info
+from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.stages.actions import Kind
+
+_ALWAYS = {InputRole.PARAMETER, InputRole.INPUT, InputRole.KEPT}
+_COMES = {InputRole.RECEIVED, InputRole.RETURNED, InputRole.TANGENT, InputRole.ACCUMULATOR}
+
+
+@dataclass(frozen=True)
+class Values:
+    """The bytes by category where they are most, while each kind of part runs (`peaks`); those that a micro-batch leaves from its forward
+    to its backward (`saved`), and from the first part of that to the second (`kept`). What is `lent` is sent to other stages and stays
+    here as well, until the backward."""
+
+    peaks: dict[Kind, dict[str, int]]
+    saved: int
+    kept: int
+    lent: frozenset[str]
+
+
+def values_of(program: Program, fused: bool, first: Collection[str] | None = None, *, adds: bool = False) -> Values:
+    """Those of a joint program of any level. `fused`: see `zgraph.passes.memory.lives`. The names of the nodes in the `first` part of the
+    backward are given if it has two; does it add to sums in place (`adds`)?"""
+    if first is not None:
+        program = _second_last(program, first)
+    nodes = list(program.graph.nodes)
+    turn = 1 + max((i for i, n in enumerate(nodes) if n.op != "output" and info(n).phase is Phase.FORWARD), default=-1)
+    end = len(nodes)
+    middle = end - 1
+    if first is not None:
+        later = (i for i, n in enumerate(nodes[:-1]) if i >= turn and n.op != "placeholder" and n.name not in first)
+        middle = next(later, end - 1)
+    found = _lives(program, fused, turn, middle if first is not None else end, adds)
+    spans = {Kind.F: (0, turn), Kind.B: (turn, end)}
+    if first is not None:
+        # (a first part in which nothing is computed has what the second begins with)
+        spans |= {Kind.I: (turn, max(middle, turn + 1)), Kind.W: (middle, end)}
+    peaks = {kind: _most(found, start, stop) for kind, (start, stop) in spans.items()}
+    stays = {life.node for life in found if life.born < turn < life.gone}
+    on = sources(nodes, fused)
+    held = stays | {n for role in _ALWAYS for n in program.input_nodes(role).values()}
+    sent = ((p.name, on[n]) for p, n in program.output_items() if p.role is OutputRole.SENT and n in on)
+    return Values(
+        peaks,
+        sum(life.bytes for life in found if life.node in stays),
+        sum(life.bytes for life in found if life.born < middle < life.gone) if first is not None else 0,
+        frozenset(name for name, made_of in sent if held.issuperset(made_of)),
+    )
+
+
+def _second_last(program: Program, first: Collection[str]) -> Program:
+    """A copy with the backward's nodes in the order of its parts."""
+    made = program.snapshot()
+    for node in list(made.graph.nodes):
+        if node.op not in ("placeholder", "output") and info(node).phase is Phase.BACKWARD and node.name not in first:
+            made.output_node().prepend(node)
+    return made
+
+
+def _lives(program: Program, fused: bool, turn: int, middle: int, adds: bool) -> list[Life]:
+    """Of all that the parts have, from when it is there until it is let go. A first part of the backward ends at `middle`."""
+    nodes = list(program.graph.nodes)
+    on = sources(nodes, fused)
+    inputs = {node: port.role for port, node in program.input_items()}
+    gives: dict[fx.Node, set[InputRole | OutputRole]] = {}
+    for port, node in program.output_items():
+        for root in on.get(node, ()):
+            gives.setdefault(root, set()).add(port.role)
+    always = _ALWAYS | ({InputRole.ACCUMULATOR} if adds else set())
+    found = []
+    for life in lives(program, fused):
+        role, born, gone = inputs.get(life.node), life.born, life.gone
+        if role in always:
+            continue
+        if role in _COMES:
+            born = 0 if role is InputRole.RECEIVED else turn - (role is InputRole.TANGENT)
+            gone = len(nodes) if role is InputRole.TANGENT else max(life.read, born) + 1
+        given = gives.get(life.node, set())
+        if given:
+            over = next(stop for stop in (turn, middle, len(nodes)) if born < stop)
+            gone = len(nodes) if OutputRole.GRADIENT in given else max(life.read + 1, over)
+        found.append(Life(life.node, life.category, life.bytes, born, gone, life.read))
+    return found
+
+
+def _most(found: list[Life], start: int, stop: int) -> dict[str, int]:
+    """The bytes by category where they are most, in positions from `start` to before `stop`."""
+    changes: dict[int, Counter[str]] = {}
+    for life in found:
+        born = max(life.born, start)
+        if born < stop and life.gone > born:
+            changes.setdefault(born, Counter())[life.category] += life.bytes
+            changes.setdefault(life.gone, Counter())[life.category] -= life.bytes
+    live: Counter[str] = Counter()
+    most: dict[str, int] = {}
+    for at in sorted(at for at in changes if at < stop):
+        live.update(changes[at])
+        if sum(live.values()) > sum(most.values()):
+            most = {name: size for name, size in live.items() if size}
+    return most

@@ -1,0 +1,178 @@
+"""Runs the programs of one stage for one step: its micro-batches' values from forward to backward, and its sums of gradients.
+
+[Note: gathers and reductions] A stage that ZeRO shards gathers its weights as its plan says: at stage 3 for each use, at 1 and 2 once a
+step, in the first forward, which hides them behind its own work. At stages 2 and 3 each backward reduces; at 0 and 1 the last one of
+the step does, with the sum of all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zgraph.codegen.executable import Executable
+from zgraph.compiled import StepProgram
+from zgraph.out_of_memory import explained
+from zgraph.program import place, torch_private
+from zgraph.program.program import InputRole, OutputRole, Port
+from zgraph.stages.actions import Action, Kind
+from zgraph.stages.duties import Duty
+
+if TYPE_CHECKING:
+    from zgraph.stages.runtime import PipelineRuntime
+
+
+@dataclass
+class _Batch:
+    """What one micro-batch has here between its actions."""
+
+    flat: Sequence[Any]
+    received: dict[str, torch.Tensor] = field(default_factory=dict)
+    saved: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Worker:
+    """One stage in one step."""
+
+    def __init__(self, runtime: PipelineRuntime, step: StepProgram, duty: Duty) -> None:
+        self.runtime = runtime
+        self.step = step
+        self.duty = duty
+        self.gradients: dict[str, torch.Tensor] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._read_after: dict[Kind, set[str]] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        self._batches: dict[int, _Batch] = {}
+
+    def forward(
+        self, micro_batch: int, flat: Sequence[Any], received: dict[str, torch.Tensor]
+    ) -> tuple[dict[int, Any], dict[str, torch.Tensor]]:
+        """(the outputs that this stage gives, by their positions; what it sends, by name). `flat` are the inputs of the model's graph for
+        this micro-batch. What was `received` is let go as the program goes: the caller's dict is emptied."""
+        self.runtime.agree_on_random(self.step)
+        executable = self.step.forward(bool(self._kept))
+        batch = _Batch(flat, received)
+        values = [self._value(port, batch, {}, {}) for port in executable.program.inputs]
+        if self.step.differentiated and self.duty.last is not None:
+            self._batches[micro_batch] = batch
+            self._let_go(batch, Kind.F)
+        else:
+            received.clear()
+        outputs: dict[int, Any] = {}
+        sent: dict[str, torch.Tensor] = {}
+        for port, value in self._run(executable, values):
+            if port.role is OutputRole.SAVED:
+                batch.saved[port.name] = value
+            elif port.role is OutputRole.KEPT:
+                self._kept[port.name] = value
+            elif port.role is OutputRole.SENT:
+                sent[port.name] = value
+            elif port.role is OutputRole.OUTPUT and port.index is not None:
+                outputs[port.index] = value
+            elif port.role is OutputRole.MUTATION and port.index is not None:
+                with torch.no_grad():
+                    flat[port.index].copy_(value)
+        return outputs, sent
+
+    def backward(
+        self, action: Action, tangents: Mapping[int, torch.Tensor], returned: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """What this action (a backward, or a part of one) gives to earlier stages, by name. What was `returned` is let go as in `forward`."""
+        if not self.step.differentiated:  # (all that is in and before this stage is frozen)
+            return {}
+        reduce, accumulated = self.duty.reduction(action, self.runtime.once, bool(self.gradients))
+        batch = self._batches[action.micro_batch]
+        executable = self._backward(action.kind, reduce, accumulated)
+        if action.kind is not Kind.I and self.gradients and not accumulated:
+            executable = self.step.summing_backward(reduce, apart=action.kind is Kind.W)
+        found: dict[str, torch.Tensor] = {}
+        if action.kind is Kind.I:
+            batch.received |= returned
+        if executable is not None:
+            values = [self._value(port, batch, tangents, returned) for port in executable.program.inputs]
+            if accumulated:
+                self.gradients.clear()
+        returned.clear()
+        if action.kind is Kind.I:
+            self._let_go(batch, Kind.I)
+        else:
+            del self._batches[action.micro_batch]
+            batch.saved.clear()
+            batch.received.clear()
+        if executable is not None:
+            results = list(self._run(executable, values))
+            times = Counter(id(value) for _, value in results)
+            for port, value in results:
+                if port.role is OutputRole.RETURNED:
+                    found[port.name] = value
+                elif port.role is OutputRole.SAVED:
+                    batch.saved[port.name] = value
+                elif port.role is OutputRole.GRADIENT:
+                    self._keep(port.name, value, times[id(value)] == 1 and _alone(value))
+        return found
+
+    def _let_go(self, batch: _Batch, kind: Kind) -> None:
+        """Forget what nothing reads that may run for a micro-batch after an action of this kind."""
+        if kind not in self._read_after:
+            left = {Kind.W} if kind is Kind.I else self.duty.kinds - {Kind.F}
+            reduce = not self.runtime.once  # (the programs of the last micro-batch read the same)
+            later = [e for k in sorted(left) if (e := self._backward(k, reduce, False)) is not None]
+            roles = (InputRole.SAVED, InputRole.RECEIVED, InputRole.RETURNED)
+            self._read_after[kind] = {p.name for e in later for p in e.program.inputs if p.role in roles}
+        for held in (batch.saved, batch.received):
+            for name in held.keys() - self._read_after[kind]:
+                del held[name]
+
+    def _backward(self, kind: Kind, reduce: bool, accumulated: bool) -> Executable | None:
+        if kind is Kind.B:
+            return self.step.backward(reduce, accumulated) if self.step.differentiated else None
+        inputs, weights = self.step.backward_apart(reduce, accumulated)
+        return inputs if kind is Kind.I else weights
+
+    def _keep(self, name: str, value: torch.Tensor, alone: bool) -> None:
+        if name in self.gradients:  # (the program has not added it)
+            self.gradients[name].add_(value)
+        else:
+            self.gradients[name] = value if alone else value.clone()
+
+    def _value(
+        self, port: Port, batch: _Batch, tangents: Mapping[int, torch.Tensor], returned: Mapping[str, torch.Tensor]
+    ) -> Any:
+        if port.role is InputRole.PARAMETER:
+            if port.name not in self._parameters:
+                self._parameters[port.name] = self.runtime.shards.local(port.name)
+            return self._parameters[port.name]
+        if port.role is InputRole.KEPT:
+            return self._kept[port.name]
+        if port.role is InputRole.SAVED:
+            return batch.saved[port.name]
+        if port.role is InputRole.RECEIVED:
+            return batch.received[port.name]
+        if port.role is InputRole.RETURNED:
+            return returned[port.name] if port.name in returned else batch.received[port.name]
+        if port.role is InputRole.ACCUMULATOR:
+            return self.gradients[port.name]
+        if port.role is InputRole.SCALE:
+            return self.runtime.updater.states["/scale"]
+        if port.role is InputRole.INDEX:
+            return self.runtime.places[port.name]
+        assert port.index is not None
+        return tangents[port.index] if port.role is InputRole.TANGENT else batch.flat[port.index]
+
+    def _run(self, executable: Executable, values: list[Any]) -> Any:
+        runtime = self.runtime
+        runtime.clock.ran(executable.program)
+        bare = torch_private.without_bases()
+        with bare, place.runs_with(runtime.agreement), explained(runtime, executable, self.step):
+            results = executable.run(values)
+        return zip(executable.program.outputs, results, strict=True)
+
+
+def _alone(gradient: torch.Tensor) -> bool:
+    """May it be added to: is no part of it on its way to another stage, or in another gradient, or twice in memory?"""
+    dense = bool(torch.ops.aten.is_non_overlapping_and_dense(gradient))
+    return dense and torch_private.holders(gradient) == 1
