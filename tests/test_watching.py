@@ -429,3 +429,41 @@ def test_the_stack_of_a_thread_is_its_lines_the_innermost_first():
     assert stack_of(0) == []
     mine = stack_of(threading.get_ident())
     assert any(line.function == "test_the_stack_of_a_thread_is_its_lines_the_innermost_first" for line in mine)
+
+
+CHURN = """
+import ctypes, sys, threading, time
+from zgraph.program.stacks import stack_of
+
+libc, end = ctypes.CDLL(None), time.monotonic() + 2
+routine = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda given: None)
+
+
+def begin_and_end_threads():
+    while time.monotonic() < end:
+        thread = ctypes.c_ulong()
+        assert libc.pthread_create(ctypes.byref(thread), None, routine, None) == 0
+        libc.pthread_join(thread, None)
+
+
+def wait():
+    while time.monotonic() < end:
+        time.sleep(0.001)
+
+
+for begin in (begin_and_end_threads, begin_and_end_threads, begin_and_end_threads, wait):
+    waiting = threading.Thread(target=begin, daemon=True)
+    waiting.start()
+reads = 0
+while time.monotonic() < end - 0.1:
+    assert any(line.function == "wait" for line in stack_of(waiting.ident))
+    reads += 1
+print(reads)
+"""
+
+
+def test_a_stack_is_read_while_threads_of_c_begin_and_end():
+    """(faulthandler's way dies of it within a second.)"""
+    done = subprocess.run([sys.executable, "-c", CHURN], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
