@@ -20,13 +20,16 @@ The queue on the link is kept just long enough to bridge the operator that runs:
 queue, and all ranks decide from the same table of costs. List scheduling by deadlines is Graham's (1969, "Bounds on
 Multiprocessing Timing Anomalies"); prefetch under a bound on gathered bytes is DeepSpeed's (stage3_max_live_parameters),
 bounded here at every position. Since forward and backward are one graph, the backward's first gathers start in the forward;
-the forward's first ones stand before it, marked `ahead`: the update of the step before starts them.
+the forward's first ones stand before it, marked `ahead`: the update of the step before starts them, or a pipeline's stage before
+it waits for what it receives.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median_high
+from typing import Literal
 
 from torch import fx
 
@@ -57,8 +60,9 @@ class OverlapOptions:
 
     `room_bytes` are those beyond what is needed at once, where `max_bytes` says nothing (None: two of the largest layers). What
     is gathered early raises the step's peak by at most `spare_bytes` (None: half of the largest layer, and a bucket of middle
-    size at least; no bound if there is `max_bytes`). With `ahead` false every transfer is waited for where it starts. With
-    `across` the first gathers start before the forward. `costs` are what the simulated step is made of.
+    size at least; no bound if there is `max_bytes`). With `ahead` false every transfer is waited for where it starts. The first
+    gathers start before the forward if there is something `beside`: the "update" of the step before, or the wait for what a stage "receives".
+    `costs` are what the simulated step is made of.
     """
 
     max_bytes: int | None = None
@@ -67,7 +71,7 @@ class OverlapOptions:
     ahead_bytes: int | None = None
     reduce_bytes: int | None = None
     ahead: bool = True
-    across: bool = False
+    beside: Literal["update", "receives"] | None = None
     costs: Costs = field(default_factory=lambda: Costs(CPU))
 
 
@@ -262,7 +266,7 @@ class _Scheduler:
         for member, last in self.last.items():
             ends.setdefault(last, []).append(member)
         counted = {m for b in self.gathers if b.counted for m in b.members}
-        if self.options.across and self.options.ahead:
+        if self.options.beside is not None and self.options.ahead:
             self._begin(upcoming)
         for i, node in enumerate(self.operators):
             needed = by_first.get(i, [])
@@ -297,12 +301,15 @@ class _Scheduler:
             self._await_oldest(ready)
 
     def _begin(self, upcoming: list[_Bucket]) -> None:
-        """Start the first gathers before the forward, as many as the link carries during the update."""
+        """Start the first gathers before the forward: as many as the link carries during the update, or as there is room for. (How long a
+        stage waits for what it receives is not known here; it may be no time at all.)"""
         shards = sum(size_of(n) for n in self.program.input_nodes(InputRole.PARAMETER).values())
-        update = UPDATE_TRAFFIC * shards / self.options.costs.hardware.memory
+        waits = self.options.beside == "receives"
+        update = 0.0 if waits else UPDATE_TRAFFIC * shards / self.options.costs.hardware.memory
+        enough = inf if waits else SLACK * update + MARGIN
         room = min(self.cap, self.cap_ahead) if any(b.counted for b in upcoming) else 2 * largest_layer(self.program)
         seconds = held = 0.0
-        while upcoming and seconds <= SLACK * update + MARGIN:
+        while upcoming and seconds <= enough:
             bucket = upcoming[0]
             held += bucket.held
             if held > room or info(bucket.members[0].start).phase is not Phase.FORWARD:

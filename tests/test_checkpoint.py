@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -513,6 +514,18 @@ def test_two_models_save_into_one_folder_at_once(tmp_path):
     assert len(folder.tags(tmp_path)) == 20
     for tag in folder.tags(tmp_path):
         Checkpoint(tmp_path / tag).verify()
+
+
+def test_a_save_that_begins_is_not_taken_for_one_that_was_left(tmp_path):
+    def save(name):
+        for number in range(100):
+            made = folder.begin(tmp_path, f"{name}{number}")
+            (made.path / "value").write_text(name)
+            made.commit()
+        return [(tmp_path / f"{name}{number}" / "value").read_text() for number in range(100)]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(save, "abcd")) == [[name] * 100 for name in "abcd"]
 
 
 def test_a_tag_that_is_being_saved_is_not_saved_twice(tmp_path):

@@ -18,8 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
+from zgraph.codegen.executable import Executable
 from zgraph.errors import CollectiveError, PlanError, StepError
 from zgraph.stages.actions import Action
+from zgraph.stages.channels import Channels
 from zgraph.stages.worker import Worker
 
 pytestmark = pytest.mark.gloo
@@ -162,6 +164,42 @@ def test_stages_sharded_over_two_ranks_train_as_one_process(four: Ranks, zero: i
     weights = together(found, "weights")
     assert weights.keys() == expected["weights"].keys()
     assert all(apart(weights[n], v) <= 1e-5 for n, v in expected["weights"].items())
+
+
+def _order(zero: int) -> list[str]:
+    """What a rank's forwards begin with, in a step: programs that gather, and waits for what other stages send."""
+    order: list[str] = []
+    run, take = Executable.run, Channels.take
+
+    def running(executable: Executable, values: list[Any]) -> Any:
+        order.append(executable.program.name.rpartition(".")[2].rstrip("0123456789"))
+        return run(executable, values)
+
+    def taking(channels: Channels, action: Action) -> Any:
+        order.append(f"take {action.kind}")
+        return take(channels, action)
+
+    fields = {"mesh": {"pp": 2, "dp": 2}, "micro_batches": 2, "zero": zero, "schedule": "gpipe", "backend": "eager"}
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model = zgraph.compile(plain, zgraph.Plan(**fields), loss_fn=nn.functional.mse_loss)
+    x = torch.randn(4, 8)
+    model.train_step(x, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executable, "run", running)
+        patch.setattr(Channels, "take", taking)
+        model.zero_grad()
+        model.train_step(x, x)
+    return order
+
+
+@pytest.mark.parametrize(("zero", "again"), [(0, []), (1, []), (3, ["ahead"])])
+def test_a_stage_starts_its_first_gathers_before_it_waits_for_what_it_receives(
+    four: Ranks, zero: int, again: list[str]
+) -> None:
+    first = ["ahead"] if zero else []
+    for order in four.run(_order, zero):
+        assert order[: order.index("take B")] == [*first, "take F", "forward", *again, "take F", "forward"]
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -122,11 +122,27 @@ def test_stages_differ_if_something_goes_by_the_names_of_modules():
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_the_first_forward_alone_gathers_where_weights_are_kept(zero):
-    plan = plan_of(2, 4, mesh={"dp": 4}, zero=zero, optimizer=AdamW(lr=1e-3))
+    plan = plan_of(2, 4, mesh={"dp": 4}, zero=zero, optimizer=AdamW(lr=1e-3), prefetch={"enabled": False})
     found = forecast(plan, *chain(4, rows=64))
     for row in found.timeline.spans:
         seconds = [span.end - span.begin for span in row if span.action.kind is Kind.F]
         assert seconds[0] > seconds[1] == pytest.approx(seconds[-1])
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_forward_s_first_gathers_are_made_while_its_rank_waits_for_what_it_receives(zero):
+    fields = {"mesh": {"dp": 4}, "zero": zero, "optimizer": AdamW(lr=1e-3)}
+    early, late = (
+        forecast(plan_of(2, 4, **fields, prefetch={"enabled": enabled}), *chain(4, rows=64))
+        for enabled in (True, False)
+    )
+
+    def first(found, rank):
+        span = found.timeline.spans[rank][0]
+        return span.end - span.begin
+
+    assert first(early, 1) < first(late, 1)
+    assert early.timeline.makespan < late.timeline.makespan
 
 
 def test_the_last_backward_alone_reduces_below_stage_2():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
@@ -179,8 +179,11 @@ def build(
         passes.append(partition_activations(PartitionOptions(TENSOR_DIM, costs)))
     passes.append(bucket(BucketOptions(plan.bucket.gather, plan.bucket.reduce, costs)))
     early = plan.prefetch
-    across = training and plan.optimizer is not None and early.across_steps and not staged
-    across = across and plan.offload.tier("parameters") is None
+    beside: Literal["update", "receives"] | None = "receives" if staged else None
+    if plan.optimizer is not None and early.across_steps and not staged:
+        beside = "update"
+    if not training or plan.offload.tier("parameters") is not None:
+        beside = None
     waiting = choice.reduce if early.reduce_bytes is None else early.reduce_bytes
     bounds = OverlapOptions(
         max_bytes=early.max_bytes,
@@ -189,7 +192,7 @@ def build(
         ahead_bytes=early.ahead_bytes,
         reduce_bytes=waiting,
         ahead=early.enabled,
-        across=across,
+        beside=beside,
         costs=costs,
     )
     passes.append(overlap(bounds))

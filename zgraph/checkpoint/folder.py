@@ -7,6 +7,7 @@ leaves is removed by the next; nothing else in the folder is touched.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -14,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from zgraph.checkpoint import manifest
@@ -123,20 +125,40 @@ def begin(folder: Path, tag: str) -> Unfinished:
             hint="give another tag",
         )
     folder.mkdir(parents=True, exist_ok=True)
+    made = partial_of(folder, tag)
+    with _alone(folder):
+        _sweep(folder)
+        try:
+            made.mkdir()
+        except FileExistsError:
+            raise CheckpointError(
+                f"another save of {tag} is on its way", where=str(folder), hint="give another tag"
+            ) from None
+        return Unfinished(made, tag)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what nobody writes any more."""
     for path in folder.iterdir():
         if _OURS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            lock = _locked(path)
-            if lock is not None:
-                _remove(path)
-                os.close(lock)
-    made = partial_of(folder, tag)
+            with contextlib.suppress(FileNotFoundError):  # (it has been put in its place meanwhile)
+                lock = _locked(path)
+                if lock is not None:
+                    _remove(path)
+                    os.close(lock)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other save begins in the folder meanwhile, or removes something: a new folder can be taken for a forgotten one until it is locked.
+    Where the file system has no locks, that of the new folder tells."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        made.mkdir()
-    except FileExistsError:
-        raise CheckpointError(
-            f"another save of {tag} is on its way", where=str(folder), hint="give another tag"
-        ) from None
-    return Unfinished(made, tag)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _locked(path: Path) -> int | None:
@@ -158,12 +180,13 @@ def _remove(path: Path) -> None:
 
 def retain(folder: Path, count: int) -> list[str]:
     """Remove all but so many of the newest checkpoints; the tags of those removed. Raises `OSError`."""
-    gone = tags(folder)[count:]
-    for tag in gone:
-        aside = folder / f".zgraph-{tag}{OLD}"
-        (folder / tag).rename(aside)  # (from here on it is no checkpoint)
+    with _alone(folder):
+        gone = {tag: folder / f".zgraph-{tag}{OLD}" for tag in tags(folder)[count:]}
+        for tag, aside in gone.items():
+            (folder / tag).rename(aside)  # (from here on it is no checkpoint)
+    for aside in gone.values():
         _remove(aside)
-    return gone
+    return list(gone)
 
 
 def sync(path: Path) -> None:

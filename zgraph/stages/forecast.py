@@ -9,7 +9,7 @@ The first forward of a stage in a step gathers at ZeRO 1 and 2, those after it d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -235,12 +235,14 @@ def besides(made: PlannedStages, stage: int) -> int:
 
 @dataclass(frozen=True)
 class _Seconds:
-    """How long each action takes."""
+    """How long each action takes. A forward's first gathers start before it waits for what it receives."""
 
-    found: Mapping[Action, float]
+    stages: Sequence[SimulatedStage]
+    variants: Mapping[Action, Variant]
 
-    def of(self, action: Action) -> float:
-        return self.found[action]
+    def of(self, action: Action, waited: float) -> float:
+        lead = waited if action.kind is Kind.F else 0.0
+        return self.stages[action.stage].seconds(action.kind, self.variants[action], lead)
 
 
 class _Forecaster:
@@ -255,10 +257,11 @@ class _Forecaster:
 
     def run(self) -> PipelineForecast:
         made, schedule = self.made, self.schedule
-        seconds = {action: self.stages[action.stage].seconds(action.kind, v) for action, v in self.variants.items()}
         sent = sent_between(made.stages.transfers, made.costs)
         link = {(s.source, s.target): s.seconds for s in sent}
-        timeline = replay(schedule, _Seconds(seconds), lambda a, b: link[a, b], needs_of(made.stages))
+        timeline = replay(
+            schedule, _Seconds(self.stages, self.variants), lambda a, b: link[a, b], needs_of(made.stages)
+        )
         apart = [s for s in sent if schedule.rank_of[s.source] != schedule.rank_of[s.target]]
         return PipelineForecast(
             made.world,

@@ -173,6 +173,7 @@ class PipelineRuntime(Runtime):
     def prepare(self, step: StepProgram, kinds: frozenset[Kind] = frozenset({Kind.F, Kind.B})) -> None:
         """Compile what a stage takes that does these kinds of actions in a step."""
         self.fit(step)
+        step.ahead()
         step.forward()
         if not step.differentiated:
             return
@@ -275,6 +276,8 @@ class PipelineRuntime(Runtime):
             marker.action = action
             self.tell_place(number)
             channels.ask(actions[at : at + AHEAD])
+            if action.kind is Kind.F:
+                worker.begin()
             came = channels.take(action)
             if action.kind is Kind.F:
                 with self.clock.timed("forward"):

@@ -33,8 +33,9 @@ class SimulatedStage:
         self.step = step
         self.costs = costs
         self.once = once
-        self._joint: dict[Variant, Forecast] = {}
+        self._joint: dict[tuple[Variant, float], Forecast] = {}
         self._turns: dict[Variant, int] = {}
+        self._begins: dict[Variant, bool] = {}  # does something start ahead?
         self._apart: dict[tuple[Variant, Kind], Forecast | None] = {}
         self._values: dict[tuple[Variant, bool, bool], Values] = {}
 
@@ -48,9 +49,9 @@ class SimulatedStage:
         reduces = last and action.kind is not Kind.F
         return Variant(keeps, reduce=reduces, accumulated=reduces and self.step.plan.micro_batches > 1)
 
-    def seconds(self, kind: Kind, variant: Variant) -> float:
-        """How long a program of this kind takes."""
-        whole = self.joint(variant)
+    def seconds(self, kind: Kind, variant: Variant, lead: float = 0.0) -> float:
+        """How long a program of this kind takes, if what starts ahead of it does so many seconds before."""
+        whole = self.joint(variant, lead)
         ends = whole.clock[self._turns[variant]]
         if kind is Kind.F:
             return ends
@@ -78,14 +79,17 @@ class SimulatedStage:
         """The bytes by category where they are most, while a program of this kind runs, without what there is all the time (see `Values`)."""
         return self.values(variant, apart=kind in (Kind.I, Kind.W), adds=adds).peaks[kind]
 
-    def joint(self, variant: Variant) -> Forecast:
-        """Forward and backward as one program."""
-        if variant not in self._joint:
-            program = self.step.history(variant).program
-            self._joint[variant] = simulate(program, self.costs)
+    def joint(self, variant: Variant, lead: float = 0.0) -> Forecast:
+        """Forward and backward as one program, of which what starts ahead does so `lead` seconds before."""
+        program = self.step.history(variant).program
+        if variant not in self._turns:
             forward = [i for i, n in enumerate(program.nodes) if n.op != "output" and info(n).phase is Phase.FORWARD]
             self._turns[variant] = max(forward, default=0)
-        return self._joint[variant]
+            self._begins[variant] = any(n.op != "output" and info(n).ahead for n in program.nodes)
+        key = variant, lead if self._begins[variant] else 0.0
+        if key not in self._joint:
+            self._joint[key] = simulate(program, self.costs, key[1])
+        return self._joint[key]
 
     def _program(self, kind: Kind, variant: Variant) -> Program | None:
         parts = self.step.parts(variant, apart=True)

@@ -22,8 +22,8 @@ __all__ = ["Durations", "Span", "Timeline", "Times", "replay"]
 class Durations(Protocol):
     """What says how long actions take."""
 
-    def of(self, action: Action) -> float:
-        """Its seconds."""
+    def of(self, action: Action, waited: float) -> float:
+        """Its seconds. Its rank has `waited` so long for what it receives, with nothing to compute."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Times:
     """None, like the next, where the schedule has no I and W."""
     weight_gradients: Sequence[float] | None = None
 
-    def of(self, action: Action) -> float:
+    def of(self, action: Action, waited: float = 0.0) -> float:
         """Raises `ValueError` where nothing says how long such an action takes."""
         if action.kind is Kind.F:
             return self.forward[action.stage]
@@ -110,7 +110,7 @@ def replay(
     for action in in_order(schedule, waiting):
         rank = schedule.rank_of[action.stage]
         begin = max(free[rank], arrived[action])
-        end = free[rank] = begin + times.of(action)
+        end = free[rank] = begin + times.of(action, begin - free[rank])
         spans[rank].append(Span(action, begin, end))
         # A rank's actions come here in its order, so each pair's transfers begin in the order in which they are made.
         for reader in sorted(readers[action]):

@@ -185,8 +185,11 @@ class _Worker:
                 for rank in range(self.pipeline.width)
             ]
             self._batches[action.micro_batch] = batch
-            part = self.step.parts(Variant(gathered_before=bool(self._kept[0]))).forward
-            return self._run(action, part, self.pipeline.expected.random[self.stage, action.micro_batch, Kind.F])
+            parts = self.step.parts(Variant(gathered_before=bool(self._kept[0])))
+            for ahead in parts.ahead:
+                self._run(action, ahead, None)
+            states = self.pipeline.expected.random[self.stage, action.micro_batch, Kind.F]
+            return self._run(action, parts.forward, states)
         if not self.step.differentiated:  # (all that is in and before this stage is frozen)
             return {}
         for rank, batch_here in enumerate(self._batches[action.micro_batch]):
@@ -201,7 +204,7 @@ class _Worker:
         states = self.pipeline.expected.random[self.stage, action.micro_batch, Kind.B]
         return self._run(action, part_here, states)
 
-    def _run(self, action: Action, part: Program, states: Row) -> dict[str, Row]:
+    def _run(self, action: Action, part: Program, states: Row | None) -> dict[str, Row]:
         whole, number = self.pipeline.step, action.micro_batch
         batch, runs = self._batches[number], whole.calls[number]
         given = []

@@ -46,7 +46,18 @@ class Worker:
         self._parameters: dict[str, torch.Tensor] = {}
         self._read_after: dict[Kind, set[str]] = {}
         self._kept: dict[str, torch.Tensor] = {}
+        self._flying: dict[str, torch.Tensor] = {}
         self._batches: dict[int, _Batch] = {}
+
+    def begin(self) -> None:
+        """Start the gathers that the next forward begins with: what it receives need not be there yet."""
+        if self._kept:
+            return
+        for executable in self.step.ahead():
+            values = [self._parameter(port.name) for port in executable.program.inputs]
+            with torch_private.unrecorded():  # (a profile may end with the step)
+                for port, value in self._run(executable, values):
+                    self._flying[port.name] = value
 
     def forward(
         self, micro_batch: int, flat: Sequence[Any], received: dict[str, torch.Tensor]
@@ -143,11 +154,11 @@ class Worker:
         self, port: Port, batch: _Batch, tangents: Mapping[int, torch.Tensor], returned: Mapping[str, torch.Tensor]
     ) -> Any:
         if port.role is InputRole.PARAMETER:
-            if port.name not in self._parameters:
-                self._parameters[port.name] = self.runtime.shards.local(port.name)
-            return self._parameters[port.name]
+            return self._parameter(port.name)
         if port.role is InputRole.KEPT:
             return self._kept[port.name]
+        if port.role is InputRole.FLYING:
+            return self._flying.pop(port.name)
         if port.role is InputRole.SAVED:
             return batch.saved[port.name]
         if port.role is InputRole.RECEIVED:
@@ -162,6 +173,11 @@ class Worker:
             return self.runtime.places[port.name]
         assert port.index is not None
         return tangents[port.index] if port.role is InputRole.TANGENT else batch.flat[port.index]
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        if name not in self._parameters:
+            self._parameters[name] = self.runtime.shards.local(name)
+        return self._parameters[name]
 
     def _run(self, executable: Executable, values: list[Any]) -> Any:
         runtime = self.runtime
