@@ -99,11 +99,16 @@ def test_update_benchmark_compares_weights_and_prints_a_table(tmp_path: Path) ->
 
 
 # -- overlap ----------------------------------------------------------------------------------------
-def part(name: str) -> Any:
-    """A module of `benchmarks/link`."""
+def benchmark(name: str) -> Any:
+    """A module of `benchmarks`."""
     if str(BENCHMARKS) not in sys.path:
         sys.path.append(str(BENCHMARKS))
-    return importlib.import_module(f"link.{name}")
+    return importlib.import_module(name)
+
+
+def part(name: str) -> Any:
+    """A module of `benchmarks/link`."""
+    return benchmark(f"link.{name}")
 
 
 def made_up() -> dict[str, Any]:
@@ -235,6 +240,22 @@ print("off by", row["forecast"] / row["peak"] - 1, "smallest", memory.smallest(s
 """
     words = run("-c", code).split()
     assert abs(float(words[2])) < 0.03 and 0 < int(words[4]) < int(words[6])
+
+
+def test_memory_report_tells_what_is_missed_from_what_is_noise() -> None:
+    memory = benchmark("memory")
+    row = {"peak": 90, "forecast": 91, "min": 1.0, "forecast seconds": 1.0, "equal": True}
+    result = {
+        "budgets": [row | {"budget": 95, "seconds": 1.0}, row | {"budget": 99, "seconds": 1.02}],
+        "torch": [{"fraction": 1.0, "peak": 80, "seconds": 0.97, "min": 0.9}],
+        "same": [1.0, 1.03, 1.01],
+        "conditions": "none",
+    }
+    verdicts = [line.split("|")[-2].strip() for line in memory.report(result).splitlines() if " time" in line]
+    assert verdicts == ["within the noise", "missed"]
+    assert {name: limit for name, limit, _ in memory.goals(result)}[
+        "a larger budget's time / the next smaller one's"
+    ] == 1
 
 
 def test_memory_count_is_that_of_the_blocks_held() -> None:
