@@ -251,7 +251,8 @@ def test_memory_report_tells_what_is_missed_from_what_is_noise() -> None:
         "same": [1.0, 1.03, 1.01],
         "conditions": "none",
     }
-    verdicts = [line.split("|")[-2].strip() for line in memory.report(result).splitlines() if " time" in line]
+    rows = [line for line in memory.report(result).splitlines() if line.startswith("|") and " time" in line]
+    verdicts = [row.split("|")[-2].strip() for row in rows]
     assert verdicts == ["within the noise", "missed"]
     assert {name: limit for name, limit, _ in memory.goals(result)}[
         "a larger budget's time / the next smaller one's"
