@@ -50,8 +50,8 @@ class Worker:
         self._batches: dict[int, _Batch] = {}
 
     def begin(self) -> None:
-        """Start the gathers that the next forward begins with: what it receives need not be there yet."""
-        if self._kept:
+        """Start the gathers that the next forward begins with, unless they are on their way: what it receives need not be there yet."""
+        if self._kept or self._flying:
             return
         for executable in self.step.ahead():
             values = [self._parameter(port.name) for port in executable.program.inputs]
@@ -64,6 +64,7 @@ class Worker:
     ) -> tuple[dict[int, Any], dict[str, torch.Tensor]]:
         """(the outputs that this stage gives, by their positions; what it sends, by name). `flat` are the inputs of the model's graph for
         this micro-batch. What was `received` is let go as the program goes: the caller's dict is emptied."""
+        self.begin()
         self.runtime.agree_on_random(self.step)
         executable = self.step.forward(bool(self._kept))
         batch = _Batch(flat, received)
