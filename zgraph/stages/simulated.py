@@ -35,7 +35,7 @@ class SimulatedStage:
         self.once = once
         self._joint: dict[tuple[Variant, float], Forecast] = {}
         self._turns: dict[Variant, int] = {}
-        self._begins: dict[Variant, bool] = {}  # does something start ahead?
+        self._leads: dict[Variant, float] = {}  # with how many seconds all that starts ahead is there
         self._apart: dict[tuple[Variant, Kind], Forecast | None] = {}
         self._values: dict[tuple[Variant, bool, bool], Values] = {}
 
@@ -85,8 +85,13 @@ class SimulatedStage:
         if variant not in self._turns:
             forward = [i for i, n in enumerate(program.nodes) if n.op != "output" and info(n).phase is Phase.FORWARD]
             self._turns[variant] = max(forward, default=0)
-            self._begins[variant] = any(n.op != "output" and info(n).ahead for n in program.nodes)
-        key = variant, lead if self._begins[variant] else 0.0
+            found = self._joint[variant, 0.0] = simulate(program, self.costs)
+            early = {n.name for n in program.nodes if n.op != "output" and info(n).ahead}
+            self._leads[variant] = max((s.start + s.seconds for s in found.spans if s.node in early), default=0.0)
+        key = (
+            variant,
+            min(round(lead, 9), self._leads[variant]),
+        )  # (waits that differ by rounding, or are long, are one)
         if key not in self._joint:
             self._joint[key] = simulate(program, self.costs, key[1])
         return self._joint[key]
