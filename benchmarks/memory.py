@@ -71,7 +71,7 @@ def main() -> None:
     import torch
     from link import gpt
 
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     size = gpt.Size(args.layers, args.dim, 8192, args.seq, args.batch, args.seq)
     result = measure(size, args.budgets, args.steps)
     result["conditions"] = conditions(args, sum(p.numel() for p in gpt.make(size).parameters()))

@@ -225,12 +225,15 @@ def sizes(args: argparse.Namespace) -> dict[str, int]:
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    from zgraph.codegen import products
+
     return {
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         "cpu": machine.processor(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "products": "oneDNN" if products.onednn() else "MKL",
         "command": " ".join(["python benchmarks/overlap.py", *map(shlex.quote, sys.argv[1:])]),
         "rounds": args.rounds,
         "steps": args.steps,

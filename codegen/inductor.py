@@ -13,10 +13,14 @@ import re
 from torch import fx
 
 from zgraph.codegen.executable import Executable, Kernel, lowered
+from zgraph.codegen.products import library
 from zgraph.errors import LoweringError
 from zgraph.program import collectives, moves, torch_private
 from zgraph.program.node import has_info, info
 from zgraph.program.program import InputRole, OutputRole, Program
+
+# Inputs that whoever runs a program holds no longer than it does.
+_LET_GO = (InputRole.SAVED, InputRole.FLYING, InputRole.RECEIVED, InputRole.RETURNED)
 
 
 def compile_inductor(
@@ -38,6 +42,7 @@ def compile_inductor(
     """
     ready = lowered(program, groups)
     torch_private.name_origins(ready.graph)
+    torch_private.name_held([n for p, n in ready.input_items() if p.role not in _LET_GO])
     inputs = [node.meta["val"] for node in ready.placeholders()]
     fixed = [
         i
@@ -56,6 +61,7 @@ def compile_inductor(
             is_backward,
             combine,
             round_each,
+            library=library,
             reuse=not any(moves.is_move(n) for n in program.graph.nodes),
             turns=tuple(
                 (n.name, turn) for n in ready.graph.nodes if has_info(n) and (turn := info(n).turn) is not None
@@ -73,7 +79,7 @@ def compile_inductor(
         library_calls(source),
         strides,
         tuple((line, at[node]) for line, node in launch_lines(source, program)),
-        functools.partial(torch_private.rebuild_inductor, function),
+        functools.partial(torch_private.rebuild_inductor, function, library),
     )
 
 

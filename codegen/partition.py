@@ -60,6 +60,7 @@ def split(program: Program, *, apart: bool = False) -> Parts:
     crossing = _crossing(joint, backward_nodes, [node for _, node in gradients])
     ports = dict(zip(joint.placeholders(), joint.inputs, strict=True))
     crossing = _protect_mutated(joint, crossing, ports, backward_nodes, gradients)
+    crossing = _look_again(joint, crossing)
     saved = [n for n in crossing if n.op != "placeholder" and n not in kept]
     saved.sort(key=lambda n: n.name)  # (variants of a program may have views in other places)
     forward = _extract(
@@ -186,6 +187,27 @@ def _protect_mutated(
             node = copied
         result.append(node)
     return result
+
+
+def _look_again(joint: Program, crossing: list[fx.Node]) -> list[fx.Node]:
+    """Of a value that crosses, views that would cross as well are made again in the backward: whoever weighs its inputs would count it twice."""
+    held = {n for n in crossing if n.op != "placeholder"} - {n for _, n in joint.output_items()}
+    for node in [n for n in crossing if n in held and is_view(n)]:
+        chain = [node]
+        while (base := chain[-1].all_input_nodes[0]) not in held and base.op != "placeholder" and is_view(base):
+            chain.append(base)
+        readers = sorted(u for u in node.users if info(u).phase is Phase.BACKWARD and u.target is not ops.RELEASE)
+        if base not in held or not readers:
+            continue
+        copies: dict[fx.Node, fx.Node] = {}
+        with joint.graph.inserting_before(readers[0]):
+            for link in reversed(chain):
+                copies[link] = joint.repeat(link, copies, "partition")
+        for user in readers:
+            user.replace_input_with(node, copies[node])
+        held.discard(node)
+        crossing = [n for n in crossing if n is not node]
+    return crossing
 
 
 def _extract(

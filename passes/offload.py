@@ -1,12 +1,12 @@
 """What of forward and backward lies elsewhere than on the device, as starts and waits of moves.
 
 *Contract.* On entry the program is scheduled, and every value is on the device. On exit a parameter with a home (`ParamSpec.home`)
-comes in there and is fetched before each visit to it, its gradient leaves there, and the activations that were asked for are there
-between forward and backward:
+comes in there and is fetched before each visit to it, a reduced gradient with one (`ParamSpec.grad_home`) leaves there, and the
+activations that were asked for are there between forward and backward:
 
     parameter    p                  ->  fetch -> moved before the first reader of each visit
     activation   x, read backward   ->  offload -> moved in the forward; fetch -> moved before its first reader in the backward
-    gradient     g                  ->  offload -> moved before the end
+    gradient     g                  ->  offload -> moved, as soon as it is reduced
 
 A fetch starts when its engine or disk has to, if no reader is to wait for it; what goes out is waited for when it should be done;
 both within `staging` bytes in flight. Views of an activation are made again of what comes back, not moved (after ZeRO-Infinity:
@@ -73,7 +73,8 @@ def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
     made.parameters(options.staging)
     if options.activations is not None:
         made.activations(options.activations, options.most, options.least)
-    made.gradients()
+    if "partial" not in program.facts:  # (what is not reduced yet is added up on the device)
+        made.gradients()
     staging = options.staging
     if staging is None:
         staging = 2 * max((m.bytes for m in (*made.fetched, *made.stored)), default=0)
@@ -146,14 +147,14 @@ class _Offload:
     def gradients(self) -> None:
         items = list(self.program.output_items())
         for i, (port, node) in enumerate(items):
-            home = self.program.params[port.name].home if port.name in self.program.params else None
+            home = self.program.params[port.name].grad_home if port.name in self.program.params else None
             if port.role is OutputRole.GRADIENT and port.of is InputRole.PARAMETER and home is not None:
                 items[i] = (port, self._store(self._dense(port.name, node), home, param=port.name))
         self.program.set_outputs(items)
 
     def _dense(self, name: str, grad: fx.Node) -> fx.Node:
         """A gradient with the strides of its parameter (an update would copy it, and only dense values can go)."""
-        strides = tensor(self.program.input_nodes(InputRole.PARAMETER)[name]).stride()
+        strides = self.program.params[name].shard_stride
         if tensor(grad).stride() == strides:
             return grad
         record = info(grad).but(role=Role.LAYOUT, param=name, made_by="offload")

@@ -59,7 +59,7 @@ class OverlapOptions:
     """See `zgraph.communication.Prefetch` for the bounds (bytes; None: as said there).
 
     `room_bytes` are those beyond what is needed at once, where `max_bytes` says nothing (None: two of the largest layers). What
-    is gathered early raises the step's peak by at most `spare_bytes` (None: half of the largest layer, and a bucket of middle
+    is gathered early raises the step's peak by at most `spare_bytes` (None: those of the largest layer, and of a bucket of middle
     size at least; no bound if there is `max_bytes`). With `ahead` false every transfer is waited for where it starts. The first
     gathers start before the forward if there is something `beside`: the "update" of the step before, or the wait for what a stage "receives".
     `costs` are what the simulated step is made of.
@@ -189,7 +189,7 @@ class _Scheduler:
         if options.max_bytes is not None:
             return NO_BOUND
         sizes = [bucket.held for bucket in self.gathers if bucket.counted]
-        return max(largest_layer(self.program) // 2, int(median_high(sizes)) if sizes else 0)
+        return max(largest_layer(self.program), int(median_high(sizes)) if sizes else 0)
 
     def _room(self) -> Room:
         memory = dict(zip(self.program.graph.nodes, memory_of(self.program, self.options.costs.fused), strict=True))
@@ -246,7 +246,8 @@ class _Scheduler:
                 hint=f"the smallest that works is {needed} bytes, with no prefetch at all; smaller buckets may need less",
             )
         ahead = cap if options.ahead_bytes is None else options.ahead_bytes
-        return cap, ahead, 2 * layer if options.reduce_bytes is None else options.reduce_bytes
+        waiting = 2 * (layer or max((b.held for b in self.reductions), default=0))
+        return cap, ahead, waiting if options.reduce_bytes is None else options.reduce_bytes
 
     # -- the step, simulated ---------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -274,7 +275,7 @@ class _Scheduler:
                 if not bucket.started:
                     self._start(bucket, node)
                     upcoming.remove(bucket)
-            self._fill(i, upcoming, ready)
+            self._fill(i, upcoming, ready, max((b.done for b in needed), default=0.0))
             for bucket in needed:
                 self._await_gather(bucket, node)
             if needed:
@@ -290,6 +291,8 @@ class _Scheduler:
             while self._too_many_wait(i + 1) and (self.queue or ready):
                 if not self.queue:
                     self._start(ready.pop(0), node)
+                if i + 1 < len(self.operators):
+                    self._fill(i + 1, upcoming, ready, self.queue[0].done)
                 self._await_oldest(ready)
         for bucket in upcoming:  # read by nothing but the program's results
             self._start(bucket, None)
@@ -327,12 +330,16 @@ class _Scheduler:
         for bucket in self.gathers:
             bucket.done = max(0.0, bucket.done - update)
 
-    def _fill(self, i: int, upcoming: list[_Bucket], ready: list[_Bucket]) -> None:
-        """Start transfers until the link is busy for as long as operator `i` will take."""
+    def _fill(self, i: int, upcoming: list[_Bucket], ready: list[_Bucket], begin: float = 0.0) -> None:
+        """Start transfers until the link is busy for as long as operator `i`, which runs at `begin` or now, and the start of the next one
+        will take."""
         if not self.options.ahead:
             return
         node = self.operators[i]
-        while self.free < self.clock + SLACK * self.cost[i] + MARGIN:
+        enough = SLACK * self.cost[i] + MARGIN
+        while self.free < max(self.clock, begin) + enough + max(
+            (b.work for b in (*upcoming[:1], *ready[:1])), default=0.0
+        ):
             gather = upcoming[0] if upcoming else None
             if gather is not None and not self._urgent(gather, i):
                 gather = None

@@ -25,7 +25,7 @@ class Transfer:
 
     `before` and `after` are the layout nodes that serve it alone, in order. `source` is what it can't start before
     (None: nothing but inputs). `bytes` are those that it holds: of a gather the whole parameter, from its start to its
-    last use; of a scattered gradient the whole one, until its wait; of an all-reduce none.
+    last use; of a gradient that is scattered, or leaves the device, the whole one, until its wait; of another none.
     """
 
     start: fx.Node
@@ -56,15 +56,19 @@ class Transfer:
 
 def gathers_of(program: Program) -> list[Transfer]:
     """The gathers of parameters, in the order of their starts."""
-    return [_transfer(n) for n in program.graph.nodes if collectives.is_start(n) and info(n).role is Role.GATHER]
+    return [
+        _transfer(program, n) for n in program.graph.nodes if collectives.is_start(n) and info(n).role is Role.GATHER
+    ]
 
 
 def reductions_of(program: Program) -> list[Transfer]:
     """The reductions of gradients, in the order of their starts."""
-    return [_transfer(n) for n in program.graph.nodes if collectives.is_start(n) and info(n).role is Role.REDUCE]
+    return [
+        _transfer(program, n) for n in program.graph.nodes if collectives.is_start(n) and info(n).role is Role.REDUCE
+    ]
 
 
-def _transfer(start: fx.Node) -> Transfer:
+def _transfer(program: Program, start: fx.Node) -> Transfer:
     wait = collectives.wait_of(start)
     assert wait is not None, f"{start.name} has no wait in its program"
     before: list[fx.Node] = []
@@ -78,8 +82,9 @@ def _transfer(start: fx.Node) -> Transfer:
         after.append(at := user)
     gathers = info(start).role is Role.GATHER
     held = size_of(wait) if gathers else size_of(start.all_input_nodes[0])
-    if collectives.kind(start) == "all_reduce":
-        held = 0
+    spec = program.params.get(str(info(start).param))
+    if collectives.kind(start) == "all_reduce" and (spec is None or spec.grad_home is None):
+        held = 0  # (what comes out stays)
     return Transfer(start, wait, before, after, None if operand.op == "placeholder" else operand, held)
 
 

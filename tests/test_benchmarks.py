@@ -129,7 +129,9 @@ def made_up() -> dict[str, Any]:
         return {"status": "measured", "losses": [[loss, 3.0], [loss, 3.5]], "rates": rates}
 
     return {
-        "conditions": dict.fromkeys(("date", "cpu", "cores", "torch", "python", "rounds", "steps", "warmup"), "?")
+        "conditions": dict.fromkeys(
+            ("date", "cpu", "cores", "torch", "python", "products", "rounds", "steps", "warmup"), "?"
+        )
         | {"command": "python benchmarks/overlap.py --rates 0,2"},
         "size": {"layers": 8, "dim": 512, "batch": 4, "seq": 128},
         "parameters": 29_500_000,

@@ -140,17 +140,17 @@ def test_parameters_of_one_shape_stay_apart_where_some_are_elsewhere():
     plan = plan_of(RECORDS["AdamW"], "cpu", away={"ratio": 0.5, "sub_group_bytes": None})
     program = whole_update(model, planned_layout(model, {"dp": 1}, plan), plan, {"dp": 1}, THERE).program
     check_places(program)
-    homes = {p.name.rpartition("/")[0] for p, n in program.input_items() if info(n).home}
+    homes = {p.name.partition("/")[0] for p, n in program.input_items() if info(n).home}
     on_host = {info(n).param for n in program.graph.nodes if n.op == "call_function" and info(n).home}
     assert homes and len(homes) < 12 and on_host - {None} == homes
 
 
-def test_states_in_the_hosts_memory_do_not_move_and_gradients_go_down_once():
+def test_states_in_the_hosts_memory_and_gradients_that_came_there_do_not_move():
     plan = plan_of(RECORDS["SGD"], "cpu")
     program = built(plan, 1)
     sizes = [p.nbytes for p in parameters().parameters()]
     moved = simulate(program, Costs(H100)).moved
-    numbers = moved["d2h"] - 2 * sum(sizes)  # (gradients and weights, which are float32 here)
+    numbers = moved["d2h"] - sum(sizes)  # (weights, which are float32 here)
     assert 0 <= numbers <= 200 and moved["h2d"] == sum(sizes)
     on_disk = simulate(built(plan_of(RECORDS["SGD"], "nvme"), 1), Costs(H100)).moved
     assert on_disk["nvme read"] == on_disk["nvme write"] == sum(sizes)

@@ -21,6 +21,8 @@ from zgraph.codegen.partition import split
 from zgraph.compiler import programs
 from zgraph.errors import LoweringError
 from zgraph.passes import graph_pass
+from zgraph.passes.costs import size_of
+from zgraph.passes.memory import memory_of
 from zgraph.passes.simulator import bucket_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
@@ -148,6 +150,50 @@ def test_the_schedule_of_the_plan_is_that_of_the_generated_code(
     coalesced = "_coalesced" in forward.source + backward.source
     assert coalesced == (bucket is None), "a bucket is one collective"
     assert bool(forward.flying) == (zero == 3), "the backward's first gathers start in the forward"
+
+
+class Tied(nn.Module):
+    """The head's weight is the table: its gradient has a part from either end of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, WIDTH)
+        self.blocks = Blocks()
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        x = self.table(indices)
+        for layer in self.blocks.layers:
+            x = layer(x)
+        return (x @ self.table.weight.t()).logsumexp(-1).mean()
+
+
+def test_the_first_part_of_a_gradient_is_computed_where_the_program_has_it(group: dict[str, str]) -> None:
+    indices = torch.randint(0, 512, (2, 16))
+    for executable in compiled_parts(Tied(), (indices,), group, zero=0):
+        made = [n.name for n in launches(executable.source, executable.program) if n.target in PRODUCTS]
+        assert made == [n.name for n in executable.program.graph.nodes if n.target in PRODUCTS]
+
+
+def test_a_dead_buffer_is_held_within_what_values_take_without_weights(
+    group: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+    from torch._inductor.codegen.wrapper import EfficientPeakEstimate
+
+    estimates: list[int] = []
+    made = EfficientPeakEstimate.__init__
+
+    def recorded(self: Any) -> None:
+        made(self)
+        estimates.append(self.overall_peak_memory)
+
+    monkeypatch.setattr(EfficientPeakEstimate, "__init__", recorded)
+    plan = zgraph.Plan(mesh={"dp": WORLD}, zero=0)
+    forward = split(programs(Blocks(), plan, (torch.randn(2, 16, WIDTH),), WORLD).program).forward
+    with config.patch(force_disable_caches=True):
+        compile_inductor(forward, group)
+    peak = max(sum(m.values()) for m in memory_of(forward, True)) - sum(size_of(n) for n in forward.placeholders())
+    assert abs(estimates[-1] / peak - 1) <= 0.05
 
 
 @pytest.mark.parametrize("kind", ["convolutions", "convolutions, channels last"])

@@ -15,16 +15,19 @@ from ranks import Ranks
 
 import zgraph
 from zgraph.codegen.partition import split
-from zgraph.compiler import programs, update_program
+from zgraph.compiler import planned_step, programs, update_program
 from zgraph.errors import OffloadError, PlanError, StepError, VerifyError
 from zgraph.passes import verify_program
 from zgraph.passes.aliases import root_of
 from zgraph.passes.costs import CPU, Costs
 from zgraph.passes.memory import memory_of
 from zgraph.passes.simulator import simulate
+from zgraph.pipeline import costs_of
 from zgraph.program import moves
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole
+from zgraph.sharding import layout, shard
+from zgraph.tiers.away import Away
 from zgraph.tiers.files import Backend, FileStore
 from zgraph.tiers.moves import Tiers, in_flight
 
@@ -300,11 +303,135 @@ def test_the_verifier_refuses_moves_that_would_give_other_numbers(fault):
         verify_program(program)
 
 
+# -- gradients of parameters that stay on the device ------------------------------------------------------------------------------
+def planned(world: int, **fields):
+    case = models.stack(6, dim=64)
+    plan = zgraph.Plan(**{"backend": "eager", "optimizer": zgraph.AdamW(), "hardware": "h100-80g", **fields})
+    return planned_step(case.model, plan, case.inputs, world), costs_of(plan)
+
+
+def sent(program) -> list[str]:
+    """The parameters whose gradients leave the device, in the order in which they start to."""
+    return [str(info(n).param) for n in program.nodes if n.target is moves.OFFLOAD and info(n).param]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_leave_while_the_backward_runs(world, zero, place):
+    small = {"reduce": 20_000}  # (a layer's gradients)
+    step, _ = planned(world, zero=zero, offload=offloaded(place, "optimizer"), grad_clip=1.0, bucket=small)
+    program = step.step.history().program
+    assert sorted(sent(program)) == sorted(program.params)
+    backward = [n for n in program.nodes if n.op == "call_function" and info(n).phase is Phase.BACKWARD]
+    products = [i for i, n in enumerate(backward) if n.target is torch.ops.aten.mm.default]
+    starts = [i for i, n in enumerate(backward) if n.target is moves.OFFLOAD]
+    assert starts[0] < products[len(products) // 2] and starts[len(starts) // 2] < products[-1]
+
+
+def test_an_update_fetches_no_gradient_that_came_to_the_host(place):
+    step, costs = planned(1, offload=offloaded(place, "optimizer"), grad_clip=1.0, precision="fp16")
+    program = step.update().program
+    verify_program(program)
+    gradients = set(program.input_nodes(InputRole.GRADIENT).values())
+    assert {info(n).home for n in gradients} == {"cpu"}
+    assert not any(gradients & set(n.all_input_nodes) for n in program.nodes if n.target is moves.FETCH)
+    assert simulate(program, costs).peak.get("gradients", 0) == 0
+
+
+@pytest.mark.parametrize("more", [{"micro_batches": 4}, {}], ids=str)
+def test_the_forecast_has_less_on_the_device(more):
+    peaks = {}
+    for on in ("host", "device"):
+        step, costs = planned(1, offload=offloaded("cpu", "optimizer", update_on=on), **more)
+        found = simulate(step.step.history().program, costs)
+        peaks[on] = sum(found.peak.values()) + step.step.outside.held
+        assert bool(found.peak.get("gradients")) == (on == "device")
+    assert peaks["host"] < peaks["device"]
+
+
+def test_only_gradients_of_states_that_are_elsewhere_go_and_only_reduced_ones():
+    step, _ = planned(2, zero=1, micro_batches=2, offload=offloaded("cpu", "optimizer", ratio=0.5))
+    programs = {name: step.step.history(variant).program for name, variant, _ in step.step.runs()}
+    states = {p.name for p, n in step.update().program.input_items() if p.role is InputRole.STATE and info(n).home}
+    assert not sent(programs["first"])
+    assert set(sent(programs["last"])) == {n.partition("/")[0] for n in states} < set(programs["last"].params)
+
+
+@pytest.mark.parametrize("update_on", ["device", "host"])
+def test_they_stay_where_the_device_updates(update_on):
+    step, _ = planned(1, offload=offloaded("cpu", "optimizer", update_on=update_on))
+    assert bool(sent(step.step.history().program)) == (update_on == "host")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"micro_batches": 2}, {"micro_batches": 2, "zero": 1}, {"precision": "bf16"}, {"precision": "fp16"}],
+    ids=str,
+)
+def test_training_is_bit_for_bit_that_with_gradients_on_the_device(more, place):
+    _, plain = trained(**more)
+    model, away = trained(**more, offload=offloaded(place, "optimizer"))
+    assert models.equal(plain, away) and in_flight() == 0
+    (entry,) = model.zgraph.runtime.entries.values()
+    assert bool(sent(entry.program().history().program)) == (place == "cpu")  # (of a disk's, it is the host's already)
+
+
+def test_backward_passes_of_ones_own_add_up_where_gradients_are():
+    grads = {}
+    for away in ({}, offloaded("cpu", "optimizer")):
+        torch.manual_seed(0)
+        case = models.stack(3)
+        plan = zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(), offload=away)
+        model = zgraph.compile(case.model, plan)
+        for _ in range(3):
+            model(*case.inputs).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        grads[bool(away)] = {n: p.grad.clone() for n, p in model.named_parameters()}
+    assert models.equal(grads[False], grads[True])
+
+
+THERE = torch.device("meta")  # (a device that is not the host)
+
+
+def test_a_gradient_of_the_device_is_held_by_the_host_and_taken_by_the_update_as_it_lies():
+    model = torch.nn.Linear(3, 2)
+    shards = shard(model, layout(model, {}, 0, 0), None, torch.device("cpu"), 0)
+    model.weight = torch.nn.Parameter(torch.zeros(2, 3, device=THERE))
+    shards.refresh()
+    value = torch.ones(2, 3)
+    model.weight.grad = shards.gradient("weight", value)
+    assert model.weight.grad.device == THERE
+    assert shards.local_gradient("weight", "cpu") is value
+    model.weight.grad += shards.gradient("weight", torch.full((2, 3), 2.0))
+    torch.nn.utils.clip_grad_value_([model.weight], 2.5)
+    model.weight.grad[:1].zero_()
+    assert torch.equal(value, torch.tensor([[0.0] * 3, [2.5] * 3]))
+
+
+def test_what_is_computed_with_it_is_a_tensor_of_the_device():
+    home = torch.arange(6.0).view(2, 3)
+    away = Away(home, torch.device("cpu"))
+    plain = torch.ones(2, 3)
+    for found, expected in (
+        (away * 2, home * 2),
+        (torch.linalg.vector_norm(away), home.norm()),
+        (plain + away, home + 1),
+    ):
+        assert type(found) is torch.Tensor and torch.equal(found, expected)
+    assert torch.equal(plain.copy_(away), home) and type(plain) is torch.Tensor
+    twin = copy.deepcopy(away)
+    assert type(twin) is Away and torch.equal(twin.home, home) and twin.home.data_ptr() != home.data_ptr()
+    param = torch.nn.Parameter(torch.zeros(2, 3))
+    param.grad = away
+    assert torch.nn.utils.clip_grad_norm_([param], 1.0) == torch.arange(6.0).norm()
+    torch.testing.assert_close(home.norm(), torch.tensor(1.0))
+
+
 # -- ranks --------------------------------------------------------------------------------------------------------------------
-def on_ranks(folder: str, backend: str):
+def on_ranks(away: dict, fields: dict):
     found = []
-    for away in ({}, offloaded(f"nvme:{folder}")):
-        _, result = trained(case=models.stack(4, dim=9), backend=backend, offload=away)
+    for offload in ({}, away):
+        _, result = trained(case=models.stack(4, dim=9), offload=offload, **fields)
         found.append({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in result.items()})
     return models.equal(*found), in_flight()
 
@@ -318,7 +445,15 @@ def ranks():
 @pytest.mark.gloo
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_two_ranks_train_as_in_memory(ranks, tmp_path, backend):
-    assert ranks.run(on_ranks, str(tmp_path), backend) == [(True, 0)] * 2
+    assert ranks.run(on_ranks, offloaded(f"nvme:{tmp_path}"), {"backend": backend}) == [(True, 0)] * 2
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_two_ranks_train_as_with_gradients_on_the_device(ranks, zero, micro_batches):
+    fields = {"backend": "eager", "zero": zero, "micro_batches": micro_batches}
+    assert ranks.run(on_ranks, offloaded("cpu", "optimizer"), fields) == [(True, 0)] * 2
 
 
 def refused_on_one_rank(folder: str, file: str):

@@ -106,7 +106,9 @@ def test_parameters_go_where_nothing_else_would_fit_and_only_at_stage_3():
     assert places(DEVICE, memory_budget=3 * weights) == ("cpu",) * 3  # (groups of an update are 1 MiB at least)
     small = {"sub_group_bytes": 1}
     assert places(DEVICE, memory_budget=3 * weights, offload=small) == ("cpu", "cpu", "none")
-    assert places(DEVICE, memory_budget=int(2.8 * weights), offload=small) == ("cpu",) * 3
+    assert places(DEVICE, memory_budget=int(1.4 * weights), offload=small) == ("cpu",) * 3
+    stays = {"sub_group_bytes": 1, "update_on": "device"}  # with gradients, which nobody waits for on the host
+    assert places(DEVICE, memory_budget=int(2.8 * weights), offload=stays) == ("cpu",) * 3
     assert places(DEVICE, memory_budget=weights, zero=2) == ("cpu", "cpu", "none")
     keep = {"optimizer": "none"}  # the states stay: there is less room
     assert places(DEVICE, memory_budget=5 * weights, offload=keep) == ("cpu", "none", "cpu")

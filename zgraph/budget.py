@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from zgraph.codegen import products
 from zgraph.errors import PlanError
 from zgraph.passes import History, Pass, PassManager
 from zgraph.passes.costs import Costs, size_of
@@ -25,7 +26,7 @@ from zgraph.passes.transfers import gathers_of, largest_layer
 from zgraph.pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant, build
 from zgraph.plan import Plan
 from zgraph.program.node import Phase, info
-from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.program.program import InputRole, OutputRole, Program, with_gradients_in
 from zgraph.program.remark import Remark
 from zgraph.recipe import to_recipe
 from zgraph.units import shown_bytes
@@ -53,9 +54,11 @@ def run_passes(
 
     Raises `PlanError` with the smallest budget that works if the plan's does not.
     """
+    outsides = outsides or Outsides()
     if plan.memory_budget is None:
+        captured.params = with_gradients_in(outsides.at(None).homes, captured.params)
         return by_choice(captured, plan, costs, variant, Choice(), training=training, edit=edit), Choice()
-    search = Search(captured, plan, costs, variant, training, outsides or Outsides(), edit)
+    search = Search(captured, plan, costs, variant, training, outsides, edit)
     return search.run() if choice is None else search.follow(choice)
 
 
@@ -78,13 +81,16 @@ def by_choice(
 
 @dataclass(frozen=True)
 class Outside:
-    """What there is besides forward and backward: bytes `held` all the time, all bytes at the peak of the `update`, and the
-    seconds that it takes, `late` beside the next step or between two."""
+    """What there is besides forward and backward: bytes `held` all the time, `waiting` of them gradients between micro-batches, all
+    bytes at the peak of the `update`, and the seconds that it takes, `late` beside the next step or between two. `homes` are the tiers
+    that gradients go to, by their parameters' names."""
 
     held: int = 0
+    waiting: int = 0
     update: int = 0
     seconds: float = 0.0
     late: bool = False
+    homes: Mapping[str, str] = field(default_factory=dict)
 
     def step(self, seconds: float) -> float:
         """The seconds of a whole step whose forward and backward take so many."""
@@ -160,8 +166,10 @@ class Search:
         self.budget: int = plan.memory_budget
         passes = self._passes(LEAST)
         self.cut = [p.name for p in passes].index("shard_parameters")
-        self.start = self._run(passes[: self.cut], captured, LEAST)  # what all choices have in common
+        self.start = self._run(passes[: self.cut], captured.snapshot(), LEAST)  # what all choices have in common
         self.idle = idle_bytes(captured)
+        if plan.backend == "inductor":
+            self.idle += products.scratch(captured)
         self.share = outsides.shares[0]
         self.tried: dict[Choice, Outcome] = {}
         self.simulated: dict[Choice, tuple[Forecast, int, int]] = {}
@@ -219,7 +227,7 @@ class Search:
         """Another variant's decisions. Raises `PlanError` if it does not fit with them."""
         if choice.states is not None:
             self._turn_to(choice.states)
-        outcome = self._try(choice.but(states=None))
+        outcome = self._try(choice)
         if outcome.peak > self.budget:
             raise self._refusal(outcome, f"{self.captured.name} with the gradients and weights of other micro-batches")
         return self.history(choice), choice
@@ -227,7 +235,7 @@ class Search:
     def history(self, choice: Choice, variant: Variant | None = None) -> History:
         """All passes, verified, by a choice; of another variant if one is given."""
         return by_choice(
-            self.captured.snapshot(),
+            self._snapshot(self.captured, choice),
             self.plan,
             self.costs,
             self.variant if variant is None else variant,
@@ -251,7 +259,8 @@ class Search:
         )
 
     def _try(self, choice: Choice) -> Outcome:
-        choice = choice.but(waiting=self.waiting)
+        # (programs of all shares are the same as long as no gradient goes)
+        choice = choice.but(waiting=self.waiting, states=self.share if self.outside.homes else None)
         if choice not in self.tried:
             self.tried[choice] = self._weighed(choice)
         return self.tried[choice]
@@ -269,11 +278,17 @@ class Search:
         return Outcome(choice, peak, found.seconds, found)
 
     def _after_cut(self, choice: Choice, until: int | None = None, variant: Variant | None = None) -> Program:
-        return self._run(self._passes(choice, variant)[self.cut : until], self.start, choice)
+        return self._run(self._passes(choice, variant)[self.cut : until], self._snapshot(self.start, choice), choice)
+
+    def _snapshot(self, program: Program, choice: Choice) -> Program:
+        """A copy in which gradients lie where the share of the states says."""
+        made = program.snapshot()
+        made.params = with_gradients_in(self.outsides.at(choice.states).homes, made.params)
+        return made
 
     def _run(self, passes: list[Pass], program: Program, choice: Choice) -> Program:
         with self._failures_of(choice):
-            return PassManager(passes, verify=False, snapshots=False).run(program.snapshot()).program
+            return PassManager(passes, verify=False, snapshots=False).run(program).program
 
     @contextlib.contextmanager
     def _failures_of(self, choice: Choice) -> Iterator[None]:

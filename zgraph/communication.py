@@ -56,7 +56,7 @@ class Prefetch(Record, frozen=True):
     )
     spare_bytes: Bytes | None = Field(
         default=None,
-        description="bytes by which gathers that arrive early may raise the step's peak; none: half of the largest layer (a "
+        description="bytes by which gathers that arrive early may raise the step's peak; none: those of the largest layer (a "
         "bucket of middle size at least), and no bound beside max_bytes",
     )
     ahead_bytes: Bytes | None = Field(

@@ -37,7 +37,9 @@ class Offload(Record, frozen=True):
     activations: Place = Field(
         default="auto", description="what the forward leaves for the backward (DeepSpeed: cpu_checkpointing)"
     )
-    optimizer: Place = Field(default="auto", description="the optimizer's states")
+    optimizer: Place = Field(
+        default="auto", description="the optimizer's states, and gradients of what the host updates with them"
+    )
     parameters: Place = Field(default="auto", description="shards of parameters, and their gradients (zero=3)")
     ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
@@ -93,6 +95,11 @@ class Offload(Record, frozen=True):
         """ "cpu" or "nvme" for "activations", "optimizer" or "parameters"; None for the device, and as long as it is "auto"."""
         kind = str(getattr(self, what)).partition(":")[0]
         return kind if kind in ("cpu", "nvme") else None
+
+    @property
+    def gradients(self) -> bool:
+        """Do gradients go to the host as they are made, to be updated there?"""
+        return self.update_on == "host" and self.tier("optimizer") is not None
 
     @property
     def late(self) -> bool:

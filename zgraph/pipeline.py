@@ -200,7 +200,7 @@ def build(
         passes.append(release())
     away = plan.offload
     tier = away.tier("activations") if training else None
-    if tier is not None or away.tier("parameters") is not None:
+    if tier is not None or away.tier("parameters") is not None or (training and away.gradients):
         passes.append(offload(OffloadOptions(tier, choice.away, away.least_bytes, away.staging_bytes, costs)))
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)

@@ -2,7 +2,7 @@
 
 Without a budget it is the device. With one, it is the memory of the host where that is another than the device's, else the disk of a
 folder that the plan names. Activations and states are then taken there as far as the budget needs it (`zgraph/budget.py`, after
-capture); parameters all or none, before it: where weights, gradients and the states that stay leave little room for anything else.
+capture); parameters all or none, before it: where weights, and the gradients and states that stay, leave little room for anything else.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def placed(
         found["optimizer"] = "none"
     if "parameters" in found:
         away = found.get("optimizer", offload.optimizer) != "none"
+        if away and offload.update_on == "host" and device.type != "cpu":
+            weights -= sum(s.grad_bytes for s in specs.values()) // parts
         stay = STAGES * (offload.sub_group_bytes or default_bytes(states)) if away else states
         whole = max((s.nbytes for s in specs.values()), default=0) // among
         if plan.zero < 3 or weights + stay + whole <= STAY * plan.memory_budget:

@@ -560,8 +560,7 @@ class Runtime:
         self.clock.ran(executable.program)
         with place.runs_with(self.agreement), explained(self, executable, step):
             results = executable.run(values)
-        if self.plan.offload.tier("parameters") is not None:
-            self.tiers.settle()  # (gradients lie with their parameters, and may be read)
+        self.settle_gradients()
         gradients: dict[tuple[InputRole | None, str], torch.Tensor] = {}
         for port, value in zip(executable.program.outputs, results, strict=True):
             is_param = port.of is InputRole.PARAMETER
@@ -575,6 +574,11 @@ class Runtime:
             self.turns += 1
             self.clock.reduced = True
         return gradients
+
+    def settle_gradients(self) -> None:
+        """Wait until gradients that leave the device are there for the host to read, and to be added to."""
+        if self.plan.offload.gradients or self.plan.offload.tier("parameters") is not None:
+            self.tiers.settle()
 
     def _reduction(self, step: StepProgram) -> tuple[bool, bool]:
         """(reduce now?, do unreduced gradients come in?). Stages 2 and 3 reduce each time: only shards are kept."""

@@ -26,6 +26,7 @@ from zgraph.errors import ModelError, StepError, UnsupportedError
 from zgraph.precision import Precision
 from zgraph.program import torch_private
 from zgraph.program.program import DATA_DIMS, TENSOR_DIM, ParamSpec
+from zgraph.tiers.away import Away, where_it_lies
 
 if TYPE_CHECKING:
     from zgraph.plan import Plan
@@ -90,7 +91,7 @@ def layout(
         sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)
         spec = spec.sharded("dp", ranks) if sharded else spec
         part = math.prod(spec.shard_shape) * spec.dtype.itemsize
-        specs[name] = replace(spec, home=home) if part and part >= least_bytes else spec
+        specs[name] = replace(spec, home=home, grad_home=home) if part and part >= least_bytes else spec
     return specs
 
 
@@ -250,17 +251,20 @@ class Shards:
                 param.grad_dtype = wide
                 param.grad = grad.to(wide) if grad is not None else None
 
-    def local_gradient(self, name: str) -> torch.Tensor:
-        """What an update program takes for a parameter's gradient: its local tensor in the layout of `local(name)`."""
+    def local_gradient(self, name: str, home: str | None = None) -> torch.Tensor:
+        """What an update program takes for a parameter's gradient: its local tensor in the layout of `local(name)`, on the host if it
+        comes in from a `home`."""
         grad = self._params[name].grad
         assert grad is not None
         spec = self.specs[name]
-        mine = local_of(grad)
+        mine = where_it_lies(local_of(grad))
         param = self.buffers.get(name, self._params[name])
-        if mine.shape == param.shape and mine.stride() == param.stride() and mine.dtype is spec.grad_dtype:
+        device = param.device if home is None else torch.device("cpu")
+        same = mine.shape == param.shape and mine.stride() == param.stride() and mine.device == device
+        if same and mine.dtype is spec.grad_dtype:
             return mine
         like = self.local(name)
-        padded = torch.zeros_like(like, dtype=spec.grad_dtype)
+        padded = torch.zeros_like(like, dtype=spec.grad_dtype, device=device)
         padded[: mine.shape[0]].copy_(mine) if spec.shard_dim is not None else padded.copy_(mine)
         return padded
 
@@ -268,7 +272,7 @@ class Shards:
         """Give `.grad` the numbers that a program wrote into `value`, which `local_gradient` may have made as a copy."""
         grad = self._params[name].grad
         assert grad is not None
-        mine = local_of(grad)
+        mine = where_it_lies(local_of(grad))
         if mine.data_ptr() != value.data_ptr():
             mine.copy_(value[: mine.shape[0]] if self.specs[name].shard_dim is not None else value)
 
@@ -298,13 +302,16 @@ class Shards:
         return int(self.mesh.get_local_rank(spec.shard_dim))
 
     def gradient(self, name: str, value: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
-        """A program's gradient in the form of its parameter: without padding, as a DTensor. With `partial` it is whole on
+        """A program's gradient in the form of its parameter: on its device, without padding, as a DTensor. With `partial` it is whole on
         each rank, and not reduced yet."""
         spec = self.specs[name]
+        if self.mesh is not None and spec.shard_dim is not None and not partial:
+            value = value[: self.rows(spec)]
+        device = local_of(self._params[name]).device
+        if value.device != device:
+            value = Away(value, device)
         if self.mesh is None:
             return value
-        if spec.shard_dim is not None and not partial:
-            value = value[: self.rows(spec)]
         key = (name, value.dtype, partial)
         if key not in self._layouts:
             where = self.placements(spec)

@@ -254,6 +254,7 @@ def conditions(result: Result) -> str:
     busy = f"median {statistics.median(elsewhere):.0%}, at most {max(elsewhere):.0%}" if elsewhere else "unknown"
     return (
         f"Conditions: {c['date']}, {c['cpu']}, {c['cores']} cores, torch {c['torch']}, Python {c['python']}. "
+        f"Products are MKL's, zgraph's {c['products']}'s. "
         f"GPT of {result['parameters'] / 1e6:.1f} M parameters ({size['layers']} layers, width {size['dim']}), float32, SGD, "
         f"batch {size['batch']} x {size['seq']} a rank, 2 ranks with one core each and one thread, a modelled link of "
         f"{result['latency_us']:g} us a step. {c['rounds']} rounds of {c['steps']} steps after {c['warmup']} to warm up; each "

@@ -372,6 +372,8 @@ class _Checks:
             held = sum(s.rank_bytes for s in self.specs.values() if s.home == "cpu")
             if known and plan.offload.tier("optimizer") == "cpu":
                 held += state_bytes(self.model, self.specs, plan)
+                if plan.offload.gradients:
+                    held += sum(s.grad_bytes for s in self.specs.values() if s.home is None)
             if held > host_free():
                 yield Finding(
                     "offload",

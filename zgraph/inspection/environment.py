@@ -135,7 +135,10 @@ def _cpu() -> dict[str, Any]:
     def of_torch() -> dict[str, Any]:
         import torch
 
-        return {"torch's threads": torch.get_num_threads(), "vectors": torch.backends.cpu.get_cpu_capability()}
+        from zgraph.codegen import products
+
+        found = {"torch's threads": torch.get_num_threads(), "vectors": torch.backends.cpu.get_cpu_capability()}
+        return found | {"products of Inductor's code": "oneDNN" if products.onednn() else "torch's own library"}
 
     return found | _said(of_torch)
 

@@ -294,6 +294,9 @@ def _parameter(inspection: Inspection, name: str) -> Iterator[Statement]:
         )
     if spec.home is not None:
         yield Statement(f"it lies in {spec.home}", why="offload.parameters", remedy='offload={"parameters": "none"}')
+    elif spec.grad_home is not None:
+        said = f"its gradient goes to {spec.grad_home} as it is reduced, and is updated with there"
+        yield Statement(said, why="offload.optimizer", remedy='offload={"update_on": "device"}')
     yield from _transfers(inspection, way, name)
     update = inspection.update
     if update is not None:

@@ -108,8 +108,8 @@ class ParamSpec:
 
     `shape` and `stride` (elements) are those of what programs compute with: the whole parameter, or a rank's part where
     `division` divides it. `shard_dim` is the mesh dimension over which dimension 0 of this is split, None where every
-    rank holds all of it. `home` is the tier ("cpu", "nvme") that a rank's part and its gradient lie in, None for the
-    device. `rows` is the number of rows in each rank's padded shard: ceil(shape[0] / ranks), as torch's own `Shard(0)`
+    rank holds all of it. `home` is the tier ("cpu", "nvme") that a rank's part lies in, `grad_home` that of its reduced gradient,
+    None for the device. `rows` is the number of rows in each rank's padded shard: ceil(shape[0] / ranks), as torch's own `Shard(0)`
     splits. `dtype` is what a rank holds; the others are those
     of mixed precision, None where they are the same.
     """
@@ -125,6 +125,7 @@ class ParamSpec:
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
     home: str | None = None
+    grad_home: str | None = None
     division: Division | None = None
 
     @property
@@ -174,10 +175,25 @@ class ParamSpec:
         return (self.rows, *self.shape[1:]) if self.shard_dim else self.shape
 
     @property
+    def shard_stride(self) -> tuple[int, ...]:
+        """The strides of that shard, in elements, in the order in which `stride` has the dimensions behind its rows."""
+        if not self.shard_dim:
+            return self.stride
+        order = [0, *sorted(range(1, len(self.shape)), key=lambda d: (-self.stride[d], d))]
+        sizes, strides = self.shard_shape, [1] * len(order)
+        for at in range(len(order) - 2, -1, -1):
+            strides[order[at]] = strides[order[at + 1]] * sizes[order[at + 1]]
+        return tuple(strides)
+
+    @property
     def rank_bytes(self) -> int:
         """Bytes of a rank's shard, and of its gradient."""
-        gradient = self.grad_dtype.itemsize if self.requires_grad else 0
-        return math.prod(self.shard_shape) * (self.dtype.itemsize + gradient)
+        return math.prod(self.shard_shape) * self.dtype.itemsize + self.grad_bytes
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the gradient of a rank's shard."""
+        return math.prod(self.shard_shape) * self.grad_dtype.itemsize if self.requires_grad else 0
 
     def divided(self, division: Division, mesh: Mapping[str, int]) -> ParamSpec:
         """The layout of a rank's part of it on a mesh of these sizes. (What is sharded over another dimension stays so.)"""
@@ -187,6 +203,11 @@ class ParamSpec:
 
     def sharded(self, mesh_dim: str, ranks: int) -> ParamSpec:
         return replace(self, shard_dim=mesh_dim, rows=-(-self.shape[0] // ranks))
+
+
+def with_gradients_in(homes: Mapping[str, str], specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """The layouts with gradients in these tiers, by their parameters' names. One of a parameter with a home lies with it."""
+    return {n: replace(s, grad_home=s.home or homes.get(n)) for n, s in specs.items()}
 
 
 def _dense(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import functools
 import logging
 import operator
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -504,6 +506,14 @@ def name_origins(graph: fx.Graph) -> None:
             node.meta["original_aten"] = node.target
 
 
+def name_held(inputs: Sequence[fx.Node]) -> None:
+    """Tell Inductor, by their names, which inputs outlive the graph. It takes all others to be free behind their last reader, and holds a
+    buffer for a later one of its size as long as that is not above the peak: which weights, let go one by one, would put at the start."""
+    for node in inputs:
+        node._rename(f"primals_{node.name}")
+        node.target = node.name
+
+
 @functools.cache
 def order_keeper(turns: tuple[tuple[str, str], ...] = ()) -> Any:
     """A pass over Inductor's scheduler that lets no fusion move collectives and library calls past each other, nor what is of one of the
@@ -581,12 +591,14 @@ def compile_with_inductor(
     is_backward: bool,
     combine: bool,
     round_each: bool,
+    library: Callable[[Any], Any] = lambda kernels: kernels,
     reuse: bool = True,
     turns: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], str, list[Any]]:
     """(the boxed callable, its source, the strides of its outputs) of Inductor's compilation of one graph.
 
-    With `combine` kernels that do not depend on each other become one (on CUDA, where each launch costs microseconds).
+    `library` gives what its library calls are made of, for what it would make them of. With `combine` kernels that do not depend on
+    each other become one (on CUDA, where each launch costs microseconds).
     Without `reuse` a buffer is freed where it dies: Inductor else holds it for the next of its size, where its own estimate of the peak, which
     knows of no homes, allows it. With `round_each` a fused kernel rounds to a low dtype wherever its operators would, one by one.
     The order of collectives and library calls is that of the graph: what fuses around them does not move them, and
@@ -604,25 +616,110 @@ def compile_with_inductor(
         "emulate_precision_casts": round_each,
         "allow_buffer_reuse": reuse,
     }
-    with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)), inductor_config.patch(keep):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(V.set_fake_mode(fake_mode))
+        stack.enter_context(tracing(TracingContext(fake_mode)))
+        stack.enter_context(inductor_config.patch(keep))
+        stack.enter_context(_known_sizes())
+        stack.enter_context(_products_where_they_are())
         compiled = compile_fx_inner(module, list(inputs), is_backward=is_backward)
     if not hasattr(compiled, "output_strides"):  # (a graph without an operator is not compiled at all)
         values = [getattr(n, "meta", {}).get("val") for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
         return compiled, "", [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
+    if (runner := compiled.compiled_fn_runner) is not None:  # type: ignore[attr-defined]
+        names = type(runner).call.__globals__
+        names["extern_kernels"] = library(names["extern_kernels"])
     strides = [None if s is None else tuple(int(i) for i in s) for s in compiled.output_strides]
     return compiled, compiled.source_code, strides  # type: ignore[attr-defined]
 
 
-def rebuild_inductor(compiled: Any, source: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
-    """The boxed callable of `compiled` with another `source` (its own one, changed) and `names` in the source's module."""
+@contextlib.contextmanager
+def _known_sizes() -> Iterator[None]:
+    """Let Inductor know the sizes of a graph's buffers where it weighs whether one may be held for a later one of its size. It only
+    finds them where it reorders for the peak, and else takes all that a graph makes for nothing: nearly every buffer would be held."""
+    from torch._inductor.codegen.wrapper import EfficientPeakEstimate
+    from torch._inductor.memory import assign_memory_planning_info_for_scheduler_buffers
+    from torch._inductor.virtualized import V
+
+    made = EfficientPeakEstimate.__init__
+
+    def counted(self: Any) -> None:
+        scheduler = V.graph.scheduler
+        assign_memory_planning_info_for_scheduler_buffers(scheduler.nodes, scheduler.name_to_buf)
+        made(self)
+
+    EfficientPeakEstimate.__init__ = counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        EfficientPeakEstimate.__init__ = made  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _products_where_they_are() -> Iterator[None]:
+    """Let Inductor make one call of a product and the sum with something else only where the product need not wait for that: the first part
+    of the gradient of a weight that is used twice would be computed where the last one is, and its operands held until then."""
+    from torch._inductor.fx_passes import post_grad
+
+    unfused = post_grad.should_prefer_unfused_addmm
+
+    def moves_it(match: Any) -> bool:
+        total = match.output_node()
+        product = next(a for a in total.all_input_nodes if a.target is torch.ops.aten.mm.default)
+        node = product.next
+        while node is not total and _is_light(node):
+            node = node.next
+        return node is not total or bool(unfused(match))
+
+    post_grad.should_prefer_unfused_addmm = moves_it
+    try:
+        yield
+    finally:
+        post_grad.should_prefer_unfused_addmm = unfused
+
+
+def _is_light(node: fx.Node) -> bool:
+    """Is this a view, or an operator of which fusion makes a loop?"""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    views = any(a.alias_info is not None for a in node.target._schema.arguments)
+    return views or torch.Tag.pointwise in node.target.tags
+
+
+def rebuild_inductor(
+    compiled: Any, library: Callable[[Any], Any], source: str, names: dict[str, Any]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """The boxed callable of `compiled` with another `source` (its own one, changed) and `names` in the source's module. `library`: see
+    `compile_with_inductor`."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet
 
     key, path = PyCodeCache.write(source)
     module = PyCodeCache.load_by_key_path(key, path, attrs={**(getattr(compiled, "constants", None) or {}), **names})
+    module.__dict__["extern_kernels"] = library(module.__dict__["extern_kernels"])
     written = OrderedSet(getattr(compiled, "mutated_input_idxs", ()))
     return align_inputs_from_check_idxs(module.call, getattr(compiled, "inputs_to_check", ()), written)
+
+
+def onednn_product() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None] | None:
+    """product(a, b, into, beta): into = beta * into + a @ b by the oneDNN that torch comes with, for float32 matrices on the CPU. None where
+    this torch has none. (torch itself calls it for other dtypes alone; it raises nothing that could be caught.)"""
+    if not torch.backends.mkldnn.is_available() or torch.__version__ < "2.13":
+        return None
+    try:
+        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))[
+            "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff"
+        ]
+    except (OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = [ctypes.POINTER(ctypes.c_void_p)] * 3 + [ctypes.c_float] * 2, None
+
+    def product(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor, beta: float) -> None:
+        # (a Tensor of C++ is a pointer to what `_cdata` is the address of)
+        function(*(ctypes.c_void_p(x._cdata) for x in (a, b, into)), beta, 1.0)
+
+    return product
 
 
 def dtensor(local: torch.Tensor, like: DTensorSpec) -> DTensor:

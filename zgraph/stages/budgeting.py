@@ -280,7 +280,7 @@ class _StageSearch(Search):
         """Passes without snapshots and verifier."""
         passes = self._passes(choice, variant)[self.cut :]
         with self._failures_of(choice):
-            return PassManager(passes, verify=False, snapshots=False).run(self.start.snapshot())
+            return PassManager(passes, verify=False, snapshots=False).run(self._snapshot(self.start, choice))
 
     def forget(self) -> None:
         """Let go of what was tried."""

@@ -56,13 +56,12 @@ class Moment:
 
 class RankMemory:
     """The memory of the rank at position `rank` of "pp", for any programs of its `stages`. `inputs` are the bytes of a micro-batch that the
-    user gives, `gradients` those of all stages that wait between micro-batches (see `states`)."""
+    user gives."""
 
-    def __init__(self, schedule: Schedule, rank: int, stages: Stages, inputs: int, gradients: int) -> None:
+    def __init__(self, schedule: Schedule, rank: int, stages: Stages, inputs: int) -> None:
         self.schedule = schedule
         self.rank = rank
         self.inputs = inputs
-        self.gradients = gradients
         places = {(s, n): at for s, made in enumerate(stages.programs) for at, n in enumerate(sent_names(made))}
         self.row = _moments(schedule, rank, _Post(Routes(schedule, stages.transfers, rank), places))
         # (of those that differ in nothing but their micro-batch the first is enough)
@@ -75,8 +74,8 @@ class RankMemory:
         return max(dict(m.saved).get(stage, 0) for m in self.moments if m.action.stage == stage)
 
     def states(self, outside: Outside) -> int:
-        """The bytes of the optimizer's states, of what there is besides programs. (That has gradients all the time.)"""
-        return outside.held - self.gradients
+        """The bytes of the optimizer's states, of what there is besides programs. (That has gradients between micro-batches all the time.)"""
+        return outside.held - outside.waiting
 
     def peak(
         self, stages: Mapping[int, SimulatedStage], states: int, update: Mapping[str, int] | None = None
@@ -124,10 +123,10 @@ class RankMemory:
         return most + others + self.inputs * self.schedule.micro_batches - stages[stage].inputs
 
 
-def memory_of_rank(joint: Program, stages: Stages, schedule: Schedule, rank: int, gradients: int) -> RankMemory:
-    """That of a captured model, which is cut into `stages`. `gradients`: see `RankMemory`."""
+def memory_of_rank(joint: Program, stages: Stages, schedule: Schedule, rank: int) -> RankMemory:
+    """That of a captured model, which is cut into `stages`."""
     inputs = sum(size_of(node) for node in joint.input_nodes(InputRole.INPUT).values())
-    return RankMemory(schedule, rank, stages, inputs, gradients)
+    return RankMemory(schedule, rank, stages, inputs)
 
 
 def variant_of(moment: Moment, stage: SimulatedStage) -> Variant:

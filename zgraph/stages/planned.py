@@ -24,8 +24,8 @@ from zgraph.program.program import OutputRole, ParamSpec, Program
 from zgraph.stages.budgeting import RankBudget, refuse
 from zgraph.stages.holding import RankMemory, memory_of_rank
 from zgraph.stages.staged import Partition, cut, partition, reduces_once
-from zgraph.update.held import Held, held_at, specs_here, within
-from zgraph.update.program import outside_of, waiting_bytes, whole_update
+from zgraph.update.held import Held, held_at, within
+from zgraph.update.program import outside_of, whole_update
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +70,7 @@ class PlannedStages:
 
     def memory(self, position: int) -> RankMemory:
         """What the rank at this position of "pp" holds at each of its actions, for any programs."""
-        return memory_of_rank(self.joint, self.stages, self.partition.schedule, position, self.waiting(position))
-
-    def waiting(self, position: int) -> int:
-        """The bytes of gradients that wait between micro-batches on that rank."""
-        return waiting_bytes(specs_here(self.layout, self.held[position]), self.plan)
+        return memory_of_rank(self.joint, self.stages, self.partition.schedule, position)
 
     def share(self, position: int) -> float | None:
         """The share of the optimizer's states that is offloaded there; None: as the plan says."""

@@ -28,8 +28,8 @@ from zgraph.stages.schedule import Schedule
 from zgraph.stages.staged import Capture, Partition, Staged, reduces_once
 from zgraph.stages.worker import Worker
 from zgraph.timings import model_flops
-from zgraph.update.held import check_meetings, meetings, specs_here
-from zgraph.update.program import outside_of, waiting_bytes
+from zgraph.update.held import check_meetings, meetings
+from zgraph.update.program import outside_of
 
 if TYPE_CHECKING:
     from zgraph.stages.compiling import Uncut
@@ -112,7 +112,6 @@ class PipelineRuntime(Runtime):
             outsides,
             self.agree,
             (args, kwargs),
-            waiting_bytes(specs_here(specs, held), self.plan),
             self.once,
         )
         self.buffers.note(name, staged.stages.programs, self.partition.schedule.rank_of)

@@ -114,7 +114,6 @@ class Staged:
         outsides: Outsides,
         agree: Callable[[Program], None],
         call: tuple[tuple[Any, ...], dict[str, Any]],
-        gradients: int,
         once: bool,
     ) -> None:
         self.name = name
@@ -131,7 +130,7 @@ class Staged:
         rows = batch_size(*call)
         self.rows = 1 if rows is None else rows
         programs = {stage: self.stages.programs[stage] for stage in partition.schedule.stages_of(position)}
-        memory = memory_of_rank(capture.joint, self.stages, partition.schedule, position, gradients)
+        memory = memory_of_rank(capture.joint, self.stages, partition.schedule, position)
         self.budget = RankBudget(memory, programs, plan, costs, outsides, once) if plan.memory_budget else None
         self.steps = {
             stage: StepProgram(

@@ -29,9 +29,9 @@ class HostMemory:
         )
 
     def tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A dense tensor there, zeros. Raises `MemoryError` where there is no room."""
+        """A dense tensor there, of any values. Raises `MemoryError` where there is no room."""
         if self.device.type == "cuda":
-            return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True).zero_()
+            return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True)
         size = math.prod(shape)
         if not size:
             return torch.empty_strided(shape, stride, dtype=dtype)

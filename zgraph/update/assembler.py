@@ -62,7 +62,7 @@ class Assembler:
         tier that it will lie in."""
         with self.program.fake_mode:
             if spec is not None and tuple(shape) == spec.shard_shape:
-                fake = torch.empty_strided(shape, _strides(spec), dtype=dtype, device=self.device)
+                fake = torch.empty_strided(shape, spec.shard_stride, dtype=dtype, device=self.device)
             else:
                 fake = torch.empty(shape, dtype=dtype, device=self.device)
         label = "".join(c if c.isalnum() else "_" for c in port.name).strip("_")
@@ -189,17 +189,6 @@ class Assembler:
                 program.remove_input(node)
         program.recompile()
         return program
-
-
-def _strides(spec: ParamSpec) -> tuple[int, ...]:
-    """Those of a rank's padded rows."""
-    if not spec.shard_dim:
-        return spec.stride
-    order = [0, *sorted(range(1, len(spec.shape)), key=lambda d: (-spec.stride[d], d))]
-    sizes, strides = spec.shard_shape, [1] * len(order)
-    for at in range(len(order) - 2, -1, -1):
-        strides[order[at]] = strides[order[at + 1]] * sizes[order[at + 1]]
-    return tuple(strides)
 
 
 def _bytes(constant: Tensor) -> tuple[Any, ...]:

@@ -225,7 +225,7 @@ class _Builder:
             if member.record is not None and member.name not in self.options.late():
                 params[member.name] = self.assembler.input(port, spec.shard_shape, spec.dtype, spec, spec.home)
             port = Port(InputRole.GRADIENT, member.name)
-            grads[member.name] = self.assembler.input(port, spec.shard_shape, spec.grad_dtype, spec, spec.home)
+            grads[member.name] = self.assembler.input(port, spec.shard_shape, spec.grad_dtype, spec, spec.grad_home)
             kept = states_of(member, spec, self.options) if member.record is not None else {}
             states[member.name] = {
                 key: self.assembler.input(

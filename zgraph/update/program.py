@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from zgraph.passes.costs import Costs
 from zgraph.passes.simulator import simulate
 from zgraph.pipeline import build_update_passes
 from zgraph.program import torch_private
-from zgraph.program.program import ParamSpec
+from zgraph.program.program import ParamSpec, with_gradients_in
 from zgraph.recipe import to_update_recipe
 from zgraph.update.build import UpdateOptions, build_update, state_bytes_of
 from zgraph.update.groups import Member, members_of
@@ -78,6 +78,13 @@ def _homes(
     return found
 
 
+def gradient_homes(plan: Plan, options: UpdateOptions, device: torch.device) -> dict[str, str]:
+    """The tier that each gradient goes to as it is made, by its parameter's name: the memory of the host that updates it. (Where that is
+    the device's as well, gradients for states on a disk are in the right place.)"""
+    there = {"cpu"} if device.type == "cpu" else {"cpu", "nvme"}
+    return {n: "cpu" for n, tier in options.homes.items() if plan.offload.gradients and tier in there}
+
+
 def outside_of(
     module: torch.nn.Module,
     specs: dict[str, ParamSpec],
@@ -93,21 +100,23 @@ def outside_of(
     `specs` are those of the whole model, `sizes` those of the mesh without stages; `held` is what a rank of a pipeline holds, None
     without one."""
     whole, specs = specs, specs_here(specs, held)
-    waiting = waiting_bytes(specs, plan)
     shares = shares or shares_of(plan)
 
     def at(share: float) -> Outside:
         members, options = trained(module, whole, plan, share, held)
         size = sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name not in options.homes)
-        late = (specs[m.name] for m in members if m.name in options.late() and specs[m.name].home is None)
+        homes = gradient_homes(plan, options, device)
+        laid = with_gradients_in(homes, specs)
+        waiting = waiting_bytes(laid, plan)
+        late = (laid[m.name] for m in members if m.name in options.late() and laid[m.name].grad_home is None)
         size += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the step before)
         if plan.memory_budget is None or not members or (held is None and not plan.offload.tiers()):
-            return Outside(size + waiting)
+            return Outside(size + waiting, waiting, homes=homes)
         found = simulate(update_history(plan, members, specs, mesh_of(sizes, held), device, options).program, costs)
         if options.late():  # (what it brings to the device is there beside a step)
             kept = sum(found.peak.get(k, 0) for k in ("parameters", "gradients", "states"))
             size += sum(found.peak.values()) - kept
-        return Outside(size + waiting, sum(found.peak.values()), found.seconds, bool(options.late()))
+        return Outside(size + waiting, waiting, sum(found.peak.values()), found.seconds, bool(options.late()), homes)
 
     return Outsides(shares, at)
 
@@ -162,15 +171,15 @@ def _updated(
     return members, update_options(plan, members, specs, share, held)
 
 
-def waiting_bytes(specs: dict[str, ParamSpec], plan: Plan) -> int:
-    """Bytes of gradients between micro-batches."""
+def waiting_bytes(specs: Mapping[str, ParamSpec], plan: Plan) -> int:
+    """Bytes of gradients between micro-batches, on the device."""
     total = 0
     if plan.micro_batches > 1:
-        # (stages 0 and 1 keep them whole until the last micro-batch)
+        # (stages 0 and 1 keep them whole until the last micro-batch, and there)
         shapes = [
             (s.shard_shape if plan.zero > 1 else s.shape, s.grad_dtype)
             for s in specs.values()
-            if s.requires_grad and s.home is None
+            if s.requires_grad and (plan.zero < 2 or s.grad_home is None)
         ]
         total += sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
     return total
@@ -202,6 +211,7 @@ def update_history(
     """Build the update of `members` and run the passes for it; parameters named in `first` are updated as early as they can be. Is what
     each pass leaves `verified`? `specs` are those of the parameters that this rank holds; `sizes` has "pp" where there are other stages."""
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
+    specs = with_gradients_in(gradient_homes(plan, options, device), specs)
     program = build_update(members, specs, sizes, device, options, decompositions, name)
     recipe = to_update_recipe(plan, tuple(first))
     return PassManager(build_update_passes(plan, tuple(first)), verify=verified, recipe=recipe).run(program)

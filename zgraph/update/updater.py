@@ -418,6 +418,7 @@ class Updater:
         shards, states = self.runtime.shards, self.states
         values: list[torch.Tensor] = []
         clipped: list[tuple[str, torch.Tensor]] = []
+        homes = update.history.program.params
         for port in update.history.program.inputs:
             role, name = port.role, port.name
             if role is InputRole.STATE:
@@ -425,7 +426,7 @@ class Updater:
             elif role is InputRole.PARAMETER:
                 values.append(shards.local(name))
             elif role is InputRole.GRADIENT:
-                values.append(shards.local_gradient(name))
+                values.append(shards.local_gradient(name, homes[name].grad_home))
                 if name in update.clipped:
                     clipped.append((name, values[-1]))
             elif role is InputRole.INDEX:

@@ -1,0 +1,72 @@
+"""Tensors of the device that lie in the host's memory: gradients as a user sees them, who finds them where their parameters are.
+
+What is computed with one is computed by the host, and what comes out is on the device; writes and views are of what lies there, and a
+copy lies there as well. So `.grad` may be read, clipped and added to, and takes nothing of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+HOST = torch.device("cpu")
+
+
+class Away(torch.Tensor):
+    """A tensor of `device` whose values are those of `home`, a tensor of the host."""
+
+    home: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, home: torch.Tensor, device: torch.device) -> Away:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, home.size(), strides=home.stride(), dtype=home.dtype, device=device
+        )
+        made.home = home
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Away({self.home!r}, device={str(self.device)!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Away))
+        written = _written(func, args, kwargs)
+        if any(not isinstance(x, Away) for x in written):
+            return func(*_mapped(args, _on_device), **_mapped(kwargs, _on_device))
+        found = func(*_mapped(args, _on_host), **_mapped(kwargs, _on_host))
+        if written:
+            return written[0] if func._schema.returns else None
+        if func is torch.ops.aten.clone.default or any(r.alias_info is not None for r in func._schema.returns):
+            return _mapped(found, lambda x: Away(x, device))
+        return _mapped(found, lambda x: x.to(kwargs.get("device") or device))
+
+
+def where_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """What holds a tensor's values: itself, unless it is `Away`."""
+    return tensor.home if isinstance(tensor, Away) else tensor
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return where_it_lies(tensor).to(HOST)
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.home.to(tensor.device) if isinstance(tensor, Away) else tensor
+
+
+def _mapped(values: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return pytree.tree_map_only(torch.Tensor, function, values)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    slots = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for s in slots for x in pytree.tree_leaves(given.get(s)) if isinstance(x, torch.Tensor)]
