@@ -1,12 +1,12 @@
 """Training steps of zgraph and of its peers over a modelled link: step time, exposed communication, peak memory.
 
-    python benchmarks/overlap.py [--rates 0,2,1] [--variants ddp,zgraph-zero3] [--rounds 3] [--steps 7] [--out FOLDER]
+    python benchmarks/overlap.py [--rates 0,2,1] [--variants ddp,zgraph-zero3] [--rounds 4] [--steps 5] [--out FOLDER]
     python benchmarks/overlap.py --layers 2 --dim 64 --vocab 256 --seq 32 --steps 2 --rounds 1 --tries 1 --variants ddp-eager
 
 The same model, data and link for all, on two ranks with a core and a thread each, in one run. A rate is in Gbit/s, 0 is
 unlimited; a variant may be named by how its name begins. Each variant has two processes of its own, which build it once
-and sleep while others are measured. A round goes through all rates and, in another order each time, all variants: a
-noisy minute hits one round of several variants, and not all of one. A measurement beside which others used the
+and sleep while others are measured. A round goes through all variants, in another order each time, and through all
+rates of one before the next: a noisy minute hits one round, and not all of a rate's. A measurement beside which others used the
 processor is taken again. A step's time is that of the slower rank, from a barrier. Peak memory is that of torch's CPU
 allocator, counted exactly in steps that are not timed. The first three steps' losses of all variants are compared with
 those of data-parallel training in one process.
@@ -262,16 +262,16 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     print(report.losses_text(result), flush=True)
     for number in range(args.rounds):
-        for rate in args.rates:
-            local, others = [], []
-            for v in variants:
-                (local if v.name.startswith("local") else others).append(v)
-            random.Random(f"{number} {rate}").shuffle(others)
-            # what computes alone comes first, once a round
-            for variant in [*(local if rate == args.rates[0] else []), *others]:
+        order = random.Random(number)
+        local, others = [], []
+        for v in variants:
+            (local if v.name.startswith("local") else others).append(v)
+        order.shuffle(others)
+        for variant in [*local, *others]:
+            # A variant's rates one after the other: the machine's own speed drifts, and what a link adds is their difference.
+            for rate in ["0"] if variant in local else order.sample(args.rates, len(args.rates)):
                 if variant.processes:
-                    at = "0" if variant in local else rate
-                    measure(variant, at, args, memory=number == 0)
+                    measure(variant, rate, args, memory=number == 0)
         print(f"round {number + 1} of {args.rounds}: {time.strftime('%H:%M:%S')}", flush=True)
     for variant in variants:
         variant.stop()
@@ -317,9 +317,9 @@ def main() -> int:
         "--latency", type=float, default=20.0, help="microseconds of a ring step, where the rate is limited"
     )
     parser.add_argument("--variants", type=variant_names, default=",".join(NAMES), help="names, or how they begin")
-    parser.add_argument("--steps", type=int, default=7, help="timed steps of a variant in a round at a rate")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a variant in a round at a rate")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument(
         "--quiet", type=float, default=0.1, help="measure again if others use more of all cores than this"
     )
