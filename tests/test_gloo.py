@@ -787,12 +787,11 @@ def test_an_optimizer_step_on_gradients_that_wait_makes_no_silent_error(two, zer
     ],
 )
 def test_a_change_of_the_weights_is_seen_by_the_next_forward(two, how):
-    for zero in (1, 2, 3) if how.startswith("one rank's rows") else (0, 1, 2, 3):
+    for zero in (1, 3) if how.startswith("one rank's rows") else (0, 3) if how.startswith("in place") else (2, 3):
         assert two.run(change_weights, zero, how) == [[], []], f"stage {zero}"
 
 
-@STAGES
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("zero", "optimizer"), [(0, "adamw"), (1, "sgd"), (2, "sgd"), (3, "adamw")])
 def test_a_full_checkpoint_resumes_as_if_there_had_been_no_break(two, zero, optimizer):
     assert two.run(checkpoint, zero, optimizer) == [[], []]
 
@@ -883,7 +882,7 @@ def test_recompiling_loses_no_gradient_that_waits(two):
 
 
 @pytest.mark.inductor
-@STAGES
+@pytest.mark.parametrize("zero", [1, 3])
 def test_fifty_steps_with_inductor_are_those_of_plain_pytorch_on_the_whole_batch(two, zero):
     for far_off, losses, kernels in two.run(fifty_steps_with_inductor, zero):
         assert far_off == []

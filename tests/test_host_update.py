@@ -5,6 +5,7 @@ The accelerator is a pretended one: programs are built for it, their devices are
 
 from __future__ import annotations
 
+import models
 import pytest
 import torch
 from test_update_programs import Virtual, gradients, parameters
@@ -95,9 +96,9 @@ def same(one: Virtual, other: Virtual) -> bool:
     )
 
 
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-@pytest.mark.parametrize("more", list(MORE))
-@pytest.mark.parametrize("name", list(RECORDS))
+@pytest.mark.parametrize(
+    ("name", "more", "tier"), [(n, *rest) for n in RECORDS for rest in models.in_turn([*MORE], ["cpu", "nvme"])]
+)
 def test_updates_on_the_host_are_those_of_the_device(name, more, tier):
     plan = plan_of(RECORDS[name], tier, **MORE[more])
     program = built(plan, 1)
@@ -108,8 +109,7 @@ def test_updates_on_the_host_are_those_of_the_device(name, more, tier):
 
 
 @pytest.mark.parametrize("kinds", [("optimizer",), ("parameters",), KINDS], ids=["states", "parameters", "all"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize(("world", "tier"), [(1, "cpu"), (2, "nvme"), (3, "cpu")])
 @pytest.mark.parametrize("name", ["AdamW", "LAMB", "Muon"])
 def test_likewise_at_other_worlds_and_for_parameters(name, tier, world, kinds):
     """An update that communicates does it on the device, whatever of it lies elsewhere."""
