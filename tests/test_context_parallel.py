@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 
 import divided_models
+import models
 import pytest
 import torch
 from divided_models import OWN, ROWS, WIDTH, WORDS, Gpt2, Llama, of_transformers, own
@@ -39,27 +40,33 @@ def assert_same(model, inputs, world, **plan):
     assert any(d.what == "gradient" for d in found.differences)
 
 
-@pytest.mark.parametrize("attention", ["heads", "ring"])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize(
+    ("name", "ranks", "attention"),
+    [
+        (name, *way)
+        for name, ways in models.in_turn(TEXTS, [((2, "heads"), (4, "ring")), ((4, "heads"), (2, "ring"))])
+        for way in ways
+    ],
+)
 def test_parts_of_a_sequence_give_what_the_whole_gives(name, ranks, attention):
     assert_same(*own(name), ranks, mesh={"cp": ranks}, context_attention=attention)
 
 
-@pytest.mark.parametrize("attention", ["heads", "ring"])
 @pytest.mark.parametrize(
-    "mesh,fields",
+    ("mesh", "fields", "attention"),
     [
-        ({"dp": 2, "cp": 2}, {"zero": 1}),
-        ({"dp": 2, "cp": 2}, {"zero": 2}),
-        ({"dp": 2, "cp": 2}, {"zero": 3}),
-        ({"cp": 2, "tp": 2}, {}),
-        ({"cp": 2, "tp": 2}, {"sequence_parallel": True}),
-        ({"dp": 2, "cp": 2, "tp": 2}, {"zero": 2}),
-        ({"pp": 2, "cp": 2}, {"micro_batches": 2}),
-        ({"cp": 2}, {"recompute": "full"}),
-        ({"cp": 2}, {"backend": "inductor"}),
-        ({"dp": 2, "cp": 2}, {"zero": 3, "backend": "inductor"}),
+        ({"dp": 2, "cp": 2}, {"zero": 1}, "heads"),
+        ({"dp": 2, "cp": 2}, {"zero": 2}, "ring"),
+        ({"dp": 2, "cp": 2}, {"zero": 3}, "heads"),
+        ({"dp": 2, "cp": 2}, {"zero": 3}, "ring"),
+        ({"cp": 2, "tp": 2}, {}, "ring"),
+        ({"cp": 2, "tp": 2}, {"sequence_parallel": True}, "heads"),
+        ({"dp": 2, "cp": 2, "tp": 2}, {"zero": 2}, "heads"),
+        ({"pp": 2, "cp": 2}, {"micro_batches": 2}, "ring"),
+        ({"pp": 2, "cp": 2}, {"micro_batches": 2}, "heads"),
+        ({"cp": 2}, {"recompute": "full"}, "ring"),
+        ({"cp": 2}, {"backend": "inductor"}, "heads"),
+        ({"dp": 2, "cp": 2}, {"zero": 3, "backend": "inductor"}, "ring"),
     ],
     ids=str,
 )
@@ -84,8 +91,19 @@ def transformers_model(name: str):
     return t.ViTForImageClassification(config), batch
 
 
-@pytest.mark.parametrize("attention,ranks", [("heads", 2), ("heads", 4), ("ring", 4)])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "attention", "ranks"),
+    [
+        ("gpt2", "heads", 2),
+        ("llama", "ring", 4),
+        ("bert", "heads", 4),
+        ("t5", "ring", 4),
+        ("t5", "heads", 2),
+        ("vit", "ring", 4),
+        ("mixtral", "heads", 4),
+        ("mixtral", "ring", 4),
+    ],
+)
 def test_models_of_transformers_too(name, ranks, attention):
     """(Their masks are known, or are biases that are learned.)"""
     assert_same(*transformers_model(name), ranks, mesh={"cp": ranks}, context_attention=attention)

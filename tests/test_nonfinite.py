@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -158,8 +159,7 @@ def test_skipped_steps_are_none_for_the_rest():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("mode", ["skip", "stop", "rollback"])
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(("plan", "mode"), models.in_turn(PLANS, ["skip", "stop", "rollback"]), ids=str)
 def test_a_healthy_run_is_bit_for_bit_that_without_the_option(plan, mode):
     ends = []
     for choice in ("ignore", mode):
@@ -178,7 +178,9 @@ def test_without_the_option_the_weights_are_lost():
     assert not all(t.isfinite().all() for t in state(model).values())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("micro_batches", "backend"), [(1, "eager"), (2, "eager"), pytest.param(2, "inductor", marks=pytest.mark.inductor)]
+)
 @pytest.mark.parametrize(
     ("part", "value", "module", "phase", "mark"),
     [
@@ -187,7 +189,6 @@ def test_without_the_option_the_weights_are_lost():
         (Attention, 1e7, "parts.1", "forward", "mask"),
     ],
 )
-@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_first_module_is_named_with_its_line_and_micro_batch(
     part, value, module, phase, mark, micro_batches, backend
 ):

@@ -130,8 +130,11 @@ BOTH = {"loss": 4, "mlps.*": 4}
 
 
 # -- what is computed -------------------------------------------------------------------------------------------------
-@BACKENDS
-@pytest.mark.parametrize("shift,rows", [("none", 1), ("targets", 3), ("logits", 1), ("logits", 3)])
+@pytest.mark.parametrize(
+    ("backend", "shift", "rows"),
+    [(b, *case) for b in ("eager", "inductor") for case in (("none", 1), ("targets", 3), ("logits", 3))]
+    + [("eager", "logits", 1)],
+)
 def test_a_loss_in_turns_is_the_loss(backend, shift, rows):
     """Nine tokens are eight turns of one or two."""
     model = Net(shift=shift, bias=rows == 1).double()
