@@ -189,9 +189,9 @@ def whole(name: str, micro_batches: int) -> Any:
     return pipeline(name, 2).whole(micro_batches)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("which", SCHEDULES)
+@pytest.mark.parametrize(
+    ("which", "name", "ranks"), [(which, *way) for which in SCHEDULES for way in models.in_turn(NAMES, [2, 4])]
+)
 def test_a_schedule_gives_the_gradients_of_accumulation_in_one_process(which: str, ranks: int, name: str) -> None:
     ran = 0
     for micro_batches in range(1, 9):
