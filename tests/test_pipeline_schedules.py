@@ -124,6 +124,7 @@ class Pipeline:
             once=False,
             plan=self.plan,
             agree_on_random=lambda step: None,
+            settle_gradients=lambda: None,
         )
 
     def whole(self, micro_batches: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
