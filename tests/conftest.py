@@ -1,11 +1,14 @@
-"""Fixtures of several files: processes over gloo, the same ones for all tests of a file."""
+"""Fixtures of several files: processes over gloo, the same ones for all tests of a file. How often the collector runs."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
-from ranks import Ranks
+from ranks import COLLECTOR, Ranks
+
+gc.set_threshold(*COLLECTOR)
 
 
 @pytest.fixture(scope="module")
