@@ -345,13 +345,13 @@ def test_two_ranks_agree_with_each_other_and_with_one_process_at_every_stage(tmp
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_half_precision_learns_what_float32_does(tmp_path):
-    """A whole schedule of 50 steps, down to its small rates; benchmarks/results/precision.md has the runs of 400."""
+    """A whole schedule of 80 steps, down to its small rates; benchmarks/results/precision.md has the runs of 400."""
     ends = {}
     for precision in ("fp32", "bf16", "fp16"):
         text = (EXAMPLES / "plans" / f"step_{precision}.toml").read_text()
         plan = tmp_path / f"{precision}.toml"
-        plan.write_text(text.replace("warmup_steps = 20, total_steps = 400", "warmup_steps = 10, total_steps = 50"))
-        options = ["--device=cpu", "--batch=8", "--steps=50", "--eval-every=50", "--sample=0", f"--plan={plan}"]
+        plan.write_text(text.replace("warmup_steps = 20, total_steps = 400", "warmup_steps = 10, total_steps = 80"))
+        options = ["--device=cpu", "--batch=8", "--steps=80", "--eval-every=80", "--sample=0", f"--plan={plan}"]
         record = train_lm.train(train_lm.parse(options), say=lambda line: None)
         ends[precision] = record.validation[-1]["loss"]
         assert record.train[-1]["lr"] < 4e-4
