@@ -30,8 +30,9 @@ demo: $(VENV)/.demo toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 		examples/train_lm.py $(ARGS)
 
+# Files in their own order: the one with the fewest tests, which would be last, is one of the longest.
 test: $(VENV)/.dev toolchain
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench-overlap: $(VENV)/.bench toolchain
 	@$(VENV)/bin/python benchmarks/overlap.py $(ARGS)
@@ -47,7 +48,7 @@ types: $(VENV)/.dev
 	MYPYPATH=.types $(VENV)/bin/mypy -p zgraph
 
 test-torch211: $(VENV211)/.dev toolchain
-	@OMP_NUM_THREADS=1 $(VENV211)/bin/python -m pytest --numprocesses auto --dist loadfile -m core $(ARGS)
+	@OMP_NUM_THREADS=1 $(VENV211)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder -m core $(ARGS)
 
 $(VENV211)/.dev: $(PACKAGING)
 	@$(MAKE) --no-print-directory $(VENV211)/.dev VENV=$(VENV211) VENV211=unused TORCH="torch==2.11.0 triton==3.6.0"
