@@ -1,8 +1,9 @@
 """Which library computes float32 products on a machine's processors.
 
-torch has them computed by MKL, which on processors that are not Intel's leaves a part of them idle: on AMD EPYCs with AVX-512 it reaches 97
-GFLOP/s a core beside oneDNN's 217 (Zen 5), and 94 beside 103 (Zen 4; torch 2.13, products of 512 x 512 x 2048). There oneDNN, which torch comes
-with, computes what Inductor's code calls. The choice follows from the processor alone: a plan gives the same numbers each time that it runs on a machine.
+torch has them computed by MKL, which on processors that are not Intel's leaves a part of them idle: on AMD EPYCs with AVX-512 it reaches
+97 GFLOP/s a core beside oneDNN's 217 (Zen 5), and 94 beside 103 (Zen 4; torch 2.13, products of 512 x 512 x 2048). There oneDNN, which
+torch comes with, computes what Inductor's code calls. The choice follows from the processor alone: a plan gives the same numbers each time
+that it runs on a machine.
 """
 
 from __future__ import annotations
