@@ -1,14 +1,11 @@
-"""Fixtures of several files: processes over gloo, the same ones for all tests of a file. How often the collector runs."""
+"""Fixtures of several files: processes over gloo, the same ones for all tests of a file."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
-from ranks import COLLECTOR, Ranks
-
-gc.set_threshold(*COLLECTOR)
+from ranks import Ranks
 
 
 @pytest.fixture(scope="module")

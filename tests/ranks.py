@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -27,10 +26,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
-
-# How many new objects make the collector look for garbage, and how often it looks further back. Compiling makes many objects
-# and little garbage: with Python's own 700 an eighth of the tests' time went into looking.
-COLLECTOR = (10_000, 20, 20)
 
 _PRELOAD = [
     "torch",
@@ -148,7 +143,6 @@ def _serve(pipe: Connection, rank: int, world: int, store: str, timeout: float, 
     import torch.distributed as dist
 
     faulthandler.enable()  # a rank that crashes says where it was
-    gc.set_threshold(*COLLECTOR)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     dist.init_process_group(
