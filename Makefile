@@ -1,5 +1,6 @@
 # make demo    a virtual environment, the package, and the example trained on two ranks
 # make test    the same environment with what the tests need, and the tests
+# make test-all    with them every case of long sweeps, and the tests that take minutes
 # make bench-overlap    training steps of zgraph and its peers over a modelled link, into benchmarks/results
 #
 # torch is pinned. PyPI's own Linux build of it is for CUDA; to take another (say the small CPU build):
@@ -20,7 +21,7 @@ NPROC ?= 2
 ARGS ?=
 PACKAGING := pyproject.toml setup.py
 
-.PHONY: help demo test lint types test-torch211 bench-overlap clean toolchain
+.PHONY: help demo test test-all lint types test-torch211 bench-overlap clean toolchain
 
 help:
 	@grep '^# make' Makefile | cut -c3-
@@ -32,6 +33,9 @@ demo: $(VENV)/.demo toolchain
 
 # Files in their own order: the one with the fewest tests, which would be last, is one of the longest.
 test: $(VENV)/.dev toolchain
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.dev toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench-overlap: $(VENV)/.bench toolchain

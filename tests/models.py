@@ -6,7 +6,7 @@ divide the batch of 24. Each factory seeds its own weights and batch, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,18 +33,6 @@ class Case:
 
 TRANSFORMERS: dict[str, Callable[[], Case]] = {}
 PLAIN: dict[str, Callable[[], Case]] = {}
-
-
-def in_turn(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Each of the values once, with the others' in turn: all values and all options, where their product would take too long."""
-    found = []
-    for at, value in enumerate(values):
-        row = [value]
-        for options in others:
-            at, chosen = divmod(at, len(options))
-            row.append(options[chosen])
-        found.append(tuple(row))
-    return found
 
 
 def build(name: str) -> Case:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from sweeps import sweep
 
 import zgraph
 from zgraph.codegen.partition import split
@@ -85,7 +86,7 @@ def with_and_without(change, fields):
     return results[0] == results[1], results[0][0]
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
+@sweep("change", list(CHANGES), quick=2)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_numbers_are_those_without_it_bit_for_bit_whatever_happens_between(ranks, change, zero):
     for equal, _ in ranks.run(with_and_without, change, {"zero": zero}):
@@ -97,6 +98,7 @@ def test_also_in_half_precision_with_micro_batches_and_clipping(ranks):
         assert equal
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_also_compiled_by_inductor(ranks):
     for equal, _ in ranks.run(with_and_without, "in place", {"backend": "inductor"}):

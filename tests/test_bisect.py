@@ -10,6 +10,7 @@ import faults
 import models
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from typer.testing import CliRunner
 
@@ -63,7 +64,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@sweep("world", [1, 2, 4], quick=1)
 @pytest.mark.parametrize(("fault", "found", "least", "plan"), PLANTED, ids=[p[0].replace(" ", "-") for p in PLANTED])
 def test_a_planted_fault_is_found_where_it_stands(fault, found, least, plan, world):
     if world < least:
@@ -147,7 +148,7 @@ CORRECT = [
 @pytest.mark.parametrize(
     ("zero", "backend"), [(0, "eager"), (1, "inductor"), (2, "eager"), (3, "inductor"), (3, "eager")]
 )
-@pytest.mark.parametrize("plan", CORRECT, ids=[next(iter(c), "plain") for c in CORRECT])
+@sweep("plan", CORRECT, quick=3, ids=[next(iter(c), "plain") for c in CORRECT])
 def test_a_correct_pipeline_is_not_accused(plan, zero, backend):
     made = searched(2, zero=zero, backend=backend, optimizer=ADAM, **plan)
     assert made.ok, [(c.program, c.name, c.beyond[:2], c.bits[:2]) for c in made.culprits]

@@ -5,6 +5,7 @@ import dataclasses
 import models
 import pytest
 import refusals
+from sweeps import sweep
 
 from zgraph import SGD, AdamW, Plan
 from zgraph.compiler import programs
@@ -55,7 +56,7 @@ def test_a_budget_that_is_too_small_states_the_smallest_that_works(case):
         run(case, memory_budget=least - 1)
 
 
-@pytest.mark.parametrize("extra", [0, 20_000, 50_000, 10**7])
+@sweep("extra", [0, 20_000, 50_000, 10**7], quick=2)
 def test_the_peak_never_exceeds_the_budget(case, extra):
     budget = smallest(case) + extra
     assert peak(run(case, memory_budget=budget)) <= budget

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from sweeps import sweep
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -113,7 +114,7 @@ def cast(x: torch.Tensor, fields: dict) -> torch.Tensor:
     return x.to({"fp16": torch.float16, "bf16": torch.bfloat16}[fields["precision"]]) if "numerics" in fields else x
 
 
-@pytest.mark.parametrize("name", PLANS)
+@sweep("name", PLANS, quick=5)
 def test_a_resumed_run_goes_on_bit_for_bit(name, tmp_path):
     fields = PLANS[name]
     model = compiled(**fields)
@@ -161,7 +162,7 @@ def test_python_numpy_and_torch_draw_what_they_would_have(tmp_path):
 # -- other plans
 
 
-@pytest.mark.parametrize("to", ["plain", "bf16 masters", "fp16 masters", "average", "states in memory", "late"])
+@sweep("to", ["plain", "bf16 masters", "fp16 masters", "average", "states in memory", "late"], quick=2)
 @pytest.mark.parametrize("of", ["plain", "bf16 masters", "fp16 masters", "average", "late"])
 def test_weights_and_states_go_from_one_plan_to_another(of, to, tmp_path):
     """In the widest precision that there is: a weight in float32 from a master copy, and the reverse."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from safetensors.torch import save_file
+from sweeps import sweep
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -384,7 +385,7 @@ def test_an_index_that_files_do_not_fit_is_refused(tmp_path):
 
 # -- DeepSpeed
 @pytest.mark.gloo
-@pytest.mark.parametrize(("stage", "zero"), [(0, 3), (1, 2), (2, 3), (3, 1)])
+@sweep("stage, zero", [(0, 3), (1, 2), (2, 3), (3, 1)], quick=2)
 def test_zgraph_goes_on_where_deepspeed_stopped(two, made_by_deepspeed, stage, zero):
     folder, losses = made_by_deepspeed(stage)
     for found in (go_on(str(folder), zero), *two.run(go_on, str(folder), zero)):
@@ -397,7 +398,7 @@ def test_zgraph_goes_on_where_deepspeed_stopped(two, made_by_deepspeed, stage, z
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@sweep("stage", [1, 2, 3], quick=1)
 def test_zgraph_goes_on_from_a_universal_checkpoint(two, made_by_deepspeed, tmp_path, stage):
     folder, losses = made_by_deepspeed(stage)
     universal(folder, tmp_path)

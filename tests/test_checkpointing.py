@@ -8,6 +8,7 @@ import pytest
 import refusals
 import torch
 from oracle import Oracle
+from sweeps import in_turn, sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -73,7 +74,7 @@ def smallest(case: models.Case, world: int = 1, costs: Costs | None = COSTS, **f
 
 
 # -- every model ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "how"), models.in_turn(EVERY, ["full", "smallest budget"]))
+@sweep("name, how", in_turn(EVERY, ["full", "smallest budget"]), quick=6)
 def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all(name, how):
     fields = {"recompute": "full"} if how == "full" else {"memory_budget": smallest(models.build(name))}
     _, plain = gradients(models.build(name))
@@ -84,9 +85,10 @@ def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all(name, how):
         assert all(info(n).copy_of is None for n in random)
 
 
-@pytest.mark.parametrize(
-    ("name", "zero"),
-    models.in_turn(["gpt2", "llama", "t5", "resnet", "unet", "mixtral", "transformer_encoder"], [3, 0, 2]),
+@sweep(
+    "name, zero",
+    in_turn(["gpt2", "llama", "t5", "resnet", "unet", "mixtral", "transformer_encoder"], [3, 0, 2]),
+    quick=3,
 )
 def test_likewise_on_virtual_ranks_at_every_stage(name, zero):
     case = models.build(name)
@@ -96,7 +98,7 @@ def test_likewise_on_virtual_ranks_at_every_stage(name, zero):
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet"])
+@sweep("name", ["gpt2", "unet"], quick=1)
 def test_a_budget_holds_at_stage_3_and_numbers_stay(name):
     case = models.build(name)
     fields = {"mesh": {"dp": 2}, "zero": 3, "backend": "eager"}
@@ -111,7 +113,7 @@ def test_a_budget_holds_at_stage_3_and_numbers_stay(name):
 
 
 # -- budgets --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("widths", [[128] * 12, [32, 256, 64, 512, 128, 48, 320, 96]])
+@sweep("widths", [[128] * 12, [32, 256, 64, 512, 128, 48, 320, 96]], quick=1)
 def test_every_budget_is_honoured_and_more_memory_is_never_slower(widths):
     case = layers(widths)
     most = sum(simulate(programs(case.model, zgraph.Plan(**ONE), case.inputs, 1, COSTS).program, COSTS).peak.values())
@@ -154,7 +156,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", list(CHAINS))
+@sweep("name", list(CHAINS), quick=3)
 def test_the_smallest_memory_and_the_time_are_near_the_optimum(name):
     """Of the peak besides parameters: at most 1.10 of the oracle's smallest; the time that recomputing takes within 5% at
     five budgets between (and 5% of nothing is 1% of the step: slots are counted, not bytes)."""

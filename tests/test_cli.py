@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from sweeps import sweep
 from typer.testing import CliRunner
 
 from zgraph import __version__
@@ -121,7 +122,7 @@ def test_a_mistyped_command_is_usage():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("world", [8, 512])
+@sweep("world", [8, 512], quick=1)
 @pytest.mark.parametrize("target", [SMALL, "train_lm"])
 def test_dump_prints_the_program_for_any_world(target, world):
     text = ok("dump", target, "--world", world)
@@ -135,6 +136,7 @@ def test_dump_needs_no_process_group_even_under_the_variables_of_a_launcher():
     assert done.returncode == 0 and "mesh dp 8" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_an_example_is_found_from_inside_the_checkout_and_from_outside(tmp_path):
     for cwd in (HERE, tmp_path):
         done = process("dump", "train_lm", "--after", "capture", "--filter", "*wq*", cwd=cwd)
@@ -410,9 +412,10 @@ def test_a_config_of_transformers_is_a_target(llama):
     assert "mesh dp 512" in text and "dist.all_gather(" in text and "f32[2, 16, 64]" in text
 
 
-@pytest.mark.parametrize(
+@sweep(
     "model",
     ["BertForMaskedLM", "BertForSequenceClassification", "ViTForImageClassification", "T5ForConditionalGeneration"],
+    quick=2,
 )
 def test_models_that_are_no_decoders_get_inputs_that_they_take(model, tmp_path):
     hf = pytest.importorskip("transformers", reason="transformers is not installed")

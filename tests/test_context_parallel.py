@@ -10,10 +10,10 @@ import logging
 from collections import Counter
 
 import divided_models
-import models
 import pytest
 import torch
 from divided_models import OWN, ROWS, WIDTH, WORDS, Gpt2, Llama, of_transformers, own
+from sweeps import in_turn, sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -40,20 +40,21 @@ def assert_same(model, inputs, world, **plan):
     assert any(d.what == "gradient" for d in found.differences)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "attention"),
+@sweep(
+    "name, ranks, attention",
     [
         (name, *way)
-        for name, ways in models.in_turn(TEXTS, [((2, "heads"), (4, "ring")), ((4, "heads"), (2, "ring"))])
+        for name, ways in in_turn(TEXTS, [((2, "heads"), (4, "ring")), ((4, "heads"), (2, "ring"))])
         for way in ways
     ],
+    quick=6,
 )
 def test_parts_of_a_sequence_give_what_the_whole_gives(name, ranks, attention):
     assert_same(*own(name), ranks, mesh={"cp": ranks}, context_attention=attention)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "fields", "attention"),
+@sweep(
+    "mesh, fields, attention",
     [
         ({"dp": 2, "cp": 2}, {"zero": 1}, "heads"),
         ({"dp": 2, "cp": 2}, {"zero": 2}, "ring"),
@@ -68,6 +69,7 @@ def test_parts_of_a_sequence_give_what_the_whole_gives(name, ranks, attention):
         ({"cp": 2}, {"backend": "inductor"}, "heads"),
         ({"dp": 2, "cp": 2}, {"zero": 3, "backend": "inductor"}, "ring"),
     ],
+    quick=4,
     ids=str,
 )
 def test_it_goes_together_with_everything_else(mesh, fields, attention):
@@ -91,8 +93,8 @@ def transformers_model(name: str):
     return t.ViTForImageClassification(config), batch
 
 
-@pytest.mark.parametrize(
-    ("name", "attention", "ranks"),
+@sweep(
+    "name, attention, ranks",
     [
         ("gpt2", "heads", 2),
         ("llama", "ring", 4),
@@ -103,6 +105,7 @@ def transformers_model(name: str):
         ("mixtral", "heads", 4),
         ("mixtral", "ring", 4),
     ],
+    quick=2,
 )
 def test_models_of_transformers_too(name, ranks, attention):
     """(Their masks are known, or are biases that are learned.)"""

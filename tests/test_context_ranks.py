@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from test_tensor_parallel import ALONE, Values, apart, batch, built, furthest, of_all
 
 import zgraph
@@ -37,7 +38,7 @@ def gradients(mesh: dict[str, int], fields: dict[str, Any]) -> tuple[torch.Tenso
     return mean, of_all(model, lambda p: p.grad)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "mesh,fields",
     [
         (CP, {"context_attention": "heads"}),
@@ -48,6 +49,7 @@ def gradients(mesh: dict[str, int], fields: dict[str, Any]) -> tuple[torch.Tenso
         (DP_CP, {"zero": 3, "context_attention": "ring"}),
         (CP_TP, {"context_attention": "heads"}),
     ],
+    quick=2,
     ids=str,
 )
 def test_gradients_are_those_of_one_process(two, four, mesh, fields):

@@ -11,6 +11,7 @@ import models
 import programs
 import pytest
 import torch
+from sweeps import sweep
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -368,7 +369,7 @@ def test_time_stays_within_memory_and_is_the_fastest_that_does():
 
 
 # -- the same cuts elsewhere ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", TRANSFORMERS[:4])
+@sweep("name", TRANSFORMERS[:4], quick=2)
 @pytest.mark.parametrize("how", ["uniform", "time"])
 def test_cuts_hold_for_other_shapes_and_for_evaluation(name, how):
     program, _ = case(name)

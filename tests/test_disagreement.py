@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Outcome, Ranks, die
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -219,8 +220,8 @@ def _end(how: str) -> None:
     os._exit(3)
 
 
-@pytest.mark.parametrize(
-    ("zero", "backend", "how", "when"),
+@sweep(
+    "zero, backend, how, when",
     [
         (3, "eager", "kill", "forward"),
         (3, "eager", "exit", "backward"),
@@ -228,6 +229,7 @@ def _end(how: str) -> None:
         (1, "eager", "kill", "forward"),
         pytest.param(3, "inductor", "kill", "backward", marks=pytest.mark.inductor),
     ],
+    quick=2,
 )
 def test_a_rank_that_dies_ends_the_others(zero, backend, how, when):
     with Ranks(3, timeout=20) as three:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import models
 import pytest
 import torch
 from divided_models import LENGTH, OWN, ROWS, WIDTH, Llama, of_transformers, own
+from sweeps import in_turn, sweep
 
 import zgraph
 from zgraph.compiler import captured_program
@@ -36,7 +36,7 @@ def assert_same(model, inputs, world, **plan):
     assert any(d.what == "gradient" for d in found.differences)
 
 
-@pytest.mark.parametrize("name,ranks,sequence", GRID)
+@sweep("name,ranks,sequence", GRID, quick=8)
 def test_a_divided_model_is_the_model(name, ranks, sequence):
     assert_same(*own(name), ranks, mesh={"tp": ranks}, sequence_parallel=sequence)
 
@@ -48,15 +48,16 @@ def test_a_divided_model_is_sharded_over_data_ranks_as_well(name, stage):
 
 
 @pytest.mark.parametrize("sequence", SEQUENCE)
-@pytest.mark.parametrize("name,mesh", [("llama", {"pp": 2, "tp": 2}), ("gpt2", {"pp": 2, "dp": 2, "tp": 2})])
+@sweep("name,mesh", [("llama", {"pp": 2, "tp": 2}), ("gpt2", {"pp": 2, "dp": 2, "tp": 2})], quick=1)
 def test_the_stages_of_a_pipeline_are_divided(name, mesh, sequence):
     world, zero = 2 ** len(mesh), int("dp" in mesh)
     assert_same(*own(name), world, mesh=mesh, zero=zero, micro_batches=2, sequence_parallel=sequence)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [*models.in_turn(["gpt2", "llama", "bert", "t5", "vit", "mixtral"], ["eager", "inductor"]), ("llama", "eager")],
+@sweep(
+    "name, backend",
+    [*in_turn(["gpt2", "llama", "bert", "t5", "vit", "mixtral"], ["eager", "inductor"]), ("llama", "eager")],
+    quick=3,
 )
 def test_a_divided_model_of_transformers_is_the_model(name, backend):
     pytest.importorskip("transformers")
@@ -64,7 +65,7 @@ def test_a_divided_model_of_transformers_is_the_model(name, backend):
     assert_same(*of_transformers(name), ranks, mesh={"tp": ranks}, sequence_parallel=sequence, backend=backend)
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "vit"])
+@sweep("name", ["bert", "t5", "vit"], quick=1)
 def test_a_divided_model_of_transformers_is_the_model_in_float64(name):
     pytest.importorskip("transformers")
     model, batch = of_transformers(name)
@@ -154,6 +155,7 @@ def test_what_has_the_shape_of_a_sum_over_ranks_has_a_whole_shape():
     assert_same(Zeros().double(), inputs, 2, mesh={"tp": 2}, sequence_parallel=True)
 
 
+@pytest.mark.slow
 def test_a_graph_alone_gives_the_divisions_of_llamas_own_table():
     pytest.importorskip("transformers")
     model, batch = of_transformers("llama")

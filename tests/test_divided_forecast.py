@@ -118,6 +118,7 @@ def test_another_plan_of_a_captured_program_keeps_its_divisions(found):
     assert taken.peak == peak_of(found).bytes and taken.seconds == pytest.approx(found.forecast.seconds)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_divided_stages_is_forecast_for_a_thousand_ranks():
     model, inputs = llama(4)
     inputs = tuple(x.repeat(4, 1) for x in inputs)  # (a micro-batch of one row)
@@ -135,6 +136,7 @@ def test_a_pipeline_of_divided_stages_is_forecast_for_a_thousand_ranks():
     assert (chosen.seconds, chosen.peak) == (found.seconds, found.worst.peak)
 
 
+@pytest.mark.slow
 def test_the_command_forecasts_it(tmp_path):
     file = tmp_path / "plan.json"
     plan_of(mesh={"pp": 2, "dp": -1, "tp": 2}).save(file)

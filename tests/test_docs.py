@@ -121,6 +121,7 @@ def test_the_graphs_shown_in_the_readme_are_those_that_zgraph_dump_prints(folder
         assert ("…" in "".join(lines)) == (sum(bool(line.strip()) for line in lines) < len(printed) - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [GUIDE], ids=name_of)
 def test_the_guides_commands_print_what_it_shows(path, folder, monkeypatch):
     """Each command is run; the lines shown come in this order, "…" stands for any lines, and in a line for anything."""

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sweeps import sweep
 from typer.testing import CliRunner
 
 from zgraph import __version__
@@ -136,7 +137,7 @@ def test_devices_are_told_with_their_links(monkeypatch):
     assert "NCCL" in missing and "a CUDA device" not in missing
 
 
-@pytest.mark.parametrize("gone", ["torch", "zgraph.tiers.files", "zgraph.memory", "rich", "numpy"])
+@sweep("gone", ["torch", "zgraph.tiers.files", "zgraph.memory", "rich", "numpy"], quick=2)
 def test_it_answers_without_this_module(gone):
     code = f"""
 import sys

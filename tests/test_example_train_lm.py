@@ -361,7 +361,6 @@ def test_half_precision_learns_what_float32_does(tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_ctrl_c_ends_every_rank():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -398,7 +397,6 @@ def test_ctrl_c_ends_every_rank():
 
 @pytest.mark.gloo
 @pytest.mark.inductor
-@pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_two_compiled_ranks_learn_english(tmp_path):
     out = tmp_path / "curve.json"

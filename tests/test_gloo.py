@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -677,7 +678,7 @@ STAGES = pytest.mark.parametrize("zero", [0, 1, 2, 3])
 
 
 @STAGES
-@pytest.mark.parametrize("name", list(MODELS))
+@sweep("name", list(MODELS), quick=3)
 def test_five_steps_are_those_of_torch_bit_for_bit(two, name, zero):
     if name == "Tiny" and zero:
         pytest.skip("fully_shard wants every parameter of one dimension or more: compared with the plain mean below")
@@ -704,7 +705,7 @@ def test_parameters_smaller_than_the_world_get_the_plain_mean(two, four, zero):
 
 
 @STAGES
-@pytest.mark.parametrize("name", ["Net", "Tied"])
+@sweep("name", ["Net", "Tied"], quick=1)
 def test_four_ranks_agree_with_torch_as_far_as_gloos_ring_lets_them(four, name, zero):
     for mine, other in four.run(against_fsdp, name, zero):
         assert far(mine, other, 5e-7) == []
@@ -766,7 +767,7 @@ def test_an_optimizer_step_on_gradients_that_wait_makes_no_silent_error(two, zer
         assert far(dict(zip(expected, mine, strict=True)), {n: p.detach() for n, p in expected.items()}, 1e-6) == []
 
 
-@pytest.mark.parametrize(
+@sweep(
     "how",
     [
         "load_state_dict",
@@ -785,6 +786,7 @@ def test_an_optimizer_step_on_gradients_that_wait_makes_no_silent_error(two, zer
         "optimizer, foreach, after no_sync",
         "one rank's rows after no_sync",
     ],
+    quick=4,
 )
 def test_a_change_of_the_weights_is_seen_by_the_next_forward(two, how):
     for zero in (1, 3) if how.startswith("one rank's rows") else (0, 3) if how.startswith("in place") else (2, 3):
@@ -823,7 +825,7 @@ def test_a_parameter_changed_before_its_backward_is_refused(two, zero):
 
 
 @STAGES
-@pytest.mark.parametrize("foreach", [False, True])
+@sweep("foreach", [False, True], quick=1)
 def test_an_optimizer_step_between_a_forward_and_its_backward_is_refused(two, zero, foreach):
     for said in two.run(stepped_before_backward, zero, foreach):
         assert "changed between the forward and its backward" in said
@@ -870,7 +872,7 @@ def test_a_deep_copy_trains_on_its_own(two, zero):
     assert two.run(copies, zero) == [[], []]
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 2), (2, 1)])
+@sweep("first, second", [(1, 3), (3, 2), (2, 1)], quick=1)
 def test_another_stage_on_the_same_weights_changes_no_bit(two, first, second):
     assert two.run(recompiled, first, second) == [[], []]
 
@@ -882,7 +884,7 @@ def test_recompiling_loses_no_gradient_that_waits(two):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("zero", [1, 3])
+@sweep("zero", [1, 3], quick=1)
 def test_fifty_steps_with_inductor_are_those_of_plain_pytorch_on_the_whole_batch(two, zero):
     for far_off, losses, kernels in two.run(fifty_steps_with_inductor, zero):
         assert far_off == []

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from sweeps import sweep
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -283,13 +284,13 @@ def timed() -> tuple[str, list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", list(TORCHS))
+@sweep("name", list(TORCHS), quick=2)
 def test_a_hundred_clipped_accumulated_steps_are_torchs(two, name, zero):
     for far, norm in two.run(hundred_steps, name, zero):
         assert far < 1e-5 and norm < 1e-5  # a hundred steps of float32 (6e-8) whose sums are in another order
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@sweep("zero", [1, 3], quick=1)
 def test_a_hundred_steps_on_four_ranks_are_torchs(four, zero):
     for far, norm in four.run(hundred_steps, "AdamW", zero):
         assert far < 1e-5 and norm < 1e-5

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import Ranks
+from sweeps import sweep
 from typer.testing import CliRunner
 
 import zgraph as zg
@@ -84,7 +85,7 @@ def golden(name: str, text: str) -> None:
     assert text == before, "\n".join(changed)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@sweep("model", MODELS, quick=1)
 def test_the_commands_say_what_they_said(model, tmp_path):
     target, world, param, glob = MODELS[model]
     args = (target, "--plan", PLAN, "--world", world)

@@ -5,9 +5,9 @@ The accelerator is a pretended one: programs are built for it, their devices are
 
 from __future__ import annotations
 
-import models
 import pytest
 import torch
+from sweeps import in_turn, sweep
 from test_update_programs import Virtual, gradients, parameters
 from torch import fx, nn
 
@@ -96,9 +96,7 @@ def same(one: Virtual, other: Virtual) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "tier"), [(n, *rest) for n in RECORDS for rest in models.in_turn([*MORE], ["cpu", "nvme"])]
-)
+@sweep("name, more, tier", [(n, *rest) for n in RECORDS for rest in in_turn([*MORE], ["cpu", "nvme"])], quick=8)
 def test_updates_on_the_host_are_those_of_the_device(name, more, tier):
     plan = plan_of(RECORDS[name], tier, **MORE[more])
     program = built(plan, 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -138,7 +139,7 @@ def test_order_that_passes_decided_is_that_of_the_generated_code(group: dict[str
     assert products_between(sharded[1], "scatter_grad_layers_2_up_weight", "grad_layers_2_up_weight") >= 3
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@sweep("zero", [0, 3], quick=1)
 @pytest.mark.parametrize("bucket", [None, 0])
 def test_the_schedule_of_the_plan_is_that_of_the_generated_code(
     group: dict[str, str], zero: int, bucket: int | None
@@ -196,8 +197,8 @@ def test_a_dead_buffer_is_held_within_what_values_take_without_weights(
     assert abs(estimates[-1] / peak - 1) <= 0.05
 
 
-@pytest.mark.parametrize("kind", ["convolutions", "convolutions, channels last"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@sweep("kind", ["convolutions", "convolutions, channels last"], quick=1)
+@sweep("precision", ["fp32", "bf16"], quick=1)
 def test_nothing_touches_what_is_in_flight_when_the_forward_ends(
     group: dict[str, str], kind: str, precision: str
 ) -> None:
@@ -357,7 +358,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@sweep("kind", KINDS, quick=2)
 def test_gradients_are_those_of_plain_pytorch(kind: str) -> None:
     model, x = example(kind)
     expected = model(x)
@@ -421,8 +422,8 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["convolutions", "convolutions, channels last"])
+@sweep("zero", [1, 2, 3], quick=2)
+@sweep("kind", ["convolutions", "convolutions, channels last"], quick=1)
 def test_strides_that_inductor_chose_are_those_the_backward_reads(ranks: Ranks, kind: str, zero: int) -> None:
     """Of two forwards as well, where stages 1 and 2 have one that gathers and one that takes whole weights."""
     assert ranks.run(compare_convolutions, kind, zero) == [zero in (1, 2)] * 2

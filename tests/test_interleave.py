@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-import models
 import pytest
 import torch
 from divided_models import OWN, of_transformers, own
 from golden_models import Llama
 from pydantic import ValidationError
+from sweeps import in_turn, sweep
 
 import zgraph
 from zgraph.compiler import captured_program
@@ -39,19 +39,19 @@ def assert_same(model, inputs, world, **plan):
 
 @pytest.mark.parametrize(
     ("name", "sequence", "pieces"),
-    [(n, *way) for n, way in models.in_turn([*OWN], [(False, 2), (True, 3)])] + [("llama", True, 3)],
+    [(n, *way) for n, way in in_turn([*OWN], [(False, 2), (True, 3)])] + [("llama", True, 3)],
 )
 def test_pieces_give_what_the_whole_gives(name, sequence, pieces):
     assert_same(*own(name), 2, mesh={"tp": 2}, sequence_parallel=sequence, async_tensor_parallel=pieces)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+@sweep("name", ["gpt2", "t5", "mixtral"], quick=1)
 def test_models_of_transformers_too(name):
     pytest.importorskip("transformers")
     assert_same(*of_transformers(name), 2, mesh={"tp": 2}, sequence_parallel=True)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "mesh,fields",
     [
         ({"tp": 4}, {}),
@@ -68,6 +68,7 @@ def test_models_of_transformers_too(name):
         ({"pp": 2, "tp": 2}, {"micro_batches": 2, "schedule": "zb"}),
         ({"cp": 2, "tp": 2}, {"sequence_parallel": True}),
     ],
+    quick=4,
     ids=str,
 )
 def test_it_goes_together_with_everything_else(mesh, fields):
@@ -124,7 +125,7 @@ def test_a_piece_is_on_the_link_while_the_next_is_multiplied(sequence):
     assert all(beside.values()) and set(beside) == ({"all_gather", "reduce_scatter"} if sequence else {"all_reduce"})
 
 
-@pytest.mark.parametrize(
+@sweep(
     "rows,length,width,hardware,sequence,chosen",
     [
         (4, 2048, 1024, SLOW, True, True),
@@ -135,6 +136,7 @@ def test_a_piece_is_on_the_link_while_the_next_is_multiplied(sequence):
         (4, 2048, 1024, H100, True, False),
         (4, 2048, 1024, SLOW, False, False),
     ],
+    quick=4,
 )
 def test_it_is_done_where_the_simulator_says_that_it_is_faster(rows, length, width, hardware, sequence, chosen):
     program, costs = divided(rows, length, hardware, sequence, width=width)

@@ -11,10 +11,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import in_turn, sweep
 from torch import nn
 
 import zgraph
@@ -125,7 +125,7 @@ PLANS = [
 
 @pytest.mark.core
 @pytest.mark.parametrize("mode", ["skip", "stop", "rollback"])
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@sweep("plan", PLANS, quick=4, ids=str)
 def test_such_a_step_leaves_weights_states_and_buffers_bit_for_bit(plan, mode):
     model = compiled(on_nonfinite=mode, **plan)
     for seed in range(3):
@@ -159,7 +159,7 @@ def test_skipped_steps_are_none_for_the_rest():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("plan", "mode"), models.in_turn(PLANS, ["skip", "stop", "rollback"]), ids=str)
+@pytest.mark.parametrize(("plan", "mode"), in_turn(PLANS, ["skip", "stop", "rollback"]), ids=str)
 def test_a_healthy_run_is_bit_for_bit_that_without_the_option(plan, mode):
     ends = []
     for choice in ("ignore", mode):

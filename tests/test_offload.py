@@ -12,6 +12,7 @@ import pytest
 import refusals
 import torch
 from ranks import Ranks
+from sweeps import in_turn, sweep
 
 import zgraph
 from zgraph.codegen.partition import split
@@ -75,17 +76,16 @@ def kept(name):
     return gradients(models.build(name))
 
 
-@pytest.mark.parametrize(("name", "place"), models.in_turn(EVERY, ["cpu", "nvme"]), indirect=["place"])
+@sweep("name, place", in_turn(EVERY, ["cpu", "nvme"]), quick=6, indirect=["place"])
 def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all_on_the_device(name, place):
     away = gradients(models.build(name), offload=offloaded(place, "activations", "parameters"))
     assert models.equal(kept(name), away) and in_flight() == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "zero"),
-    models.in_turn(
-        ["gpt2", "llama", "t5", "resnet", "unet", "mixtral", "transformer_encoder", "uneven_mlp"], [3, 1, 3, 0]
-    ),
+@sweep(
+    "name, zero",
+    in_turn(["gpt2", "llama", "t5", "resnet", "unet", "mixtral", "transformer_encoder", "uneven_mlp"], [3, 1, 3, 0]),
+    quick=5,
 )
 def test_likewise_on_virtual_ranks(name, zero):
     case = models.build(name)
@@ -102,7 +102,7 @@ TRAINED += [
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "more"), TRAINED, ids=str)
+@sweep("optimizer, more", TRAINED, quick=4, ids=str)
 def test_training_is_bit_for_bit_that_in_memory(optimizer, more, tmp_path):
     fields = {"optimizer": OPTIMIZERS[optimizer], **more}
     _, plain = trained(**fields)
@@ -112,7 +112,7 @@ def test_training_is_bit_for_bit_that_in_memory(optimizer, more, tmp_path):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", ["transformer_encoder", "channels_last"])
+@sweep("name", ["transformer_encoder", "channels_last"], quick=1)
 def test_also_compiled_by_inductor(name, tmp_path):
     _, plain = trained(name, backend="inductor")
     _, away = trained(name, backend="inductor", offload=offloaded(f"nvme:{tmp_path}"))
@@ -120,7 +120,7 @@ def test_also_compiled_by_inductor(name, tmp_path):
         torch.testing.assert_close(away[key], value, rtol=1e-5, atol=1e-6, msg=key)  # kernels end where values go
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+@sweep("ratio", [0.0, 0.3, 1.0], quick=1)
 def test_a_ratio_keeps_a_share_of_the_states_on_the_device(ratio):
     _, plain = trained()
     model, away = trained(offload=offloaded("cpu", "optimizer", ratio=ratio))
@@ -132,7 +132,7 @@ def test_a_ratio_keeps_a_share_of_the_states_on_the_device(ratio):
     assert ratio * sum(bytes_.values()) <= gone <= ratio * sum(bytes_.values()) + largest
 
 
-@pytest.mark.parametrize("fields", [{"micro_batches": 2}, {"memory_budget": "64MiB"}, {"recompute": "full"}], ids=str)
+@sweep("fields", [{"micro_batches": 2}, {"memory_budget": "64MiB"}, {"recompute": "full"}], quick=2, ids=str)
 def test_it_goes_with_micro_batches_budgets_and_recomputation(fields, place):
     case = lambda: models.stack(6, dim=16)  # noqa: E731
     _, plain = trained(case=case(), **fields)
@@ -364,9 +364,10 @@ def test_they_stay_where_the_device_updates(update_on):
     assert bool(sent(step.step.history().program)) == (update_on == "host")
 
 
-@pytest.mark.parametrize(
+@sweep(
     "more",
     [{}, {"micro_batches": 2}, {"micro_batches": 2, "zero": 1}, {"precision": "bf16"}, {"precision": "fp16"}],
+    quick=2,
     ids=str,
 )
 def test_training_is_bit_for_bit_that_with_gradients_on_the_device(more, place):
@@ -444,13 +445,13 @@ def ranks():
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
 def test_two_ranks_train_as_in_memory(ranks, tmp_path, backend):
     assert ranks.run(on_ranks, offloaded(f"nvme:{tmp_path}"), {"backend": backend}) == [(True, 0)] * 2
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@sweep("zero", [0, 1, 2, 3], quick=1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_two_ranks_train_as_with_gradients_on_the_device(ranks, zero, micro_batches):
     fields = {"backend": "eager", "zero": zero, "micro_batches": micro_batches}
@@ -485,7 +486,7 @@ def wide() -> models.Case:
         return models.Case(models.Stack(8, 32), (torch.randn(512, 32), torch.randn(512, 32)))
 
 
-@pytest.mark.parametrize("host", [1e8, 4e9, 1e12])
+@sweep("host", [1e8, 4e9, 1e12], quick=2)
 def test_a_budget_is_met_by_the_cheaper_of_computing_again_and_offloading(host):
     costs = Costs(CPU.model_copy(update={"host": host}), fused=False)
     fields = {"place": "cpu", "case": wide(), "costs": costs, "optimizer": None}
@@ -546,7 +547,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
-@pytest.mark.parametrize("at", [1, 7, 30])
+@sweep("at", [1, 7, 30], quick=1)
 def test_a_fault_in_the_middle_of_a_step_names_the_folder_and_is_no_wrong_number(monkeypatch, tmp_path, fault, at):
     call, what, said = FAULTS[fault]
     case = models.stack(4, dim=16)

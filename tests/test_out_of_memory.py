@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -75,7 +76,7 @@ def failing(monkeypatch, model, batch, room: Room) -> errors.OutOfMemoryError:
     return found.value
 
 
-@pytest.mark.parametrize("share", [0.5, 0.75])
+@sweep("share", [0.5, 0.75], quick=1)
 def test_what_is_said_to_fit_fits(monkeypatch, share):
     batch = torch.randn(2048, 64)
     plan = zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(lr=1e-3))
@@ -145,7 +146,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
 def test_a_process_without_room(backend):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), backend], capture_output=True, text=True, timeout=600

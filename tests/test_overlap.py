@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import ALONE, Case, cases, outputs, tables
 from ranks import Ranks
+from sweeps import sweep
 
 import zgraph
 from zgraph.codegen.partition import split
@@ -355,7 +356,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
 def test_two_ranks_compute_the_same_numbers_with_transfers_across_the_turn(ranks: Ranks, backend: str) -> None:
     ranks.run(compare, backend)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from divided_models import LENGTH, ROWS, WIDTH, Llama, own
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -92,7 +93,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "zero"), MESHES, ids=str)
+@sweep("mesh, zero", MESHES, quick=2, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2 with dropout"])
 def test_values_kept_in_parts_are_those_kept_whole(name, mesh, zero):
     assert_nothing_changes(*own(name), plan_of(mesh=mesh, zero=zero))
@@ -103,7 +104,7 @@ def test_so_they_are_of_other_models(name):
     assert_nothing_changes(*own(name), plan_of())
 
 
-@pytest.mark.parametrize(
+@sweep(
     "fields",
     [
         {"recompute": "full"},
@@ -113,6 +114,7 @@ def test_so_they_are_of_other_models(name):
         {"backend": "inductor", "recompute": "full"},
         {"offload": {"activations": "cpu", "least_bytes": 0}},
     ],
+    quick=3,
     ids=str,
 )
 def test_so_they_are_with_the_rest_of_a_plan(fields):
@@ -324,6 +326,7 @@ def compiled_gradients(plan: zgraph.Plan) -> list[torch.Tensor]:
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.inductor
 def test_compiled_ranks_read_what_is_gathered_when_it_has_come():

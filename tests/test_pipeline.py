@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -119,9 +120,10 @@ def apart(value: torch.Tensor, expected: torch.Tensor) -> float:
     return float((value - expected).norm()) / max(float(expected.norm()), 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule", "micro_batches"),
+@sweep(
+    "name, schedule, micro_batches",
     [("gpt2", "1f1b", 4), ("llama", "zb", 3), ("t5", "gpipe", 2), ("vit", "zbv", 4), ("llama", "interleaved1f1b", 4)],
+    quick=3,
 )
 def test_gradients_of_two_stages_are_those_of_one_process_bit_for_bit(
     two: Ranks, name: str, schedule: str, micro_batches: int
@@ -201,7 +203,7 @@ def test_a_stage_starts_its_first_gathers_before_it_waits_for_what_it_receives(
         assert order[: order.index("take B")] == [*first, "take F", "forward", *again, "take F", "forward"]
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@sweep("zero", [1, 2, 3], quick=1)
 def test_gradients_over_stages_and_data_are_the_mean_of_one_process(four: Ranks, zero: int) -> None:
     fields = {"mesh": {"pp": 2, "dp": 2}, "micro_batches": 2, "zero": zero}
     found = four.run(train, "gpt2", fields, 8, 1)
@@ -308,6 +310,7 @@ def test_stages_whose_states_and_activations_lie_on_disk_or_are_computed_again(t
             assert all(torch.equal(mine["weights"][n], v) for n, v in theirs["weights"].items())
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_compiled_stages_give_the_gradients_of_one_process(two: Ranks) -> None:
     fields = {"mesh": {"pp": 2}, "micro_batches": 2, "schedule": "zb", "backend": "inductor"}
@@ -349,7 +352,7 @@ def evaluate(rows: int) -> Any:
     return same, None if step.logits is None else step.logits, float(trained.loss)
 
 
-@pytest.mark.parametrize("rows", [4, 3])
+@sweep("rows", [4, 3], quick=1)
 def test_a_forward_alone_gives_the_model_s_output_on_the_last_stage(two: Ranks, rows: int) -> None:
     if rows == 3:  # (two micro-batches do not divide it)
         with pytest.raises(AssertionError, match="do not divide a batch of 3"):

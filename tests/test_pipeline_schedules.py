@@ -9,6 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from sweeps import in_turn
 from torch import nn
 
 import zgraph
@@ -191,7 +192,7 @@ def whole(name: str, micro_batches: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("which", "name", "ranks"), [(which, *way) for which in SCHEDULES for way in models.in_turn(NAMES, [2, 4])]
+    ("which", "name", "ranks"), [(which, *way) for which in SCHEDULES for way in in_turn(NAMES, [2, 4])]
 )
 def test_a_schedule_gives_the_gradients_of_accumulation_in_one_process(which: str, ranks: int, name: str) -> None:
     ran = 0

@@ -7,6 +7,7 @@ import copy
 import models
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -141,7 +142,7 @@ def updated(case: models.Case, **fields) -> tuple[nn.Module, dict[str, torch.Ten
     return model, found | {f"new {n}": p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "unet"])
+@sweep("name", ["gpt2", "t5", "unet"], quick=1)
 def test_models_train_alike_under_a_budget_that_takes_states_away(name, tmp_path):
     plain, kept = updated(models.build(name))
     states = sum(t.nbytes for t in plain.zgraph.runtime.updater.states.own().values())

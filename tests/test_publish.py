@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from safetensors.torch import load_file
+from sweeps import sweep
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -216,7 +217,7 @@ def mixed_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NAMES)
+@sweep("name", NAMES, quick=2)
 @pytest.mark.parametrize("fields", [{}, LOW], ids=["fp32", "bf16"])
 def test_from_pretrained_reads_the_trained_weights_and_computes_the_same(name, fields, tmp_path):
     state, _, _ = published(name, str(tmp_path / "one"), fields, {})
@@ -574,7 +575,7 @@ ON_THREE = [
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("world", "cases"), [(2, ON_TWO), (3, ON_THREE)], ids=["two ranks", "three ranks"])
+@sweep("world, cases", [(2, ON_TWO), (3, ON_THREE)], quick=1, ids=["two ranks", "three ranks"])
 def test_ranks_write_what_each_holds_and_gather_nothing(world, cases, tmp_path):
     with Ranks(world) as ranks:
         results = ranks.run(published_on_many, str(tmp_path), cases)

@@ -12,6 +12,7 @@ import refusals
 import stage_models
 import torch
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -86,7 +87,7 @@ def ends(name: str, schedule: str) -> tuple[int, PipelineForecast]:
 SCHEDULES = ["gpipe", "1f1b", "interleaved1f1b", "zb", "zbv"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@sweep("schedule", SCHEDULES, quick=2)
 def test_every_rank_stays_within_its_budget_and_less_memory_is_never_faster(schedule):
     least, free = ends("deep", schedule)
     assert least < free.worst.peak
@@ -100,9 +101,7 @@ def test_every_rank_stays_within_its_budget_and_less_memory_is_never_faster(sche
     assert seconds[-1] == pytest.approx(free.timeline.makespan)  # (nothing has to be done for it)
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"), [("gpt2", "zb"), ("Ladder", "gpipe"), ("Ladder", "1f1b"), ("Translator", "1f1b")]
-)
+@sweep("name, schedule", [("gpt2", "zb"), ("Ladder", "gpipe"), ("Ladder", "1f1b"), ("Translator", "1f1b")], quick=2)
 def test_the_smallest_budget_works_and_one_byte_less_does_not(name, schedule):
     least, _ = ends(name, schedule)
     found = forecast(case_of(name), plan_of(schedule, memory_budget=least))
@@ -112,7 +111,7 @@ def test_the_smallest_budget_works_and_one_byte_less_does_not(name, schedule):
     assert caught.value.where == "memory_budget" and f"rank {found.worst.rank} of pp" in str(caught.value.why)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@sweep("zero", [1, 2, 3], quick=1)
 def test_gathered_weights_and_gradients_that_wait_count(zero):
     def at(budget: int | None) -> PipelineForecast:
         return forecast(deep(), plan_of(mesh={"pp": 2, "dp": 2}, zero=zero, memory_budget=budget))
@@ -190,8 +189,10 @@ def both(name: str, plan: Plan, budget: int) -> tuple[dict[str, torch.Tensor], d
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("name", "schedule"), [("deep", "1f1b"), ("deep", "zbv"), ("gpt2", "zb"), ("gpt2", "gpipe"), ("Ladder", "1f1b")]
+@sweep(
+    "name, schedule",
+    [("deep", "1f1b"), ("deep", "zbv"), ("gpt2", "zb"), ("gpt2", "gpipe"), ("Ladder", "1f1b")],
+    quick=2,
 )
 def test_gradients_are_bit_for_bit_those_without_a_budget(two, name, schedule):
     plan = plan_of(schedule, optimizer=None, hardware=None)
@@ -252,9 +253,7 @@ def measured(plan: Plan) -> int | None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("schedule", "budgeted"), [("gpipe", True), ("1f1b", True), ("1f1b", False), ("zb", True), ("zbv", False)]
-)
+@sweep("schedule, budgeted", [("gpipe", True), ("1f1b", True), ("1f1b", False), ("zb", True), ("zbv", False)], quick=2)
 def test_ranks_are_counted_to_hold_what_the_forecast_says_and_so_their_budget(schedule, budgeted):
     plan = plan_of(schedule, hardware=None, micro_batches=8)
     if budgeted:

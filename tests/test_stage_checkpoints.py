@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
@@ -149,7 +150,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@sweep("name", RESUMED, quick=2)
 def test_a_run_in_stages_goes_on_bit_for_bit(name, tmp_path):
     world, fields = RESUMED[name]
     with Ranks(world) as ranks:
@@ -289,7 +290,7 @@ def published(where: str, fields: dict[str, Any], averaged: bool) -> dict[str, t
     return {}
 
 
-@pytest.mark.parametrize("averaged", [False, True], ids=["weights", "averages"])
+@sweep("averaged", [False, True], quick=1, ids=["weights", "averages"])
 def test_a_model_in_stages_is_published_whole(averaged, tmp_path):
     fields = STAGED | {"mesh": {"pp": 2, "dp": 2}, "ema": 0.9, "precision": "bf16", "numerics": "deepspeed"}
     with Ranks(4) as ranks:

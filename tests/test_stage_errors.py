@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Outcome, Ranks
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -153,8 +154,8 @@ def test_a_loss_function_that_raises_ends_the_step_on_both_ranks(schedule: str) 
     assert_told(found, 1, "Alone", (1, 2), "stage 1, the forward of micro-batch 2")
 
 
-@pytest.mark.parametrize(
-    ("where", "rank", "kind", "raised", "place", "words"),
+@sweep(
+    "where, rank, kind, raised, place, words",
     [
         ("loss", 3, "interrupt", "KeyboardInterrupt", (3, 2), "stage 3, the forward of micro-batch 2"),
         ("loss", 3, "nan", "StepError", (3, 2), "stage 3, the forward of micro-batch 2"),
@@ -162,6 +163,7 @@ def test_a_loss_function_that_raises_ends_the_step_on_both_ranks(schedule: str) 
         ("backward", 2, "own", "Alone", (2, 1), "stage 2, the backward of micro-batch 1"),
         ("update", 2, "own", "Alone", (None, None), "in the update"),
     ],
+    quick=3,
 )
 def test_whatever_a_rank_of_four_stages_raises_the_others_are_told(
     where: str, rank: int, kind: str, raised: str, place: tuple[int | None, int | None], words: str
@@ -173,7 +175,7 @@ def test_whatever_a_rank_of_four_stages_raises_the_others_are_told(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("zero", [1, 3])
+@sweep("zero", [1, 3], quick=1)
 @pytest.mark.parametrize(("where", "rank", "stage"), [("loss", 3, 1), ("backward", 0, 0)])
 def test_the_ranks_of_other_pipelines_come_out_too(where: str, rank: int, stage: int, zero: int) -> None:
     """They wait in collectives for those who wait for it."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
+from sweeps import sweep
 from test_stage_checkpoints import STAGED, batch, built, model_of, plan_of, steps
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -75,7 +76,7 @@ def trained(fields: dict[str, Any]) -> tuple[list[float], float | None, int | No
     return losses, scale, skipped, [g["lr"] for g in handle.optimizer.param_groups]
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@sweep("name", NUMBERS, quick=2)
 def test_steps_are_those_of_one_process(two, name):
     alone = trained(ALONE | NUMBERS[name])
     low = "fp16" in name

@@ -11,6 +11,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from sweeps import sweep
 from torch.distributed.pipelining import schedules as torchs
 
 from zgraph.errors import PlanError
@@ -85,7 +86,7 @@ def test_what_is_no_action_is_refused_with_its_form(written):
 # torch's schedules
 
 
-@pytest.mark.parametrize("name", NAMES)
+@sweep("name", NAMES, quick=4)
 def test_every_size_is_a_training_step_or_refused_for_a_reason_that_is_known(name):
     """All of ranks 1 to 8, micro-batches 1 to 16, and 1 to 4 stages a rank; those refused are exactly those that can't be had."""
     for ranks in range(1, 9):

@@ -10,6 +10,7 @@ import models
 import pytest
 import stage_models
 import torch
+from sweeps import sweep
 from torch import nn
 from typer.testing import CliRunner
 
@@ -59,9 +60,10 @@ def test_stages_sharded_over_ranks_give_what_the_model_gives(name: str, schedule
     assert_same(found, name)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "micro_batches", "world"),
+@sweep(
+    "schedule, micro_batches, world",
     [("interleaved1f1b", 4, 2), ("loopedbfs", 2, 2), ("zbv", 4, 2), ("dualpipev", 4, 2), ("1f1b", 1, 3), ("zb", 4, 3)],
+    quick=3,
 )
 @pytest.mark.parametrize("name", ["Thrice", "gpt2"])
 def test_each_schedule_gives_what_the_model_gives(name: str, schedule: str, micro_batches: int, world: int) -> None:

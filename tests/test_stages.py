@@ -15,6 +15,7 @@ import stage_models
 import torch
 from stage_models import Cuts
 from stage_runs import Cutting, assert_equal, tied, with_passes
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -340,7 +341,7 @@ def test_a_stage_is_made_to_fit_into_a_budget():
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name,count,apart", [("Rotary", 3, False), ("Thrice", 2, True)])
+@sweep("name,count,apart", [("Rotary", 3, False), ("Thrice", 2, True)], quick=1)
 def test_stages_compiled_by_inductor_give_what_the_model_gives(name, count, apart):
     assert_passes_keep(name, Plan(), count, world=1, apart=apart, exact=False)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -318,8 +319,8 @@ def worlds(two: Ranks, four: Ranks, mesh: dict[str, int]) -> Ranks:
     return two if mesh == TP else four
 
 
-@pytest.mark.parametrize(
-    ("mesh", "fields"),
+@sweep(
+    "mesh, fields",
     [
         (TP, {}),
         (TP, {"sequence_parallel": True}),
@@ -328,6 +329,7 @@ def worlds(two: Ranks, four: Ranks, mesh: dict[str, int]) -> Ranks:
         (DP_TP, {"zero": 1}),
         (DP_TP, {"zero": 3}),
     ],
+    quick=3,
     ids=str,
 )
 def test_gradients_are_those_of_one_process(two, four, mesh, fields):
@@ -337,8 +339,8 @@ def test_gradients_are_those_of_one_process(two, four, mesh, fields):
         assert divided >= 14  # all matrices, and the biases of their rows
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "fields"),
+@sweep(
+    "name, mesh, fields",
     [
         ("AdamW", TP, {}),
         ("AdamW", DP_TP, {"zero": 3}),
@@ -347,6 +349,7 @@ def test_gradients_are_those_of_one_process(two, four, mesh, fields):
         ("LAMB", DP_TP, {"zero": 3}),
         ("LAMB", PP_TP, {}),
     ],
+    quick=3,
     ids=str,
 )
 def test_clipped_averaged_steps_are_those_of_one_process(two, four, name, mesh, fields):

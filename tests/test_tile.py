@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from divided_models import of_transformers, own
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -150,7 +151,7 @@ def test_a_mean_over_the_targets_that_count_stays_one(backend, how):
 
 
 @BACKENDS
-@pytest.mark.parametrize("kind,twice", [("plain", False), ("gated", False), ("gated", True), ("dropout", False)])
+@sweep("kind,twice", [("plain", False), ("gated", False), ("gated", True), ("dropout", False)], quick=2)
 def test_an_mlp_in_turns_is_the_mlp(backend, kind, twice):
     model = Net(kind, twice=twice).double()
     assert_same(model, batch(), tiles={"mlps.*": 3}, backend=backend)
@@ -173,9 +174,7 @@ def test_turns_fit_a_memory_budget(backend):
     assert_same(Net().double(), batch(), tiles=BOTH, memory_budget="64KiB", backend=backend)
 
 
-@pytest.mark.parametrize(
-    "plan", [{"mesh": {"tp": 2}}, {"mesh": {"tp": 2}, "sequence_parallel": True}, {"mesh": {"cp": 2}}]
-)
+@sweep("plan", [{"mesh": {"tp": 2}}, {"mesh": {"tp": 2}, "sequence_parallel": True}, {"mesh": {"cp": 2}}], quick=1)
 def test_ranks_that_divide_a_model_take_turns_together(plan):
     """A vocabulary, or a sequence, in parts: each turn has the collectives that the whole has."""
     assert_same(*own("llama"), 2, tiles={"loss": 4}, **plan)
@@ -280,7 +279,7 @@ for make, tiles in (here.Head, {"loss": 8}), (here.Wide, {"mlp": 8}):
 """
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
 def test_a_run_takes_as_little_memory_and_computes_the_same(backend):
     """On Inductor, what is fused must not take two turns' values together."""
     code = textwrap.dedent(MEASURED).replace("BACKEND", backend)

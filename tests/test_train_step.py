@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from models import Net, batch, built, compiled, equal, feed, weights
+from sweeps import sweep
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -225,7 +226,7 @@ def test_muon_and_its_companion_are_two_optimizers_of_torchs():
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", list(PAIRS))
+@sweep("name", list(PAIRS), quick=2)
 def test_a_hundred_steps_compiled_by_inductor_are_torchs(name):
     record, make = PAIRS[name]
     # Kernels fuse and contract products, so each gradient's rounding is another, and all but SGD divide by its size.

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -167,7 +168,7 @@ CASES: dict[str, tuple[type[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world,zero", [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 2), (4, 3)])
+@sweep("world,zero", [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 2), (4, 3)], quick=4)
 @pytest.mark.parametrize("case", list(CASES))
 def test_updates_are_torchs_bit_for_bit(case, world, zero):
     record, arguments = CASES[case]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -370,9 +371,7 @@ PLANS = {
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "holders", [THREE, LAST_HAS_ONLY_TIED, LAST_HAS_NOTHING], ids=["three", "only tied", "nothing"]
-)
+@sweep("holders", [THREE, LAST_HAS_ONLY_TIED, LAST_HAS_NOTHING], quick=1, ids=["three", "only tied", "nothing"])
 @pytest.mark.parametrize("kind", list(PLANS))
 def test_stages_meet_in_one_order_after_every_pass(kind, holders):
     """The sums by their parameters' names, whatever the parameters' order; the norm; the skip."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -41,7 +42,7 @@ def assert_same(name: str, plan: Plan, world: int) -> None:
     assert any(d.what == "output" for d in found.differences)
 
 
-@pytest.mark.parametrize("name,at", [(name, GRID[i % len(GRID)]) for i, name in enumerate(ZOO)])
+@sweep("name,at", [(name, GRID[i % len(GRID)]) for i, name in enumerate(ZOO)], quick=12)
 def test_a_model_is_bit_for_bit_the_plain_one(name, at):
     world, stage = at
     assert_same(name, Plan(zero=stage, backend="eager"), world)

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks, die
+from sweeps import sweep
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -262,7 +263,7 @@ def run(world: int, function, *args):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 4])
+@sweep("world", [2, 4], quick=1)
 @pytest.mark.parametrize(
     ("how", "text"),
     [("kill", "is gone: no heartbeat"), ("stop", "is stopped, by SIGSTOP"), ("loop", "is alive, and has not arrived")],

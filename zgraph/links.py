@@ -2,7 +2,7 @@
 
 A transfer of n bytes takes alpha + beta * n (Hockney, 1994, "The Communication Challenge for MPP"). Each is timed from
 the moment at which all ranks are there: on the rank that came last, so the shortest time over a group's ranks is its own. The
-slowest group counts.
+slowest group counts. All are timed in two rounds, of which the faster counts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ def measure_link(group: str, ranks: int, device: torch.device, agreement: Agreem
     """The link over the process group of this name, but for what it takes from computing. All ranks of the model must call
     it; they get the same answer."""
     bench = _Bench(group, ranks, device, agreement)
-    sizes: list[int] = []
-    times: list[float] = []
+    transfers: list[Callable[[], torch.Tensor]] = []
+    first: list[float] = []
     for size in SIZES:
-        seconds = bench.time(bench.gather(size))
-        sizes.append(size)
-        times.append(seconds)
-        if seconds > LONGEST:
+        transfers.append(bench.gather(size))
+        first.append(bench.time(transfers[-1]))
+        if first[-1] > LONGEST:
             break
+    sizes = SIZES[: len(transfers)]
+    transfers.append(bench.scatter(sizes[-1]))
+    first.append(bench.time(transfers[-1]))
+    # What else runs on a machine makes transfers slower, never faster, and seldom lasts from one round to the next.
+    *times, scattered = map(min, first, [bench.time(transfer) for transfer in transfers])
     latency, per_byte = fit_line(sizes, times)
-    scattered = bench.time(bench.scatter(sizes[-1]))
     whole = (ranks - 1) / ranks
     return Link(
         bandwidth=whole / per_byte,
