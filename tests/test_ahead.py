@@ -87,7 +87,7 @@ def with_and_without(change, fields):
 
 
 @sweep("change", list(CHANGES), quick=2)
-@pytest.mark.parametrize("zero", [1, 3])
+@sweep("zero", [1, 3], quick=1)
 def test_numbers_are_those_without_it_bit_for_bit_whatever_happens_between(ranks, change, zero):
     for equal, _ in ranks.run(with_and_without, change, {"zero": zero}):
         assert equal

@@ -76,6 +76,7 @@ def test_gpu_benchmark_runs_over_the_emulated_link_without_a_gpu(tmp_path: Path)
     assert "Kernels" not in written and "An update" not in written, "what did not run has no table"
 
 
+@pytest.mark.slow
 def test_compile_time_benchmark_prints_a_table() -> None:
     text = run(str(BENCHMARKS / "compile_time.py"), "--layers", "1", "2")
     rows = [line for line in text.splitlines() if line.startswith(("| 1 ", "| 2 "))]

@@ -145,9 +145,7 @@ CORRECT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("zero", "backend"), [(0, "eager"), (1, "inductor"), (2, "eager"), (3, "inductor"), (3, "eager")]
-)
+@sweep("zero, backend", [(0, "eager"), (1, "inductor"), (2, "eager"), (3, "inductor"), (3, "eager")], quick=3)
 @sweep("plan", CORRECT, quick=3, ids=[next(iter(c), "plain") for c in CORRECT])
 def test_a_correct_pipeline_is_not_accused(plan, zero, backend):
     made = searched(2, zero=zero, backend=backend, optimizer=ADAM, **plan)

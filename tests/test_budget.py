@@ -62,6 +62,7 @@ def test_the_peak_never_exceeds_the_budget(case, extra):
     assert peak(run(case, memory_budget=budget)) <= budget
 
 
+@pytest.mark.slow
 def test_more_memory_keeps_more_weights_until_none_is_gathered_twice(case):
     least = smallest(case)
     counts = [len(regathered(run(case, memory_budget=least + extra))) for extra in (0, 40_000, 80_000, 10**7)]

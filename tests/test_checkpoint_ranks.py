@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -265,7 +266,7 @@ def resumed(where: str, fields: dict, async_: bool) -> bool:
 
 
 @pytest.mark.parametrize("async_", [False, True])
-@pytest.mark.parametrize(
+@sweep(
     "fields",
     [
         {"zero": 0},
@@ -274,6 +275,7 @@ def resumed(where: str, fields: dict, async_: bool) -> bool:
         {"zero": 3, "ema": 0.9},
         {"zero": 3, "precision": "fp16"},
     ],
+    quick=2,
 )
 def test_a_resumed_run_goes_on_bit_for_bit(two, fields, async_, tmp_path):
     assert two.run(resumed, str(tmp_path), fields, async_) == [True, True]

@@ -74,7 +74,7 @@ def smallest(case: models.Case, world: int = 1, costs: Costs | None = COSTS, **f
 
 
 # -- every model ----------------------------------------------------------------------------------------------------
-@sweep("name, how", in_turn(EVERY, ["full", "smallest budget"]), quick=6)
+@sweep("name, how", in_turn(EVERY, ["full", "smallest budget"]), quick=4)
 def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all(name, how):
     fields = {"recompute": "full"} if how == "full" else {"memory_budget": smallest(models.build(name))}
     _, plain = gradients(models.build(name))
@@ -113,6 +113,7 @@ def test_a_budget_holds_at_stage_3_and_numbers_stay(name):
 
 
 # -- budgets --------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @sweep("widths", [[128] * 12, [32, 256, 64, 512, 128, 48, 320, 96]], quick=1)
 def test_every_budget_is_honoured_and_more_memory_is_never_slower(widths):
     case = layers(widths)
@@ -156,7 +157,7 @@ CHAINS = {
 }
 
 
-@sweep("name", list(CHAINS), quick=3)
+@sweep("name", list(CHAINS), quick=2)
 def test_the_smallest_memory_and_the_time_are_near_the_optimum(name):
     """Of the peak besides parameters: at most 1.10 of the oracle's smallest; the time that recomputing takes within 5% at
     five budgets between (and 5% of nothing is 1% of the step: slots are counted, not bytes)."""
@@ -198,9 +199,10 @@ def plain(widths: list[int]) -> models.Case:
         return models.Case(Plain(widths), (torch.randn(2048, widths[0]),))
 
 
-@pytest.mark.parametrize(
-    ("widths", "least"),
+@sweep(
+    "widths, least",
     [([64] * 25, 0.15), ([16 * 2 ** (i // 4) for i in range(20)], 0.4), ([32, 48] * 12, 0.2)],
+    quick=1,
     ids=["of one width", "wider and wider", "by turns"],
 )
 def test_layers_between_which_nothing_is_small_are_cut_as_well(widths, least):
@@ -213,13 +215,13 @@ def test_layers_between_which_nothing_is_small_are_cut_as_well(widths, least):
 
 
 SEARCHED = {
+    "llama": lambda: models.build("llama"),
     "layers between which nothing is small": lambda: plain([64] * 25),
     "layers of all widths": lambda: layers([32, 256, 64, 512, 128, 48, 320, 96]),
-    "llama": lambda: models.build("llama"),
 }
 
 
-@pytest.mark.parametrize("name", list(SEARCHED))
+@sweep("name", list(SEARCHED), quick=1)
 def test_of_a_dozen_budgets_each_is_kept_and_none_is_slower_than_a_smaller_one(name):
     case = SEARCHED[name]()
     most = sum(simulate(programs(case.model, zgraph.Plan(**ONE), case.inputs, 1, COSTS).program, COSTS).peak.values())
@@ -314,7 +316,7 @@ def test_a_policy_that_is_not_there_is_refused():
 
 
 # -- chains -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("depth", [3, 8, 40, 150])
+@sweep("depth", [3, 8, 40, 150], quick=1)
 def test_layers_are_found_without_their_names(depth):
     chain = chain_of(captured(layers([64] * depth)), COSTS)
     assert depth / 2 <= len(chain.segments) <= 2 * depth + 2 or len(chain.segments) >= 60
@@ -333,7 +335,7 @@ def test_compiled_by_inductor_within_a_budget():
         torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@sweep("zero", [0, 1, 2, 3], quick=2)
 def test_micro_batches_and_budgets_go_together(zero):
     """Every variant of a program saves what the first one decided, and all are tried before the first step."""
     fields = {**ONE, "zero": zero, "micro_batches": 2, "optimizer": zgraph.SGD(lr=0.1)}

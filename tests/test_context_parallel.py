@@ -105,14 +105,14 @@ def transformers_model(name: str):
         ("mixtral", "heads", 4),
         ("mixtral", "ring", 4),
     ],
-    quick=2,
+    quick=1,
 )
 def test_models_of_transformers_too(name, ranks, attention):
     """(Their masks are known, or are biases that are learned.)"""
     assert_same(*transformers_model(name), ranks, mesh={"cp": ranks}, context_attention=attention)
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "vit"])
+@sweep("name", ["bert", "t5", "vit"], quick=1)
 def test_in_float64_they_are_the_same_within_a_strict_bound(name):
     model, batch = transformers_model(name)
     batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
@@ -207,7 +207,7 @@ def tensor_of(node, at: int) -> torch.Tensor:
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("attention", ["heads", "ring"])
+@sweep("attention", ["heads", "ring"], quick=1)
 def test_the_peak_of_a_long_sequence_falls_as_the_ranks_grow(attention):
     """Within a tenth of 1 / ranks; what is left is that weights are whole."""
     peaks = {}

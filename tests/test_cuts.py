@@ -370,7 +370,7 @@ def test_time_stays_within_memory_and_is_the_fastest_that_does():
 
 # -- the same cuts elsewhere ---------------------------------------------------------------------------------------------
 @sweep("name", TRANSFORMERS[:4], quick=2)
-@pytest.mark.parametrize("how", ["uniform", "time"])
+@sweep("how", ["uniform", "time"], quick=1)
 def test_cuts_hold_for_other_shapes_and_for_evaluation(name, how):
     program, _ = case(name)
     cuts = find_cuts(program, 2, how, COSTS)

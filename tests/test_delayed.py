@@ -8,6 +8,7 @@ import pytest
 import refusals
 import torch
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -98,8 +99,8 @@ def test_late_is_not_in_time():
     assert trained(plan_of(10))[1] == trained(plan_of(None))[1]
 
 
-@pytest.mark.parametrize("parameters", ["none", "cpu", "disk"])
-@pytest.mark.parametrize("states", ["cpu", "disk"])
+@sweep("parameters", ["none", "cpu", "disk"], quick=2)
+@sweep("states", ["cpu", "disk"], quick=1)
 def test_wherever_states_and_parameters_lie(states, parameters, tmp_path):
     away = {**AWAY, "optimizer": states, "parameters": parameters}
     away = {k: f"nvme:{tmp_path}" if v == "disk" else v for k, v in away.items()}

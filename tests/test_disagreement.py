@@ -243,7 +243,7 @@ def test_a_rank_that_dies_ends_the_others(zero, backend, how, when):
         assert "module" in said and ("vote" in said or "collective" in said)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
 def test_a_collective_that_fails_is_named_with_its_module(backend):
     with Ranks(2, timeout=20) as ranks:
         outcomes = ranks.attempt(die_inside_the_program, backend, limit=100)

@@ -36,17 +36,18 @@ def assert_same(model, inputs, world, **plan):
     assert any(d.what == "gradient" for d in found.differences)
 
 
-@sweep("name,ranks,sequence", GRID, quick=8)
+@sweep("name,ranks,sequence", GRID, quick=4)
 def test_a_divided_model_is_the_model(name, ranks, sequence):
     assert_same(*own(name), ranks, mesh={"tp": ranks}, sequence_parallel=sequence)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("llama", 0), ("gpt2", 1), ("gpt2", 2), ("llama", 3), ("gpt2", 3)])
+@sweep("name, stage", [("llama", 0), ("gpt2", 1), ("gpt2", 2), ("llama", 3), ("gpt2", 3)], quick=2)
 def test_a_divided_model_is_sharded_over_data_ranks_as_well(name, stage):
     sequence = (stage > 1) == (name == "llama")
     assert_same(*own(name), 4, mesh={"dp": 2, "tp": 2}, zero=stage, sequence_parallel=sequence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", SEQUENCE)
 @sweep("name,mesh", [("llama", {"pp": 2, "tp": 2}), ("gpt2", {"pp": 2, "dp": 2, "tp": 2})], quick=1)
 def test_the_stages_of_a_pipeline_are_divided(name, mesh, sequence):
@@ -57,7 +58,7 @@ def test_the_stages_of_a_pipeline_are_divided(name, mesh, sequence):
 @sweep(
     "name, backend",
     [*in_turn(["gpt2", "llama", "bert", "t5", "vit", "mixtral"], ["eager", "inductor"]), ("llama", "eager")],
-    quick=3,
+    quick=1,
 )
 def test_a_divided_model_of_transformers_is_the_model(name, backend):
     pytest.importorskip("transformers")

@@ -360,6 +360,7 @@ def test_half_precision_learns_what_float32_does(tmp_path):
     assert ends["fp16"] == pytest.approx(ends["fp32"], abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_ctrl_c_ends_every_rank():
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -395,6 +396,7 @@ def test_ctrl_c_ends_every_rank():
     assert not any("Traceback" in text for text in said), "\n".join(said)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.inductor
 @pytest.mark.timeout(1300)

@@ -674,11 +674,11 @@ def fifty_steps_with_inductor(zero: int) -> tuple[list[str], list[tuple[float, f
 # The claims.
 
 
-STAGES = pytest.mark.parametrize("zero", [0, 1, 2, 3])
+STAGES = sweep("zero", [0, 1, 2, 3], quick=2)
 
 
-@STAGES
-@sweep("name", list(MODELS), quick=3)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@sweep("name", list(MODELS), quick=1)
 def test_five_steps_are_those_of_torch_bit_for_bit(two, name, zero):
     if name == "Tiny" and zero:
         pytest.skip("fully_shard wants every parameter of one dimension or more: compared with the plain mean below")

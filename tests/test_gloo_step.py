@@ -284,12 +284,13 @@ def timed() -> tuple[str, list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@sweep("name", list(TORCHS), quick=2)
+@sweep("name", list(TORCHS), quick=1)
 def test_a_hundred_clipped_accumulated_steps_are_torchs(two, name, zero):
     for far, norm in two.run(hundred_steps, name, zero):
         assert far < 1e-5 and norm < 1e-5  # a hundred steps of float32 (6e-8) whose sums are in another order
 
 
+@pytest.mark.slow
 @sweep("zero", [1, 3], quick=1)
 def test_a_hundred_steps_on_four_ranks_are_torchs(four, zero):
     for far, norm in four.run(hundred_steps, "AdamW", zero):
@@ -302,21 +303,22 @@ def test_a_hundred_steps_with_inductor_are_torchs(two):
         assert far < 1e-4 and norm < 1e-4  # kernels fuse and contract products: each gradient rounds in another way
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "tolerance"),
+@sweep(
+    "name, arguments, tolerance",
     [
         ("Lion", {"lr": 1e-3}, 0.0),
         ("LAMB", {"lr": 1e-2, "weight_decay": 0.1}, 1e-6),  # norms are summed over ranks
         ("Muon", {"lr": 1e-2}, 0.0),
         ("AdamW8bit", {"lr": 1e-2, "min_row_size": 8, "block_size": 4}, 0.0),
     ],
+    quick=1,
 )
 def test_stages_do_not_change_an_update(two, name, arguments, tolerance):
     for far in two.run(others, name, arguments):
         assert max(far) <= tolerance, far
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@sweep("zero", [0, 1, 3], quick=1)
 def test_by_token_uneven_ranks_and_micro_batches_are_one_batch(two, zero):
     assert max(two.run(by_token, zero)) < 1e-6  # a sum in another order
 
@@ -350,9 +352,11 @@ def test_fsdp2s_numerics_are_fully_shards_bit_for_bit(two):
     assert two.run(fsdp2_in_bfloat16) == [[], []]
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("AdamW", {"lr": 1e-2}), ("AdamW8bit", {"lr": 1e-2, "min_row_size": 8, "block_size": 4})]
+@sweep("zero", [0, 2], quick=1)
+@sweep(
+    "name, arguments",
+    [("AdamW", {"lr": 1e-2}), ("AdamW8bit", {"lr": 1e-2, "min_row_size": 8, "block_size": 4})],
+    quick=1,
 )
 def test_a_checkpoint_goes_on_in_another_stage(two, tmp_path, name, arguments, zero):
     assert two.run(resumed, name, arguments, zero, str(tmp_path)) == [0.0, 0.0]

@@ -108,7 +108,7 @@ def test_updates_on_the_host_are_those_of_the_device(name, more, tier):
 
 @pytest.mark.parametrize("kinds", [("optimizer",), ("parameters",), KINDS], ids=["states", "parameters", "all"])
 @pytest.mark.parametrize(("world", "tier"), [(1, "cpu"), (2, "nvme"), (3, "cpu")])
-@pytest.mark.parametrize("name", ["AdamW", "LAMB", "Muon"])
+@sweep("name", ["AdamW", "LAMB", "Muon"], quick=1)
 def test_likewise_at_other_worlds_and_for_parameters(name, tier, world, kinds):
     """An update that communicates does it on the device, whatever of it lies elsewhere."""
     more = {"grad_clip": 0.5, "precision": "bf16"}

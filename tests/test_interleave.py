@@ -37,9 +37,10 @@ def assert_same(model, inputs, world, **plan):
     assert any(d.what == "gradient" for d in found.differences)
 
 
-@pytest.mark.parametrize(
-    ("name", "sequence", "pieces"),
+@sweep(
+    "name, sequence, pieces",
     [(n, *way) for n, way in in_turn([*OWN], [(False, 2), (True, 3)])] + [("llama", True, 3)],
+    quick=4,
 )
 def test_pieces_give_what_the_whole_gives(name, sequence, pieces):
     assert_same(*own(name), 2, mesh={"tp": 2}, sequence_parallel=sequence, async_tensor_parallel=pieces)

@@ -8,6 +8,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -75,7 +76,7 @@ print(model.zgraph.report())
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("fields", [{"backend": "eager"}, {}, {"recompute": "full"}])
+@sweep("fields", [{"backend": "eager"}, {}, {"recompute": "full"}], quick=2)
 def test_the_forecast_peak_is_within_3_percent_of_the_counted_one(fields):
     code = textwrap.dedent(MEASURED).format(fields=fields)
     done = subprocess.run(

@@ -124,8 +124,8 @@ PLANS = [
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("mode", ["skip", "stop", "rollback"])
-@sweep("plan", PLANS, quick=4, ids=str)
+@sweep("mode", ["skip", "stop", "rollback"], quick=3)
+@sweep("plan", PLANS, quick=3, ids=str)
 def test_such_a_step_leaves_weights_states_and_buffers_bit_for_bit(plan, mode):
     model = compiled(on_nonfinite=mode, **plan)
     for seed in range(3):

@@ -47,7 +47,7 @@ def offloaded(place: str, *what: str, **fields) -> dict:
     return {"least_bytes": 1, **dict.fromkeys(what or ALL, place), **fields}
 
 
-@pytest.fixture(params=["cpu", "nvme"])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), "nvme"])
 def place(request, tmp_path) -> str:
     return "cpu" if request.param == "cpu" else f"nvme:{tmp_path}"
 
@@ -76,7 +76,7 @@ def kept(name):
     return gradients(models.build(name))
 
 
-@sweep("name, place", in_turn(EVERY, ["cpu", "nvme"]), quick=6, indirect=["place"])
+@sweep("name, place", in_turn(EVERY, ["cpu", "nvme"]), quick=4, indirect=["place"])
 def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all_on_the_device(name, place):
     away = gradients(models.build(name), offload=offloaded(place, "activations", "parameters"))
     assert models.equal(kept(name), away) and in_flight() == 0
@@ -85,7 +85,7 @@ def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all_on_the_device(n
 @sweep(
     "name, zero",
     in_turn(["gpt2", "llama", "t5", "resnet", "unet", "mixtral", "transformer_encoder", "uneven_mlp"], [3, 1, 3, 0]),
-    quick=5,
+    quick=3,
 )
 def test_likewise_on_virtual_ranks(name, zero):
     case = models.build(name)
@@ -102,7 +102,7 @@ TRAINED += [
 ]
 
 
-@sweep("optimizer, more", TRAINED, quick=4, ids=str)
+@sweep("optimizer, more", TRAINED, quick=2, ids=str)
 def test_training_is_bit_for_bit_that_in_memory(optimizer, more, tmp_path):
     fields = {"optimizer": OPTIMIZERS[optimizer], **more}
     _, plain = trained(**fields)
@@ -132,7 +132,7 @@ def test_a_ratio_keeps_a_share_of_the_states_on_the_device(ratio):
     assert ratio * sum(bytes_.values()) <= gone <= ratio * sum(bytes_.values()) + largest
 
 
-@sweep("fields", [{"micro_batches": 2}, {"memory_budget": "64MiB"}, {"recompute": "full"}], quick=2, ids=str)
+@sweep("fields", [{"micro_batches": 2}, {"memory_budget": "64MiB"}, {"recompute": "full"}], quick=1, ids=str)
 def test_it_goes_with_micro_batches_budgets_and_recomputation(fields, place):
     case = lambda: models.stack(6, dim=16)  # noqa: E731
     _, plain = trained(case=case(), **fields)
@@ -367,7 +367,7 @@ def test_they_stay_where_the_device_updates(update_on):
 @sweep(
     "more",
     [{}, {"micro_batches": 2}, {"micro_batches": 2, "zero": 1}, {"precision": "bf16"}, {"precision": "fp16"}],
-    quick=2,
+    quick=1,
     ids=str,
 )
 def test_training_is_bit_for_bit_that_with_gradients_on_the_device(more, place):
@@ -445,7 +445,7 @@ def ranks():
 
 
 @pytest.mark.gloo
-@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
+@sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
 def test_two_ranks_train_as_in_memory(ranks, tmp_path, backend):
     assert ranks.run(on_ranks, offloaded(f"nvme:{tmp_path}"), {"backend": backend}) == [(True, 0)] * 2
 
@@ -486,7 +486,7 @@ def wide() -> models.Case:
         return models.Case(models.Stack(8, 32), (torch.randn(512, 32), torch.randn(512, 32)))
 
 
-@sweep("host", [1e8, 4e9, 1e12], quick=2)
+@sweep("host", [1e8, 4e9, 1e12], quick=1)
 def test_a_budget_is_met_by_the_cheaper_of_computing_again_and_offloading(host):
     costs = Costs(CPU.model_copy(update={"host": host}), fused=False)
     fields = {"place": "cpu", "case": wide(), "costs": costs, "optimizer": None}

@@ -146,7 +146,7 @@ SCRIPT = """
 """
 
 
-@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
+@sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
 def test_a_process_without_room(backend):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), backend], capture_output=True, text=True, timeout=600

@@ -93,7 +93,7 @@ MESHES = [
 ]
 
 
-@sweep("mesh, zero", MESHES, quick=2, ids=str)
+@sweep("mesh, zero", MESHES, quick=1, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2 with dropout"])
 def test_values_kept_in_parts_are_those_kept_whole(name, mesh, zero):
     assert_nothing_changes(*own(name), plan_of(mesh=mesh, zero=zero))
@@ -114,7 +114,7 @@ def test_so_they_are_of_other_models(name):
         {"backend": "inductor", "recompute": "full"},
         {"offload": {"activations": "cpu", "least_bytes": 0}},
     ],
-    quick=3,
+    quick=2,
     ids=str,
 )
 def test_so_they_are_with_the_rest_of_a_plan(fields):
@@ -303,6 +303,7 @@ def kept_after_a_forward(plan: zgraph.Plan) -> tuple[int, list[torch.Tensor]] | 
     return held, [p.grad.full_tensor() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_ranks_are_counted_to_hold_so_much_less_and_have_the_same_gradients():
     plan = plan_of(recompute="full")

@@ -400,7 +400,7 @@ def layer_bytes(model: nn.Module, world: int) -> int:
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@sweep("depth", [2, 5, 24], quick=2)
+@sweep("depth", [2, 5, 24], quick=1)
 def test_zero3_never_holds_more_than_its_cap_which_is_three_layers_at_any_depth(depth, backend):
     """By default: what is needed at once, which is a layer, and two of the largest layers."""
     case = models.stack(depth)
@@ -431,7 +431,7 @@ def four_ranks():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("bucket", [None, 0])
+@sweep("bucket", [None, 0], quick=1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_holds_no_more_gathered_bytes_than_the_cap(four_ranks, stage, bucket):
     case = models.stack(24, dim=8)

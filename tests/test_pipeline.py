@@ -123,7 +123,7 @@ def apart(value: torch.Tensor, expected: torch.Tensor) -> float:
 @sweep(
     "name, schedule, micro_batches",
     [("gpt2", "1f1b", 4), ("llama", "zb", 3), ("t5", "gpipe", 2), ("vit", "zbv", 4), ("llama", "interleaved1f1b", 4)],
-    quick=3,
+    quick=2,
 )
 def test_gradients_of_two_stages_are_those_of_one_process_bit_for_bit(
     two: Ranks, name: str, schedule: str, micro_batches: int
@@ -212,6 +212,7 @@ def test_gradients_over_stages_and_data_are_the_mean_of_one_process(four: Ranks,
     assert all(apart(gradients[n], g) <= SUMS for n, g in expected["gradients"].items())
 
 
+@pytest.mark.slow
 def test_half_precision_over_stages_and_data_stays_within_its_rounding(four: Ranks) -> None:
     fields = {"mesh": {"pp": 2, "dp": 2}, "micro_batches": 2, "precision": "bf16"}
     found = four.run(train, "llama", fields, 8, 1)
@@ -293,6 +294,7 @@ def test_eight_ranks_train_as_one_process(fields: dict[str, Any], tolerance: flo
     assert together(found, "weights").keys() == expected["weights"].keys()
 
 
+@pytest.mark.slow
 def test_stages_whose_states_and_activations_lie_on_disk_or_are_computed_again(two: Ranks, tmp_path: Path) -> None:
     fields: dict[str, Any] = {
         "mesh": {"pp": 2},
@@ -382,6 +384,7 @@ def warned(use_cache: bool) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_outputs_that_only_travel_are_told(two: Ranks) -> None:
     (told, _), (silent, _) = two.run(warned, True), two.run(warned, False)
     assert any("2 outputs of earlier stages go to the last one" in text for text in told)
@@ -436,7 +439,7 @@ def lose_a_rank(where: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("where", ["between steps", "in a backward"])
+@sweep("where", ["between steps", "in a backward"], quick=1)
 def test_a_rank_that_dies_is_an_error_on_the_others(where: str) -> None:
     with Ranks(2, timeout=20.0) as ranks:
         outcomes = ranks.attempt(lose_a_rank, where)
@@ -545,6 +548,7 @@ def tied_without_an_optimizer() -> dict[str, Any]:
     return train("gpt2", {"mesh": {"pp": 4}, "micro_batches": 4}, 8, 1)
 
 
+@pytest.mark.slow
 def test_a_tied_gradient_is_summed_without_an_optimizer_too(four: Ranks) -> None:
     found = four.run(tied_without_an_optimizer)
     expected = plain("gpt2", 8, 4, 1, 1)

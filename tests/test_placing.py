@@ -120,6 +120,7 @@ def test_a_plan_without_an_optimizer_has_no_states_to_place():
 
 
 # -- what a budget needs ----------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_every_budget_is_kept_and_every_loss_is_the_same(tmp_path):
     plain, losses = trained(deep(), zgraph.Plan(**ONE))
     most = peak(plain)
@@ -175,6 +176,7 @@ def test_states_that_are_there_already_move_to_their_place(tmp_path):
         assert shown[param].data_ptr() == states[f"{name}/exp_avg"].data_ptr()
 
 
+@pytest.mark.slow
 def test_recompile_and_copies_keep_what_was_decided(tmp_path):
     plan = budget_that_moves_states(tmp_path)
     model, _ = trained(deep(), plan)

@@ -87,7 +87,7 @@ def ends(name: str, schedule: str) -> tuple[int, PipelineForecast]:
 SCHEDULES = ["gpipe", "1f1b", "interleaved1f1b", "zb", "zbv"]
 
 
-@sweep("schedule", SCHEDULES, quick=2)
+@sweep("schedule", SCHEDULES, quick=1)
 def test_every_rank_stays_within_its_budget_and_less_memory_is_never_faster(schedule):
     least, free = ends("deep", schedule)
     assert least < free.worst.peak
@@ -101,7 +101,7 @@ def test_every_rank_stays_within_its_budget_and_less_memory_is_never_faster(sche
     assert seconds[-1] == pytest.approx(free.timeline.makespan)  # (nothing has to be done for it)
 
 
-@sweep("name, schedule", [("gpt2", "zb"), ("Ladder", "gpipe"), ("Ladder", "1f1b"), ("Translator", "1f1b")], quick=2)
+@sweep("name, schedule", [("gpt2", "zb"), ("Ladder", "gpipe"), ("Ladder", "1f1b"), ("Translator", "1f1b")], quick=1)
 def test_the_smallest_budget_works_and_one_byte_less_does_not(name, schedule):
     least, _ = ends(name, schedule)
     found = forecast(case_of(name), plan_of(schedule, memory_budget=least))
@@ -253,7 +253,7 @@ def measured(plan: Plan) -> int | None:
 
 
 @pytest.mark.gloo
-@sweep("schedule, budgeted", [("gpipe", True), ("1f1b", True), ("1f1b", False), ("zb", True), ("zbv", False)], quick=2)
+@sweep("schedule, budgeted", [("gpipe", True), ("1f1b", True), ("1f1b", False), ("zb", True), ("zbv", False)], quick=1)
 def test_ranks_are_counted_to_hold_what_the_forecast_says_and_so_their_budget(schedule, budgeted):
     plan = plan_of(schedule, hardware=None, micro_batches=8)
     if budgeted:

@@ -150,7 +150,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@sweep("name", RESUMED, quick=2)
+@sweep("name", RESUMED, quick=1)
 def test_a_run_in_stages_goes_on_bit_for_bit(name, tmp_path):
     world, fields = RESUMED[name]
     with Ranks(world) as ranks:
@@ -196,6 +196,7 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_any_plan_loads_what_any_other_saved(tmp_path):
     """Each loads the first one's and saves it again at once: bit for bit the same. So does one process, and the first what that saved."""
     where = str(tmp_path)

@@ -163,7 +163,7 @@ def test_a_loss_function_that_raises_ends_the_step_on_both_ranks(schedule: str) 
         ("backward", 2, "own", "Alone", (2, 1), "stage 2, the backward of micro-batch 1"),
         ("update", 2, "own", "Alone", (None, None), "in the update"),
     ],
-    quick=3,
+    quick=2,
 )
 def test_whatever_a_rank_of_four_stages_raises_the_others_are_told(
     where: str, rank: int, kind: str, raised: str, place: tuple[int | None, int | None], words: str

@@ -53,8 +53,8 @@ def ranks_of(found: Verification, what: str, name: str) -> set[int]:
 
 # -- what is right ------------------------------------------------------------------------------------------------------
 @pytest.mark.core
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize(("name", "schedule"), [("Thrice", "1f1b"), ("Norms", "zb"), ("EarlyOutputs", "gpipe")])
+@sweep("zero", [0, 1, 2, 3], quick=2)
+@sweep("name, schedule", [("Thrice", "1f1b"), ("Norms", "zb"), ("EarlyOutputs", "gpipe")], quick=2)
 def test_stages_sharded_over_ranks_give_what_the_model_gives(name: str, schedule: str, zero: int) -> None:
     found = verified(name, 4, mesh={"pp": 2, "dp": 2}, micro_batches=2, zero=zero, schedule=schedule)
     assert_same(found, name)

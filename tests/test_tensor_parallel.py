@@ -329,7 +329,7 @@ def worlds(two: Ranks, four: Ranks, mesh: dict[str, int]) -> Ranks:
         (DP_TP, {"zero": 1}),
         (DP_TP, {"zero": 3}),
     ],
-    quick=3,
+    quick=2,
     ids=str,
 )
 def test_gradients_are_those_of_one_process(two, four, mesh, fields):

@@ -279,7 +279,7 @@ for make, tiles in (here.Head, {"loss": 8}), (here.Wide, {"mlp": 8}):
 """
 
 
-@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
+@sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
 def test_a_run_takes_as_little_memory_and_computes_the_same(backend):
     """On Inductor, what is fused must not take two turns' values together."""
     code = textwrap.dedent(MEASURED).replace("BACKEND", backend)

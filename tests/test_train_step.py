@@ -226,7 +226,7 @@ def test_muon_and_its_companion_are_two_optimizers_of_torchs():
 
 
 @pytest.mark.inductor
-@sweep("name", list(PAIRS), quick=2)
+@sweep("name", list(PAIRS), quick=1)
 def test_a_hundred_steps_compiled_by_inductor_are_torchs(name):
     record, make = PAIRS[name]
     # Kernels fuse and contract products, so each gradient's rounding is another, and all but SGD divide by its size.

@@ -319,6 +319,7 @@ def test_a_stage_that_trains_nothing_takes_part_in_the_norm_and_the_skip(two):
     weights_are(found, holders, in_one_process(holders, 3, 0.5, skip=1)[1], ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.inductor
 def test_inductors_code_keeps_the_order_in_which_stages_meet(three):

@@ -42,7 +42,7 @@ def assert_same(name: str, plan: Plan, world: int) -> None:
     assert any(d.what == "output" for d in found.differences)
 
 
-@sweep("name,at", [(name, GRID[i % len(GRID)]) for i, name in enumerate(ZOO)], quick=12)
+@sweep("name,at", [(name, GRID[i % len(GRID)]) for i, name in enumerate(ZOO)], quick=8)
 def test_a_model_is_bit_for_bit_the_plain_one(name, at):
     world, stage = at
     assert_same(name, Plan(zero=stage, backend="eager"), world)
@@ -96,8 +96,10 @@ def test_a_model_in_eval_mode_without_gradients_has_the_plain_outputs(name):
     assert {d.what for d in found.differences} == {"output"}
 
 
-@pytest.mark.parametrize(
-    "name,stage", [("uneven_mlp", 3), ("dropout", 2), ("checkpoint_regions", 3), ("t5", 3), ("lstm", 1), ("unet", 3)]
+@sweep(
+    "name,stage",
+    [("uneven_mlp", 3), ("dropout", 2), ("checkpoint_regions", 3), ("t5", 3), ("lstm", 1), ("unet", 3)],
+    quick=2,
 )
 def test_inductors_program_is_the_plain_model_but_for_rounding(name, stage):
     found = verify(models.build(name), Plan(zero=stage), 3)

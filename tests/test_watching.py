@@ -264,9 +264,10 @@ def run(world: int, function, *args):
 
 @pytest.mark.gloo
 @sweep("world", [2, 4], quick=1)
-@pytest.mark.parametrize(
-    ("how", "text"),
+@sweep(
+    "how, text",
     [("kill", "is gone: no heartbeat"), ("stop", "is stopped, by SIGSTOP"), ("loop", "is alive, and has not arrived")],
+    quick=2,
 )
 def test_the_others_name_the_rank_and_where_it_is(world, how, text):
     outcomes = run(world, train, "eager", how, {})
@@ -291,7 +292,7 @@ def test_micro_batches_of_a_loop_of_ones_own_are_counted():
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
 def test_the_collective_that_a_rank_waits_in_is_named_with_its_module_and_line(backend):
     outcomes = run(2, stuck_inside_a_program, backend)
     check(outcomes, 2, "rank 1 is alive, and has not arrived", "in train0.backward")
