@@ -124,7 +124,7 @@ PLANS = [
 
 
 @pytest.mark.core
-@sweep("mode", ["skip", "stop", "rollback"], quick=3)
+@pytest.mark.parametrize("mode", ["skip", "stop", "rollback"])
 @sweep("plan", PLANS, quick=3, ids=str)
 def test_such_a_step_leaves_weights_states_and_buffers_bit_for_bit(plan, mode):
     model = compiled(on_nonfinite=mode, **plan)
