@@ -11,12 +11,14 @@ bit. Random operators and collectives are never copied; what they gave is kept.
 from __future__ import annotations
 
 import fnmatch
+import traceback
 from collections import ChainMap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from zgraph.errors import PlanError
 from zgraph.passes.aliases import root_of
 from zgraph.passes.chain import Chain, Segment, chain_of
 from zgraph.passes.contract import graph_pass
@@ -83,12 +85,26 @@ class CheckpointOptions:
 def checkpoint(program: Program, options: CheckpointOptions) -> dict[str, int]:
     forward = [n for n in program.graph.nodes if n.op == "call_function" and info(n).phase is Phase.FORWARD]
     if options.policy is not None:
-        again = {n for n in forward if options.policy(n)}
+        again = {n for n in forward if _chosen(options.policy, n)}
     else:
         region = {n: _module_region(n, options.modules) if options.modules else users_region(n) for n in forward}
         again = {n for n in forward if region[n] is not None and not _leaves(n, region)}
     made = recompute_all_but(program, {n.name for n in forward if n not in again}, by="checkpoint")
     return {"marked": len(again), "recomputed": made}
+
+
+def _chosen(policy: Callable[[fx.Node], bool], node: fx.Node) -> bool:
+    """What a user's policy says of a node. Raises `PlanError` where it raises."""
+    try:
+        return bool(policy(node))
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise PlanError(
+            f"the policy failed for {node.name}, an {node.target}",
+            where=f"recompute ({at.filename}:{at.lineno}, in {at.name})",
+            why=f"{type(error).__name__}: {error}",
+            hint="it gets each torch.fx.Node of the forward, and says whether the backward computes it again",
+        ) from error
 
 
 def _module_region(node: fx.Node, patterns: tuple[str, ...]) -> object:

@@ -266,6 +266,29 @@ def test_patterns_of_modules():
     assert models.equal(plain, other)
 
 
+def test_a_pattern_that_matches_no_module_is_refused():
+    """On the model's way to be compiled, to be planned, and when it runs by another plan."""
+    plan = zgraph.Plan(**ONE, recompute=["layer.*"])
+    case = layers([64] * 4)
+    with pytest.raises(PlanError, match=r"'layer\.\*' that matches no module"):
+        programs(case.model, plan, case.inputs, 1)
+    with pytest.raises(PlanError, match=r"did you mean 'layers"):
+        zgraph.compile(layers([64] * 4).model, plan)
+    model, _ = gradients(case)
+    with pytest.raises(PlanError, match="matches no module"):
+        model.zgraph.recompile(plan)
+
+
+def raises(node):
+    raise KeyError(node.name)
+
+
+def test_a_policy_that_raises_is_told_with_its_line():
+    case = layers([64] * 4)
+    with pytest.raises(PlanError, match=r"(?s)the policy failed for .*test_checkpointing\.py:\d+, in raises.*KeyError"):
+        programs(case.model, zgraph.Plan(**ONE, recompute=f"{__name__}:raises"), case.inputs, 1)
+
+
 def no_products(node):
     return node.target not in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 

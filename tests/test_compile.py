@@ -417,6 +417,63 @@ def test_parameters_that_come_or_go_after_compiling_are_refused():
         mine(data())
 
 
+class Scaled(nn.Module):
+    """A parameter, a convolution and a buffer, each of which reads other bytes in another form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(1.0, 9.0))
+        self.mix = nn.Conv2d(2, 3, 2)
+        self.register_buffer("shift", torch.arange(1.0, 9.0))
+
+    def forward(self, x):
+        return self.mix((x * self.scale + self.shift).to(x.dtype).reshape(-1, 2, 2, 2)).square().sum()
+
+
+def assign_low(model):
+    model.load_state_dict({k: v.bfloat16() for k, v in model.state_dict().items()}, assign=True)
+
+
+REFORMED = {
+    "bfloat16": (lambda m: m.bfloat16(), "scale is bfloat16 now, and was float32 when .* and 2 others"),
+    "assigned": (assign_low, "scale is bfloat16 now, and was float32"),
+    "data": (lambda m: setattr(m.scale, "data", m.scale.data.double()), "scale is float64 now, and was float32"),
+    "replaced": (lambda m: setattr(m, "scale", nn.Parameter(torch.ones(1))), r"of shape \[1\] now, and was \[8\]"),
+    "channels last": (lambda m: m.to(memory_format=torch.channels_last), r"mix.weight is of strides \[8, 1, 4, 2\]"),
+}
+
+
+@pytest.mark.parametrize("how", list(REFORMED))
+@pytest.mark.parametrize("called", [True, False], ids=["called before", "not called"])
+def test_parameters_of_another_form_are_refused(how, called):
+    """(A program would read past their end, or other numbers.)"""
+    mine, _ = pair(Scaled)
+    x = torch.randn(4, 8)
+    if called:
+        mine(x).backward()
+    change, said = REFORMED[how]
+    change(mine)
+    with pytest.raises(ModelError, match=said):
+        mine(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_buffer_of_another_form_makes_a_new_program(backend):
+    mine, plain = pair(Scaled, zgraph.Plan(backend=backend))
+    x = torch.randn(4, 8)
+    forms = (lambda b: b, torch.Tensor.double, lambda b: b[:1].clone(), lambda b: torch.stack([b, b], 1)[:, 0])
+    for number, form in enumerate(forms):
+        found = []
+        for model in (mine, plain):
+            model.shift = form(torch.arange(1.0, 9.0))
+            model.zero_grad()
+            out = model(x)
+            out.backward()
+            found.append((out.detach(), model.scale.grad.clone()))
+        assert len(mine.zgraph.programs) == number + 1
+        torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
 @pytest.mark.core
 def test_a_flag_that_is_toggled_chooses_between_two_programs():
     mine, plain = pair()

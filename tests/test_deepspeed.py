@@ -47,7 +47,7 @@ def test_an_unknown_key_names_the_nearest_one():
         communication({"reduce_bucket": 5})
 
 
-@pytest.mark.parametrize("value", [-1, 2.5, "large", True, None])
+@pytest.mark.parametrize("value", [-1, 2.5, "large", True, None, float("inf"), float("nan")])
 def test_a_size_that_is_no_number_of_elements_is_refused(value):
     with pytest.raises(PlanError, match="no number of elements"):
         communication({"reduce_bucket_size": value})
@@ -72,6 +72,8 @@ def test_activations_are_partitioned_and_offloaded_as_deepspeed_s_config_says():
     assert not zgraph.Plan(**offloading({}, {"partition_activations": False})).partition_activations
     with pytest.raises(PlanError, match="partition_activations without ranks"):
         zgraph.Plan(**offloading({}, both))
+    with pytest.raises(PlanError, match="neither true nor false"):
+        offloading({}, {"cpu_checkpointing": "yes"})
     with pytest.raises(PlanError, match="unknown key 'partition_activation'"):
         offloading({}, {"partition_activation": True})
 
@@ -84,6 +86,8 @@ def test_activations_are_partitioned_and_offloaded_as_deepspeed_s_config_says():
         ({"offload_param": {"device": "disk"}}, "is no place"),
         ({"offload_param": {"devise": "cpu"}}, "device"),
         ({"sub_group_size": "many"}, "no number"),
+        ({"sub_group_size": float("inf")}, "no number"),
+        ({"offload_optimizer": "cpu"}, "no section"),
     ],
 )
 def test_knobs_of_offloading_that_can_not_be_had_are_refused(section, said):

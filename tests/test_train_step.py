@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 import zgraph
+from zgraph.errors import PlanError, StepError
 
 pytestmark = pytest.mark.core
 
@@ -299,6 +300,75 @@ def test_counted_by_tokens_a_micro_batch_without_targets_counts_nothing():
     expected.backward()
     assert furthest(gradients(mine), gradients(whole)) < ROUNDING
     assert abs(loss - expected) < ROUNDING * expected
+
+
+FAILING = [
+    {"micro_batches": 2},
+    {"micro_batches": 2, "loss_average": "token", "zero": 0},
+    {"micro_batches": 2, "grad_clip": 1.0, "on_nonfinite": "skip", "precision": "bf16"},
+    {"offload": {"optimizer": "cpu", "least_bytes": 0}},
+]
+
+
+@pytest.mark.parametrize("where", ["loss", "hook"])
+@pytest.mark.parametrize("fields", FAILING, ids=str)
+def test_a_step_that_fails_leaves_nothing_for_the_next(fields, where):
+    left = None  # calls until one fails
+
+    def fail(*given):
+        nonlocal left
+        if left is not None:
+            left -= 1
+            if not left:
+                raise ValueError("boom")
+
+    def loss_fn(output, targets):
+        if where == "loss":
+            fail()
+        return cross_entropy(output, targets)
+
+    def run(failing):
+        model = compiled(Logits, loss_fn=loss_fn, optimizer=zgraph.AdamW(), **fields)
+        first, second, third = feed(3)
+        model.train_step(*first)
+        if where == "hook":
+            model.zgraph.on_gradients(fail)
+        if failing:
+            nonlocal left
+            left = fields.get("micro_batches", 1) if where == "loss" else 1
+            with pytest.raises(ValueError, match="boom"):
+                model.train_step(*second)
+            assert all(p.grad is None for p in model.parameters())
+            left = None
+        model.train_step(*third)
+        return weights(model)
+
+    assert equal(run(True), run(False))
+
+
+def test_a_failed_step_without_the_plans_optimizer_leaves_gradients_to_the_user():
+    model = compiled(Logits, loss_fn=cross_entropy)
+    model.train_step(*batch())
+    before = {n: p.grad.clone() for n, p in model.named_parameters()}
+    with pytest.raises(TypeError):
+        model.train_step(batch()[0], "no targets")
+    assert equal(before, {n: p.grad for n, p in model.named_parameters()})
+
+
+def test_a_step_that_trains_nothing_says_so():
+    model = compiled(Logits, loss_fn=cross_entropy, optimizer=zgraph.AdamW())
+    model.requires_grad_(False)
+    with pytest.raises(StepError, match="no parameter that trains"):
+        model.train_step(*batch())
+    model.requires_grad_(True)
+    with torch.no_grad(), pytest.raises(StepError, match=r"outside of torch\.no_grad"):
+        model.train_step(*batch())
+    model.train_step(*batch())
+
+
+def test_an_optimizer_for_a_model_without_parameters_is_refused():
+    with pytest.raises(PlanError, match="no parameters"):
+        compiled(nn.ReLU, optimizer=zgraph.AdamW())
 
 
 def test_a_step_by_hand_after_one_counted_by_tokens_is_a_whole_one():

@@ -24,7 +24,7 @@ from zgraph.handle import attach, is_compiled
 from zgraph.inspection.recorder import record
 from zgraph.passes import History
 from zgraph.passes.costs import Costs
-from zgraph.pipeline import EVERYTHING, Edit, costs_of
+from zgraph.pipeline import EVERYTHING, Edit, costs_of, unmatched
 from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
@@ -114,6 +114,8 @@ def compile(
             hint="define forward in the model's class",
         )
     check(model, precision, specs)
+    for fault in unmatched(plan, model):
+        raise fault
     if plan.optimizer is not None:  # (what can be refused is refused while the model is as it was)
         optimizer = PlanOptimizer(members_of(model, specs, plan.optimizer), dict(model.named_parameters()), None)
         if isinstance(plan.lr_schedule, TorchSchedule):
@@ -222,6 +224,8 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
     args, kwargs = split_inputs(inputs)
     forward = getattr(model.forward, "__func__", None)
     check(model, precision, specs)
+    for fault in unmatched(plan, model):
+        raise fault
     with prepare(model, precision, specs):
         traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)  # type: ignore[arg-type]
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}

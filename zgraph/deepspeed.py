@@ -81,8 +81,9 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
         if key == "sub_group_size":
             found["sub_group_bytes"] = _elements(key, value) * _UPDATED
         elif key in ("offload_optimizer", "offload_param"):
-            found["optimizer" if key == "offload_optimizer" else "parameters"] = _place(key, value)
-            if key == "offload_optimizer" and value and "ratio" in value:
+            place = _place(key, value)
+            found["optimizer" if key == "offload_optimizer" else "parameters"] = place
+            if key == "offload_optimizer" and place != "none" and value is not None and "ratio" in value:
                 found["ratio"] = value["ratio"]
         else:
             known = ("offload_optimizer", "offload_param", "sub_group_size")
@@ -92,6 +93,8 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
         if key == "partition_activations":
             fields[key] = value
         elif key == "cpu_checkpointing":
+            if not isinstance(value, bool):
+                raise PlanError(f"{short(value)} is neither true nor false", where=f"activation_checkpointing.{key}")
             found["activations"] = "cpu" if value else "none"
         else:
             raise PlanError(
@@ -105,6 +108,8 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
 def _place(key: str, value: Mapping[str, Any] | None) -> str:
     if value is None:
         return "none"
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{short(value)} is no section", where=f"zero_optimization.{key}", hint='{"device": "cpu"}')
     unknown = [k for k in value if k not in ("device", "nvme_path", "ratio", *_ALWAYS)]
     if unknown:
         known = ("device", "nvme_path", "ratio", *_ALWAYS)
@@ -124,7 +129,7 @@ def _place(key: str, value: Mapping[str, Any] | None) -> str:
 
 
 def _elements(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value % 1 != 0:
         raise PlanError(
             f"{short(value)} is no number of elements",
             where=f"zero_optimization.{key}",
@@ -185,7 +190,7 @@ def elastic(section: Mapping[str, Any]) -> dict[str, Any]:
         raise PlanError(
             f"a model in {parts} parts",
             where="elasticity.model_parallel_size",
-            why="meshes have no dimension for parts of a model yet",
+            why="how a model is divided is said by the plan's mesh",
             hint="leave it out",
         )
     node = node if str(given["version"]) == "0.2" else 1

@@ -183,7 +183,8 @@ class Handle:
         returns, detached: scalars averaged over micro-batches, tensors joined on dimension 0. Without an optimizer in
         the plan the gradients are left in `.grad`. With `loss_average="token"` each micro-batch and rank counts by its
         number of targets (`zgraph.train.count_targets`). Raises `StepError` for a batch that the micro-batches do not
-        divide (unless by token) or that has not the rows of an elastic plan, and for an output without a loss.
+        divide (unless by token) or that has not the rows of an elastic plan, and for an output without a loss. With an optimizer in the
+        plan a step that raises, whatever it raises, leaves no gradients: the next one begins anew.
         """
         runtime = self.cut(args, kwargs)
         if isinstance(runtime, PipelineRuntime):
@@ -361,6 +362,7 @@ class Handle:
         to 3 share one), `RankMismatchError` if ranks give different plans.
         """
         from zgraph.dividing import as_divided
+        from zgraph.pipeline import unmatched
         from zgraph.placing import placed_as
         from zgraph.runtime import agreed_costs
         from zgraph.sharding import planned_layout
@@ -374,6 +376,8 @@ class Handle:
                 f"recompile keeps the mesh {kept}, the plan has {sizes}",
                 hint="compile a fresh model, and load a state dict",
             )
+        for fault in unmatched(plan, old.module):
+            raise fault
         plan = placed_as(plan, old.plan)
         if not plan.offload.same(old.plan.offload):
             raise ModelError(

@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
@@ -17,8 +18,10 @@ from zgraph.record import Record, short
 
 def _check_place(place: str) -> str:
     kind, _, folder = place.partition(":")
-    if place in ("none", "cpu", "auto") or (kind in ("nvme", "auto") and folder):
+    if place in ("none", "cpu", "auto"):
         return place
+    if kind in ("nvme", "auto") and folder:
+        return f"{kind}:{os.path.normpath(folder)}"
     hint = '"none", "cpu" (the host\'s memory), "nvme:FOLDER", "auto" or "auto:FOLDER"'
     raise PlanError(f"{short(place)} is no place", hint=hint)
 

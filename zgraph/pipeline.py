@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from zgraph.errors import PassError, PlanError
 from zgraph.names import did_you_mean
@@ -221,6 +222,18 @@ def _checkpointing(plan: Plan, costs: Costs, choice: Choice, solver: Solver | No
     elif choice.activations is not None:
         found.append(rematerialize(RematerializeOptions(choice.activations, costs, solver, choice.waiting)))
     return found
+
+
+def unmatched(plan: Plan, model: nn.Module) -> Iterator[PlanError]:
+    """Each pattern of `recompute` that matches no module."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for pattern in plan.recompute if isinstance(plan.recompute, tuple) else ():
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            yield PlanError(
+                f"recompute has a pattern {pattern!r} that matches no module",
+                where="recompute",
+                hint=did_you_mean(pattern, [name for name in names if name]),
+            )
 
 
 def load_policy(ref: str) -> Callable[[fx.Node], bool]:

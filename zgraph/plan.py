@@ -181,6 +181,18 @@ def _integer(value: Any) -> Any:
     return value
 
 
+def _recompute_type(value: Any) -> Any:
+    # (pydantic would name each type that a value could have had)
+    value = _refuse_callable(value)
+    for part in value if isinstance(value, (list, tuple)) else (value,):
+        if not isinstance(part, str):
+            raise PlanError(
+                f"{short(part)} is no {'pattern' if part is not value else 'way of recomputing'}",
+                hint='"auto", "none", "full", a list of patterns of modules, or a policy "package.module:function"',
+            )
+    return value
+
+
 def _check_recompute(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
     if isinstance(given, tuple):
         if not given or not all(given):
@@ -330,7 +342,7 @@ class Plan(Record, frozen=True):
     prefetch: Prefetch = Field(default=Prefetch(), description="how early gathers start, as a record")
     recompute: Annotated[
         Literal["auto", "none", "full"] | str | tuple[str, ...],
-        BeforeValidator(_refuse_callable),
+        BeforeValidator(_recompute_type),
         AfterValidator(_check_recompute),
     ] = Field(
         default="auto",
@@ -408,6 +420,14 @@ class Plan(Record, frozen=True):
             )
         if self.offload.tier("optimizer") is not None and self.optimizer is None:
             raise PlanError("states of no optimizer", where="offload.optimizer", hint="give the plan an optimizer")
+        if self.offload.tier("optimizer") is None and self.memory_budget is None:
+            for name, nothing in (("delayed_after", (None,)), ("ratio", (None, 1.0))):
+                if getattr(self.offload, name) not in nothing:
+                    raise PlanError(
+                        f"{name} of states that stay on the device",
+                        where=f"offload.{name}",
+                        hint='offload={"optimizer": "cpu"} or "nvme:FOLDER" lets them go; or leave it out',
+                    )
         if self.numerics is not None and not isinstance(self.precision, str):
             raise PlanError(
                 "numerics names a system's precision, and precision is a record already",

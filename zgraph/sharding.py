@@ -191,7 +191,8 @@ class Shards:
         return self._params
 
     def refresh(self) -> None:
-        """Look the module's parameters up again (they may have been replaced, by `load_state_dict(assign=True)` say)."""
+        """Look the module's parameters up again (they may have been replaced, by `load_state_dict(assign=True)` say). Raises `ModelError` if
+        they are others, or of another form: programs read them by that which they had."""
         self._params = dict(self.module.named_parameters())
         if self._params.keys() != self.specs.keys():
             gone, new = (
@@ -205,6 +206,28 @@ class Shards:
                 ),
                 hint="change the model first, then compile it",
             )
+        changed = [(n, *forms) for n, p in self._params.items() if (forms := self._other_form(self.specs[n], p))]
+        if changed:
+            name, now, then = changed[0]
+            others = f", and {len(changed) - 1} others" if len(changed) > 1 else ""
+            raise ModelError(
+                f"the parameter {name} is {now} now, and was {then} when the model was compiled{others}",
+                hint="change the model first, then compile it; load_state_dict without assign=True casts to what the model has",
+            )
+
+    def _other_form(self, spec: ParamSpec, param: nn.Parameter) -> tuple[str, str] | None:
+        """(what it is, what its layout says) where a parameter has another dtype, shape or strides than that."""
+        if param.dtype is not spec.dtype:
+            return str(param.dtype).removeprefix("torch."), str(spec.dtype).removeprefix("torch.")
+        if param.shape != spec.whole_shape:
+            return f"of shape {list(param.shape)}", str(list(spec.whole_shape))
+        mine = local_of(param)
+        stride = spec.shard_stride
+        if spec.home is None and any(
+            a != b for a, b, n in zip(mine.stride(), stride, mine.shape, strict=True) if n > 1
+        ):
+            return f"of strides {list(mine.stride())}", str(list(stride))
+        return None
 
     def local(self, name: str) -> torch.Tensor:
         """What a program takes for a parameter: its padded shard, or the whole where it is not sharded."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,14 +14,17 @@ from torch.utils import _pytree as pytree
 
 
 def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """A readable key: structure, shapes, dtypes and values of the inputs, modes of the modules, grad and autocast modes."""
+    """A readable key: structure, shapes, dtypes and values of the inputs, modes of the modules, forms of the buffers, grad and autocast
+    modes. (Parameters have the form of their layouts: `Shards.refresh`.)"""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     inputs = ", ".join(_leaf(leaf, set()) for leaf in leaves)
     training = "".join("t" if child.training else "e" for child in module.modules())
     frozen = "".join("g" if p.requires_grad else "f" for p in module.parameters())
+    buffers = ", ".join(f"{n} {form}" if n > 1 else form for form, n in _repeated(_form(b) for b in module.buffers()))
     grad = "grad" if torch.is_grad_enabled() else "no_grad"
     casts = [f"{d}:{torch.get_autocast_dtype(d)}" for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    return f"inputs ({inputs}); structure {spec}; modules {_runs(training)}; parameters {_runs(frozen)}; {grad}; autocast {casts}"
+    modes = f"modules {_runs(training)}; parameters {_runs(frozen)}; buffers ({buffers})"
+    return f"inputs ({inputs}); structure {spec}; {modes}; {grad}; autocast {casts}"
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -44,21 +49,23 @@ def brief(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
 def _runs(flags: str) -> str:
     """ "tttte" -> "4t1e"."""
-    out, i = [], 0
-    while i < len(flags):
-        j = i
-        while j < len(flags) and flags[j] == flags[i]:
-            j += 1
-        out.append(f"{j - i}{flags[i]}")
-        i = j
-    return "".join(out)
+    return "".join(f"{n}{flag}" for flag, n in _repeated(flags))
+
+
+def _repeated(values: Iterable[str]) -> list[tuple[str, int]]:
+    """Each value with how often it stands there in a row."""
+    return [(value, len(list(same))) for value, same in itertools.groupby(values)]
+
+
+def _form(tensor: torch.Tensor) -> str:
+    """Dtype, shape, and strides where they are not the usual ones."""
+    strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{strides}"
 
 
 def _leaf(leaf: Any, seen: set[int]) -> str:
     if isinstance(leaf, torch.Tensor):
-        grad = ", grad" if leaf.requires_grad else ""
-        strides = "" if leaf.is_contiguous() else f", strides {list(leaf.stride())}"
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}@{leaf.device}{strides}{grad}"
+        return f"{_form(leaf)}@{leaf.device}{', grad' if leaf.requires_grad else ''}"
     if leaf is None or isinstance(leaf, (bool, int, float, str, bytes, complex, torch.dtype, torch.device)):
         return repr(leaf)
     if id(leaf) in seen:

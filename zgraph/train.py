@@ -58,22 +58,28 @@ def train_step(
     calls = split_batch(args, kwargs, plan.micro_batches, uneven=tokens)
     weights = target_weights(runtime, calls) if tokens else [1.0 / len(calls)] * len(calls)
     outputs = []
-    for number, (call, weight) in enumerate(zip(calls, weights, strict=True)):
-        with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
-            given, rest, others = for_forward(runtime, *call)
-            output = model(*given[0], **given[1])
-            loss = loss_of(output, loss_fn, named(runtime, given), rest, others)
-            if weight == 1.0:
-                loss.backward()
-            else:
-                loss.backward(torch.as_tensor(weight, dtype=loss.dtype, device=loss.device))
-            if runtime.nonfinite is not None and loss_fn is not None:
-                runtime.nonfinite.saw_loss(loss)
-        outputs.append(_detached(output))
-    if plan.optimizer is not None:
-        runtime.updater.step()
-    else:
-        runtime.updater.clip_only()
+    try:
+        for number, (call, weight) in enumerate(zip(calls, weights, strict=True)):
+            with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
+                given, rest, others = for_forward(runtime, *call)
+                output = model(*given[0], **given[1])
+                loss = loss_of(output, loss_fn, named(runtime, given), rest, others)
+                if not loss.requires_grad:
+                    raise _untrained()
+                if weight == 1.0:
+                    loss.backward()
+                else:
+                    loss.backward(torch.as_tensor(weight, dtype=loss.dtype, device=loss.device))
+                if runtime.nonfinite is not None and loss_fn is not None:
+                    runtime.nonfinite.saw_loss(loss)
+            outputs.append(_detached(output))
+        if plan.optimizer is not None:
+            runtime.updater.step()
+        else:
+            runtime.updater.clip_only()
+    except BaseException:
+        runtime.updater.give_up()
+        raise
     sizes = [batch_size(*call) for call in calls]
     total = sum(weights)
     # (a rank without a single target shows the plain mean of what its micro-batches gave)
@@ -272,6 +278,15 @@ def no_loss() -> StepError:
         "the model's output has no loss",
         why="it is no scalar, has no .loss or ['loss'], and its first element is no scalar",
         hint="zgraph.compile(model, plan, loss_fn=lambda output, targets: …)",
+    )
+
+
+def _untrained() -> StepError:
+    if not torch.is_grad_enabled():
+        return StepError("a training step without gradients", hint="call train_step outside of torch.no_grad()")
+    return StepError(
+        "the loss depends on no parameter that trains",
+        hint="requires_grad_() on those that are to; and no .detach() or .item() on the way to the loss",
     )
 
 

@@ -27,7 +27,7 @@ from zgraph.inspection.memory import peak_of
 from zgraph.inspection.plans import RESERVE, rows_of
 from zgraph.passes import PassManager, verify_program
 from zgraph.passes.costs import Costs, Hardware, hardware, hardware_like
-from zgraph.pipeline import Variant, build, build_update_passes, load_pass, load_policy
+from zgraph.pipeline import Variant, build, build_update_passes, load_pass, load_policy, unmatched
 from zgraph.plan import Plan, located
 from zgraph.program.node import info
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, Program
@@ -156,6 +156,7 @@ class _Checks:
             ("batch", self._batch, ("plan", "inputs")),
             ("parameters", self._parameters, ("plan", "model")),
             ("precision", self._precision, ("plan", "specs")),
+            ("recompute", self._recompute, ("plan", "model")),
             ("optimizer", self._optimizer, ("plan", "specs")),
             ("schedule", self._schedule, ("plan", "specs")),
             ("offload", self._offload, ("plan", "specs")),
@@ -324,6 +325,11 @@ class _Checks:
                 why=f"{ranks} ranks hold a row each, {shown_bytes(wasted)} of them padding",
                 hint=f"param_persistence_threshold={largest + 1} leaves them whole",
             )
+
+    def _recompute(self) -> Iterator[Finding]:
+        assert self.plan is not None and self.model is not None
+        for fault in unmatched(self.plan, self.model):
+            yield _finding("recompute", fault)
 
     def _precision(self) -> Iterator[Finding]:
         assert self.plan is not None and self.model is not None and self.specs is not None

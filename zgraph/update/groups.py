@@ -61,6 +61,9 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
 
 def faults_of(specs: dict[str, ParamSpec], optimizer: Any) -> Iterator[PlanError]:
     """Whatever keeps an optimizer from these parameters, each once."""
+    if not any(spec.dtype.is_floating_point for spec in specs.values()):
+        yield PlanError("an optimizer, and no parameters", where="optimizer", hint="leave it out of the plan")
+        return
     records = [(_patterns(g), g) for g in optimizer.groups]
     used = [False] * len(records)
     told: set[tuple[int, ...]] = set()

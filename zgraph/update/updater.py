@@ -336,6 +336,14 @@ class Updater:
         if self.runtime.nonfinite is not None:
             self.runtime.nonfinite.forget()
 
+    def give_up(self) -> None:
+        """A whole step has failed: its gradients are no part of the next one. (Without an optimizer they are the user's.)"""
+        self.factor = 1.0
+        if self.optimizer is not None:
+            for param in self.runtime.shards.params().values():
+                param.grad = None
+            self.zeroed()
+
     def settle(self) -> None:
         """Read what the last step was. Raises what the next one would, if it was not finite."""
         self._settle_previous()
@@ -439,7 +447,7 @@ class Updater:
             if self.options.late():
                 self._delayed.start(lambda: self._run_late(update, rest))
             return results, clipped
-        except Exception:
+        except BaseException:
             self._break()
             raise
 
