@@ -519,6 +519,7 @@ def test_all_ranks_roll_back(two, tmp_path):
     assert two.run(one_ranks_rows, "rollback", {}, 1e7, Grows, str(tmp_path)) == [(told, True, 0, True)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.inductor
 def test_compiled_ranks_stop_too(two):

@@ -181,7 +181,7 @@ def test_the_default_cap_is_what_is_needed_at_once_and_two_layers():
     assert stats_of(on)["cap_bytes"] == max(alive(off.program)) + 2 * LAYER
 
 
-@pytest.mark.parametrize("bandwidth", [1e7, 1e12], ids=["slow", "fast"])
+@sweep("bandwidth", [1e7, 1e12], quick=1, ids=["slow", "fast"])
 def test_what_is_gathered_early_raises_the_peak_by_no_more_than_the_spare_bytes(bandwidth):
     """Nor do gradients that wait, if no bound of their own is asked for."""
     costs = machine(bandwidth)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import models
-import pytest
 import torch
 from sweeps import in_turn
 from torch import nn
@@ -191,9 +190,7 @@ def whole(name: str, micro_batches: int) -> Any:
     return pipeline(name, 2).whole(micro_batches)
 
 
-@pytest.mark.parametrize(
-    ("which", "name", "ranks"), [(which, *way) for which in SCHEDULES for way in in_turn(NAMES, [2, 4])]
-)
+@sweep("which, name, ranks", [(which, *way) for which in SCHEDULES for way in in_turn(NAMES, [2, 4])], quick=10)
 def test_a_schedule_gives_the_gradients_of_accumulation_in_one_process(which: str, ranks: int, name: str) -> None:
     ran = 0
     for micro_batches in range(1, 9):

@@ -64,6 +64,7 @@ def test_what_is_wrong_with_a_plan_is_its_problem():
     assert json.loads(json.dumps(found.to_json()))["seconds"] is None
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_fastest_that_fits_and_sharding_where_nothing_else_does():
     told = []
     wide = search(net(), INPUTS, PLAN, 4, limit_of(PLAN), told.append)

@@ -12,6 +12,7 @@ import math
 import pytest
 import torch
 from models import built, compiled, weights
+from sweeps import sweep
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -181,8 +182,8 @@ def test_the_models_own_autocast_is_respected():
         assert torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("numerics", [None, "fsdp2", "deepspeed"])
+@sweep("precision", ["bf16", "fp16"], quick=2)
+@sweep("numerics", [None, "fsdp2", "deepspeed"], quick=2)
 def test_half_precision_trains_as_float32_does(precision, numerics):
     ends = []
     for plan in ({"precision": precision, "numerics": numerics}, {}):

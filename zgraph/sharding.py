@@ -193,7 +193,7 @@ class Shards:
     def refresh(self) -> None:
         """Look the module's parameters up again (they may have been replaced, by `load_state_dict(assign=True)` say). Raises `ModelError` if
         they are others, or of another form: programs read them by that which they had."""
-        self._params = dict(self.module.named_parameters())
+        self.look_up()
         if self._params.keys() != self.specs.keys():
             gone, new = (
                 sorted(self.specs.keys() - self._params.keys()),
@@ -214,6 +214,10 @@ class Shards:
                 f"the parameter {name} is {now} now, and was {then} when the model was compiled{others}",
                 hint="change the model first, then compile it; load_state_dict without assign=True casts to what the model has",
             )
+
+    def look_up(self) -> None:
+        """Note the module's parameters as they are now."""
+        self._params = dict(self.module.named_parameters())
 
     def _other_form(self, spec: ParamSpec, param: nn.Parameter) -> tuple[str, str] | None:
         """(what it is, what its layout says) where a parameter has another dtype, shape or strides than that."""
@@ -542,7 +546,7 @@ def shard(
     """Put each parameter's shard in its place, one parameter (on the meta device: one module) at a time. Of a model in stages `own` are those
     of this rank; the others go to the meta device."""
     shards = Shards(module, specs, _parameter_mesh(mesh, specs), home=home)
-    shards.refresh()
+    shards.look_up()
     elsewhere = frozenset() if own is None else frozenset(specs) - frozenset(own)
     for name in elsewhere:
         shards.send_away(name)
