@@ -8,7 +8,7 @@ from typing import Any
 
 import models
 import torch
-from sweeps import in_turn
+from sweeps import in_turn, sweep
 from torch import nn
 
 import zgraph

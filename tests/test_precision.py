@@ -182,8 +182,8 @@ def test_the_models_own_autocast_is_respected():
         assert torch.equal(a.grad, b.grad)
 
 
-@sweep("precision", ["bf16", "fp16"], quick=2)
-@sweep("numerics", [None, "fsdp2", "deepspeed"], quick=2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@sweep("numerics", [None, "fsdp2", "deepspeed"], quick=1)
 def test_half_precision_trains_as_float32_does(precision, numerics):
     ends = []
     for plan in ({"precision": precision, "numerics": numerics}, {}):
