@@ -28,6 +28,7 @@ ALL = [
     "batch",
     "parameters",
     "precision",
+    "recompute",
     "optimizer",
     "schedule",
     "offload",

@@ -226,7 +226,7 @@ class Shards:
         if param.shape != spec.whole_shape:
             return f"of shape {list(param.shape)}", str(list(spec.whole_shape))
         mine = local_of(param)
-        stride = spec.shard_stride
+        stride = spec.shard_stride if isinstance(param, DTensor) else spec.whole_stride  # (whole: of another stage)
         if spec.home is None and any(
             a != b for a, b, n in zip(mine.stride(), stride, mine.shape, strict=True) if n > 1
         ):
