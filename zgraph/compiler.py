@@ -20,7 +20,7 @@ from zgraph.casts import check, overflow_error, prepare, refuse_overflow
 from zgraph.compiled import StepProgram
 from zgraph.dividing import divided_layout
 from zgraph.errors import MeshError, ModelError, PlanError
-from zgraph.handle import attach, is_compiled
+from zgraph.handle import attach, free_dropped_models, is_compiled
 from zgraph.inspection.recorder import record
 from zgraph.passes import History
 from zgraph.passes.costs import Costs
@@ -84,6 +84,7 @@ def compile(
     inner = next((name for name, child in model.named_modules() if is_compiled(child)), None)
     if inner is not None:
         raise ModelError(f"module {inner!r} of the model is compiled already", hint="compile only the outermost module")
+    free_dropped_models()
     plan = plan or Plan()
     device = _device(model)
     _init_process_group(device)

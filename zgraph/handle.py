@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from os import PathLike
@@ -30,6 +32,7 @@ from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.remark import Remark
 from zgraph.report import Report
 from zgraph.runtime import Runtime
+from zgraph.sharding import local_of
 from zgraph.stages.compiling import Uncut, made_again
 from zgraph.stages.runtime import PipelineRuntime, refuse_gradients
 from zgraph.stages.step import train_step as train_step_in_stages
@@ -52,6 +55,10 @@ _METHODS = (
     "load_checkpoint",
     "save_pretrained",
 )
+
+# Of the models that were compiled, those that live; and how many bytes of weights are worth a run of Python's collector (0.2 s).
+_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_WORTH_COLLECTING = 2**20
 
 
 class Handle:
@@ -433,7 +440,19 @@ def attach(module: nn.Module, runtime: Runtime | Uncut, loss_fn: Callable[..., A
     module.__dict__["forward"] = forward
     module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
     module.__dict__["__reduce_ex__"] = _refuse_pickle
+    _compiled.add(module)
     return handle
+
+
+def free_dropped_models() -> None:
+    """Free compiled models that nobody refers to any more, if they hold memory that the next one could use.
+
+    A compiled model and its run time refer to each other, so only Python's collector frees them: left to itself it may run
+    long after the next model has been compiled, and the two would be held at once.
+    """
+    held = sum(p.nbytes for m in list(_compiled) for p in map(local_of, m.parameters()) if not p.is_meta)
+    if held >= _WORTH_COLLECTING:
+        gc.collect()
 
 
 def _owns(module: nn.Module, name: str) -> bool:
