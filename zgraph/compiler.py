@@ -29,6 +29,7 @@ from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM, OutputRole, Program
+from zgraph.replaced import refuse_unmovable
 from zgraph.runtime import Runtime, agreed_costs, opened_tiers
 from zgraph.schedules import TorchSchedule
 from zgraph.sharding import fingerprint, planned_layout, shard
@@ -72,7 +73,11 @@ def compile(
     modules). With `inputs`, else at the first call: `CaptureError` with the user's file and line (a model that can't
     be captured whole), `UnsupportedError` (a forward that changes a parameter in place), `PlanError` (a pass of the
     user's that can't be loaded), `PassError` (a pass that failed, or left a program that the verifier refuses),
-    `LoweringError` (Inductor can't compile an operator). Make optimizers after it: they must hold the shards.
+    `LoweringError` (Inductor can't compile an operator).
+
+    Make optimizers, and lists of parameters, after it: they must hold the shards. One that was made before raises `StepError` at its first use
+    (but for reading values, which stay those of before); without a process group it goes on working. Hooks of parameters stay: they are
+    called with the reduced gradient of each backward, a `DTensor`.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"zgraph.compile takes an nn.Module, not {type(model).__name__}")
@@ -117,6 +122,7 @@ def compile(
     check(model, precision, specs)
     for fault in unmatched(plan, model):
         raise fault
+    refuse_unmovable(model, replaces=mesh is not None, in_stages=sizes.get(STAGE_DIM, 1) > 1)
     if plan.optimizer is not None:  # (what can be refused is refused while the model is as it was)
         optimizer = PlanOptimizer(members_of(model, specs, plan.optimizer), dict(model.named_parameters()), None)
         if isinstance(plan.lr_schedule, TorchSchedule):

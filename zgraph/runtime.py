@@ -581,10 +581,15 @@ class Runtime:
             self.tiers.settle()
 
     def _reduction(self, step: StepProgram) -> tuple[bool, bool]:
-        """(reduce now?, do unreduced gradients come in?). Stages 2 and 3 reduce each time: only shards are kept."""
+        """(reduce now?, do unreduced gradients come in?). Stages 2 and 3 reduce each time: only shards are kept. So do parameters with hooks:
+        each is called with the gradient of one backward, as autograd has it, and not with the sum of several."""
         if self.plan.zero > 1 or self.mesh is None or self.mesh.size() == 1:
             return True, False
-        grads = [p.grad for p in self.shards.params().values() if p.grad is not None]
+        params = self.shards.params().values()
+        if any(map(torch_private.has_hooks, params)):
+            self.reduce_leftovers()
+            return True, False
+        grads = [p.grad for p in params if p.grad is not None]
         waiting = [g for g in grads if _is_partial(g)]
         if self.accumulating and len(waiting) == len(grads):
             return False, False

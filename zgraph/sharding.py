@@ -6,6 +6,7 @@ tensor is a view of a buffer padded to the rows that every rank has, so programs
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
@@ -18,14 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zgraph.casts import with_precision
-from zgraph.errors import ModelError, StepError, UnsupportedError
+from zgraph.errors import ModelError, UnsupportedError
 from zgraph.precision import Precision
 from zgraph.program import torch_private
-from zgraph.program.program import DATA_DIMS, TENSOR_DIM, ParamSpec
+from zgraph.program.program import DATA_DIMS, ParamSpec
+from zgraph.replaced import replaced
 from zgraph.tiers.away import Away, where_it_lies
 
 if TYPE_CHECKING:
@@ -35,31 +36,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_optimizer_steps: Any = WeakTensorKeyDictionary()
-GONE = "_zgraph_replaced"  # in the __dict__ of parameters that a model's first call has replaced: (what was done to it, why)
+_STEPS = "_zgraph_steps"  # in the __dict__ of a compiled model's parameter: the steps that torch's optimizers have made on it
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Count a step on those of an optimizer's parameters that are a compiled model's shards."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if isinstance(param, DTensor):
-                _optimizer_steps[param] = _optimizer_steps.get(param, 0) + 1
+            if _STEPS in param.__dict__:
+                param.__dict__[_STEPS] += 1
 
 
-def _refuse_gone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if GONE in param.__dict__:
-                done, why = param.__dict__[GONE]
-                raise StepError(
-                    f"an optimizer that was made before {done}",
-                    why=why,
-                    hint="make it after zgraph.compile(model, plan, inputs=…), or give the plan an optimizer",
-                )
-
-
-register_optimizer_step_post_hook(_count_step)
-register_optimizer_step_pre_hook(_refuse_gone)
+@functools.cache
+def _count_steps() -> None:
+    """Let steps of torch's optimizers be counted, from the first shard on."""
+    register_optimizer_step_post_hook(_count_step)
 
 
 def layout(
@@ -218,6 +209,10 @@ class Shards:
     def look_up(self) -> None:
         """Note the module's parameters as they are now."""
         self._params = dict(self.module.named_parameters())
+        if self.mesh is not None:
+            _count_steps()
+            for param in self._params.values():
+                param.__dict__.setdefault(_STEPS, 0)
 
     def _other_form(self, spec: ParamSpec, param: nn.Parameter) -> tuple[str, str] | None:
         """(what it is, what its layout says) where a parameter has another dtype, shape or strides than that."""
@@ -260,7 +255,7 @@ class Shards:
             mine.data_ptr(),
             mine._version,
             param._version,
-            _optimizer_steps.get(param, 0),
+            param.__dict__.get(_STEPS, 0),
             self._updates.get(name, 0),
         )
 
@@ -377,51 +372,45 @@ class Shards:
                 if whole.stride() == spec.stride
                 else _restrided(whole, spec.stride)
             )
-            fresh = (
-                old
-                if part is old.data or (part.data_ptr() == old.data_ptr() and old.stride() == spec.stride)
-                else nn.Parameter(part, spec.requires_grad)
-            )
-            if part.dtype is not old.dtype:
-                fresh = nn.Parameter(part, spec.requires_grad)
+            fresh = nn.Parameter(part, spec.requires_grad) if old.is_meta else _refill(old, part)
         else:
-            part = self._divided(spec, whole.detach())
-            if spec.shard_dim is None:
-                local = _restrided(part.clone(), spec.stride)
-            else:
-                local = self._cut(name, part)
-            with torch.no_grad():
-                sharded = DTensor.from_local(
-                    local,
-                    self.mesh,
-                    self.placements(spec),
-                    run_check=False,
-                    shape=torch.Size(spec.whole_shape),
-                    stride=spec.whole_stride,
-                )
-            fresh = nn.Parameter(sharded, requires_grad=spec.requires_grad)
+            fresh = self._part_of(name, whole)
         if fresh is not old:
-            fresh.__dict__.update(old.__dict__)
+            replaced(
+                old,
+                fresh,
+                "the model's weights were divided" if self.mesh is not None else "the model got its weights",
+                f"it holds {name!r} as it was; the model has "
+                + ("a part of it now" if self.mesh is not None else "another now, that is not on the meta device"),
+            )
             for table, key in owners(self.module, old):
                 table[key] = fresh
             self._params[name] = fresh
-            if self.mesh is not None and TENSOR_DIM in (self.mesh.mesh_dim_names or ()):
-                old.__dict__[GONE] = (
-                    "the model's weights were divided",
-                    f"it holds {name!r} as it was; the model has a part of it now",
-                )
         self._come_home(name)
         return fresh
+
+    def _part_of(self, name: str, whole: torch.Tensor) -> nn.Parameter:
+        """This rank's part of a whole parameter, as a parameter."""
+        spec = self.specs[name]
+        part = self._divided(spec, whole.detach())
+        local = _restrided(part.clone(), spec.stride) if spec.shard_dim is None else self._cut(name, part)
+        with torch.no_grad():
+            sharded = DTensor.from_local(
+                local,
+                self.mesh,
+                self.placements(spec),
+                run_check=False,
+                shape=torch.Size(spec.whole_shape),
+                stride=spec.whole_stride,
+            )
+        return nn.Parameter(sharded, requires_grad=spec.requires_grad)
 
     def send_away(self, name: str) -> None:
         """Let a parameter be on another rank: here it is on the meta device, under every name that it had."""
         old, spec = self._params[name], self.specs[name]
-        old.__dict__[GONE] = (
-            "the model was cut into stages",
-            f"it holds {name!r} as it was; another rank has it now",
-        )
         made = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.dtype, device="meta")
         fresh = nn.Parameter(made, requires_grad=old.requires_grad)
+        replaced(old, fresh, "the model was cut into stages", f"it holds {name!r} as it was; another rank has it now")
         for table, key in owners(self.module, old):
             table[key] = fresh
         self._params[name] = fresh
@@ -522,6 +511,16 @@ def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         return tensor
     fresh = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return fresh.copy_(tensor)
+
+
+def _refill(param: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
+    """Let a parameter have these values, in their dtype and strides, and stay the object that optimizers hold."""
+    if part.data_ptr() == param.data_ptr() and (part.stride(), part.dtype) == (param.stride(), param.dtype):
+        return param
+    grad, param.grad = param.grad, None
+    param.data = part
+    param.grad = _restrided(grad.to(part.dtype), part.stride()) if grad is not None else None
+    return param
 
 
 def owners(module: nn.Module, param: torch.Tensor) -> list[tuple[dict[str, Any], str]]:

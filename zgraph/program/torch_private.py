@@ -799,3 +799,25 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
         payload_fn=text,
         expect_trace_id=False,
     )
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # a tensor's, by the functions that register them
+
+
+def has_hooks(param: torch.Tensor) -> bool:
+    """Has a parameter hooks that autograd calls?"""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def has_hook_over_several(param: torch.Tensor) -> bool:
+    """Is one of them that of `torch.autograd.graph.register_multi_grad_hook`, which knows its tensors by their nodes?"""
+    hooks = param._backward_hooks or {}
+    return any(getattr(h, "__module__", None) == "torch.autograd.graph" for h in hooks.values())
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Let one tensor have another's hooks; what removes them goes on to do so."""
+    for name in _HOOKS:
+        hooks = getattr(old, name)
+        if hooks:
+            setattr(new, name, hooks)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zgraph.errors import StepError
+from zgraph.replaced import refuse_hooks
 from zgraph.signature import batch_size
 from zgraph.stages.actions import Action, Kind
 from zgraph.stages.runtime import PipelineRuntime
@@ -32,6 +33,7 @@ def train_step(
 ) -> Any:
     """See `zgraph.handle.Handle.train_step`."""
     plan = runtime.plan
+    refuse_hooks(runtime.shards.params())
     kwargs = in_order(runtime, kwargs)
     calls = split_batch(args, kwargs, plan.micro_batches, uneven=None)
     weights = (
