@@ -1,6 +1,7 @@
 # make demo    a virtual environment, the package, and the example trained on two ranks
 # make test    the same environment with what the tests need, and the tests
 # make test-all    with them every case of long sweeps, and the tests that take minutes
+# make databases    the modules and operators of PyTorch's own databases, and the table of them (BACKEND=eager or inductor)
 # make bench-overlap    training steps of zgraph and its peers over a modelled link, into benchmarks/results
 #
 # torch is pinned. PyPI's own Linux build of it is for CUDA; to take another (say the small CPU build):
@@ -19,9 +20,10 @@ VENV ?= .venv
 VENV211 ?= .venv211
 NPROC ?= 2
 ARGS ?=
+BACKEND ?= eager
 PACKAGING := pyproject.toml setup.py
 
-.PHONY: help demo test test-all lint types test-torch211 bench-overlap clean toolchain
+.PHONY: help demo test test-all databases lint types test-torch211 bench-overlap clean toolchain
 
 help:
 	@grep '^# make' Makefile | cut -c3-
@@ -37,6 +39,9 @@ test: $(VENV)/.dev toolchain
 
 test-all: $(VENV)/.dev toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+databases: $(VENV)/.dev toolchain
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.databases --backend $(BACKEND) --write docs/databases.md $(ARGS)
 
 bench-overlap: $(VENV)/.bench toolchain
 	@$(VENV)/bin/python benchmarks/overlap.py $(ARGS)
