@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from zgraph.codegen.transport import fit
+from zgraph.passes.aliases import root_of
 from zgraph.program import collectives, moves, ops, place, torch_private
 from zgraph.program.node import info
 from zgraph.program.program import OutputRole, Program
@@ -50,6 +51,18 @@ class Executable:
         """Names of the saved values that are still on their way when this program ends: the next one waits for them."""
         items = self.program.output_items()
         return tuple(port.name for port, node in items if port.role is OutputRole.SAVED and collectives.is_start(node))
+
+    @functools.cached_property
+    def away(self) -> frozenset[int]:
+        """Positions of the outputs that have left the device when this program is over."""
+        items = self.program.output_items()
+        return frozenset(at for at, (_, node) in enumerate(items) if info(node).home is not None)
+
+    @functools.cached_property
+    def transferred(self) -> frozenset[int]:
+        """Positions of the outputs that are what a collective gave, or a part of it."""
+        items = self.program.output_items()
+        return frozenset(at for at, (_, node) in enumerate(items) if collectives.is_wait(root_of(node)))
 
     def run(self, values: list[Any]) -> Sequence[Any]:
         told = place.enter(self)

@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from zgraph import heartbeat
 from zgraph.agreement import Agreement
 from zgraph.ahead import Ahead
 from zgraph.checkpoint.saving import Saver
+from zgraph.codegen.executable import Executable
 from zgraph.compiled import Entry, StepProgram
 from zgraph.errors import CaptureError, ModelError, OffloadError, PlanError, SignatureError, UnsupportedError
 from zgraph.memory import StepMemory
@@ -45,6 +46,7 @@ from zgraph.program.torch_private import keeps_graph
 from zgraph.randomness import random_states, restored
 from zgraph.sharding import Shards, fingerprint, still_unset, with_requires_grad
 from zgraph.signature import brief, shared, signature
+from zgraph.storages import owned
 from zgraph.tiers.moves import Tiers
 from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.unchanged import Unchanged
@@ -534,13 +536,16 @@ class Runtime:
         tangents: dict[int, torch.Tensor],
         kept: dict[str, torch.Tensor],
         *,
+        adds: Callable[[], frozenset[str]],
         clear: bool,
     ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
-        """The gradients of one backward, by role and name of what they are of; `kept` are its forward's whole weights."""
-        reduce, accumulated = self._reduction(step)
-        executable = step.backward(reduce, accumulated)
+        """The gradients of one backward, by role and name of what they are of; `kept` are its forward's whole weights, and `adds` says to
+        which parameters' `.grad` the backward adds."""
+        way = self._reduction(adds)
+        executable = step.backward(way.now, bool(way.added))
         at = {p.name: i for i, p in enumerate(p for p in executable.program.inputs if p.role is InputRole.SAVED)}
         values: list[Any] = []
+        stays: set[int] = set()  # ids of what is still somebody's when the program is over
         for port in executable.program.inputs:
             if port.role is InputRole.SAVED:
                 values.append(saved[at[port.name]])
@@ -548,26 +553,24 @@ class Runtime:
                 assert port.index is not None
                 values.append(tangents[port.index])
             elif port.role is InputRole.ACCUMULATOR:
-                values.append(self._take_partial(port.name))
+                values.append(self._take_partial(port.name, port.name in way.added))
             elif port.role is InputRole.KEPT:
                 values.append(kept[port.name])
             elif port.role is InputRole.SCALE:
                 values.append(self.updater.states["/scale"])
             else:
                 values.append(self._input(port, flat))
+            if port.role not in _LET_GO and not (clear and port.role is InputRole.SAVED):
+                stays.add(id(values[-1]))
         if clear:
             saved.clear()
         self.clock.ran(executable.program)
-        with place.runs_with(self.agreement), explained(self, executable, step):
+        bare = torch_private.without_bases()
+        with bare, place.runs_with(self.agreement), explained(self, executable, step):
             results = executable.run(values)
         self.settle_gradients()
-        gradients: dict[tuple[InputRole | None, str], torch.Tensor] = {}
-        for port, value in zip(executable.program.outputs, results, strict=True):
-            is_param = port.of is InputRole.PARAMETER
-            gradients[port.of, port.name] = (
-                self.shards.gradient(port.name, value, partial=not reduce) if is_param else value
-            )
-        if reduce:
+        gradients = self._handed_out(executable, results, stays, partial=not way.now)
+        if way.rest:
             self.reduce_leftovers()
         if not self.accumulating:
             self.drop_kept()  # an update follows
@@ -575,36 +578,53 @@ class Runtime:
             self.clock.reduced = True
         return gradients
 
+    def _handed_out(
+        self, executable: Executable, results: Sequence[torch.Tensor], stays: set[int], *, partial: bool
+    ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
+        """The gradients that a backward gave, each in memory of its own, those of parameters in the form of these. (One that leaves the
+        device is where it was taken, by itself.)"""
+        here = [at for at in range(len(results)) if at not in executable.away]
+        came = {i for i, at in enumerate(here) if at in executable.transferred}
+        own = iter(owned([results[at] for at in here], stays, came))
+        gradients: dict[tuple[InputRole | None, str], torch.Tensor] = {}
+        for at, port in enumerate(executable.program.outputs):
+            value = results[at] if at in executable.away else next(own)
+            if port.of is InputRole.PARAMETER:
+                value = self.shards.gradient(port.name, value, partial=partial)
+            gradients[port.of, port.name] = value
+        return gradients
+
     def settle_gradients(self) -> None:
         """Wait until gradients that leave the device are there for the host to read, and to be added to."""
         if self.plan.offload.gradients or self.plan.offload.tier("parameters") is not None:
             self.tiers.settle()
 
-    def _reduction(self, step: StepProgram) -> tuple[bool, bool]:
-        """(reduce now?, do unreduced gradients come in?). Stages 2 and 3 reduce each time: only shards are kept. So do parameters with hooks:
-        each is called with the gradient of one backward, as autograd has it, and not with the sum of several."""
+    def _reduction(self, adds: Callable[[], frozenset[str]]) -> _Reduction:
+        """How the gradients of the backward that runs are reduced. Stages 2 and 3 reduce each time: only shards are kept. So do parameters
+        with hooks: each is called with the gradient of one backward, as autograd has it, and not with the sum of several."""
         if self.plan.zero > 1 or self.mesh is None or self.mesh.size() == 1:
-            return True, False
-        params = self.shards.params().values()
-        if any(map(torch_private.has_hooks, params)):
+            return _Reduction()
+        params = self.shards.params()
+        if any(map(torch_private.has_hooks, params.values())):
             self.reduce_leftovers()
-            return True, False
-        grads = [p.grad for p in params if p.grad is not None]
-        waiting = [g for g in grads if _is_partial(g)]
+            return _Reduction()
+        grads = {n: p.grad for n, p in params.items() if p.grad is not None}
+        waiting = {n for n, g in grads.items() if _is_partial(g)}
         if self.accumulating and len(waiting) == len(grads):
-            return False, False
-        return True, bool(waiting)
+            return _Reduction(now=False)
+        if not waiting:
+            return _Reduction()
+        into = adds()
+        return _Reduction(added=into & waiting, rest=bool(into))
 
-    def _take_partial(self, name: str) -> torch.Tensor:
+    def _take_partial(self, name: str, added: bool) -> torch.Tensor:
+        """The gradient of a parameter that waits, which is its `.grad` no longer; zeros if it is not to be `added` to this backward's."""
         param = self.shards.params()[name]
         spec = self.shards.specs[name]
+        if not added:
+            return torch.zeros(spec.shape, dtype=spec.grad_dtype, device=self.device)
         held, param.grad = param.grad, None
-        if held is None:
-            return torch.zeros(spec.shape, dtype=spec.grad_dtype, device=self.device)
-        if not _is_partial(held):  # reduced already: put it back, and add nothing
-            param.grad = held
-            return torch.zeros(spec.shape, dtype=spec.grad_dtype, device=self.device)
-        return held._local_tensor  # type: ignore[attr-defined,no-any-return]
+        return held._local_tensor  # type: ignore[union-attr,no-any-return]
 
     def reduce_leftovers(self) -> None:
         """Gradients that wait, of parameters that this program did not reach, are reduced as well."""
@@ -644,6 +664,20 @@ class Runtime:
             yield
         finally:
             self.accumulating = before
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """How the gradients of one backward are reduced: `now`, or not yet; together with those of the `added` parameters that waited; and then
+    the `rest` of those that wait."""
+
+    now: bool = True
+    added: frozenset[str] = frozenset()
+    rest: bool = False
+
+
+# Inputs of a backward that nothing holds when it is over, or that are held by a parameter as well.
+_LET_GO = (InputRole.PARAMETER, InputRole.ACCUMULATOR)
 
 
 class _Saved(list[Any]):
@@ -738,12 +772,20 @@ class _Step(torch.autograd.Function):
             losses = [v for i, v in ctx.numbers.items() if i in tangents]
             runtime.nonfinite.backward(entry, step, ctx.evidence, flat, dense, losses)
         with runtime.clock.timed("backward"):
-            found = runtime.run_backward(step, saved, _detached(flat), dense, kept, clear=clear)
+            found = runtime.run_backward(
+                step, saved, _detached(flat), dense, kept, adds=lambda: _adds_to(ctx), clear=clear
+            )
         if clear:
             ctx.saved = ctx.flat = ctx.kept = None
         of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]
         of_inputs = [found.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
         return (None, None, None, None, None, *of_params, *of_inputs)
+
+
+def _adds_to(ctx: Any) -> frozenset[str]:
+    """The parameters to whose `.grad` the running backward adds."""
+    nodes = (node for node, _ in ctx.next_functions)
+    return frozenset(n for n, node in zip(ctx.names, nodes, strict=False) if torch_private.accumulates(node))
 
 
 def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, _Saved, Sequence[Any]]:

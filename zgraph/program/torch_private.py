@@ -739,6 +739,20 @@ def holders(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # (the storage object here)
 
 
+def elements_are_apart(tensor: torch.Tensor) -> bool:
+    """Is each element of this tensor known to be at an address of its own? (Not so of an expanded one, nor of one with gaps.)"""
+    return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0  # type: ignore[attr-defined]
+
+
+def accumulates(node: Any) -> bool:
+    """Does the running backward add to `.grad` of the leaf that this AccumulateGrad node is of? (Not so of one by `torch.autograd.grad`, and
+    of one with `inputs` only of these.)"""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError:  # (torch's answer for a leaf whose gradient `torch.autograd.grad` returns)
+        return False
+
+
 def fix_strides(node: fx.Node) -> None:
     """Let Inductor make this value with the strides that it has in the program: a reader that needs them would else get a copy,
     and another one the value itself."""

@@ -7,7 +7,6 @@ the step does, with the sum of all.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,9 +20,13 @@ from zgraph.program import place, torch_private
 from zgraph.program.program import InputRole, OutputRole, Port
 from zgraph.stages.actions import Action, Kind
 from zgraph.stages.duties import Duty
+from zgraph.storages import owned
 
 if TYPE_CHECKING:
     from zgraph.stages.runtime import PipelineRuntime
+
+# Inputs that somebody else still has when a program is over.
+_STAY = (InputRole.TANGENT, InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT, InputRole.KEPT)
 
 
 @dataclass
@@ -106,6 +109,7 @@ class Worker:
             batch.received |= returned
         if executable is not None:
             values = [self._value(port, batch, tangents, returned) for port in executable.program.inputs]
+            stays = {id(v) for p, v in zip(executable.program.inputs, values, strict=True) if p.role in _STAY}
             if accumulated:
                 self.gradients.clear()
         returned.clear()
@@ -118,14 +122,18 @@ class Worker:
         if executable is not None:
             results = list(self._run(executable, values))
             self.runtime.settle_gradients()
-            times = Counter(id(value) for _, value in results)
             for port, value in results:
                 if port.role is OutputRole.RETURNED:
                     found[port.name] = value
                 elif port.role is OutputRole.SAVED:
                     batch.saved[port.name] = value
-                elif port.role is OutputRole.GRADIENT:
-                    self._keep(port.name, value, times[id(value)] == 1 and _alone(value))
+            gradients = {
+                port.name: (value, at in executable.transferred)
+                for at, (port, value) in enumerate(results)
+                if port.role is OutputRole.GRADIENT
+            }
+            stays |= {id(value) for port, value in results if port.role is not OutputRole.GRADIENT}
+            self._keep(gradients, stays)
         return found
 
     def _let_go(self, batch: _Batch, kind: Kind) -> None:
@@ -146,11 +154,14 @@ class Worker:
         inputs, weights = self.step.backward_apart(reduce, accumulated)
         return inputs if kind is Kind.I else weights
 
-    def _keep(self, name: str, value: torch.Tensor, alone: bool) -> None:
-        if name in self.gradients:  # (the program has not added it)
-            self.gradients[name].add_(value)
-        else:
-            self.gradients[name] = value if alone else value.clone()
+    def _keep(self, gradients: dict[str, tuple[torch.Tensor, bool]], others: set[int]) -> None:
+        """Add what a program gave, and whether it came from a collective, to the sums. The first of each is its sum from then on, in memory of
+        its own: no part of it is on its way to another stage, or one of the `others`."""
+        first = [name for name in gradients if name not in self.gradients]
+        for name in gradients.keys() - set(first):  # (the program has not added it)
+            self.gradients[name].add_(gradients[name][0])
+        came = {at for at, name in enumerate(first) if gradients[name][1]}
+        self.gradients |= dict(zip(first, owned([gradients[name][0] for name in first], others, came), strict=True))
 
     def _value(
         self, port: Port, batch: _Batch, tangents: Mapping[int, torch.Tensor], returned: Mapping[str, torch.Tensor]
@@ -188,9 +199,3 @@ class Worker:
         with bare, place.runs_with(runtime.agreement), explained(runtime, executable, self.step):
             results = executable.run(values)
         return zip(executable.program.outputs, results, strict=True)
-
-
-def _alone(gradient: torch.Tensor) -> bool:
-    """May it be added to: is no part of it on its way to another stage, or in another gradient, or twice in memory?"""
-    dense = bool(torch.ops.aten.is_non_overlapping_and_dense(gradient))
-    return dense and torch_private.holders(gradient) == 1
