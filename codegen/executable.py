@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from zgraph.codegen.transport import fit
+from zgraph.errors import AssertionError
 from zgraph.passes.aliases import root_of
 from zgraph.program import collectives, moves, ops, place, torch_private
 from zgraph.program.node import info
@@ -96,6 +97,9 @@ class Executable:
 def explain(error: Exception, executable: Executable) -> Exception:
     """A failed collective becomes a `CollectiveError` that names it and the module; other errors stay as they are."""
     node = failing_node(error, executable)
+    if isinstance(error, AssertionError):
+        error.where = info(node).source or None if node is not None else None
+        return error
     if node is None or not (collectives.is_start(node) or collectives.is_wait(node)):
         return error
     start = node if collectives.is_start(node) else collectives.start_of(node)

@@ -25,10 +25,9 @@ from zgraph.errors import CaptureError
 from zgraph.passes.aliases import is_view
 from zgraph.program import collectives, ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info
-from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
+from zgraph.program.program import InputRole, Level, OutputRole, Port, Program, of_backward
 
 _BACKWARD_ONLY = (InputRole.TANGENT, InputRole.ACCUMULATOR, InputRole.SCALE, InputRole.RETURNED)
-_BACKWARD_GIVES = (OutputRole.GRADIENT, OutputRole.RETURNED)
 
 
 @dataclass
@@ -51,8 +50,8 @@ def split(program: Program, *, apart: bool = False) -> Parts:
     """
     joint = program.snapshot()
     ahead = _cut_ahead(joint)
-    gradients = [item for item in joint.output_items() if item[0].role in _BACKWARD_GIVES]
-    results = [item for item in joint.output_items() if item[0].role not in _BACKWARD_GIVES]
+    gradients = [item for item in joint.output_items() if of_backward(*item)]
+    results = [item for item in joint.output_items() if not of_backward(*item)]
     kept = {node: port for port, node in results if port.role is OutputRole.KEPT}
     backward_nodes = [
         n for n in joint.graph.nodes if n.op not in ("placeholder", "output") and info(n).phase is Phase.BACKWARD

@@ -176,6 +176,8 @@ class Homes:
         for port, node in self.joint.output_items():
             if port.role is OutputRole.OUTPUT:
                 yield Result(port, node, self.last)
+            elif port.role is OutputRole.CHECK:
+                yield Result(port, node, self.home.get(node, 0))
             elif port.role is OutputRole.MUTATION and port.of is not None:
                 made = {self.home[n] for n in [_maker(node)] if n in self.home}
                 stages = made | self._forward_readers(buffers[port.of, port.name])

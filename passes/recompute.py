@@ -22,7 +22,7 @@ from zgraph.passes.aliases import is_view, made_once, mutates
 from zgraph.passes.contract import graph_pass
 from zgraph.program import torch_private
 from zgraph.program.node import Phase, info, set_info
-from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.program.program import InputRole, Program, of_backward
 
 
 @graph_pass(
@@ -33,8 +33,7 @@ from zgraph.program.program import InputRole, OutputRole, Program
     conflicts=("sharded",),
 )
 def recompute(program: Program) -> dict[str, int]:
-    of_forward = (OutputRole.OUTPUT, OutputRole.MUTATION, OutputRole.SENT)
-    forward_outputs = sum(p.role in of_forward for p in program.outputs)
+    forward_outputs = sum(not of_backward(*item) for item in program.output_items())
     if forward_outputs == len(program.outputs):
         return {"recomputed": 0}
     merged = merge_equal(program)

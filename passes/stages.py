@@ -25,7 +25,7 @@ from zgraph.passes.aliases import root_of
 from zgraph.passes.homes import Homes
 from zgraph.program import torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info, tensor, value
-from zgraph.program.program import InputRole, OutputRole, Port, Program
+from zgraph.program.program import InputRole, OutputRole, Port, Program, of_backward
 
 aten = torch.ops.aten
 
@@ -133,9 +133,11 @@ class _StageProgram:
             fake_mode=joint.fake_mode,
         )
         self._evaluate_again()
-        given = [(r.port, self.here[r.node]) for r in self.results if r.port.role is not OutputRole.GRADIENT]
+        made = [(r.port, self.here[r.node]) for r in self.results if r.port.role is not OutputRole.GRADIENT]
+        given = [item for item in made if not of_backward(*item)]
+        checked = [item for item in made if of_backward(*item)]
         sent, returned = self._give(OutputRole.SENT), self._give(OutputRole.RETURNED)
-        self.program.set_outputs([*given, *sent, *self._gradients(), *returned])
+        self.program.set_outputs([*given, *sent, *self._gradients(), *checked, *returned])
         self.program.recompile()
         return self.program
 

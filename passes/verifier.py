@@ -128,6 +128,8 @@ def check_ports(program: Program) -> None:
                 f"{port.role} {port.name!r} comes from the backward node {node.name!r}",
                 "outputs were exchanged",
             )
+        if port.role is OutputRole.CHECK and node.target is not ops.CHECK:
+            raise _fault(program, node, f"check {port.name!r} is made by {node.name!r}, which checks nothing", "outputs were exchanged")
         if port.role is OutputRole.KEPT:
             _serves(program, node, port, "outputs")
             spec = program.params[port.name]

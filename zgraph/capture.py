@@ -22,11 +22,12 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from zgraph.asserts import keep_asserts, name_asserts
 from zgraph.errors import CaptureError, UnsupportedError
 from zgraph.precision import Precision
 from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
-from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ def trace(
     with _fake_state(module, params, fake_mode, fake, device) as names:
         fake_args, fake_kwargs = pytree.tree_map(fake_input, (args, kwargs))
         flat = _capture(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
+        name_asserts(flat.graph_module)
         given = flat.flatten(module, fake_args, fake_kwargs)
         inputs = [names.get(id(x)) or FlatInput(InputRole.INPUT, f"input_{i}") for i, x in enumerate(given)]
         user = {id(leaf) for leaf in pytree.tree_leaves((fake_args, fake_kwargs))}
@@ -355,6 +357,9 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     )
     _annotate(graph)
     _refuse_mixed_products(graph)
+    checks = keep_asserts(program)
+    outputs = [*outputs, *checks]
+    outputs.sort(key=lambda item: of_backward(*item))  # (what the forward gives is first)
     program.set_outputs([(port, _own_gradient(program, port, node)) for port, node in outputs])
     for port, node in program.input_items():
         node._rename(_identifier(f"tangent_{port.name}" if port.role is InputRole.TANGENT else port.name))

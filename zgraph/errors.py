@@ -7,9 +7,11 @@ be checked, and its errors caught, on a machine without it.
 
 from __future__ import annotations
 
+import builtins
 from textwrap import indent
 
 __all__ = [
+    "AssertionError",
     "BundleError",
     "CaptureError",
     "CheckpointError",
@@ -85,6 +87,11 @@ class SignatureError(ZgraphError):
 
 class StepError(ZgraphError, RuntimeError):
     """A step that can't be taken: no gradients, no optimizer, a batch that does not divide."""
+
+
+class AssertionError(ZgraphError, builtins.AssertionError, RuntimeError):
+    """An assertion of the user's model that does not hold (`assert` on a tensor, `torch._assert`, `torch._check`), with its message; `where` is the
+    user's source line. Caught by `except AssertionError` and `except RuntimeError`, of which PyTorch raises one or the other."""
 
 
 class OverflowError(StepError):

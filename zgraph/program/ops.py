@@ -1,10 +1,11 @@
-"""zgraph's own operators. They stand in a graph until code generation: none is run.
+"""zgraph's own operators. They stand in a graph until code generation: none but the last is run.
 
 `zgraph::output(x) -> y` stands before each output while the joint graph is traced. To AOTAutograd it makes a fresh
 tensor, so that every output has a tangent of its own, also where the model returns views of one tensor or its inputs.
 `zgraph::release(x)` says that a gathered buffer may not be read after this point; the verifier holds programs to it.
 `zgraph::shift(x, ranks, group) -> y` starts a transfer: each rank sends x to the next one of the group, the last one to the first, and
 gets that of the one before. Which ranks these are differs from rank to rank, and programs do not.
+`zgraph::check(x, message) -> y` raises `AssertionError` with the message unless x is true, in code that runs too; y is a copy of x.
 """
 
 from __future__ import annotations
@@ -12,12 +13,24 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zgraph.errors import AssertionError
+
 library = torch.library.Library("zgraph", "DEF")
 library.define("output(Tensor x) -> Tensor")
 library.define("release(Tensor x) -> ()")
 library.define("shift(Tensor x, int ranks, str group) -> Tensor")
+library.define("check(Tensor x, str message) -> Tensor")
 library.impl("output", lambda x: x.clone(), "CompositeExplicitAutograd")
 library.impl("release", lambda x: None, "CompositeExplicitAutograd")
+
+
+def _check(x: torch.Tensor, message: str) -> torch.Tensor:
+    if not bool(x):
+        raise AssertionError(message, why="an assertion of the model's does not hold")
+    return x.clone()
+
+
+library.impl("check", _check, "CompositeExplicitAutograd")
 
 
 def _fresh(x: torch.Tensor) -> torch.Tensor:
@@ -25,6 +38,7 @@ def _fresh(x: torch.Tensor) -> torch.Tensor:
 
 
 torch.library.register_fake("zgraph::output", _fresh, lib=library)
+torch.library.register_fake("zgraph::check", lambda x, message: _fresh(x), lib=library)
 torch.library.register_fake("zgraph::release", lambda x: None, lib=library)
 torch.library.register_fake("zgraph::shift", lambda x, ranks, group: torch.empty_like(x), lib=library)
 torch.library.register_autograd("zgraph::output", lambda ctx, grad: grad, lib=library)
@@ -32,5 +46,7 @@ torch.library.register_autograd("zgraph::output", lambda ctx, grad: grad, lib=li
 OUTPUT = torch.ops.zgraph.output.default
 RELEASE = torch.ops.zgraph.release.default
 SHIFT = torch.ops.zgraph.shift.default
+CHECK = torch.ops.zgraph.check.default
 
 fx.node.has_side_effect(RELEASE)
+fx.node.has_side_effect(CHECK)

@@ -70,6 +70,7 @@ class OutputRole(StrEnum):
     FLYING = "flying"  # a gather that this program starts and the forward waits for
     SENT = "sent"  # for later pipeline stages
     RETURNED = "returned"  # for earlier ones: what their backward goes on from
+    CHECK = "check"  # the condition of an assertion of the model's, which raises where it does not hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,12 @@ class Port:
     name: str
     index: int | None = None
     of: InputRole | None = None
+
+
+def of_backward(port: Port, node: fx.Node) -> bool:
+    """Does the backward give this output?"""
+    checked_late = port.role is OutputRole.CHECK and info(node).phase is Phase.BACKWARD
+    return checked_late or port.role in (OutputRole.GRADIENT, OutputRole.RETURNED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,13 @@ A torch release that moves one of these breaks this file and no other.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
 import ctypes
+import dis
 import functools
+import linecache
 import logging
 import operator
 import sys
@@ -200,6 +203,122 @@ class _Guards:
         return not self._varargs or (len(chain) > 1 and getattr(chain[-2], "index", None) == 0)
 
 
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for inner in kind.__subclasses__():
+        yield from _subclasses(inner)
+
+
+@contextlib.contextmanager
+def _asserts_on_values() -> Iterator[None]:
+    """Let dynamo trace every assertion on a tensor's values: by itself it refuses `assert not x`, `assert x and y`, `torch._assert(x, …)` and
+    one whose message is put together where it fails."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    constants = handlers.get(torch._assert)
+    tables: list[tuple[list[Any], int, Any]] = []
+    for kind in _subclasses(InstructionTranslatorBase):
+        for code, jump in enumerate(kind.dispatch_table):
+            name = dis.opname[code]
+            if jump is not None and name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE")):
+                tables.append((kind.dispatch_table, code, jump))
+                kind.dispatch_table[code] = _asserting(jump, name.endswith("IF_TRUE"))
+
+    def called(variable: Any, tx: Any, condition: Any, message: Any = None) -> Any:
+        from torch._dynamo.variables import ConstantVariable
+
+        if _on_values(condition):
+            said = str(message.as_python_constant()) if message is not None and message.is_python_constant() else _said(tx)
+            _assert_in_graph(tx, condition, said, holds=True)
+            return ConstantVariable.create(None)
+        return constants(variable, tx, condition, message) if constants is not None else None
+
+    handlers[torch._assert] = called
+    try:
+        yield
+    finally:
+        if constants is not None:
+            handlers[torch._assert] = constants
+        else:
+            del handlers[torch._assert]
+        for table, code, jump in tables:
+            table[code] = jump
+
+
+def _asserting(jump: Callable[[Any, Any], Any], if_true: bool) -> Callable[[Any, Any], Any]:
+    """A jump over, or to, the `raise` of an `assert` as an assertion of the graph; others as they are."""
+
+    def inner(tx: Any, inst: Any) -> Any:
+        after = tx.instructions[tx.instruction_pointer]
+        over, to = _raises(after), _raises(inst.target)
+        if sys.flags.optimize or not (over or to) or not _on_values(tx.stack[-1]):
+            return jump(tx, inst)
+        condition = tx.pop()
+        _assert_in_graph(tx, condition, _message(tx, after if over else inst.target), holds=if_true == over)
+        return tx.jump(inst) if over else None
+
+    return inner
+
+
+def _raises(inst: Any) -> bool:
+    """Does the failing part of an `assert` begin here? (`raise AssertionError` loads a global.)"""
+    return inst.opname == "LOAD_ASSERTION_ERROR" or (
+        inst.opname == "LOAD_COMMON_CONSTANT" and inst.argval is AssertionError
+    )
+
+
+def _on_values(variable: Any) -> bool:
+    """Is this a tensor, or a number that is made of a tensor's values?"""
+    from torch._dynamo.variables import SymNodeVariable, TensorVariable
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    variable = variable.realize()
+    if isinstance(variable, SymNodeVariable):
+        return bool(free_unbacked_symbols(variable.sym_num))
+    return isinstance(variable, TensorVariable)
+
+
+def _assert_in_graph(tx: Any, condition: Any, message: str, holds: bool) -> None:
+    """Insert `torch._assert_async` of a condition that must be true, or must not be."""
+    from torch._dynamo.variables import SymNodeVariable
+
+    proxy = condition.realize().as_proxy()
+    if isinstance(condition.realize(), SymNodeVariable):
+        proxy = _traced(tx, torch.scalar_tensor, proxy)
+    if not holds:
+        proxy = _traced(tx, torch.logical_not, proxy)
+    tx.output.create_proxy("call_function", torch._assert_async, (proxy, message), {})
+
+
+def _traced(tx: Any, function: Any, operand: Any) -> Any:
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, (operand,), {})).as_proxy()
+
+
+def _message(tx: Any, inst: Any) -> str:
+    """What an `assert` says, whose failing part begins with `inst`: its message if that is a constant, else its text in the source."""
+    at = tx.instructions.index(inst)
+    ahead = [i for i in tx.instructions[at + 1 : at + 5] if i.opname != "PRECALL"]
+    if len(ahead) > 2 and ahead[0].opname == "LOAD_CONST" and ahead[1].opname == "CALL" and ahead[2].opname == "RAISE_VARARGS":
+        return str(ahead[0].argval)
+    return _said(tx)
+
+
+def _said(tx: Any) -> str:
+    """The message of the assertion that is being traced, or what it asserts if it has none, as it is written in the source."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        source = "".join(linecache.getlines(tx.f_code.co_filename))
+        line = tx.current_instruction.positions.lineno or tx.lineno
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or node.lineno):
+                return ast.get_source_segment(source, node.msg or node.test) or ""
+        return source.splitlines()[line - 1].strip()
+    return "an assertion of the model"
+
+
 def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCapture:
     """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`)."""
     torch._dynamo.reset()
@@ -216,6 +335,7 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
         ),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
+        _asserts_on_values(),
     ):
         output = fullgraph_capture(function, args, kwargs)
         if output.backend_input is None:
