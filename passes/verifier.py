@@ -129,7 +129,12 @@ def check_ports(program: Program) -> None:
                 "outputs were exchanged",
             )
         if port.role is OutputRole.CHECK and node.target is not ops.CHECK:
-            raise _fault(program, node, f"check {port.name!r} is made by {node.name!r}, which checks nothing", "outputs were exchanged")
+            raise _fault(
+                program,
+                node,
+                f"check {port.name!r} is made by {node.name!r}, which checks nothing",
+                "outputs were exchanged",
+            )
         if port.role is OutputRole.KEPT:
             _serves(program, node, port, "outputs")
             spec = program.params[port.name]

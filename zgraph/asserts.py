@@ -51,7 +51,64 @@ def keep_asserts(program: Program) -> list[tuple[Port, fx.Node]]:
             results.append((Port(OutputRole.CHECK, made.name), made))
         program.graph.erase_node(node)
     numbers.clean()
+    for _, check in results:
+        _let_parts_be_checked(program, check.all_input_nodes[0])
     return results
+
+
+def _let_parts_be_checked(program: Program, condition: fx.Node) -> None:
+    """Write what a check alone reads of a whole tensor (`all`, `any`, `max`, `min`) as a sum or a maximum: of these, passes know how ranks that have
+    parts of the tensor compute them together."""
+    stack = [condition]
+    while stack:
+        node = stack.pop()
+        if node.op != "call_function" or len(node.users) != 1:
+            continue
+        stack += node.all_input_nodes
+        if node.target not in _WHOLE or len(node.args) != 1 or node.kwargs:
+            continue
+        x = node.all_input_nodes[0]
+        if node.target not in (aten.max.default, aten.min.default):
+            made = _counted(program, node, x)
+        elif x.meta["val"].is_floating_point():
+            made = _extreme(program, node, x)
+        else:
+            continue
+        node.replace_all_uses_with(made)
+        program.graph.erase_node(node)
+
+
+_WHOLE = {
+    aten.all.default,
+    aten._is_all_true.default,
+    aten.any.default,
+    aten.any.dims,
+    aten.max.default,
+    aten.min.default,
+}
+
+
+def _counted(program: Program, node: fx.Node, x: fx.Node) -> fx.Node:
+    """All are true: none is not. Any is: one or more."""
+    record, every = info(node), node.target in (aten.all.default, aten._is_all_true.default)
+    with program.graph.inserting_before(node):
+        if x.meta["val"].dtype is not torch.bool:
+            x = program.call(aten.ne.Scalar, (x, 0), record, name="checked")
+        if every:
+            x = program.call(aten.logical_not.default, (x,), record, name="checked")
+        count = program.call(aten.sum.default, (x,), record, name="checked")
+        compare = aten.eq.Scalar if every else aten.ne.Scalar
+        return program.call(compare, (count, 0), record, name=node.name)
+
+
+def _extreme(program: Program, node: fx.Node, x: fx.Node) -> fx.Node:
+    record = info(node)
+    with program.graph.inserting_before(node):
+        if node.target is aten.max.default:
+            return program.call(aten.amax.default, (x,), record, name=node.name)
+        mirrored = program.call(aten.neg.default, (x,), record, name="checked")
+        largest = program.call(aten.amax.default, (mirrored,), record, name="checked")
+        return program.call(aten.neg.default, (largest,), record, name=node.name)
 
 
 def _end_of_forward(program: Program) -> fx.Node:
@@ -98,9 +155,9 @@ class _Numbers:
         return self._made[node]
 
     def _item(self, node: fx.Node, source: fx.Node, before: fx.Node, record: NodeInfo) -> fx.Node:
-        wide = {"dtype": torch.float64} if source.meta["val"].is_floating_point() else None
         with self.program.graph.inserting_before(before):
-            number = self._call(aten._to_copy.default, (source,), record, wide) if wide else source
+            wide = source.meta["val"].is_floating_point()
+            number = _widened(self._call, record, source) if wide else source
             if source.meta["val"].dim():
                 number = self._call(aten.view.default, (number, []), record)
         self._made[node] = number
@@ -133,7 +190,7 @@ def _binary(name: str, mirrored: str | None = None) -> Maker:
     def make(call: Callable[..., fx.Node], record: NodeInfo, one: Any, other: Any) -> fx.Node:
         if not isinstance(one, fx.Node):
             if mirrored is None:
-                one = call(aten.scalar_tensor.default, (one,), record, {"dtype": torch.float64})
+                one = _constant(call, record, one)
             else:
                 return _binary(mirrored)(call, record, other, one)
         kind = "Tensor" if isinstance(other, fx.Node) else "Scalar"
@@ -147,15 +204,16 @@ def _unary(target: Any) -> Maker:
 
 
 def _chosen(call: Callable[..., fx.Node], record: NodeInfo, condition: Any, one: Any, other: Any) -> fx.Node:
-    ends = [
-        x if isinstance(x, fx.Node) else call(aten.scalar_tensor.default, (x,), record, {"dtype": torch.float64})
-        for x in (one, other)
-    ]
+    ends = [x if isinstance(x, fx.Node) else _constant(call, record, x) for x in (one, other)]
     return call(aten.where.self, (condition, *ends), record)
 
 
-def _copied(call: Callable[..., fx.Node], record: NodeInfo, one: Any) -> fx.Node:
-    return call(aten._to_copy.default, (one,), record, {"dtype": torch.float64})
+def _constant(call: Callable[..., fx.Node], record: NodeInfo, number: Any) -> fx.Node:
+    return call(aten.full.default, ([], number), record, {"dtype": torch.float64})
+
+
+def _widened(call: Callable[..., fx.Node], record: NodeInfo, one: Any) -> fx.Node:
+    return call(torch.ops.prims.convert_element_type.default, (one, torch.float64), record)
 
 
 def _operators() -> Iterator[tuple[Any, Maker]]:
@@ -175,7 +233,7 @@ def _operators() -> Iterator[tuple[Any, Maker]]:
     yield operator.neg, _unary(aten.neg.default)
     yield operator.not_, _unary(aten.logical_not.default)
     yield torch.sym_not, _unary(aten.logical_not.default)
-    yield torch.sym_float, _copied
+    yield torch.sym_float, _widened
     yield torch.sym_ite, _chosen
 
 

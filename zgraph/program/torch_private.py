@@ -230,7 +230,9 @@ def _asserts_on_values() -> Iterator[None]:
         from torch._dynamo.variables import ConstantVariable
 
         if _on_values(condition):
-            said = str(message.as_python_constant()) if message is not None and message.is_python_constant() else _said(tx)
+            said = (
+                str(message.as_python_constant()) if message is not None and message.is_python_constant() else _said(tx)
+            )
             _assert_in_graph(tx, condition, said, holds=True)
             return ConstantVariable.create(None)
         return constants(variable, tx, condition, message) if constants is not None else None
@@ -302,7 +304,12 @@ def _message(tx: Any, inst: Any) -> str:
     """What an `assert` says, whose failing part begins with `inst`: its message if that is a constant, else its text in the source."""
     at = tx.instructions.index(inst)
     ahead = [i for i in tx.instructions[at + 1 : at + 5] if i.opname != "PRECALL"]
-    if len(ahead) > 2 and ahead[0].opname == "LOAD_CONST" and ahead[1].opname == "CALL" and ahead[2].opname == "RAISE_VARARGS":
+    if (
+        len(ahead) > 2
+        and ahead[0].opname == "LOAD_CONST"
+        and ahead[1].opname == "CALL"
+        and ahead[2].opname == "RAISE_VARARGS"
+    ):
         return str(ahead[0].argval)
     return _said(tx)
 
