@@ -23,7 +23,7 @@ class Difference:
 
     `error` is the norm-wise relative error, ‖mine - plain‖ / ‖plain‖ (inf for another type or shape, or a tensor that is
     missing), `allowed` the largest that is taken for rounding, `exact` whether all bits are equal. `stages` are those of a pipeline
-    that made it, none without one.
+    that made it, none without one. `phase` says when it was compared ("step 1, backward 2"), where several steps are.
     """
 
     what: str
@@ -33,6 +33,7 @@ class Difference:
     allowed: float
     exact: bool
     stages: tuple[int, ...] = ()
+    phase: str = ""
 
     @property
     def ok(self) -> bool:
@@ -42,7 +43,8 @@ class Difference:
         of = (
             f", stage{'s' if len(self.stages) > 1 else ''} {' and '.join(map(str, self.stages))}" if self.stages else ""
         )
-        return f"{self.what} {self.name} (rank {self.rank}{of}): relative error {self.error:.3g}, allowed {self.allowed:.3g}"
+        when = f"{self.phase}: " if self.phase else ""
+        return f"{when}{self.what} {self.name} (rank {self.rank}{of}): relative error {self.error:.3g}, allowed {self.allowed:.3g}"
 
 
 def difference(

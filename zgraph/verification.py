@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zgraph.compiled_training import compare_training
 from zgraph.compiler import Inputs
 from zgraph.plan import Plan
 from zgraph.rounding import Difference
@@ -21,11 +22,13 @@ from zgraph.virtual_step import virtual_step
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found. `ok`: everything within tolerance; `exact`: everything bit for bit equal."""
+    """What `verify` found. `ok`: everything within tolerance; `exact`: everything bit for bit equal. `compiled`: real ranks ran the generated
+    code, and `differences` are in the order of the steps."""
 
     world: int
     plan: Plan
     differences: tuple[Difference, ...]
+    compiled: bool = False
 
     @property
     def ok(self) -> bool:
@@ -40,6 +43,11 @@ class Verification:
         """Of a pipeline, the stage in which the first wrong value was made; None if nothing is wrong, and without a pipeline."""
         return next((d.stages[0] for d in self.differences if d.stages and not d.ok), None)
 
+    @property
+    def first(self) -> Difference | None:
+        """The first that is too large, in the order of `differences`; None if nothing is wrong."""
+        return next((d for d in self.differences if not d.ok), None)
+
     def worst(self, count: int = 5) -> list[Difference]:
         """Those that differ most, first."""
         return sorted(self.differences, key=lambda d: (d.ok, -d.error))[:count]
@@ -52,12 +60,14 @@ class Verification:
             if ranks > 1
             else ""
         )
-        head = f"verify: {len(self.differences)} tensors on {self.world} virtual ranks{of}, zero {plan.zero}, backend {plan.backend}: "
+        where = f"{self.world} real rank{'s' if self.world > 1 else ''}, compiled" if self.compiled else f"{self.world} virtual ranks"
+        head = f"verify: {len(self.differences)} tensors on {where}{of}, zero {plan.zero}, backend {plan.backend}: "
         if self.exact:
             return head + "all bit for bit equal to the plain model"
         lines = [head + (f"{bad} differ too much" if bad else "all within tolerance")]
         lines += [f"  it begins in stage {self.stage}"] if self.stage is not None else []
-        lines += [f"  {'ok ' if d.ok else 'BAD'} {d}" for d in self.worst() if not d.exact]
+        shown = [d for d in self.differences if not d.ok][:5] if self.compiled and bad else self.worst()
+        lines += [f"  {'ok ' if d.ok else 'BAD'} {d}" for d in shown if not d.exact]
         return "\n".join(lines)
 
 
@@ -67,6 +77,8 @@ def verify(
     world: int,
     inputs: Inputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    *,
+    compiled: bool = False,
 ) -> Verification:
     """Run the plan's program for `model` on `world` virtual ranks and compare it with the plain model.
 
@@ -90,6 +102,9 @@ def verify(
     `PlanError` if the model can't be cut as the plan says, and what capture and passes raise (see `zgraph.compile`).
     """
     plan = plan or Plan()
+    if compiled:
+        run, differences = compare_training(model, plan, world, inputs, loss_fn)
+        return Verification(world, run, tuple(differences), compiled=True)
     with virtual_step(model, plan, world, inputs, loss_fn) as virtual:
         if virtual.pipelined:
             differences = VirtualPipeline(virtual).differences

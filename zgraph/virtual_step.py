@@ -113,12 +113,12 @@ class VirtualStep:
         self.specs = planned_layout(self.model, self.sizes, self.plan)
         check(self.model, precision, self.specs)
         prepare(self.model, precision, self.specs)
-        plain = _in_precision(self.model, self.specs)
+        plain = in_precision(self.model, self.specs)
         count, forward = math.prod(self.sizes.values()), getattr(self.model.forward, "__func__", None)
         parts = self.plan.micro_batches if self.pipelined else 1
         data = [data_rank(self.sizes, r) for r in range(count)]
-        called = _Called(self.model, forward)
-        batches = [_micro_batches(called, _part(inputs, d, max(data) + 1), parts) for d in range(max(data) + 1)]
+        called = Called(self.model, forward)
+        batches = [_micro_batches(called, rows_of(inputs, d, max(data) + 1), parts) for d in range(max(data) + 1)]
         self.costs = costs_of(self.plan, self.device)
         self.outsides = outside_of(self.model, self.specs, self.plan, self.sizes, self.device, self.costs)
         self.entry = Entry(
@@ -342,7 +342,7 @@ class PlainRun:
 
         def capture(*flat: Any) -> Sequence[Any]:
             with torch.no_grad():
-                made = [_cast(v, out) for v in entry.trace.flat.graph_module(*flat)]
+                made = [cast_to(v, out) for v in entry.trace.flat.graph_module(*flat)]
             # Each output is a leaf, so that a tangent is the loss's derivative by this output and no other.
             values.extend(
                 v.detach().requires_grad_() if i in entry.trace.differentiable else v for i, v in enumerate(made)
@@ -351,7 +351,7 @@ class PlainRun:
 
         # The plain model itself decides the numbers; dynamo's flat graph on the same state tells its outputs apart.
         torch.set_rng_state(self.random)
-        output = pytree.tree_map(lambda v: _cast(v, out), plain(*args, **kwargs))
+        output = pytree.tree_map(lambda v: cast_to(v, out), plain(*args, **kwargs))
         self.grads: dict[str, torch.Tensor | None] = {}
         self.tangents: dict[int, torch.Tensor] = {}
         torch.set_rng_state(self.random)
@@ -402,20 +402,20 @@ def named(program: Program, run: PlainRun, values: Sequence[Any]) -> dict[tuple[
 
 
 @dataclass(frozen=True)
-class _Called:
+class Called:
     """A module and its class's forward."""
 
     module: nn.Module
     forward_function: Any
 
 
-def _micro_batches(called: _Called, inputs: Inputs, parts: int) -> list[Inputs]:
+def _micro_batches(called: Called, inputs: Inputs, parts: int) -> list[Inputs]:
     """A rank's batch, cut as `train_step` cuts it."""
     if parts == 1:
         return [inputs]
     args, kwargs = split_inputs(inputs)
     calls = split_batch(args, in_order(called, kwargs), parts, uneven=None)
-    # (memory of their own: see `_part`)
+    # (memory of their own: see `rows_of`)
     own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, calls)
     return [kwargs if isinstance(inputs, dict) else args for args, kwargs in own]
 
@@ -440,7 +440,8 @@ def _device(model: nn.Module) -> torch.device:
     return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
-def _part(inputs: Inputs, rank: int, world: int) -> Inputs:
+def rows_of(inputs: Inputs, rank: int, world: int) -> Inputs:
+    """A rank's part of the global batch: of the tensors with the most rows, which are cut; all others whole."""
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     batch = max(sizes, default=0)
 
@@ -458,12 +459,13 @@ def _part(inputs: Inputs, rank: int, world: int) -> Inputs:
     return pytree.tree_map(cut, inputs)  # type: ignore[no-any-return]
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+def cast_to(value: Any, dtype: torch.dtype | None) -> Any:
+    """A floating-point tensor in this dtype, all else (and where there is none) as it is."""
     floats = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if floats else value
 
 
-def _in_precision(model: nn.Module, specs: dict[str, ParamSpec]) -> nn.Module:
+def in_precision(model: nn.Module, specs: dict[str, ParamSpec]) -> nn.Module:
     """A copy whose parameters have the dtypes that are computed in; `model`'s own become those that ranks hold."""
     plain = copy.deepcopy(model)
     for (name, param), own in zip(plain.named_parameters(), model.parameters(), strict=True):
