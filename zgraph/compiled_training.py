@@ -14,7 +14,7 @@ import contextlib
 import copy
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from zgraph.compiler import Inputs, compile, split_inputs
-from zgraph.errors import MeshError, ModelError, UnsupportedError
+from zgraph.compiler import Inputs, compile, init_process_group, split_inputs
+from zgraph.errors import MeshError, ModelError, RankMismatchError, UnsupportedError
 from zgraph.handle import Handle
 from zgraph.plain_training import LossFn, PlainTraining, Ran, copy_hooks, tensors_of
 from zgraph.plan import Plan
@@ -33,11 +33,14 @@ from zgraph.program import torch_private
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.randomness import random_states, restored
 from zgraph.rounding import Difference, difference, same_bits
+from zgraph.sharding import fingerprint
 from zgraph.signature import batch_size
 from zgraph.train import Call, count_targets, for_forward, in_order, join_outputs, loss_of, named, split_batch
-from zgraph.virtual_step import data_rank, rows_of
+from zgraph.virtual_step import SCALE, data_rank, rows_of
 
-MOVED = 0.05  # by how much of their norm a user's own optimizer moves the weights: a stale one is then seen in any dtype
+MOVED = (
+    0.05  # by how much of their norm a user's own optimizer moves the weights: a stale one is then seen in any dtype
+)
 OWN_STEPS = PLANNED_STEPS = 2
 _CODES = 0.05  # how far codes of 8 bits may be apart, norm-wise: one may be rounded to its neighbour
 
@@ -47,9 +50,12 @@ def compare_training(
 ) -> tuple[Plan, list[Difference]]:
     """(the plan that was run, how far all that was compared is apart, on all ranks, in the order of the steps). `inputs` are the global
     batch. Every rank must call it. The model is not changed, nor is the random state. See `zgraph.verify` for what is raised."""
-    _refuse_world(world)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    _refuse_plan(plan, model, device)
+    _refuse_world(world)
+    _refuse_plan(plan, model)
+    if world > 1:
+        init_process_group(device)
+        _refuse_other_batch(inputs, world)
     with restored(random_states(device), device), torch_private.eager_random_numbers():
         made = _Training(model, plan.for_world(world), world, inputs, loss_fn)
         made.run()
@@ -71,7 +77,21 @@ def _refuse_world(world: int) -> None:
         )
 
 
-def _refuse_plan(plan: Plan, model: nn.Module, device: torch.device) -> None:
+def _refuse_other_batch(inputs: Inputs, world: int) -> None:
+    mine = [int(fingerprint(x)) for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mine)
+    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if others:
+        raise RankMismatchError(
+            "ranks verify with different batches",
+            where=f"rank(s) {others} differ from rank 0",
+            why="each takes its part of one global batch, and computes all of it by the plain model",
+            hint="make the inputs from the same seed on every rank",
+        )
+
+
+def _refuse_plan(plan: Plan, model: nn.Module) -> None:
     if plan.offload.late:
         raise UnsupportedError(
             "updates that run late can't be compared with the plain model's",
@@ -94,7 +114,7 @@ class _Training:
         self.loss_fn = loss_fn
         self.plain = PlainTraining(_as_on_rank_0(model, world), plan, ranks, loss_fn)
         self.batches = [_call(self.plain, rows_of(inputs, d, ranks)) for d in range(ranks)]
-        self.plan = self._planned(plan)
+        self.plan = self._planned(_with_low_scale(plan))
         self.buffers = _own(self.batches[self.mine])
         self.seed, self.calls = int(_agreed(torch.initial_seed(), world)), 0
         self.found: list[tuple[int, Difference]] = []
@@ -178,7 +198,9 @@ class _Training:
             _, ran = self.plain.copies[rank].forward(given)
             _refuse_untrained(ran.loss)
             ran.tangents = (
-                ran.tangents_from_outputs(weight, self.number % 2 == 0) if from_outputs else ran.tangents_from_loss(weight)
+                ran.tangents_from_outputs(weight, self.number % 2 == 0)
+                if from_outputs
+                else ran.tangents_from_loss(weight)
             )
             rans.append(ran)
             if rank == self.mine:
@@ -315,7 +337,7 @@ class _Training:
                     how = "missing" if grad is None else "should not be there"
                     self._note(Difference("gradient", f"{name} ({how})", self.rank, math.inf, 0.0, False))
                 continue
-            low = self.plain.specs[name].compute_dtype
+            low = self._low() or self.plain.specs[name].compute_dtype
             self.compare("gradient", name, _whole(grad), wanted, all_norm=norm, computed=low)
 
     def compare_unchanged(self, mine: Mapping[str, Any], before: Mapping[str, Any], what: str) -> None:
@@ -326,10 +348,8 @@ class _Training:
 
     def compare_planned_update(self) -> None:
         """Do the plan's update of the gradients that it was of, and compare what it made."""
-        if self.staged:
-            everyone: list[Any] = [None] * self.world
-            dist.all_gather_object(everyone, (self.handle.mesh.get_local_rank(STAGE_DIM), self.gradients))  # type: ignore[union-attr]
-            self.gradients = _together(everyone)
+        if self.staged:  # (each stage has its own part of the gradient of what several stages use)
+            self.gradients = self._of_stages(self.gradients, lambda mine, other: mine + other)
         self.compare_gradients_of_update()
         groups = [dict(g) for g in self.handle.optimizer.param_groups]  # type: ignore[union-attr]
         self.plain.update(self.gradients, groups)
@@ -357,15 +377,17 @@ class _Training:
                 how = "missing" if wanted is not None else "should not be there"
                 self._note(Difference("gradient", f"{name} ({how})", self.rank, math.inf, 0.0, False))
             elif wanted is not None:
-                low = self.plain.specs[name].compute_dtype
+                low = self._low() or self.plain.specs[name].compute_dtype
                 self.compare("gradient", name, self.gradients[name], wanted, all_norm=norm, computed=low)
 
     def compare_own_update(self) -> None:
         """Let an optimizer of the user's own, SGD with momentum, update both, and compare the weights."""
-        grads = {n: None if p.grad is None else _whole(p.grad) for n, p in self.compiled.named_parameters()}
+        grads = {n: _whole(p.grad) for n, p in self._params() if p.grad is not None}
+        if self.staged:
+            grads = self._of_stages(grads, lambda mine, other: mine)
         if not hasattr(self, "_own"):
             size = math.hypot(*(float(w.double().norm()) for w in self.plain.weights.values()), 0.0)
-            slope = math.hypot(*(float(g.double().norm()) for g in grads.values() if g is not None), 0.0)
+            slope = math.hypot(*(float(g.double().norm()) for g in grads.values()), 0.0)
             rate = _agreed(MOVED * (size or 1.0) / (slope or 1.0), self.world)
             self._make = lambda params: torch.optim.SGD(params, lr=rate, momentum=0.9)
             self._own = self._make([p for p in self.compiled.parameters() if p.requires_grad])
@@ -374,6 +396,20 @@ class _Training:
         self.plain.own_update(self._make, grads)
         self._at("update")
         self.compare_weights()
+
+    def _of_stages(
+        self,
+        mine: dict[str, torch.Tensor],
+        join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """The gradients of all stages of a pipeline. `join` makes one of what two stages have of a parameter's."""
+        everyone: list[Any] = [None] * self.world
+        position = self.handle.mesh.get_local_rank(STAGE_DIM)  # type: ignore[union-attr]
+        dist.all_gather_object(everyone, (position, mine))
+        found: dict[str, torch.Tensor] = {}
+        for grads in dict(everyone).values():
+            found |= {n: join(found[n], g) if n in found else g for n, g in grads.items()}
+        return found
 
     def compare_weights(self) -> None:
         for name, param in self._params():
@@ -387,6 +423,16 @@ class _Training:
         """One for each data rank's next call, the same on all ranks."""
         self.calls += 1
         return [self.seed + 7919 * self.calls + d for d in range(len(self.batches))]
+
+
+def _with_low_scale(plan: Plan) -> Plan:
+    """The plan with a first loss scale at which no step should overflow: a skipped one shows nothing."""
+    scaling, record = plan.loss_scale(), plan.resolved_precision()
+    if scaling is None or scaling.static is not None or 2.0**scaling.initial_scale_power <= SCALE:
+        return plan
+    low = {"initial_scale_power": int(math.log2(SCALE)), "min_loss_scale": min(scaling.min_loss_scale, SCALE)}
+    record = record.model_copy(update={"loss_scale": scaling.model_copy(update=low)})
+    return plan.model_copy(update={"precision": record, "numerics": None})
 
 
 def _call(plain: PlainTraining, inputs: Inputs) -> Call:
@@ -445,15 +491,6 @@ def _as_on_rank_0(model: nn.Module, world: int) -> nn.Module:
                 tensor.copy_(box[0][name])
     copy_hooks(model, twin)
     return twin
-
-
-def _together(parts: Sequence[tuple[int, dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """The gradients of all stages' ranks: one rank's of each, and the sum of those that several stages have."""
-    found: dict[str, torch.Tensor] = {}
-    for grads in {position: grads for position, grads in parts}.values():
-        for name, grad in grads.items():
-            found[name] = found[name] + grad if name in found else grad
-    return found
 
 
 def _refuse_untrained(loss: torch.Tensor) -> None:

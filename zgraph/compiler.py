@@ -92,7 +92,7 @@ def compile(
     free_dropped_models()
     plan = plan or Plan()
     device = _device(model)
-    _init_process_group(device)
+    init_process_group(device)
     mesh, sizes = _mesh(plan, mesh, device)
     plan = plan.for_world(math.prod(sizes.values()))
     if mesh is not None and dist.get_rank() != 0:
@@ -287,7 +287,7 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _init_process_group(device: torch.device) -> None:
+def init_process_group(device: torch.device) -> None:
     """Under torchrun's variables and without a process group, make one; else touch nothing global."""
     if dist.is_initialized() or not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zgraph.casts import check, prepare
-from zgraph.errors import ModelError
 from zgraph.offloading import Offload
 from zgraph.passes.virtual import run_virtual
 from zgraph.plan import Plan
@@ -107,7 +106,9 @@ class PlainTraining:
     """The plain model, trained: see the top. `count` copies."""
 
     def __init__(self, model: nn.Module, plan: Plan, count: int, loss_fn: LossFn) -> None:
-        self.plan = plan.model_copy(update={"offload": Offload(activations="none", optimizer="none", parameters="none")})
+        self.plan = plan.model_copy(
+            update={"offload": Offload(activations="none", optimizer="none", parameters="none")}
+        )
         held = copy.deepcopy(model)
         self.specs: dict[str, ParamSpec] = planned_layout(held, {}, self.plan)
         precision = plan.resolved_precision()
@@ -188,7 +189,7 @@ class PlainTraining:
         """What the plan's optimizer keeps for a parameter."""
         return {} if self._update is None else self._update.states.get(name, {})
 
-    def own_update(self, optimizer: Callable[[Any], torch.optim.Optimizer], grads: Grads) -> None:
+    def own_update(self, optimizer: Callable[[Any], torch.optim.Optimizer], grads: Mapping[str, torch.Tensor]) -> None:
         """An update by an optimizer of the user's own, from these gradients, which are gone then."""
         params = {n: nn.Parameter(w, w.is_floating_point()) for n, w in self.weights.items()}
         if self._own is None:
@@ -236,9 +237,7 @@ class _Update:
             self._begin(member, weights[member.name])
         numbers = [_number(groups, at, path) for at, path in scalar_names(chosen, self.options)]
         self.held[InputRole.SCALARS, "scalars"] = torch.tensor(numbers, dtype=torch.float64)
-        given = [
-            self._laid_out(p.role, p.name, n.meta["val"]) for p, n in program.input_items()
-        ]
+        given = [self._laid_out(p.role, p.name, n.meta["val"]) for p, n in program.input_items()]
         (values,) = run_virtual(program, [given])
         shown: dict[str, torch.Tensor] = {}
         for port, value in zip(program.outputs, values, strict=True):

@@ -1,7 +1,7 @@
-"""`zgraph.verify`: a plan's program on N virtual ranks against the plain model, in one process.
+"""`zgraph.verify`: a plan's program on N virtual ranks against the plain model, in one process; or the compiled code on real ones.
 
-The program is run operator by operator, as it is after the split into forward and backward. What Inductor makes of it
-is not part of the comparison.
+On virtual ranks the program is run operator by operator, as it is after the split into forward and backward. What Inductor makes of it
+is not part of that comparison, but of the other (`zgraph.compiled_training`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ class Verification:
             if ranks > 1
             else ""
         )
-        where = f"{self.world} real rank{'s' if self.world > 1 else ''}, compiled" if self.compiled else f"{self.world} virtual ranks"
+        where = (
+            f"{self.world} real rank{'s' if self.world > 1 else ''}, compiled"
+            if self.compiled
+            else f"{self.world} virtual ranks"
+        )
         head = f"verify: {len(self.differences)} tensors on {where}{of}, zero {plan.zero}, backend {plan.backend}: "
         if self.exact:
             return head + "all bit for bit equal to the plain model"
@@ -97,9 +101,16 @@ def verify(
     then into micro-batches, whose losses count equally. Gradients of a parameter of several stages are compared summed, and each stage's
     part of them, like all that crosses between stages, with what the captured program gives there.
 
+    With `compiled` the generated code of the plan's backend trains a copy of the model on real tensors, beside the plain model: two steps of
+    an own loop and two of `train_step` (of a pipeline these alone), in two micro-batches where the plan has one and the batch can be cut. A
+    `world` of 1 is this process; a larger one is that of the process group (under torchrun it is made), all of whose ranks call this with the
+    same global batch, and get the same result. Dropout draws what plain PyTorch draws.
+
     Raises `SignatureError` if the world does not divide the batch, `StepError` if micro-batches do not divide a rank's part of it,
     `ModelError` if there is no loss, the model is compiled or on the meta device, `MeshError` if the plan's mesh does not fit the world,
-    `PlanError` if the model can't be cut as the plan says, and what capture and passes raise (see `zgraph.compile`).
+    `PlanError` if the model can't be cut as the plan says; with `compiled` `MeshError` for another number of processes than `world`,
+    `RankMismatchError` for ranks with different batches, `UnsupportedError` for updates that run late;
+    and what capture and passes raise (see `zgraph.compile`).
     """
     plan = plan or Plan()
     if compiled:
