@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from zgraph.asserts import keep_asserts, name_asserts
+from zgraph.dynamic_sizes import fold_dynamic_sizes, fold_effects
 from zgraph.errors import CaptureError, UnsupportedError
 from zgraph.precision import Precision
 from zgraph.program import ops, torch_private
@@ -72,7 +73,10 @@ class Trace:
         fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         context = torch.enable_grad() if differentiated else torch.no_grad()
         with context:
-            joint = torch_private.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
+            try:
+                joint = torch_private.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
+            except torch_private.ValueDependent as error:
+                raise _capture_error(error) from error
         return _program(joint, self, name)
 
 
@@ -92,7 +96,7 @@ def trace(
     `precision` the forward sees inputs of the compute dtype; casts of inputs and outputs are part of the graph. Raises
     `CaptureError` with the user's file and line if the model can't be captured whole.
     """
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = torch_private.capture_mode()
     precision = precision or Precision()
 
     def fake(x: Any) -> Any:
@@ -321,6 +325,9 @@ def _cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, fake_mode: F
 def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     graph = joint.graph
     graph.set_codegen(fx.graph.CodeGen())  # flat: roles, not a pytree, say what inputs and outputs are
+    _annotate(graph)
+    fold_effects(graph)
+    fold_dynamic_sizes(graph)
     inputs: list[Port] = []
     outputs: list[tuple[Port, fx.Node]] = []
     for node in graph.find_nodes(op="placeholder"):
@@ -355,7 +362,6 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
         params=dict(trace.params),
         fake_mode=trace.flat.fake_mode,
     )
-    _annotate(graph)
     _refuse_mixed_products(graph)
     checks = keep_asserts(program)
     outputs = [*outputs, *checks]

@@ -6,6 +6,7 @@ tensor, so that every output has a tangent of its own, also where the model retu
 `zgraph::shift(x, ranks, group) -> y` starts a transfer: each rank sends x to the next one of the group, the last one to the first, and
 gets that of the one before. Which ranks these are differs from rank to rank, and programs do not.
 `zgraph::check(x, message) -> y` raises `AssertionError` with the message unless x is true, in code that runs too; y is a copy of x.
+`zgraph::region(inputs, program) -> outputs` is a part of the program whose sizes depend on values (see `zgraph.program.regions`). It runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ library.define("output(Tensor x) -> Tensor")
 library.define("release(Tensor x) -> ()")
 library.define("shift(Tensor x, int ranks, str group) -> Tensor")
 library.define("check(Tensor x, str message) -> Tensor")
+library.define("region(Tensor[] inputs, str program) -> Tensor[]")
 library.impl("output", lambda x: x.clone(), "CompositeExplicitAutograd")
 library.impl("release", lambda x: None, "CompositeExplicitAutograd")
 
@@ -37,14 +39,29 @@ def _fresh(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
 
+def _run_region(inputs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
+    from zgraph.program import regions  # (which needs the operators' names from here)
+
+    return regions.run(inputs, program)
+
+
+def _fake_region(inputs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
+    from zgraph.program import regions
+
+    return regions.fresh_outputs(inputs, program)
+
+
+library.impl("region", _run_region, "CompositeExplicitAutograd")
 torch.library.register_fake("zgraph::output", _fresh, lib=library)
 torch.library.register_fake("zgraph::check", lambda x, message: _fresh(x), lib=library)
+torch.library.register_fake("zgraph::region", _fake_region, lib=library)
 torch.library.register_fake("zgraph::release", lambda x: None, lib=library)
 torch.library.register_fake("zgraph::shift", lambda x, ranks, group: torch.empty_like(x), lib=library)
 torch.library.register_autograd("zgraph::output", lambda ctx, grad: grad, lib=library)
 
 OUTPUT = torch.ops.zgraph.output.default
 RELEASE = torch.ops.zgraph.release.default
+REGION = torch.ops.zgraph.region.default
 SHIFT = torch.ops.zgraph.shift.default
 CHECK = torch.ops.zgraph.check.default
 

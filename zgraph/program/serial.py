@@ -15,7 +15,7 @@ import base64
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,20 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
         operator.floordiv,
         operator.truediv,
         operator.mod,
+        operator.pow,
         operator.neg,
+        operator.eq,
+        operator.ne,
+        operator.lt,
+        operator.le,
+        operator.gt,
+        operator.ge,
+        operator.and_,
+        operator.or_,
     )
+} | {
+    f"torch.{f.__name__}": f
+    for f in (torch.sym_float, torch.sym_int, torch.sym_ite, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_sum)
 }
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
@@ -98,6 +110,31 @@ def from_json(data: dict[str, Any]) -> Program:
             why=f"{type(error).__name__}: {error}",
             hint="write it again",
         ) from error
+
+
+def nodes_to_json(nodes: Iterable[fx.Node]) -> list[dict[str, Any]]:
+    """Calls as JSON values, without what is known of their results. Raises `UnsupportedError` for what has no form."""
+    rows = []
+    for node in nodes:
+        row: dict[str, Any] = {"name": node.name, "op": node.op, "target": _target_name(node)}
+        rows.append(
+            {**row, "args": _encode(list(node.args)), "kwargs": {k: _encode(v) for k, v in node.kwargs.items()}}
+        )
+    return rows
+
+
+def nodes_from_json(graph: fx.Graph, rows: Sequence[dict[str, Any]], given: dict[str, fx.Node]) -> dict[str, fx.Node]:
+    """Append the calls that `nodes_to_json` wrote to `graph`; `given` are the nodes that they use besides each other. Returns all by name."""
+    loader = _Loader({})
+    loader.nodes.update(given)
+    for row in rows:
+        loader.node(graph, row)
+    return loader.nodes
+
+
+def type_to_json(tensor: torch.Tensor) -> dict[str, Any]:
+    """What kind of tensor this is: dtype, sizes, strides, device."""
+    return _encode_type(tensor)
 
 
 # -- writing ----------------------------------------------------------------------------------

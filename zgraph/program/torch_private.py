@@ -34,6 +34,10 @@ from torch._dynamo.hooks import Hooks
 from torch._dynamo.source import GlobalSource, LocalSource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
@@ -42,13 +46,21 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 DynamoError = TorchDynamoException
+
+# An operator with effects in a traced graph: (token, operator, its arguments) -> (token, its results).
+WITH_EFFECTS = torch.ops.higher_order.with_effects
+
+# What tracing raises where it would have to know a value.
+ValueDependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
 class _LogMethod(str):
@@ -326,6 +338,14 @@ def _said(tx: Any) -> str:
     return "an assertion of the model"
 
 
+def capture_mode() -> Any:
+    """The fake tensors of a capture: all sizes are numbers, but for those that depend on values, which are symbols."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
 def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCapture:
     """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`)."""
     torch._dynamo.reset()
@@ -339,6 +359,8 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
             specialize_float=True,
             allow_rnn=True,
             skip_nnmodule_hook_guards=False,
+            capture_dynamic_output_shape_ops=True,
+            capture_scalar_outputs=True,
         ),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
@@ -406,6 +428,13 @@ def trace_function(
 
     with fake_mode, torch.no_grad():
         return make_fx(flat, decomposition_table=decompositions)(*inputs)
+
+
+def is_token(desc: Any) -> bool:
+    """Is this input or output of a joint graph one that only keeps operators with effects in order?"""
+    return isinstance(
+        desc, (ForwardTokenAOTInput, BackwardTokenAOTInput, ForwardTokenAOTOutput, BackwardTokenAOTOutput)
+    )
 
 
 def describe_input(desc: Any) -> tuple[str, int]:

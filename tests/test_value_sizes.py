@@ -1,0 +1,188 @@
+"""Sizes that depend on values: what a mask selects, indices that are not zero, numbers out of tensors; and what `torch.linalg` checks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zgraph
+from zgraph.errors import CaptureError
+from zgraph.program import ops
+from zgraph.program.serial import from_json, to_json
+
+EAGER = zgraph.Plan(backend="eager")
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Selects(nn.Module):
+    """A loss of (rows of logits, a mask of rows, targets)."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.line, self.head, self.loss = nn.Linear(8, 5), nn.Linear(5, 5), loss
+
+    def forward(self, x, mask, target):
+        return self.loss(self, self.line(x), mask, target)
+
+
+def experts(self, h, mask, target):
+    out = torch.zeros_like(h)
+    for expert in range(5):
+        rows = torch.where(target == expert)[0]
+        out.index_add_(0, rows, self.head(h[rows]) * (expert + 1))
+    return out.sum()
+
+
+def written(self, h, mask, target):
+    out = torch.zeros_like(h)
+    out[mask] = self.head(h[mask])
+    out[h > 1] = 0.5
+    return out.pow(2).mean()
+
+
+LOSSES = {
+    "mean": lambda self, h, m, t: h[m].mean(),
+    "loss": lambda self, h, m, t: F.cross_entropy(h, t, reduction="none")[m].mean(),
+    "cross entropy": lambda self, h, m, t: F.cross_entropy(h[m], t[m]),
+    "ignored": lambda self, h, m, t: F.cross_entropy(self.head(h[t != 2]), t[t != 2]),
+    "mse": lambda self, h, m, t: F.mse_loss(h[m], torch.zeros_like(h)[m]),
+    "positive": lambda self, h, m, t: h[h > 0].log().sum(),
+    "norm": lambda self, h, m, t: h[m].norm(),
+    "largest": lambda self, h, m, t: h[m].max(),
+    "masked select": lambda self, h, m, t: torch.masked_select(h, m[:, None]).mean(),
+    "nonzero": lambda self, h, m, t: h[m.nonzero().squeeze(1)].mean(),
+    "where": lambda self, h, m, t: h[torch.where(m)].mean(),
+    "layer": lambda self, h, m, t: self.head(h[m]).relu().mean(),
+    "twice": lambda self, h, m, t: h[m][h[m] > 0].mean() + h[~m].sum(),
+    "around": lambda self, h, m, t: (h * h[m].sum()).sum() + (h[m] * h.mean()).sum(),
+    "count": lambda self, h, m, t: h[m].sum() / max(1, m.sum().item()),
+    "length": lambda self, h, m, t: h[m].sum() / max(1, len(h[m])),
+    "weight": lambda self, h, m, t: (h @ self.head.weight[self.head.weight.sum(1) > 0].T).mean(),
+    "unique": lambda self, h, m, t: h[torch.unique(t)].sum(),
+    "experts": experts,
+    "written": written,
+    "filled": lambda self, h, m, t: (
+        h.masked_fill(m[:, None], 0).masked_scatter(m[:, None].expand_as(h), h[m] * 2).sum()
+    ),
+}
+
+
+def data(mask: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    return torch.randn(6, 8), torch.tensor([1, 0, 1, 1, 0, 0]).bool() if mask is None else mask, torch.arange(6) % 5
+
+
+def step(model: nn.Module, given: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None] | str:
+    model.zero_grad()
+    try:
+        loss = model(*given)
+        loss.backward()
+    except (RuntimeError, IndexError) as error:
+        return str(error).splitlines()[0]
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def assert_same(got, expected, exact: bool) -> None:
+    if isinstance(expected, str) or isinstance(got, str):
+        assert got == expected  # (plain PyTorch refuses as well: the largest of none)
+        return
+    for have, wanted in zip(got, expected, strict=True):
+        assert (have is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(have, wanted, equal_nan=True, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+def check(name: str, backend: str) -> None:
+    torch.manual_seed(0)
+    plain = Selects(LOSSES[name])
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend=backend))
+    for mask in (None, torch.zeros(6).bool(), torch.ones(6).bool()):
+        given = data(mask)
+        assert_same(step(mine, given), step(plain, given), backend == "eager")
+    assert len(mine.zgraph.programs) == 1  # (however many rows are selected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_mask_selects_is_as_in_plain_pytorch(name):
+    check(name, "eager")
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["ignored", "written"])
+def test_what_a_mask_selects_is_so_on_inductor(name):
+    check(name, "inductor")
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "experts", "weight"])
+@pytest.mark.parametrize(
+    "plan", [zgraph.Plan(backend="eager", mesh={"dp": 2}), zgraph.Plan(backend="eager", mesh={"tp": 2})]
+)
+def test_ranks_select_alike(name, plan):
+    torch.manual_seed(0)
+    mask = torch.tensor([1, 0, 1, 1, 0, 1]).bool()
+    found = zgraph.verify(
+        Selects(LOSSES[name]), plan, world=2, inputs=(*data(mask)[:2], torch.tensor([0, 1, 1, 0, 1, 1]))
+    )
+    assert found.ok, found
+
+
+def test_a_region_has_a_json_form():
+    mine = zgraph.compile(Selects(LOSSES["ignored"]), EAGER, inputs=data())
+    program = next(iter(mine.zgraph.runtime.entries.values())).program().captured
+    again = from_json(to_json(program))
+    assert [n.args[1] for n in again.graph.find_nodes(op="call_function", target=ops.REGION)] == [
+        n.args[1] for n in program.graph.find_nodes(op="call_function", target=ops.REGION)
+    ]
+
+
+class Returns(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.line, self.what = nn.Linear(8, 5), what
+
+    def forward(self, x, mask, target):
+        h = self.line(x)
+        if self.what == "rows":
+            return h[mask]
+        if self.what == "number":
+            return h.sum(), mask.sum().item()
+        return h[mask].std()
+
+
+@pytest.mark.parametrize(
+    "what, said", [("rows", "size depends on values"), ("number", "Python number"), ("std", "one graph")]
+)
+def test_what_has_no_fixed_size_at_the_end_is_refused_with_the_line(what, said):
+    with pytest.raises(CaptureError, match=said) as caught:
+        zgraph.compile(Returns(what), EAGER)(*data())
+    assert "torch.where" in str(caught.value) or ".item()" in str(caught.value)
+    assert what == "std" or __file__ in str(caught.value)
+
+
+LINALG = {
+    "inv": torch.linalg.inv,
+    "solve": lambda w: torch.linalg.solve(w, torch.ones(4)),
+    "cholesky": lambda w: torch.linalg.cholesky(w @ w.T),
+    "eig": lambda w: torch.linalg.eig(w)[0].abs(),
+    "lu_factor": lambda w: torch.linalg.lu_factor(w)[0],
+}
+
+
+class Linalg(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.eye(4) * 2 + torch.ones(4, 4).triu() / 3)
+
+    def forward(self):
+        return self.function(self.weight).sum()
+
+
+@pytest.mark.parametrize("name", LINALG)
+def test_linalg_is_as_in_plain_pytorch(name):
+    plain, mine = Linalg(LINALG[name]), zgraph.compile(Linalg(LINALG[name]), EAGER)
+    assert_same(step(mine, ()), step(plain, ()), exact=True)

@@ -1,0 +1,69 @@
+"""Parts of a program whose sizes depend on values (what a mask selects), each as one operator.
+
+Passes need sizes that are numbers. So what lies between a mask and the value that has a fixed size again (a mean, a
+matrix of gradients) is one node, `zgraph::region`: it takes and gives tensors of fixed sizes. Its second argument says in JSON what
+it computes, operator by operator, as plain PyTorch would; it is part of the program's text and digest, and needs nothing else to run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zgraph.program import serial
+
+
+def written(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> str:
+    """The text of a region. Raises `UnsupportedError` for a node that is no call of an operator."""
+    kinds = [serial.type_to_json(node.meta["val"]) for node in outputs]
+    for kind in kinds:
+        kind["device"] = torch.device(kind["device"]).type  # (of which rank it is does not matter)
+    data = {
+        "inputs": [node.name for node in inputs],
+        "nodes": serial.nodes_to_json(nodes),
+        "outputs": [node.name for node in outputs],
+        "kinds": kinds,
+    }
+    return json.dumps(data, separators=(",", ":"))
+
+
+def run(inputs: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
+    """Run a region."""
+    function, kinds = _loaded(program)
+    taken = {x.untyped_storage()._cdata for x in inputs}
+    given = []
+    for value, kind in zip(function(*inputs), kinds, strict=True):
+        if list(value.shape) != kind["shape"]:
+            raise AssertionError(f"a region gave a tensor of {list(value.shape)} for {kind['shape']}")
+        storage = value.untyped_storage()._cdata
+        if list(value.stride()) != kind["stride"] or storage in taken:  # (an operator's results are its own)
+            value = _empty(kind, value.device).copy_(value)
+            storage = value.untyped_storage()._cdata
+        taken.add(storage)
+        given.append(value)
+    return given
+
+
+def fresh_outputs(inputs: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
+    """Tensors as a region gives them, with no values."""
+    devices = {x.device.type: x.device for x in reversed(inputs)}
+    return [_empty(kind, devices.get(kind["device"], kind["device"])) for kind in _loaded(program)[1]]
+
+
+@functools.lru_cache(maxsize=1024)
+def _loaded(program: str) -> tuple[Callable[..., Sequence[torch.Tensor]], list[dict[str, Any]]]:
+    data = json.loads(program)
+    graph = fx.Graph()
+    given = {name: graph.placeholder(name) for name in data["inputs"]}
+    nodes = serial.nodes_from_json(graph, data["nodes"], given)
+    graph.output(tuple(nodes[name] for name in data["outputs"]))
+    return fx.GraphModule(nn.Module(), graph), data["kinds"]
+
+
+def _empty(kind: dict[str, Any], device: torch.device | str) -> torch.Tensor:
+    return torch.empty_strided(kind["shape"], kind["stride"], dtype=getattr(torch, kind["dtype"]), device=device)
