@@ -186,3 +186,12 @@ class Linalg(nn.Module):
 def test_linalg_is_as_in_plain_pytorch(name):
     plain, mine = Linalg(LINALG[name]), zgraph.compile(Linalg(LINALG[name]), EAGER)
     assert_same(step(mine, ()), step(plain, ()), exact=True)
+
+
+def test_a_singular_matrix_raises_what_it_raises_in_plain_pytorch():
+    mine = zgraph.compile(Linalg(torch.linalg.inv), EAGER)
+    mine()
+    with torch.no_grad():
+        mine.weight.zero_()
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        mine()
