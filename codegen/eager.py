@@ -1,50 +1,95 @@
-"""`backend="eager"`: the program operator by operator, as PyTorch itself would run it."""
+"""`backend="eager"`: the program operator by operator, as PyTorch itself would run it.
+
+[Note: promised strides] An operator's real result may have other strides than its fake one, for which the program was
+captured. So in its first run a program looks at each result; from then on it lays just those out as promised that were
+not, and looks at no other. Inputs are laid out before a program is called (see `Executable.run`).
+"""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from zgraph.codegen.executable import Executable, lowered
 from zgraph.codegen.profiled import run_profiled
+from zgraph.passes.aliases import mutates
 from zgraph.program import torch_private
+from zgraph.program.layout import Strides, laid_out, lies_as, promised
 from zgraph.program.program import Program
 
-aten = torch.ops.aten
+_KEEP = "zgraph_as_promised"
+_CALL = re.compile(r"    (\w+)(?: : [^=]+)? = ")
 
 
 def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
-    """Make a callable of `program`; `groups` gives each mesh dimension's process group by name.
-
-    A view of a value becomes a reshape: some operators' fake implementations promise strides that the real
-    ones don't give (batch_norm of a transposed input), so that what was captured as a view may need a copy.
-    """
+    """Make a callable of `program`; `groups` gives each mesh dimension's process group by name."""
     ready = lowered(program, groups)
-    for node in ready.graph.find_nodes(op="call_function", target=aten.view.default):
-        node.target = aten.reshape.default
     torch_private.boxed(ready.graph)
     ready.module.recompile()
-    source = ready.module.code  # (written here: `forward` is that of this code from now on)
-    forward: Any = ready.module.forward
+    code = _Code(program.name, ready.module)
+    return Executable(program, code, code.source, calls=_calls(code.source, program), rebuild=code.rebuild)
 
-    def run(values: list[Any]) -> Sequence[Any]:
+
+class _Code:
+    """The generated code of a program, which keeps what its nodes promise."""
+
+    def __init__(self, name: str, module: fx.GraphModule) -> None:
+        self.name, self.module = name, module
+        self.source = module.code  # (written here: `forward` is that of this code from now on)
+        self._forward: Any = module.forward
+        nodes = [n for n in module.graph.nodes if n.op == "call_function"]
+        self._strides: dict[str, Strides] = {
+            n.name: s for n in nodes if not mutates(n) and (s := promised(n)) is not None
+        }
+        self._others: dict[str, None] | None = None  # nodes whose results lie otherwise; None before the first run
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            return run_profiled(ready.module, values)
-        return forward(values)  # type: ignore[no-any-return]
+            return run_profiled(self.module, values, self._as_promised)
+        if self._others is None:
+            return self._first(values)
+        return self._forward(values)  # type: ignore[no-any-return]
 
-    def rebuild(changed: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
-        scope = {**forward.__func__.__globals__, **names}
-        exec(compile(changed, f"<{program.name}>", "exec"), scope)
-        return functools.partial(scope["forward"], ready.module)
+    def rebuild(self, changed: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
+        """The callable of this code, changed, with some names in its scope."""
+        return self._build(changed, self._strides if self._others is None else self._others, names)
 
-    return Executable(program, run, source, calls=_calls(source, program), rebuild=rebuild)
+    def _first(self, values: list[Any]) -> Sequence[Any]:
+        others: dict[str, None] = {}
 
+        def note(name: str, value: torch.Tensor) -> torch.Tensor:
+            if not lies_as(value, self._strides[name]):
+                others[name] = None
+            return self._as_promised(name, value)
 
-_CALL = re.compile(r"    (\w+)(?: : [^=]+)? = ")
+        results = self._build(self.source, self._strides, {_KEEP: note})(values)
+        if others:
+            self._forward = self._build(self.source, others, {})
+        self._others = others
+        return results
+
+    def _as_promised(self, name: str, value: Any) -> Any:
+        strides = self._strides.get(name)
+        return value if strides is None else laid_out(value, strides)
+
+    def _build(
+        self, source: str, watched: Collection[str], names: dict[str, Any]
+    ) -> Callable[[list[Any]], Sequence[Any]]:
+        """The callable of a source, with the results of the `watched` nodes laid out as promised. (On the line that makes
+        them: errors tell nodes by their lines.)"""
+        lines = source.splitlines()
+        for at, line in enumerate(lines):
+            made = _CALL.match(line)
+            if made and made[1] in watched:
+                lines[at] = f"{line}; {made[1]} = {_KEEP}({made[1]!r}, {made[1]})"
+        scope = {**self.module.forward.__func__.__globals__, _KEEP: self._as_promised, **names}  # type: ignore[attr-defined]
+        exec(compile("\n".join(lines), f"<{self.name}>", "exec"), scope)
+        return functools.partial(scope["forward"], self.module)
 
 
 def _calls(source: str, program: Program) -> tuple[tuple[int, int], ...]:

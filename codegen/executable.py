@@ -12,11 +12,24 @@ from torch import fx
 
 from zgraph.codegen.transport import fit
 from zgraph.errors import AssertionError
-from zgraph.passes.aliases import root_of
+from zgraph.passes.aliases import mutates, root_of
 from zgraph.program import collectives, moves, ops, place, torch_private
+from zgraph.program.layout import Strides, laid_out, promised
 from zgraph.program.node import info
-from zgraph.program.program import OutputRole, Program
+from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.stacks import Line
+
+# The user's tensors, what autograd gives, and what was sent: their strides are not a program's.
+_OTHERS_DECIDE = (
+    InputRole.INPUT,
+    InputRole.CONSTANT,
+    InputRole.BUFFER,
+    InputRole.TANGENT,
+    InputRole.ACCUMULATOR,
+    InputRole.RECEIVED,
+    InputRole.RETURNED,
+    InputRole.GRADIENT,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,24 @@ class Executable:
         items = self.program.output_items()
         return frozenset(at for at, (_, node) in enumerate(items) if collectives.is_wait(root_of(node)))
 
+    @functools.cached_property
+    def _from_outside(self) -> tuple[tuple[int, Strides], ...]:
+        """Positions of the inputs whose strides others decide, with those that the program was made for. (What it writes to must be what
+        was given, and not a copy.)"""
+        items = enumerate(self.program.input_items())
+        return tuple(
+            (at, strides)
+            for at, (port, node) in items
+            if port.role in _OTHERS_DECIDE
+            and not any(mutates(u) for u in node.users)
+            and (strides := promised(node)) is not None
+        )
+
     def run(self, values: list[Any]) -> Sequence[Any]:
+        """Run the program: inputs come in as the program was made for them, whatever their strides."""
+        for at, strides in self._from_outside:
+            if values[at].stride() != strides:
+                values[at] = laid_out(values[at], strides)
         told = place.enter(self)
         try:
             with (

@@ -6,7 +6,7 @@ A range spans neighbouring nodes of one module (or, for nodes that a pass insert
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -24,8 +24,9 @@ def range_name(record: NodeInfo) -> str:
     return f"zgraph:{record.made_by} {record.role} {record.param or record.module or '(root)'}"
 
 
-def run_profiled(module: fx.GraphModule, values: list[Any]) -> Sequence[Any]:
-    """Run a boxed eager module on `values` (emptied) inside named ranges; the same operators in the same order."""
+def run_profiled(module: fx.GraphModule, values: list[Any], keep: Callable[[str, Any], Any]) -> Sequence[Any]:
+    """Run a boxed eager module on `values` (emptied) inside named ranges; the same operators in the same order. `keep` gives what a
+    node's value is to be for its readers."""
     environment: dict[fx.Node, Any] = {}
     left = {node: len(node.users) for node in module.graph.nodes}
     nodes = [n for n in module.graph.nodes if n.op != "output"]
@@ -37,7 +38,7 @@ def run_profiled(module: fx.GraphModule, values: list[Any]) -> Sequence[Any]:
         for name, group in groupby((n for n in nodes if n.op != "placeholder"), key=lambda n: range_name(info(n))):
             with record_function(name):
                 for node in group:
-                    environment[node] = _run(module, node, environment)
+                    environment[node] = keep(node.name, _run(module, node, environment))
                     for used in node.all_input_nodes:
                         left[used] -= 1
                         if not left[used]:

@@ -13,7 +13,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from zgraph.passes.aliases import mutates
 from zgraph.program import collectives, moves, torch_private
+from zgraph.program.layout import laid_out, promised
 from zgraph.program.program import Program
 
 aten = torch.ops.aten
@@ -30,6 +32,8 @@ def run_stepwise(ready: Program, values: Sequence[Any], seen: Callable[[fx.Node,
             if node.op == "output":
                 return
             held[node] = _value(ready, node, held, given)
+            if not any(map(mutates, (node, *node.users))) and (strides := promised(node)) is not None:
+                held[node] = laid_out(held[node], strides)
             if node.target is moves.MOVED_IN_PLACE:
                 seen(moves.start_of(node), held[moves.start_of(node)])
             elif not moves.is_start(node) and node.target is not aten.empty.memory_format:
@@ -49,9 +53,7 @@ def _value(ready: Program, node: fx.Node, held: dict[fx.Node, Any], given: Any) 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: held[n])
     if torch_private.draws_by_seed(node.target):
         return torch_private.drawn_by_inductor(node.target, args, kwargs)
-    # (some operators' real strides are not those of their fake ones)
-    target: Any = aten.reshape.default if node.target is aten.view.default else node.target
-    result = target(*args, **kwargs)
+    result = node.target(*args, **kwargs)  # type: ignore[operator]
     if collectives.is_start(node) or node.target in collectives.COALESCED.values():
         for tensor in pytree.tree_leaves(result):
             collectives.WAIT(tensor)

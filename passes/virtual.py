@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from zgraph.errors import MeshError, UnsupportedError
-from zgraph.passes.aliases import is_random
+from zgraph.passes.aliases import is_random, mutates
 from zgraph.program import collectives, moves, ops
+from zgraph.program.layout import laid_out, promised
 from zgraph.program.parts import dim_of, positions_of
 from zgraph.program.program import Program
 
@@ -76,8 +77,9 @@ class _Runner:
                     given += 1
                 else:
                     results = self._node(node, environments)
+                strides = None if any(map(mutates, (node, *node.users))) else promised(node)
                 for env, result in zip(environments, results, strict=True):
-                    env[node] = result
+                    env[node] = result if strides is None else laid_out(result, strides)
                 for used in node.all_input_nodes:
                     left[used] -= 1
                     if not left[used]:
@@ -103,8 +105,6 @@ class _Runner:
         args = fx.node.map_arg(node.args, lambda n: env[n])
         kwargs = fx.node.map_arg(node.kwargs, lambda n: env[n])
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
-        if target is torch.ops.aten.view.default:  # (some operators' real strides are not those of their fake ones)
-            target = torch.ops.aten.reshape.default
         if self.random_states is None or not is_random(node):
             return target(*args, **kwargs)
         torch.set_rng_state(self.random_states[rank])

@@ -767,13 +767,12 @@ class _Step(torch.autograd.Function):
             step, saved, flat = _again(ctx, frozenset(tangents))
             kept = dict(runtime.kept)
         clear = not keeps_graph()
-        dense = _dense(tangents, step)
         if runtime.nonfinite is not None:
             losses = [v for i, v in ctx.numbers.items() if i in tangents]
-            runtime.nonfinite.backward(entry, step, ctx.evidence, flat, dense, losses)
+            runtime.nonfinite.backward(entry, step, ctx.evidence, flat, tangents, losses)
         with runtime.clock.timed("backward"):
             found = runtime.run_backward(
-                step, saved, _detached(flat), dense, kept, adds=lambda: _adds_to(ctx), clear=clear
+                step, saved, _detached(flat), tangents, kept, adds=lambda: _adds_to(ctx), clear=clear
             )
         if clear:
             ctx.saved = ctx.flat = ctx.kept = None
@@ -799,20 +798,6 @@ def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, _Saved, Sequ
     with restored(ctx.random, runtime.device):
         _, saved = runtime.run_forward(entry, step, flat, mutate=False)
     return step, saved, flat
-
-
-def _dense(tangents: dict[int, torch.Tensor], step: StepProgram) -> dict[int, torch.Tensor]:
-    """Tangents with the strides that the program was made for (autograd gives expanded ones, for a sum say)."""
-    made: dict[int, torch.Tensor] = {}
-    for port, node in step.captured.input_items():
-        if port.role is InputRole.TANGENT and port.index is not None:
-            expected, given = node.meta["val"], tangents[port.index]
-            if given.stride() != expected.stride():
-                given = torch.empty_strided(
-                    expected.shape, expected.stride(), dtype=expected.dtype, device=given.device
-                ).copy_(given)
-            made[port.index] = given
-    return made
 
 
 def _detached(flat: Sequence[Any]) -> list[Any]:

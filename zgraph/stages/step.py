@@ -65,7 +65,7 @@ def train_step(
             scaled = torch.as_tensor(weights[number], dtype=loss.dtype, device=loss.device)
             grads = torch.autograd.grad(loss, list(leaves.values()), scaled, allow_unused=True)
         return {
-            i: torch.zeros_like(leaf) if grad is None else _like(grad, leaf)
+            i: torch.zeros_like(leaf) if grad is None else grad
             for (i, leaf), grad in zip(leaves.items(), grads, strict=True)
         }
 
@@ -140,10 +140,3 @@ def _forwards(schedule: Schedule, micro_batches: int) -> Schedule:
             for rank in range(schedule.ranks)
         )
     return Schedule("forward", micro_batches, schedule.rank_of, rows)
-
-
-def _like(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """A tangent with the strides of what it is of, for which programs are made."""
-    if grad.stride() == leaf.stride():
-        return grad
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)

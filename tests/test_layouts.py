@@ -1,0 +1,114 @@
+"""Strides: whatever a layer is given, and whatever its operators' fake implementations promise, numbers are those of plain PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from layout_cases import LAYERS, LAYOUTS, Between, weights
+from sweeps import sweep
+from torch import nn
+
+import zgraph
+from zgraph.rounding import difference
+
+KNOWN = [  # (operators of these have other strides than their fake implementations promise)
+    ("layer_norm", "transposed"),
+    ("encoder", "reversed"),
+    ("dropout", "last"),
+    ("reflect", "last"),
+    ("replicate", "last"),
+    ("log_softmax", "transposed"),
+    ("smooth_l1", "last"),
+    ("max_unpool", "last"),
+    ("batch_norm_2d", "last"),
+]
+ALL = [case for case in itertools.product(LAYERS, LAYOUTS) if case not in KNOWN]
+
+
+def run(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """The output and the gradients of a loss outside of the model."""
+    torch.manual_seed(5)
+    x = x.detach().clone().requires_grad_(True)
+    out = model(x)
+    (out * weights(out)).sum().backward()
+    return {"output": out.detach(), "input": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
+
+
+def refuse_differences(found: dict[str, torch.Tensor | None], plain: dict[str, torch.Tensor | None]) -> None:
+    norm = math.sqrt(sum(float(v.norm()) ** 2 for v in plain.values() if v is not None))
+    for name, expected in plain.items():
+        mine = torch.zeros_like(expected) if found[name] is None and expected is not None else found[name]
+        if mine is expected is None:
+            continue
+        compared = difference("value", name, 0, mine, expected, norm)
+        assert compared.ok, str(compared)
+
+
+def compare(layer: str, layout: str, backend: str, scaled: bool = False) -> None:
+    shape, make = LAYERS[layer]
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return Between(make(), LAYOUTS[layout], scaled)
+
+    torch.manual_seed(1)
+    x = torch.randn(shape)
+    try:
+        plain = run(model(), x)
+    except (RuntimeError, IndexError, ValueError) as error:
+        pytest.skip(f"plain PyTorch refuses: {error}")
+    refuse_differences(run(zgraph.compile(model(), zgraph.Plan(backend=backend)), x), plain)
+
+
+@pytest.mark.parametrize(("layer", "layout"), KNOWN)
+def test_results_with_other_strides_than_promised_change_no_number(layer, layout):
+    compare(layer, layout, "eager")
+
+
+@sweep("backend, case", [(b, c) for b in ("eager", "inductor") for c in ALL], quick=6)
+def test_any_layer_on_any_layout_gives_the_numbers_of_plain_pytorch(backend, case):
+    compare(*case, backend, scaled=True)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.GroupNorm(1, 6)
+
+    def forward(self, x):
+        return self.g(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_norms_between_transposes(backend):
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 6), Norm(), nn.LayerNorm(6), Norm(), nn.Linear(6, 3))
+
+    torch.manual_seed(1)
+    x = torch.randn(4, 8, 5)
+    refuse_differences(run(zgraph.compile(model(), zgraph.Plan(backend=backend)), x), run(model(), x))
+
+
+def test_tangents_that_are_not_contiguous_are_right_on_virtual_ranks():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), Norm())
+    torch.manual_seed(1)
+    x, w = torch.randn(4, 8, 5), torch.randn(4, 8, 6)
+    made = zgraph.verify(model, zgraph.Plan(backend="eager"), 2, (x,), lambda out: (out * w[: len(out)]).sum())
+    assert made.ok, str(made)
+
+
+def test_a_program_lays_out_only_what_lies_otherwise():
+    """After the first run the generated code is that of the program, but for these nodes."""
+    model = zgraph.compile(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), zgraph.Plan(backend="eager"))
+    x = torch.randn(4, 6)
+    model(x).sum().backward()
+    model(x).sum().backward()
+    (entry,) = model.zgraph.runtime.entries.values()
+    for executable in entry.program().executables():
+        assert executable.function._others == {}
+        assert executable.function._forward == executable.function.module.forward
