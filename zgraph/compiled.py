@@ -272,7 +272,11 @@ class Entry:
 
     def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
         """The program in which these flat outputs are differentiated (by default those that were the last time)."""
-        chosen = self.pattern if pattern is None else pattern
+        if pattern is None and self.pattern != self.trace.differentiable and not self._program(self.pattern).differentiated:
+            self.pattern = self.trace.differentiable  # (what looked like the loss has no gradient: the sign of a determinant, say)
+        return self._program(self.pattern if pattern is None else pattern)
+
+    def _program(self, chosen: frozenset[int]) -> StepProgram:
         if chosen not in self._programs:
             decompositions = torch_private.inductor_decompositions() if self.plan.backend == "inductor" else {}
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"

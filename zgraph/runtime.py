@@ -766,6 +766,8 @@ class _Step(torch.autograd.Function):
         if frozenset(tangents) != entry.pattern or step is not entry.program():
             step, saved, flat = _again(ctx, frozenset(tangents))
             kept = dict(runtime.kept)
+            if not step.differentiated:  # (nothing has a gradient of these outputs)
+                return (None,) * (5 + len(ctx.names) + len(ctx.loose))
         clear = not keeps_graph()
         if runtime.nonfinite is not None:
             losses = [v for i, v in ctx.numbers.items() if i in tangents]
@@ -793,7 +795,8 @@ def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, _Saved, Sequ
     logger.warning("%s: the backward starts from other outputs than expected; compiling a program for them", entry.name)
     step = entry.program(pattern)
     runtime.prepare(step)
-    entry.pattern = pattern
+    if step.differentiated:
+        entry.pattern = pattern
     flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
     with restored(ctx.random, runtime.device):
         _, saved = runtime.run_forward(entry, step, flat, mutate=False)
