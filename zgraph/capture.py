@@ -9,6 +9,7 @@ buffers or the user's is read from the identity of what dynamo's bytecode hands 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import re
@@ -29,6 +30,7 @@ from zgraph.precision import Precision
 from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
+from zgraph.storages import PlainStorages
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,22 @@ class Trace:
     def pattern(self) -> frozenset[int]:
         """The flat outputs that a step starts its backward from: the loss, of a model that gives none all that it can."""
         return frozenset(i for i in self.differentiable if i == self.loss) or self.differentiable
+
+    @functools.cached_property
+    def storages(self) -> PlainStorages:
+        """Which flat inputs and outputs are on one storage in the plain model."""
+        graph = self.flat.graph_module.graph
+
+        def key(value: Any) -> int | None:
+            value = value.meta.get("example_value") if isinstance(value, fx.Node) else None
+            return torch_private.storage_key(value) if isinstance(value, torch.Tensor) else None
+
+        inputs = tuple(key(n) for n in graph.find_nodes(op="placeholder"))
+        return PlainStorages(inputs, tuple(key(n) for n in graph.output_node().args[0]))  # type: ignore[union-attr]
+
+    def source(self, index: int) -> str:
+        """What the user calls a flat input."""
+        return torch_private.user_source(self.flat.graph_module.graph.find_nodes(op="placeholder")[index])
 
     def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
         """The captured program in which just the `differentiated` flat outputs have tangents.

@@ -7,6 +7,7 @@ they are first needed.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
 from zgraph.signature import batch_size
+from zgraph.storages import Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class StepProgram:
         self._backwards: dict[tuple[bool, bool], Executable] = {}
         self._apart: dict[tuple[bool, bool], tuple[Executable | None, Executable | None]] = {}
         self._summing: dict[tuple[bool, bool], Executable] = {}
+        self.sharing: dict[bool, Sharing] = {}  # of its forwards, from their first runs
 
     @property
     def differentiated(self) -> bool:
@@ -149,6 +152,18 @@ class StepProgram:
                     verify_program(part)
             self._parts[variant, apart] = parts
         return self._parts[variant, apart]
+
+    @functools.cached_property
+    def read_late(self) -> tuple[frozenset[int], frozenset[str]]:
+        """The flat inputs, and the parameters, that the backward takes as they are when it runs."""
+        part = self.parts().backward
+        ports = [] if part is None else part.inputs
+        weights = (InputRole.PARAMETER, InputRole.KEPT)
+        others = (*weights, InputRole.TANGENT)
+        return (
+            frozenset(p.index for p in ports if p.index is not None and p.role not in others),
+            frozenset(p.name for p in ports if p.role in weights),
+        )
 
     def forward(self, gathered_before: bool = False) -> Executable:
         if gathered_before not in self._forwards:
@@ -272,8 +287,14 @@ class Entry:
 
     def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
         """The program in which these flat outputs are differentiated (by default those that were the last time)."""
-        if pattern is None and self.pattern != self.trace.differentiable and not self._program(self.pattern).differentiated:
-            self.pattern = self.trace.differentiable  # (what looked like the loss has no gradient: the sign of a determinant, say)
+        if (
+            pattern is None
+            and self.pattern != self.trace.differentiable
+            and not self._program(self.pattern).differentiated
+        ):
+            self.pattern = (
+                self.trace.differentiable
+            )  # (what looked like the loss has no gradient: the sign of a determinant, say)
         return self._program(self.pattern if pattern is None else pattern)
 
     def _program(self, chosen: frozenset[int]) -> StepProgram:

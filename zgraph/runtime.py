@@ -46,13 +46,14 @@ from zgraph.program.torch_private import keeps_graph
 from zgraph.randomness import random_states, restored
 from zgraph.sharding import Shards, fingerprint, still_unset, with_requires_grad
 from zgraph.signature import brief, shared, signature
-from zgraph.storages import owned
+from zgraph.storages import Sharing, owned, sharing
 from zgraph.tiers.moves import Tiers
 from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.unchanged import Unchanged
 from zgraph.update.held import Held
 from zgraph.update.program import away_bytes, outside_of, shares_of
 from zgraph.update.updater import Updater
+from zgraph.versions import Versions
 
 if TYPE_CHECKING:
     from zgraph.inspection.recorder import Recorder
@@ -474,25 +475,39 @@ class Runtime:
         ]
         with place.runs_with(self.agreement), explained(self, executable, step):
             values = executable.run(given)
+        known = step.sharing.get(gathered_before)
+        if known is None:
+            known = step.sharing[gathered_before] = self._sharing(entry, executable, values, flat)
         outputs = list(entry.constants)
-        saved = _Saved()
-        seen = {id(v) for v in flat}
+        saved = _Saved(known)
+        given_out = {
+            id(v) for p, v in zip(executable.program.outputs, values, strict=True) if p.role is OutputRole.OUTPUT
+        }
         with torch.no_grad():
+            values = [v.clone() if at in known.copied else v for at, v in enumerate(values)]
             for port, value in zip(executable.program.outputs, values, strict=True):
                 if port.role is OutputRole.SAVED:
-                    saved.append(value)
+                    # (an output itself would hold autograd's node of this call, which holds what is saved)
+                    saved.append(value.detach() if id(value) in given_out else value)
                     if port.name in executable.flying:
                         saved.flying.append(value)
                 elif port.role is OutputRole.KEPT:
                     self.kept[port.name] = value
                     self._kept_versions[port.name] = self.shards.version(port.name)
                 elif port.role is OutputRole.OUTPUT and port.index is not None:
-                    outputs[port.index] = value.view_as(value) if id(value) in seen else value
-                    seen.add(id(value))
+                    outputs[port.index] = known.handed(port.index, value)
             for port, value in zip(executable.program.outputs, values, strict=True):
                 if mutate and port.role is OutputRole.MUTATION and port.index is not None:
                     flat[port.index].copy_(value)
         return outputs, saved
+
+    def _sharing(self, entry: Entry, executable: Executable, values: Sequence[Any], flat: Sequence[Any]) -> Sharing:
+        """With whom what a forward has given shares memory."""
+        program = executable.program
+        own = {p.name: self.shards.local(p.name) for p in program.inputs if p.role is InputRole.PARAMETER}
+        kept = [v for p, v in zip(program.outputs, values, strict=True) if p.role is OutputRole.KEPT]
+        of_user = [None if p.role is InputRole.PARAMETER else v for p, v in zip(entry.trace.inputs, flat, strict=True)]
+        return sharing(program, values, of_user, own, [*self.kept.values(), *kept], entry.trace.storages)
 
     def _input(self, port: Port, flat: Sequence[Any]) -> Any:
         if port.role is InputRole.PARAMETER:
@@ -684,8 +699,9 @@ class _Saved(list[Any]):
     """What a forward saved. Gathers that it started and no backward waits for are waited for when this goes: torch
     holds a transfer, and its buffers, until someone has."""
 
-    def __init__(self) -> None:
+    def __init__(self, sharing: Sharing) -> None:
         super().__init__()
+        self.sharing = sharing
         self.flying: list[torch.Tensor] = []
 
     def clear(self) -> None:
@@ -730,7 +746,8 @@ class _Step(torch.autograd.Function):
         ctx.evidence = nonfinite.forward(entry, flat, ctx.before, ctx.random) if nonfinite is not None else None
         outputs, ctx.saved = runtime.run_forward(entry, step, flat)
         ctx.kept = dict(runtime.kept) if step.keeps else {}
-        ctx.versions = {n: runtime.shards.version(n) for n in names}
+        ctx.versions = Versions(entry.trace, step, ctx.saved.sharing, runtime.shards.version)
+        ctx.versions.note(flat, outputs)
         # (an output itself would hold this context, which holds it)
         ctx.numbers = {i: v.detach() for i, v in enumerate(outputs) if nonfinite is not None and _is_number(v)}
         plain = [
@@ -757,13 +774,10 @@ class _Step(torch.autograd.Function):
             raise RuntimeError(
                 "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"
             )
-        changed = [n for n in ctx.names if runtime.shards.version(n) != ctx.versions[n]]
-        if changed and step.differentiated:
-            raise RuntimeError(
-                f"parameter {changed[0]!r} was changed between the forward and its backward (an optimizer step, a load); run the backward first"
-            )
+        again = frozenset(tangents) != entry.pattern or step is not entry.program()
+        ctx.versions.check(ctx.flat, whole=again)
         flat, saved, kept = ctx.flat, ctx.saved, ctx.kept
-        if frozenset(tangents) != entry.pattern or step is not entry.program():
+        if again:
             step, saved, flat = _again(ctx, frozenset(tangents))
             kept = dict(runtime.kept)
             if not step.differentiated:  # (nothing has a gradient of these outputs)
@@ -777,7 +791,7 @@ class _Step(torch.autograd.Function):
                 step, saved, _detached(flat), tangents, kept, adds=lambda: _adds_to(ctx), clear=clear
             )
         if clear:
-            ctx.saved = ctx.flat = ctx.kept = None
+            ctx.saved = ctx.flat = ctx.kept = ctx.versions = None
         of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]
         of_inputs = [found.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
         return (None, None, None, None, None, *of_params, *of_inputs)

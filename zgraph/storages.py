@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from zgraph.program import torch_private
+from zgraph.program.program import OutputRole, Program
+
+K = TypeVar("K")
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins: the same number for all tensors on one storage, as long as one of them lives."""
-    return tensor.untyped_storage().data_ptr()
+    """Where a tensor's memory begins: the same number for all tensors on one storage, as long as one of them lives. 0 if it has none."""
+    return torch_private.storage_address(tensor)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -59,3 +64,93 @@ def _beside(
     sharing = {id(v) for v in values if address(v) == here}
     known = transferred or torch_private.holders(value) == len(sharing)
     return known and not any(overlap(mine, span(m)) for m in made)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """With whom the values share memory that one forward program gives: the same at each run.
+
+    `copied` are the positions of those that are copied before anything else happens: an output that the plain model gives by itself, a saved
+    value, or a buffer's new one, that the forward's own writes would reach. Flat outputs that are views of each other in the plain model
+    too are `linked`, those of its inputs `lent`. The backward reads the memory of the flat inputs and outputs, and of the parameters, that
+    are `read`: it is wrong if these are written to before it.
+    """
+
+    copied: frozenset[int]
+    linked: frozenset[int]
+    lent: frozenset[int]
+    read_inputs: frozenset[int]
+    read_outputs: tuple[int, ...]
+    read_params: frozenset[str]
+
+    def handed(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """A flat output as a user gets it. Autograd lets a user write to what is no view; of what is a view it must know the base."""
+        if index in self.linked or index in self.lent:
+            return value.view_as(value)
+        return value.detach() if value._is_view() else value
+
+
+def sharing(
+    program: Program,
+    values: Sequence[Any],
+    flat: Sequence[Any],
+    params: Mapping[str, torch.Tensor],
+    kept: Iterable[torch.Tensor],
+    plain: PlainStorages,
+) -> Sharing:
+    """What a forward `program` shares, from one run of it: its outputs' `values`, its flat inputs, what it took for `params`, and the whole
+    weights that are `kept` for later forwards."""
+    inputs = _by_address({i: v for i, v in enumerate(flat) if isinstance(v, torch.Tensor)})
+    weights, gathers = _by_address(params), _by_address(dict(enumerate(kept)))
+    mutated = {p.index for p in program.outputs if p.role is OutputRole.MUTATION}
+    given: dict[int, set[int]] = {}  # flat outputs by address
+    saved: set[int] = set()
+    copied: set[int] = set()
+    for at, (port, value) in enumerate(zip(program.outputs, values, strict=True)):
+        here = address(value)
+        written = inputs.get(here, set()) & mutated
+        if here == 0:
+            continue
+        if port.role is OutputRole.OUTPUT and port.index is not None:
+            lent = (here in inputs or here in weights) and not plain.of_inputs(port.index)
+            mixed = any(not plain.same(port.index, other) for other in given.get(here, ()))
+            if lent or mixed or here in gathers:
+                copied.add(at)
+            else:
+                given.setdefault(here, set()).add(port.index)
+        elif (port.role is OutputRole.SAVED and written) or (
+            port.role is OutputRole.MUTATION and written - {port.index}
+        ):
+            copied.add(at)
+        elif port.role is OutputRole.SAVED:
+            saved.add(here)
+    return Sharing(
+        copied=frozenset(copied),
+        linked=frozenset(i for group in given.values() if len(group) > 1 for i in group),
+        lent=frozenset(i for here, group in given.items() if here in inputs or here in weights for i in group),
+        read_inputs=frozenset(i for here, group in inputs.items() if here in saved for i in group),
+        read_outputs=tuple(sorted(i for here, group in given.items() if here in saved for i in group)),
+        read_params=frozenset(n for here, group in weights.items() if here in saved for n in group),
+    )
+
+
+def _by_address(tensors: Mapping[K, torch.Tensor]) -> dict[int, set[K]]:
+    found: dict[int, set[K]] = {}
+    for key, tensor in tensors.items():
+        if (here := address(tensor)) != 0:
+            found.setdefault(here, set()).add(key)
+    return found
+
+
+@dataclass(frozen=True)
+class PlainStorages:
+    """Which flat inputs and outputs of the plain model are on one storage: a number for each, the same for those that are."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+    def of_inputs(self, output: int) -> bool:
+        return self.outputs[output] is not None and self.outputs[output] in self.inputs
+
+    def same(self, output: int, other: int) -> bool:
+        return self.outputs[output] == self.outputs[other]

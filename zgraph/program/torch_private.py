@@ -14,6 +14,7 @@ import functools
 import linecache
 import logging
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -893,6 +894,29 @@ def layout(
 def holders(tensor: torch.Tensor) -> int:
     """How many tensors there are on this one's storage, itself among them."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # (the storage object here)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage; 0 where there is none (a sparse tensor, a subclass around others)."""
+    return tensor.untyped_storage().data_ptr() if torch._C._has_storage(tensor) else 0  # type: ignore[attr-defined]
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place, as autograd counts. (It does not for what was made in inference mode.)"""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_key(fake: torch.Tensor) -> int:
+    """A number of a fake tensor's storage, the same for all tensors on it while one of them lives."""
+    return int(fake.untyped_storage()._cdata)
+
+
+def user_source(placeholder: fx.Node) -> str:
+    """What the user calls a flat input that dynamo found: "L['x']" is x. Its name in the graph where torch does not say."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    name = name() if callable(name) else name
+    return re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name) if isinstance(name, str) else placeholder.name
 
 
 def elements_are_apart(tensor: torch.Tensor) -> bool:

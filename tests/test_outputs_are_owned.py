@@ -1,0 +1,78 @@
+"""An output shares memory with what the plain model's shares it with, and with nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import zgraph
+
+
+class Outputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+        self.register_buffer("k", torch.ones(4))
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x):
+        before = self.k.clone()
+        self.last.copy_(self.k)
+        self.k.copy_(x[0].detach())
+        h = x @ self.w + self.b
+        return {
+            "input": x * 1,
+            "weight": self.w.clone(),
+            "before": before,
+            "one": h + 0,
+            "other": h.clone(),
+            "view": (h * 2).view(-1),
+            "same": (h * 3, h * 3),
+        }
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_writes_to_outputs_reach_nothing_else(backend):
+    plain = Outputs()
+    model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend=backend))
+    found = []
+    for m in (plain, model):
+        for number in range(2):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(number))
+            out = m(x)
+            kept = copy.deepcopy([out["before"].detach(), out["input"], out["weight"].detach()])
+            loss = sum(out[n].square().sum() for n in ("one", "other", "view")) + out["same"][0].sum()
+            out["input"].zero_()
+            with torch.no_grad():
+                out["weight"].zero_()
+            out["before"].mul_(5)
+            out["same"][1].mul_(2)
+            loss = loss + out["same"][0].square().sum()
+            loss.backward()
+            found.append([*kept, x, out["same"][0].detach(), *(v.clone() for v in m.state_dict().values())])
+        found.append([p.grad for p in m.parameters()])
+    torch.testing.assert_close(found[3:], found[:3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_an_output_that_is_a_view_may_be_written_to(backend):
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.l = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.l(x).view(2, -1)
+
+    found = []
+    for model in (View(), zgraph.compile(View(), zgraph.Plan(backend=backend))):
+        out = model(torch.ones(4, 4))
+        out[0].zero_()
+        out.mul_(3).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found)
