@@ -20,6 +20,7 @@ from zgraph.casts import check, overflow_error, prepare, refuse_overflow
 from zgraph.compiled import StepProgram
 from zgraph.dividing import divided_layout
 from zgraph.errors import MeshError, ModelError, PlanError
+from zgraph.forwards import unbound
 from zgraph.handle import attach, free_dropped_models, is_compiled
 from zgraph.inspection.recorder import record
 from zgraph.passes import History
@@ -112,13 +113,7 @@ def compile(
         if any(p.is_meta for p in [*model.parameters(), *model.buffers()])
         else 0
     )
-    forward = getattr(model.forward, "__func__", None)
-    if forward is None:
-        raise ModelError(
-            "the model's forward is not a method",
-            why="it was replaced on the instance",
-            hint="define forward in the model's class",
-        )
+    forward = unbound(model, model.forward)
     check(model, precision, specs)
     for fault in unmatched(plan, model):
         raise fault
@@ -229,12 +224,12 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
     specs = planned_layout(model, sizes, plan)
     device = _device(model)
     args, kwargs = split_inputs(inputs)
-    forward = getattr(model.forward, "__func__", None)
+    forward = unbound(model, model.forward)
     check(model, precision, specs)
     for fault in unmatched(plan, model):
         raise fault
     with prepare(model, precision, specs):
-        traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)  # type: ignore[arg-type]
+        traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     joint = traced.joint(traced.pattern, decompositions, "train" if traced.pattern else "eval")
     joint.params = divided_layout(joint, plan, costs_of(plan, device), model)

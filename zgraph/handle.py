@@ -22,6 +22,7 @@ from zgraph.checkpoint.pretrained import is_pretrained
 from zgraph.checkpoint.publish import publish
 from zgraph.compiled import StepProgram
 from zgraph.errors import ModelError, StepError
+from zgraph.forwards import Forward
 from zgraph.inspection.explain import Explanation, explain
 from zgraph.inspection.inspection import Inspection
 from zgraph.inspection.making import of_runtime
@@ -67,6 +68,7 @@ class Handle:
     def __init__(self, runtime: Runtime | Uncut, loss_fn: Callable[..., Any] | None = None) -> None:
         self._runtime = runtime
         self.loss_fn = loss_fn
+        self.forward: Forward  # (set by `attach`)
 
     @property
     def runtime(self) -> Runtime:
@@ -96,6 +98,19 @@ class Handle:
         if isinstance(self._runtime, Uncut):
             self._runtime = self._runtime.runtime(args, kwargs)
         return self._runtime
+
+    def adopt_forward(self, function: Callable[..., Any]) -> None:
+        """Capture another forward (which takes the module first) from the next call on. Raises `ModelError` for a model that was cut into stages."""
+        if isinstance(self._runtime, PipelineRuntime):
+            raise ModelError(
+                "the forward of a model in stages was replaced",
+                where=f"mesh.{STAGE_DIM}",
+                why="where it is cut, and which parameters each rank holds, was found in the forward before",
+                hint="replace it before zgraph.compile",
+            )
+        self._runtime.forward_function = function
+        if isinstance(self._runtime, Runtime):
+            self._runtime.forwards_replaced += 1
 
     @property
     def plan(self) -> Plan:
@@ -193,6 +208,7 @@ class Handle:
         divide (unless by token) or that has not the rows of an elastic plan, and for an output without a loss. With an optimizer in the
         plan a step that raises, whatever it raises, leaves no gradients: the next one begins anew.
         """
+        self.forward.settle(self.plan.mesh.get(STAGE_DIM, 1) != 1)
         runtime = self.cut(args, kwargs)
         if isinstance(runtime, PipelineRuntime):
             return train_step_in_stages(runtime, self.loss_fn, args, kwargs)
@@ -425,19 +441,20 @@ class Handle:
 def attach(module: nn.Module, runtime: Runtime | Uncut, loss_fn: Callable[..., Any] | None = None) -> Handle:
     """Let the module's own `forward` run compiled. Its class and its parameters' names stay."""
     handle = Handle(runtime, loss_fn)
-    original = module.forward
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if handle.uncut is not None and handle.uncut.staged:
             refuse_gradients()
         return handle.cut(args, kwargs)(*args, **kwargs)
+
+    handle.forward = Forward(module, run, handle.adopt_forward)
 
     for name in _METHODS:
         if not _owns(module, name):
             module.__dict__[name] = getattr(handle, name)
     module.__dict__["zgraph"] = handle
-    module.__dict__["forward"] = forward
+    module.__dict__["forward"] = handle.forward.compiled
+    module.__dict__["_call_impl"] = handle.forward
     module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
     module.__dict__["__reduce_ex__"] = _refuse_pickle
     _compiled.add(module)
@@ -472,7 +489,9 @@ def is_compiled(module: nn.Module) -> bool:
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A compiled copy with weights of its own; its programs are compiled when it is first called."""
     handle: Handle = module.__dict__["zgraph"]
-    names = [n for n in ("zgraph", "forward", "__deepcopy__", "__reduce_ex__", *_METHODS) if _is_ours(module, n)]
+    handle.forward.refuse_copy()
+    own = ("zgraph", "forward", "_call_impl", "__deepcopy__", "__reduce_ex__", *_METHODS)
+    names = [n for n in own if _is_ours(module, n)]
     ours = {n: module.__dict__.pop(n) for n in names}
     try:
         twin: nn.Module = copy.deepcopy(module, memo)

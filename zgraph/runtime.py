@@ -123,6 +123,7 @@ class Runtime:
         `everyone` are the ranks of all stages, and `held` is what this rank holds of the model."""
         self.module = module
         self.forward_function = forward
+        self.forwards_replaced = 0  # how often it has become another one
         self.plan = plan
         self.sizes = sizes
         self.mesh = mesh
@@ -245,6 +246,8 @@ class Runtime:
         self.shards.refresh()
         self.shards.come_home()
         signed = signature(self.module, args, kwargs)
+        if self.forwards_replaced:
+            signed += f"; forward {self.forwards_replaced}"
         key, known = signed, 0  # the same inputs may have programs for several states of the Python attributes
         while key in self.entries and (stale := self.entries[key].trace.flat.stale(self.module)) is not None:
             logger.info("%s is not for the module as it is now: no longer %s", self.entries[key].name, stale[0])

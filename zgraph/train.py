@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from zgraph.capture import find_loss
 from zgraph.elasticity import Elastic
 from zgraph.errors import StepError
+from zgraph.forwards import signature_of
 from zgraph.plan import Plan
 from zgraph.program.program import DATA_DIMS
 from zgraph.runtime import Runtime
@@ -90,7 +91,7 @@ def train_step(
 @functools.lru_cache(maxsize=16)
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
     """(It is asked for with every micro-batch. Few are kept: a function may hold more than its code.)"""
-    return inspect.signature(forward)
+    return signature_of(forward)
 
 
 def in_order(model: HasForward, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from zgraph.compiled import Entry, StepProgram
 from zgraph.compiler import Inputs, split_inputs
 from zgraph.dividing import divided_layout
 from zgraph.errors import ModelError, SignatureError
+from zgraph.forwards import method_of
 from zgraph.passes.virtual import coordinates, group_ranks, run_virtual
 from zgraph.pipeline import PLAIN, Edit, Variant, costs_of
 from zgraph.placing import placed
@@ -114,7 +115,7 @@ class VirtualStep:
         check(self.model, precision, self.specs)
         prepare(self.model, precision, self.specs)
         plain = in_precision(self.model, self.specs)
-        count, forward = math.prod(self.sizes.values()), getattr(self.model.forward, "__func__", None)
+        count, forward = math.prod(self.sizes.values()), method_of(model)
         parts = self.plan.micro_batches if self.pipelined else 1
         data = [data_rank(self.sizes, r) for r in range(count)]
         called = Called(self.model, forward)

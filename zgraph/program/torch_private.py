@@ -940,6 +940,17 @@ def fix_strides(node: fx.Node) -> None:
         node.meta = {**node.meta, "inductor_realize_to_strides": True}
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that `torch.compile` calls as it is, at a graph break, and does not trace."""
+    reason = "zgraph runs a compiled model: torch.compile around it calls it as a whole (fullgraph=True can't)"
+    return torch._dynamo.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def call_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module's class does to call it: hooks, and its forward."""
+    return type(module)._call_impl(module, *args, **kwargs)
+
+
 def below_autograd() -> Any:
     """Operators inside run without a look at autograd: a program has its own backward. (A collective's start costs 15 us less.)"""
     return torch._C._AutoDispatchBelowAutograd()
