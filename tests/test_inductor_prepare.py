@@ -1,0 +1,80 @@
+"""What torch's joint-graph passes replace: no record, no strides and no number of what stays is another one afterwards."""
+
+from __future__ import annotations
+
+import torch
+from sweeps import sweep
+from torch import nn
+from torch.nn import functional as F
+
+import zgraph
+
+LOSSES = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "huber": F.huber_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "binary": lambda out, target: F.binary_cross_entropy_with_logits(out, target),
+}
+TARGETS = {"zeros": torch.zeros_like, "ones": torch.ones_like, "full": lambda out: torch.full_like(out, 0.25)}
+OTHERS = {
+    "times one": lambda m, x: (m(x) * torch.ones_like(x)).square().mean(),
+    "plus zero": lambda m, x: (m(x) + torch.zeros_like(x)).square().mean(),
+    "minus zero": lambda m, x: (m(x) - torch.zeros_like(x)).sin().mean(),
+    "by one": lambda m, x: (m(x) / torch.ones_like(x)).square().mean(),
+    "same dtype": lambda m, x: m(x).to(x.dtype).square().mean(),
+    "there and back": lambda m, x: m(x).to(torch.float64).to(x.dtype).square().mean(),
+    "transposed twice": lambda m, x: m(x).t().t().square().mean(),
+    "viewed twice": lambda m, x: m(x).view(-1).view(x.shape).square().mean(),
+    "other strides": lambda m, x: (m(x)[:, ::2] * x.new_ones(6, 4)).view(-1).square().mean(),
+    "expanded": lambda m, x: (m(x)[:1].expand(6, 8) * torch.ones_like(x)).view(-1).square().mean(),
+    "transposed constant": lambda m, x: (m(x).t() + torch.zeros_like(x).t()).contiguous().view(-1).square().mean(),
+    "weight": lambda m, x: (m.weight * torch.ones_like(m.weight)).square().sum() + (m.weight + 0).sum() + m(x).mean(),
+    "constant": lambda m, x: (m(x) * 0 + torch.ones_like(x)).sum() + (m.bias * torch.zeros(8)).sum(),
+    "mean of ones": lambda m, x: (m(x) * torch.ones_like(x).softmax(-1)).sum(),
+    "softmax": lambda m, x: (m(x) * 3.0 - (m(x) * 3.0).amax(-1, True)).exp().sum(),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, loss, layer: nn.Module) -> None:
+        super().__init__()
+        self.loss, self.layer = loss, layer
+
+    def forward(self, x):
+        return self.loss(self.layer, x)
+
+
+def same(loss, layer, x, backend="inductor"):
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Model(loss, layer())
+
+    plain, mine = made(), zgraph.compile(made(), zgraph.Plan(backend=backend))
+    expected, found = plain(x), mine(x)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    for (name, p), q in zip(mine.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=lambda said, name=name: f"{name}: {said}")
+
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+CASES = [(name, target) for name in LOSSES for target in TARGETS]
+
+
+@sweep("case", CASES, quick=2, ids=lambda c: " ".join(c))
+def test_losses_against_constants(case):
+    loss, target = LOSSES[case[0]], TARGETS[case[1]]
+    same(lambda m, x: loss(m(x), target(m(x))), lambda: nn.Linear(8, 8), X)
+
+
+@sweep("target", list(TARGETS), quick=1)
+def test_losses_of_images_against_constants(target):
+    same(lambda m, x: F.mse_loss(m(x), TARGETS[target](m(x))), lambda: nn.Conv2d(3, 2, 3), IMAGES)
+
+
+@sweep("name", list(OTHERS), quick=4)
+def test_operators_that_do_nothing(name):
+    same(OTHERS[name], lambda: nn.Linear(8, 8), X)
