@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zgraph
-from zgraph.errors import CaptureError
+from zgraph.errors import CaptureError, SignatureError
 from zgraph.program import ops
 from zgraph.program.serial import from_json, to_json
 
@@ -195,3 +195,25 @@ def test_a_singular_matrix_raises_what_it_raises_in_plain_pytorch():
         mine.weight.zero_()
     with pytest.raises(torch.linalg.LinAlgError, match="singular"):
         mine()
+
+
+class Strided(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self):
+        return self.weight.as_strided((2, 2, 2, 2), (1, 1, 1, 1), 0)
+
+
+def test_an_output_whose_elements_overlap_has_its_gradient():
+    plain, mine = Strided(torch.randn(16)), zgraph.compile(Strided(torch.randn(16)), EAGER)
+    tangent = torch.arange(16.0).view(2, 2, 2, 2)
+    for model in (plain, mine):
+        model().backward(tangent)
+    torch.testing.assert_close(mine.weight.grad, plain.weight.grad)
+
+
+def test_as_strided_of_what_begins_within_its_storage_is_refused():
+    with pytest.raises(SignatureError, match="begins within its storage"):
+        zgraph.compile(Strided(torch.randn(20)[4:]), EAGER)()

@@ -15,7 +15,7 @@ import operator
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from zgraph.asserts import keep_asserts, name_asserts
 from zgraph.dynamic_sizes import fold_dynamic_sizes, fold_effects
 from zgraph.errors import CaptureError, UnsupportedError
+from zgraph.passes.aliases import root_of
 from zgraph.precision import Precision
 from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
@@ -50,6 +51,7 @@ class Trace:
     `inputs` say what the flat inputs are; `differentiable` are the flat outputs that can carry a gradient; `loss` is
     the flat output that is the model's own loss (also where nothing is differentiated), None where it gives none. `casts` has the dtype of
     each flat input that the program casts to the compute dtype, `output_dtype` what it casts floating-point outputs to (None: nothing).
+    `from_start` are the flat inputs of which `as_strided` looks at the storage: they must begin where it begins.
     """
 
     flat: torch_private.FlatCapture
@@ -60,6 +62,7 @@ class Trace:
     mesh: dict[str, int]
     casts: dict[int, torch.dtype]
     output_dtype: torch.dtype | None
+    from_start: set[int] = field(default_factory=set)
 
     @property
     def pattern(self) -> frozenset[int]:
@@ -346,6 +349,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     _annotate(graph)
     fold_effects(graph)
     fold_dynamic_sizes(graph)
+    _note_as_strided(graph, trace)
     inputs: list[Port] = []
     outputs: list[tuple[Port, fx.Node]] = []
     for node in graph.find_nodes(op="placeholder"):
@@ -391,6 +395,25 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
         node.meta.pop("desc", None)
     program.recompile()
     return program
+
+
+def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:
+    """Note of which inputs `as_strided` looks at the storage. Raises `UnsupportedError` where it looks beyond the input itself."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        source = root_of(node)
+        kind, at = torch_private.describe_input(source.meta.get("desc"))
+        if kind != "input":
+            continue
+        trace.from_start.add(at)
+        size, stride = node.meta["val"].shape, node.meta["val"].stride()
+        last = node.meta["val"].storage_offset() + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        if 0 not in size and last >= source.meta["val"].untyped_storage().nbytes() // source.meta["val"].itemsize:
+            raise UnsupportedError(
+                "as_strided looks beyond the tensor that it is given",
+                where=info(node).source or None,
+                why=f"{trace.inputs[at].name!r} has {source.meta['val'].numel()} elements, and element {last} of its storage is read",
+                hint="give the model the tensor that has the whole storage",
+            )
 
 
 def _own_gradient(program: Program, port: Port, node: fx.Node) -> fx.Node:

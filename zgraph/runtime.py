@@ -450,6 +450,7 @@ class Runtime:
         step = entry.program()
         self.agree_on_batch(entry, step, flat)
         self.agree_on_random(step)
+        _refuse_offsets(entry, flat)
         if not (step.differentiated and torch.is_grad_enabled()):
             outputs, _ = self.run_forward(entry, step, flat)
             return tuple(outputs)
@@ -696,6 +697,16 @@ class _Reduction:
 
 # Inputs of a backward that nothing holds when it is over, or that are held by a parameter as well.
 _LET_GO = (InputRole.PARAMETER, InputRole.ACCUMULATOR)
+
+
+def _refuse_offsets(entry: Entry, flat: Sequence[Any]) -> None:
+    """Raises `SignatureError` for a tensor that begins within a storage of which the model looks at other parts."""
+    for at in entry.trace.from_start:
+        if flat[at].storage_offset():
+            raise SignatureError(
+                f"{entry.trace.inputs[at].name!r} begins within its storage, and the model's as_strided counts from the storage's start",
+                hint="clone it",
+            )
 
 
 class _Saved(list[Any]):
