@@ -124,6 +124,8 @@ def recompute_all_but(program: Program, saved: set[str], by: str = "recompute") 
             return node
         for used in node.all_input_nodes:
             again(used, before)
+        if node.target is operator.getitem and node.args[0] not in copies:
+            return node  # (an operator with several outputs was kept: these are kept, since it is no tensor itself)
         with program.graph.inserting_before(before):
             copies[node] = program.repeat(node, copies, by)
         return copies[node]
