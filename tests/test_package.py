@@ -88,6 +88,22 @@ def test_public_names_are_listed_before_they_are_loaded():
     assert set(zgraph.__all__) <= set(dir(zgraph))
 
 
+def test_every_name_that_the_documentation_shows_is_there_without_another_import(monkeypatch):
+    import zgraph
+
+    texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    found = {name for text in texts for name in re.findall(r"(?<![\w./])zgraph\.([a-zA-Z]\w*)(?!\.md)", text)}
+    assert {"allocations", "deepspeed", "symbolic", "passes", "errors", "compile", "Plan"} <= found
+    for name in found - {"release"}:  # (an operator of programs)
+        monkeypatch.delitem(vars(zgraph), name, raising=False)  # (an earlier import may have set it)
+        assert getattr(zgraph, name) is not None
+
+
+def test_a_module_of_zgraphs_is_there_in_a_fresh_process():
+    lines = "import zgraph; zgraph.deepspeed; zgraph.symbolic; zgraph.allocations; zgraph.checkpoint"
+    assert loaded_by(lines, "zgraph.deepspeed", "zgraph.symbolic") == ["zgraph.deepspeed", "zgraph.symbolic"]
+
+
 def test_an_unknown_name_is_an_attribute_error():
     import zgraph
 
