@@ -112,24 +112,25 @@ class Agreement:
         *,
         team: int = 0,
         teams: int = 1,
+        flag: bool = False,
         hint: str = "give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
-    ) -> None:
-        """Raise `RankMismatchError` on every rank unless all give the same `ballot`; of several `teams`, all of each.
+    ) -> bool:
+        """Raise `RankMismatchError` on every rank unless all give the same `ballot`; of several `teams`, all of each. Has any raised its `flag`?
 
         On a difference, what `explain()` returns is exchanged, and `compare` says in words how they differ.
         """
         if self.group is None:
-            return
+            return flag
         number = int.from_bytes(hashlib.sha256(ballot.encode()).digest()[:7], "little")
-        both = torch.full((2, teams), torch.iinfo(torch.int64).min)
-        both[0, team], both[1, team] = number, -number
+        both = torch.full((3, teams), torch.iinfo(torch.int64).min)
+        both[0, team], both[1, team], both[2] = number, -number, int(flag)
         views: list[Any] = [None] * len(self.ranks)
         with _named(self, f"the ranks' vote about {subject} (all_reduce)", ballot):
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
             if torch.equal(both[0], -both[1]):
                 if self._relaxed:
                     self._tighten()
-                return
+                return bool(both[2, 0])
             dist.all_gather_object(views, (ballot, explain() if explain else None, team), group=self.group)
         voted = {r: view[0] for r, view in zip(self.ranks, views, strict=True)}
         leads: dict[int, int] = {}  # the first rank of each team

@@ -51,6 +51,7 @@ from zgraph.tiers.moves import Tiers
 from zgraph.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.unchanged import Unchanged
 from zgraph.update.held import Held
+from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
 from zgraph.update.program import away_bytes, outside_of, shares_of
 from zgraph.update.updater import Updater
 from zgraph.versions import Versions
@@ -214,9 +215,16 @@ class Runtime:
         """A parameter's gradient with what other stages have of it. All ranks must call it."""
         return grad
 
-    def agree_on_update(self, names: Sequence[str]) -> None:
-        """Let the ranks compare of which parameters they are about to use the gradients."""
-        self.agreement.vote("an update", f"{len(names)} gradients: {' '.join(names)}")
+    def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
+        """Let the ranks compare of which parameters they are about to use the gradients, and the numbers that their optimizers have now."""
+        gradients = f"{len(names)} gradients: {' '.join(names)}"
+        self.agreement.vote(
+            "an update",
+            f"{gradients}; {numbers.ballot()}",
+            lambda: (gradients, numbers),
+            compare_updates,
+            hint=UPDATE_HINT,
+        )
 
     def _ended(self) -> None:
         """A step is over."""

@@ -40,7 +40,9 @@ _STEPS = "_zgraph_steps"  # in the __dict__ of a compiled model's parameter: the
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Count a step on those of an optimizer's parameters that are a compiled model's shards."""
+    """Count a step on those of an optimizer's parameters that are a compiled model's shards. (A plan's optimizer counts its own.)"""
+    if getattr(optimizer, "counts_updates", False):
+        return
     for group in optimizer.param_groups:
         for param in group["params"]:
             if _STEPS in param.__dict__:

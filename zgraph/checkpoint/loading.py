@@ -8,7 +8,7 @@ master copy of one in bfloat16, and the reverse.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,9 @@ from zgraph.checkpoint.values import PerRank, decode
 from zgraph.errors import CheckpointError
 from zgraph.names import did_you_mean
 from zgraph.sharding import bits, local_of
-from zgraph.update.build import AHEAD, EMA, MASTER
+from zgraph.update.build import AHEAD, DERIVED, EMA, MASTER
 from zgraph.update.held import mesh_of
+from zgraph.update.rules import RULES
 
 if TYPE_CHECKING:
     from zgraph.runtime import Runtime
@@ -36,18 +37,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STEP = "step"
-DERIVED = (MASTER, EMA, AHEAD)  # states that can be made of the weight
 
 
 @dataclass
 class Loading:
     """What is to be written: `tensors` by the name of what each is read from, then `copies` (to, from), then `fresh` states anew.
-    `counts`: the updates each parameter has had."""
+    `counts`: the updates each parameter has had; `begun`: whether it has had any (1.0), where none were counted."""
 
     tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
+    begun: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def read(self, name: str, into: torch.Tensor) -> None:
@@ -296,11 +297,26 @@ def _plan_parameter(
         for key, tensor in rest.items():
             _check(source, theirs[key], tensor)
             loading.read(theirs[key], tensor)
+        if STEP not in saved:
+            loading.begun[name] = _begun(runtime, source, name, theirs)
     if optimizer and STEP in saved:
         info = source.tensors[saved[STEP]]
         if info.shape not in ((), (1,)):
             raise CheckpointError(f"the count of updates of {name} is no number but {list(info.shape)}")
         loading.counts[name] = float(source.whole(saved[STEP]).reshape(()))
+
+
+def _begun(runtime: Runtime, source: Source, name: str, saved: Collection[str]) -> float:
+    """How many updates a parameter has had of which there are states and no count. Raises `CheckpointError` where the optimizer needs one."""
+    record = runtime.updater.states.members[name].record
+    if RULES[record.name].counts:
+        raise CheckpointError(
+            f"the checkpoint has no count of updates of {name}",
+            where=str(source.folder),
+            why=f"{record.name} works with it",
+            hint="save each parameter's 'step' as torch's optimizers keep it; or optimizer=False for the weights alone",
+        )
+    return RULES[record.name].first_count(saved)
 
 
 def _check(source: Source, name: str, into: torch.Tensor) -> None:
@@ -379,7 +395,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
     if steps is None:
         steps = agreement.most("the steps of a checkpoint", int(max(loading.counts.values(), default=0.0)))
     with torch.inference_mode(False):
-        updater.restore(source.known, steps, loading.counts, parts.optimizer)
+        updater.restore(source.known, steps, loading.begun | loading.counts, parts.optimizer)
     runtime.samples = source.known.samples or 0 if parts.optimizer else 0
     runtime.turns = source.known.steps or 0 if parts.optimizer else 0
     mesh = mesh_of(runtime.sizes, updater.held)

@@ -1026,3 +1026,8 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
         hooks = getattr(old, name)
         if hooks:
             setattr(new, name, hooks)
+
+
+OPTIMIZER_HOOKS = tuple(
+    f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)  # what an optimizer of torch's keeps its hooks in

@@ -29,6 +29,7 @@ from zgraph.stages.staged import Capture, Partition, Staged, reduces_once
 from zgraph.stages.worker import Worker
 from zgraph.timings import model_flops
 from zgraph.update.held import check_meetings, meetings
+from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
 from zgraph.update.program import outside_of
 
 if TYPE_CHECKING:
@@ -194,12 +195,20 @@ class PipelineRuntime(Runtime):
         """Are gradients reduced once a step, and not in every backward?"""
         return reduces_once(self.plan, self.sizes)
 
-    def agree_on_update(self, names: Sequence[str]) -> None:
+    def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
         """And let the stages compare what their updates do together, if one of them has a new one."""
-        super().agree_on_update(names)
+        super().agree_on_update(names, numbers)
         found = self.updater.program(tuple(names)).history.program
         made = len(self.updater.compiled())
-        if self.everyone.any("a new update", made != self._updates_met):
+        new = self.everyone.vote(
+            "the optimizer's numbers",
+            numbers.ballot(),
+            lambda: ("", numbers),
+            compare_updates,
+            flag=made != self._updates_met,
+            hint=UPDATE_HINT,
+        )
+        if new:
             self._updates_met = made
             check_meetings(self._by_position(self.everyone.gather("the stages' updates", meetings(found))))
 

@@ -36,6 +36,7 @@ from zgraph.update.rules import RULES
 MASTER = "master"
 EMA = "ema"
 AHEAD = "ahead"  # a parameter as updates see it that run late: the model gets it one step later
+DERIVED = (MASTER, EMA, AHEAD)  # states that can be made of the weight
 NONFINITE = "nonfinite"  # how many steps were not finite, beyond what a loss scale brings about
 
 

@@ -50,4 +50,4 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: 
     return x.T if tall else x
 
 
-MUON = Rule(("lr", "momentum", "weight_decay"), _states, _update)
+MUON = Rule(("lr", "momentum", "weight_decay"), _states, _update, counts=False)

@@ -6,24 +6,26 @@ without padding. `step()` is the model's.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zgraph.errors import ModelError, PlanError
-from zgraph.update.build import AHEAD
+from zgraph.errors import ModelError, PlanError, StepError
+from zgraph.program import torch_private
+from zgraph.update.build import AHEAD, DERIVED
 from zgraph.update.groups import Member
 from zgraph.update.rules import RULES
+from zgraph.update.shown import OfParam, OptimizerState
 
 
 class Updates(Protocol):
     """What stands behind the optimizer."""
 
-    def step(self) -> Any: ...
+    def update(self) -> Any: ...
 
     def zeroed(self) -> None: ...
 
@@ -31,26 +33,10 @@ class Updates(Protocol):
 
     def wait(self) -> None: ...
 
-    def resume(self, counts: dict[torch.Tensor, float]) -> None: ...
+    def resume(self, counts: dict[torch.Tensor, float], done: int, fresh: Sequence[torch.Tensor]) -> None: ...
 
 
-class _MadeWhenAsked(defaultdict[torch.Tensor, Any]):
-    """An optimizer's state, which is never empty to who asks: torch.distributed.checkpoint would else make it by a step."""
-
-    def __init__(self, updater: Updates | None) -> None:
-        super().__init__(dict)
-        self._updater = updater
-
-    def __bool__(self) -> bool:
-        if self._updater is not None:
-            self._updater.make_states()
-        return len(self) > 0
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
-
-
-def _copy(mine: torch.Tensor, value: torch.Tensor) -> None:
+def copy_state(mine: torch.Tensor, value: torch.Tensor) -> None:
     """Write a saved state, whole or cut in any way, into one that is cut like its parameter."""
     with torch.no_grad():
         if isinstance(mine, DTensor):
@@ -72,7 +58,13 @@ class PlanOptimizer(torch.optim.Optimizer):
     schedules before each step.
     `state_dict()` and `load_state_dict()` are torch's, so torch.distributed.checkpoint works; half precision's loss scale
     is not in them.
+
+    What is put into `state`, or taken away, the next step takes over: it copies tensors, and lets what is gone begin anew, as torch does.
+    Hooks of `step()` run with every step, those of `train_step` too. Parameters stay in the groups of the plan: `StepError` where they
+    were moved.
     """
+
+    counts_updates = True  # (its weights need not have changed when `step` returns: updates may run late)
 
     def __init__(
         self,
@@ -82,6 +74,8 @@ class PlanOptimizer(torch.optim.Optimizer):
         own: Collection[str] | None = None,
     ) -> None:
         self._behind = updater
+        self._complete = False
+        self._newer: PlanOptimizer | None = None
         self._records = {m.group: m.record for m in members}
         self._fixed: dict[int, dict[str, Any]] = {}
         groups = []
@@ -96,17 +90,81 @@ class PlanOptimizer(torch.optim.Optimizer):
             }
         first = groups[0] if groups else {}
         super().__init__(groups, {k: v for k, v in first.items() if k not in ("params", "names")})
-        self.state = _MadeWhenAsked(updater)
+        self._shown = OptimizerState(updater.make_states if updater is not None else None)
+        self._held = [list(group["params"]) for group in self.param_groups]  # as nobody but the model may change them
+        self._names = [[n for n in g["names"] if own is None or n in own] for g in self.param_groups]
+        self._complete = True
+
+    @property
+    def state(self) -> OptimizerState:  # type: ignore[override]
+        """What the update keeps of each parameter; see the class."""
+        return self._shown if self._newer is None else self._newer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._complete:  # (torch's own constructor gives an empty one)
+            given = {param: dict(kept) for param, kept in value.items()}
+            self.state.clear()
+            for param, kept in given.items():
+                self.state[param].update(kept)
 
     def _updater(self) -> Updates:
-        assert self._behind is not None
+        if self._newer is not None:
+            return self._newer._updater()
+        if self._behind is None:
+            raise StepError(
+                "an optimizer that is no longer the model's",
+                why="the model was compiled again by a plan with another optimizer",
+                hint="take model.zgraph.optimizer anew after recompile",
+            )
         return self._behind
 
+    def follow(self, old: PlanOptimizer) -> None:
+        """Go on where another optimizer of the same parameters is: with its groups and hooks. Who holds that, a scheduler say, holds this."""
+        self.param_groups = old.param_groups
+        for name in torch_private.OPTIMIZER_HOOKS:
+            setattr(self, name, getattr(old, name))
+        old._newer = self
+
+    def retire(self) -> None:
+        """Another optimizer has taken this one's place: refuse to be used."""
+        self._behind = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises `PlanError`: the update program is that of the plan's groups."""
+        if not self._complete:
+            super().add_param_group(param_group)
+            return
+        raise PlanError(
+            "add_param_group on the plan's optimizer",
+            where="optimizer.groups",
+            why="the update program was made for the model's parameters, in the plan's groups",
+            hint="give the plan the group (optimizer.groups); for parameters that are not the model's make an optimizer of torch's",
+        )
+
+    def look_up(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Hold the model's parameters as they are now (`load_state_dict(assign=True)` makes them other objects). Raises `StepError` where someone
+        else has changed which are in a group."""
+        groups = self.param_groups
+        if len(groups) != len(self._held):
+            raise _moved(f"there are {len(groups)} groups, and {len(self._held)} in the plan")
+        for number, (group, held) in enumerate(zip(groups, self._held, strict=True)):
+            now = group.get("params", ())
+            if len(now) != len(held) or not all(map(operator.is_, now, held)):
+                raise _moved(f"group {number} has {len(now)} parameters now, and not the {len(held)} of the plan")
+            names = self._names[number]
+            if not all(map(operator.is_, held, map(params.__getitem__, names))):
+                fresh = [params[n] for n in names]
+                for old, new in zip(held, fresh, strict=True):
+                    if old is not new:
+                        self._shown.show_again(old, new)
+                group["params"], self._held[number] = fresh, list(fresh)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update; the same as `model.step()`."""
+        """One update; the same as `model.step()`, which calls it."""
         if closure is not None:
             raise PlanError("the plan's optimizer takes no closure", hint="run forward and backward before step()")
-        return self._updater().step()
+        return self._updater().update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw the gradients away, as torch's optimizers do."""
@@ -114,13 +172,19 @@ class PlanOptimizer(torch.optim.Optimizer):
         self._updater().zeroed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Every state of every parameter that trains, as torch's optimizers have it; those not made yet are made."""
+        """Every state of every parameter that trains, as torch's optimizers have it; those not made yet are made. Tensors are the update's own,
+        but for counts of updates, which several parameters may share."""
         self._updater().wait()
         self._updater().make_states()
-        return super().state_dict()
+        found = super().state_dict()
+        for key, kept in found["state"].items():
+            if isinstance(kept, OfParam):
+                found["state"][key] = {k: v.clone() if k == "step" else v for k, v in kept.items()}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over states, counts of updates and the groups' numbers; a schedule goes on from the count.
+        """Take over states, counts of updates and the groups' numbers; a schedule goes on from the count. A parameter of which nothing was
+        saved begins anew.
 
         Tensors may be DTensors of any placement or whole ones. Load the weights before: where updates run late, here or where it was
         saved, they go on from each other. Raises `ModelError` for other groups, parameters, states
@@ -128,33 +192,54 @@ class PlanOptimizer(torch.optim.Optimizer):
         """
         self._updater().wait()
         self._updater().make_states()
-        pairs = list(self._pairs(state_dict))
-        for param, saved in pairs:
-            mine = self.state[param]
-            for key in (saved.keys() | mine.keys()) - {AHEAD}:
-                shapes = [tuple(s[key].shape) if key in s else None for s in (saved, mine) if key != "step"]
-                if len(set(shapes)) > 1:
-                    raise ModelError(
-                        f"the optimizer's saved state {key!r} has shape {shapes[0]}, this plan's {shapes[1]}",
-                        why="it was saved by another optimizer, or of another model",
-                        hint="load it with the plan that it was saved with",
-                    )
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict.copy()) or state_dict
+        pairs = [(p, record, self._checked(p, record, saved)) for p, record, saved in self._pairs(state_dict)]
         counts: dict[torch.Tensor, float] = {}
-        for param, saved in pairs:
-            counts[param] = float(saved["step"]) if "step" in saved else 0.0
-            mine = self.state[param]
+        done, fresh = 0, []
+        for param, record, saved in pairs:
+            mine, rule = self.state[param], RULES[record.name]
+            counts[param] = float(saved["step"]) if "step" in saved else rule.first_count(saved)
+            done = max(done, int(float(saved.get("step", 0.0))))
+            if not saved.keys() - {"step", *DERIVED}:
+                fresh.append(param)
+                counts[param] = 0.0 if rule.begins in mine else counts[param]
             for key, value in saved.items():
                 if key in mine and key != "step":
-                    _copy(mine[key], value)
+                    copy_state(mine[key], value)
             if AHEAD in mine and AHEAD not in saved:
-                _copy(mine[AHEAD], param)
+                copy_state(mine[AHEAD], param)
             if AHEAD in saved and AHEAD not in mine:  # (here updates are in time: so is the weight)
-                _copy(param, saved[AHEAD])
+                copy_state(param, saved[AHEAD])
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in other.items() if k not in ("params", "names")})
-        self._updater().resume(counts)
+        self._updater().resume(counts, done, fresh)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
-    def _pairs(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    def _checked(self, param: torch.Tensor, record: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        """What was saved of a parameter, if it is what is kept of it here, or nothing because it has not begun. Raises `ModelError`."""
+        rule, mine = RULES[record.name], self.state[param]
+        saved = {k: v for k, v in saved.items() if v is not None}
+        if not saved.keys() - {"step", *DERIVED} and (rule.begins is not None or not saved):
+            return saved
+        for key in (saved.keys() | mine.keys()) - {AHEAD, "step"}:
+            shapes = [tuple(s[key].shape) if key in s else None for s in (saved, mine)]
+            if len(set(shapes)) > 1:
+                raise ModelError(
+                    f"the optimizer's saved state {key!r} has shape {shapes[0]}, this plan's {shapes[1]}",
+                    why="it was saved by another optimizer, or of another model",
+                    hint="load it with the plan that it was saved with",
+                )
+        if rule.counts and "step" not in saved:
+            raise ModelError(
+                "the optimizer's saved state has no count of updates ('step')",
+                why=f"{record.name} works with it",
+                hint="add to each parameter's state the number of updates that it has had",
+            )
+        return saved
+
+    def _pairs(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.Tensor, Any, dict[str, Any]]]:
         saved_groups = state_dict["param_groups"]
         sizes = [[len(g["params"]) for g in groups] for groups in (saved_groups, self.param_groups)]
         if sizes[0] != sizes[1]:
@@ -162,14 +247,18 @@ class PlanOptimizer(torch.optim.Optimizer):
                 f"the saved optimizer has groups of {sizes[0]} parameters, this one of {sizes[1]}",
                 hint="load it with the plan and the model that it was saved with",
             )
-        for saved, mine in zip(saved_groups, self.param_groups, strict=True):
+        for saved, mine, record in zip(saved_groups, self.param_groups, self._records.values(), strict=True):
             for key, param in zip(saved["params"], mine["params"], strict=True):
-                if key in state_dict["state"] and param in self.state:
-                    yield param, state_dict["state"][key]
+                if param in self.state:
+                    yield param, record, state_dict["state"].get(key, {})
 
     def numbers(self, wanted: Sequence[tuple[int, str]]) -> list[float]:
         """The values of (group, "lr" or "betas.0") as they are now."""
         groups = dict(zip(self._records, self.param_groups, strict=True))
+        missing = [(n, k) for n, path in wanted if (k := path.partition(".")[0]) not in groups[n]]
+        if missing:
+            number, key = missing[0]
+            raise PlanError(f"group {number} of the optimizer has no {key} any more", where=f"optimizer.{key}")
         for number, fixed in self._fixed.items():
             for key, before in fixed.items():
                 now = groups[number].get(key)
@@ -195,3 +284,11 @@ class PlanOptimizer(torch.optim.Optimizer):
                 )
             found.append(float(now))
         return found
+
+
+def _moved(why: str) -> StepError:
+    return StepError(
+        "the optimizer's groups no longer hold the parameters that the plan gave them",
+        why=why,
+        hint="put them back; freeze a parameter by requires_grad_(False), and give the plan other groups by model.zgraph.recompile(plan)",
+    )

@@ -6,7 +6,7 @@ A rule sees this rank's rows of one parameter. Where that is not enough (a norm,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,6 +68,9 @@ class Rule:
     `update(record, param, grad, states, scalars, step, part)` gives the new parameter and the new states: `scalars` by
     the names above and `step` (the number of this update, from 1) are 0-dim float64 tensors. Whether a scalar is zero in
     the record is known when the program is made, so an operation that is skipped for zero costs nothing.
+
+    A rule that `counts` needs the number of updates that its states have had. `begins` names the state that the first update makes of
+    the gradient alone: torch's optimizers keep no number then, and have had an update where they have that state.
     """
 
     scalars: tuple[str, ...]
@@ -76,3 +79,9 @@ class Rule:
         [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part],
         tuple[Tensor, dict[str, Tensor]],
     ]
+    counts: bool = True
+    begins: str | None = None
+
+    def first_count(self, kept: Collection[str]) -> float:
+        """How many updates a parameter has had of which these states are kept, and no number."""
+        return 1.0 if self.begins in kept else 0.0

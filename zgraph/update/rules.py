@@ -143,9 +143,11 @@ RULES: dict[str, Rule] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
     "AdamW8bit": blockwise(_ADAM),
-    "SGD": Rule(("lr", "momentum", "dampening", "weight_decay"), _sgd_states, _sgd),
+    "SGD": Rule(
+        ("lr", "momentum", "dampening", "weight_decay"), _sgd_states, _sgd, counts=False, begins="momentum_buffer"
+    ),
     "Adagrad": Rule(("lr", "lr_decay", "eps", "weight_decay"), _adagrad_states, _adagrad),
-    "Lion": Rule(("lr", *_BETAS, "weight_decay"), _lion_states, _lion),
+    "Lion": Rule(("lr", *_BETAS, "weight_decay"), _lion_states, _lion, counts=False),
     "LAMB": Rule(("lr", *_BETAS, "eps", "weight_decay"), _lamb_states, _lamb),
     "Muon": MUON,
 }

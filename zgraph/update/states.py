@@ -9,18 +9,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from zgraph.errors import StepError
 from zgraph.sharding import Shards, row_by_row
 from zgraph.tiers.moves import Tier
 from zgraph.update import scaler
 from zgraph.update.build import AHEAD, EMA, MASTER, NONFINITE, UpdateOptions, state_bytes_of, states_of
 from zgraph.update.groups import STEP, Member
-from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.rule import State
+from zgraph.update.optimizer import PlanOptimizer, copy_state
+from zgraph.update.rule import Rule, State
+from zgraph.update.rules import RULES
+from zgraph.update.shown import OfParam
 
 logger = logging.getLogger(__name__)
+
+STEP_KEY = "step"  # what the optimizer calls a parameter's count of updates
 
 
 class States:
@@ -41,6 +47,10 @@ class States:
         self.device = device
         self.optimizer = optimizer
         self.home = home
+        self._shown: dict[str, tuple[OfParam, dict[str, Any]]] = {}  # what the optimizer shows, as it was shown
+        self._written: dict[
+            str, tuple[torch.Tensor, int]
+        ] = {}  # counts of updates, with the versions that updates left
         self.tensors: dict[str, torch.Tensor] = {STEP: torch.zeros((), dtype=torch.float64, device=device)}
         if options.loss_scale is not None:
             first = scaler.initial(options.loss_scale)
@@ -88,7 +98,14 @@ class States:
                 self.tensors[name] = made.copy_(local) if key in (MASTER, EMA, AHEAD) else made.fill_(state.fill)
             shown[key] = self.shards.shown(param, self.tensors[name])
         if self.optimizer is not None:
-            self.optimizer.state[self.shards.params()[param]] = shown
+            self._shown[param] = self.optimizer.state.show(self.shards.params()[param], shown), shown
+
+    def _show(self, param: str, key: str, tensor: torch.Tensor) -> None:
+        """Show another tensor than before, where a parameter's states are shown."""
+        if param in self._shown:
+            made, shown = self._shown[param]
+            shown[key] = tensor
+            dict.__setitem__(made, key, tensor)
 
     def bytes_at(self, options: UpdateOptions) -> int:
         """The bytes of those that lie elsewhere by these options."""
@@ -101,9 +118,7 @@ class States:
             param = name.rpartition("/")[0]
             if (param in before) != (param in options.homes):
                 self.tensors[name] = self._copy(name, tensor)
-                if self.optimizer is not None:
-                    shown = self.optimizer.state[self.shards.params()[param]]
-                    shown[name.rpartition("/")[2]] = self.shards.shown(param, self.tensors[name])
+                self._show(param, name.rpartition("/")[2], self.shards.shown(param, self.tensors[name]))
 
     def _room(self, param: str, state: State, local: torch.Tensor) -> torch.Tensor:
         """A tensor for a state, with the strides of its parameter's rows where it has their shape."""
@@ -117,11 +132,7 @@ class States:
     def fill(self) -> None:
         """Make the states of every parameter that trains, before its first update."""
         for name, param in self.shards.params().items():
-            if (
-                name in self.members
-                and param.requires_grad
-                and (self.optimizer is None or param not in self.optimizer.state)
-            ):
+            if name in self.members and param.requires_grad and (self.optimizer is None or name not in self._shown):
                 self._make(name)
 
     def clear(self, names: Iterable[str]) -> None:
@@ -133,6 +144,68 @@ class States:
                 if key not in (MASTER, EMA, AHEAD) and f"{name}/{key}" in self.tensors:
                     self.tensors[f"{name}/{key}"].fill_(state.fill)
 
+    def counts(self) -> dict[str, float]:
+        """How many updates each parameter has had. (The host waits for the device.)"""
+        known = {name: float(self.tensors[name]) for name in {m.count for m in self.members.values()}}
+        return {name: known[m.count] for name, m in self.members.items()}
+
+    # -- what the user changes ----------------------------------------------------------------------------------------
+    def read_back(self) -> str:
+        """Take over what a user has put into the optimizer's states, or taken away, since they were shown; what was, in words ("" for nothing).
+
+        Tensors are copied into the update's own, which are shown again. A parameter whose states are gone begins anew. Raises `StepError` for
+        what no update can go on from; then nothing was changed.
+        """
+        optimizer = self.optimizer
+        if optimizer is None or not optimizer.state.changed:
+            return ""
+        params, counts = self.shards.params(), {}
+        changes: list[tuple[str, dict[str, Any]]] = []
+        for name, member in self.members.items():
+            if member.record is None:
+                continue
+            now = optimizer.state.get(params[name]) or {}
+            if name not in self._shown:
+                if not now:
+                    continue
+                self._make(name)
+                dict.__setitem__(optimizer.state, params[name], now)  # (until it is known to be right)
+            found = _changes(name, self._shown[name][1], now, RULES[member.record.name])
+            if found is not None:
+                changes.append((name, found))
+        counted = self.counts() if changes else {}
+        for name, found in changes:
+            mine, rule = self._shown[name][1], RULES[self.members[name].record.name]
+            if not found:
+                self.clear([name])
+            for key, value in found.items():
+                if value is None:
+                    mine[key].zero_()
+                elif key != STEP_KEY:
+                    copy_state(mine[key], value)
+            counts[name] = _count_after(found, counted[name], rule)
+        for name, (_, shown) in self._shown.items():
+            self._shown[name] = optimizer.state.show(params[name], shown), shown
+        optimizer.state.changed = False
+        if counts and any(counted[n] != c for n, c in counts.items()):
+            self.set_counts(counted | counts)
+        return "; ".join(f"{n}: {sorted(f)} {counts[n]}" for n, f in changes)
+
+    def wrote_counts(self) -> None:
+        """An update has written the counts: note their versions."""
+        self._written = {n: (t, t._version) for n, t in self.tensors.items() if n.startswith(STEP)}
+
+    def refuse_written_counts(self) -> None:
+        """Raises `StepError` where someone else has written into a count of updates."""
+        for name, (tensor, version) in self._written.items():
+            if self.tensors.get(name) is tensor and tensor._version != version:
+                raise StepError(
+                    "a count of updates in the optimizer's state was written to in place",
+                    where="model.zgraph.optimizer.state",
+                    why="parameters that were updated equally often share one",
+                    hint="assign each parameter's: optimizer.state[param]['step'] = number; then load the states, or make them anew",
+                )
+
     def set_counts(self, counts: Mapping[str, float]) -> None:
         """Let each parameter have had so many updates (none, if it is not named)."""
         numbers = sorted({counts.get(n, 0.0) for n in self.members}, reverse=True)
@@ -143,8 +216,7 @@ class States:
         for name, member in self.members.items():
             count = names[counts.get(name, 0.0)]
             self.members[name] = replace(member, count=count)
-            if self.optimizer is not None and (shown := self.optimizer.state.get(self.shards.params()[name])):
-                shown["step"] = self.tensors[count]
+            self._show(name, "step", self.tensors[count])
 
     def count_apart(self, names: Iterable[str]) -> None:
         """Parameters that have no gradient this time count their updates apart from those that have, as torch does."""
@@ -160,8 +232,7 @@ class States:
             self.tensors[apart] = self.tensors[count].clone()
             for name in left_out:
                 self.members[name] = replace(self.members[name], count=apart)
-                if self.optimizer is not None and (shown := self.optimizer.state.get(self.shards.params()[name])):
-                    shown["step"] = self.tensors[apart]
+                self._show(name, "step", self.tensors[apart])
 
     def adopt(self, old: States, *, copies: bool) -> None:
         """Take over another's tensors (copies of them). What this plan's optimizer does not keep is left out, what it alone
@@ -197,6 +268,44 @@ class States:
     def averaged(self) -> list[str]:
         """The parameters that have an average apart from themselves by now."""
         return [n for n in self.members if f"{n}/{EMA}" in self.tensors]
+
+
+def _changes(name: str, shown: dict[str, Any], now: Any, rule: Rule) -> dict[str, Any] | None:
+    """What is no longer as it was shown of a parameter, by key (None: to begin anew); an empty dict where all is gone, None where nothing
+    is changed."""
+    if not now:
+        return {}
+    found: dict[str, Any] = {}
+    for key, mine in shown.items():
+        value = now.get(key)
+        if value is mine:
+            continue
+        number = key == STEP_KEY and isinstance(value, (int, float))
+        if value is None and key == rule.begins:
+            found[key] = None
+        elif value is None and key == STEP_KEY and not rule.counts:
+            continue
+        elif number or (isinstance(value, torch.Tensor) and value.shape == mine.shape):
+            found[key] = value
+        else:
+            form = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise StepError(
+                f"the optimizer's state {key!r} of {name!r} is "
+                + ("gone" if value is None else f"{form} now, and was {list(mine.shape)}"),
+                where="model.zgraph.optimizer.state",
+                why="the update goes on from it",
+                hint="del optimizer.state[param] lets the parameter begin anew; or put a tensor of its shape there",
+            )
+    return found or None
+
+
+def _count_after(found: dict[str, Any], before: float, rule: Rule) -> float:
+    """How many updates a parameter has had by what a user has changed."""
+    if STEP_KEY in found:
+        return float(found[STEP_KEY])
+    if not found or (rule.begins in found and found[rule.begins] is None):
+        return 0.0
+    return max(before, rule.first_count(found))
 
 
 def _is_of_scale(name: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
-from zgraph.errors import OverflowError, PlanError, StepError
+from zgraph.errors import OverflowError, PlanError, StepError, ZgraphError
 from zgraph.out_of_memory import explained
 from zgraph.passes import History, verify_program
 from zgraph.program import place
@@ -32,6 +32,7 @@ from zgraph.update.delayed import Delayed, refuse_late_collectives
 from zgraph.update.groups import Member, members_of
 from zgraph.update.held import Held, mesh_of, specs_here
 from zgraph.update.late import Late
+from zgraph.update.numbers import Numbers
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.program import update_history, update_options
 from zgraph.update.schedule import torch_scheduler
@@ -77,6 +78,8 @@ class Updater:
             self._base = [dict(g) for g in self.optimizer.param_groups]
             if isinstance(plan.lr_schedule, TorchSchedule):
                 self.scheduler = torch_scheduler(plan.lr_schedule, self.optimizer)
+        self._wanted = [w for w in scalar_names(everywhere, self.options) if w[0] >= 0]
+        self._numbers = Numbers()  # as ranks have compared them last
         home = runtime.tiers.of("optimizer")
         self.states = States(members, runtime.shards, self.options, runtime.device, self.optimizer, home)
         self.grad_norm: torch.Tensor | None = None
@@ -110,7 +113,12 @@ class Updater:
             if counted is not None and old.states.nonfinite() is None:
                 counted.fill_(self._late.nonfinite if self.scaling else self._late.skipped)
         same = self.runtime.plan.optimizer == old.runtime.plan.optimizer
-        if same and self.optimizer is not None and old.optimizer is not None:
+        if not copies and old.optimizer is not None:
+            if same and self.optimizer is not None:
+                self.optimizer.follow(old.optimizer)
+            else:
+                old.optimizer.retire()
+        elif same and self.optimizer is not None and old.optimizer is not None:
             for mine, theirs in zip(self.optimizer.param_groups, old.optimizer.param_groups, strict=True):
                 mine.update({k: v for k, v in theirs.items() if k not in ("params", "names")})
         if self.scheduler is not None and old.scheduler is not None:
@@ -130,9 +138,22 @@ class Updater:
         self._last = None
 
     def make_states(self) -> None:
-        """Make what is otherwise made by the first update."""
+        """Make what is otherwise made by the first update; what the user has changed of the others is taken over."""
         self.runtime.shards.refresh()
+        self._read_back()
         self.states.fill()
+
+    def _read_back(self) -> str:
+        """Take over what the user has changed in the optimizer; what was, in words."""
+        if self.optimizer is None:
+            return ""
+        self.optimizer.look_up(self.runtime.shards.params())
+        if self.optimizer.state.changed:
+            self.wait()
+        found = self.states.read_back()
+        if found:
+            self._last = None  # (who counts with whom may be another)
+        return found
 
     def wait(self) -> None:
         """Let an update that runs late end. Raises what it raised."""
@@ -151,10 +172,14 @@ class Updater:
             self.runtime.weights_changed(names)
         self._delayed.published()
 
-    def resume(self, counts: dict[torch.Tensor, float]) -> None:
-        """Go on from an optimizer's state dict: how many updates each parameter has had says where a schedule is, too."""
-        named = {n: counts[p] for n, p in self.runtime.shards.params().items() if p in counts}
-        done = int(max(counts.values(), default=0.0))
+    def resume(self, counts: dict[torch.Tensor, float], done: int, fresh: Sequence[torch.Tensor]) -> None:
+        """Go on from an optimizer's state dict: so many updates each parameter has had, and `done` says where a schedule is. Those that are
+        `fresh` begin anew."""
+        params = self.runtime.shards.params()
+        named, anew = {n: counts[p] for n, p in params.items() if p in counts}, {id(p) for p in fresh}
+        self.states.clear(n for n, p in params.items() if id(p) in anew)
+        if not done and any(counts.values()) and self.runtime.plan.lr_schedule is not None:
+            logger.warning("an optimizer's state dict has no count of updates: the schedule begins anew")
         self._go_on(named, done, done + self.skipped())
         if self.scaling is not None:
             logger.warning("an optimizer's state dict holds no loss scale: it goes on where it is")
@@ -285,13 +310,17 @@ class Updater:
     # -- a step -------------------------------------------------------------------------------------------------------
     def step(self) -> torch.Tensor | None:
         """One update from the gradients that are there; they are gone afterwards. The norm before clipping, if asked for."""
-        runtime = self.runtime
         if self.optimizer is None:
             raise StepError(
                 "the plan has no optimizer",
                 where="optimizer",
                 hint="give the plan one (zgraph.AdamW(lr=…)), or call your own optimizer's step",
             )
+        return self.optimizer.step()  # type: ignore[no-any-return]  # (with its hooks)
+
+    def update(self) -> torch.Tensor | None:
+        """What the optimizer's `step` does."""
+        runtime = self.runtime
         if self._averages_shown:
             raise StepError(
                 "step() inside averaged_weights()",
@@ -300,10 +329,10 @@ class Updater:
             )
         self.finish()
         names = self.with_gradients()
-        runtime.agree_on_update(names)
         self._settle_previous()
-        self._run_hooks(names)
         self._schedule()
+        self._agree(names)
+        self._run_hooks(names)
         late = self.options.late()
         timely = [n for n in names if n not in late]
         counted = self.states.nonfinite()
@@ -330,6 +359,24 @@ class Updater:
         if runtime.nonfinite is not None and runtime.nonfinite.explains and runtime.device.type == "cpu":
             self._settle_previous()
         return norm
+
+    def _agree(self, names: tuple[str, ...]) -> None:
+        """Take over what the user has changed in the optimizer, and let the ranks compare it. What one rank refuses, none does."""
+        problem: ZgraphError | None = None
+        try:
+            self.states.refuse_written_counts()
+            changed = self._read_back()
+            self._numbers = Numbers(self._numbers_now(), changed)
+        except ZgraphError as error:
+            problem = error
+            self._numbers = Numbers(changed=str(error))
+        self.runtime.agree_on_update(names, self._numbers)
+        if problem is not None:
+            raise problem
+
+    def _numbers_now(self) -> dict[tuple[int, str], float]:
+        assert self.optimizer is not None
+        return dict(zip(self._wanted, self.optimizer.numbers(self._wanted), strict=True))
 
     def zeroed(self) -> None:
         """The gradients that are there were thrown away."""
@@ -377,7 +424,7 @@ class Updater:
         if options.clip_norm is None and options.clip_value is None and not options.factor and not ties:
             return None
         names = self.with_gradients()
-        self.runtime.agree_on_update(names)
+        self.runtime.agree_on_update(names, Numbers())
         norm = self._run(names)
         self._refuse_infinite("the gradients are as they were: zero them before the next step")
         return norm
@@ -403,6 +450,8 @@ class Updater:
         with self.runtime.tiers.reused():
             results, clipped = self._results(update)
         self.runtime.tiers.settle()
+        if not self.options.late():
+            self.states.wrote_counts()
         for name, value in clipped:
             self.runtime.shards.write_gradient(name, value)
         self.grad_norm = None
@@ -462,7 +511,7 @@ class Updater:
         self._states_loaded = False
 
     def _scalars(self, wanted: list[tuple[int, str]]) -> torch.Tensor:
-        values = self.optimizer.numbers([w for w in wanted if w[0] >= 0]) if self.optimizer is not None else []
+        values = [self._numbers.values[w] for w in wanted if w[0] >= 0]
         vector = torch.tensor(values, dtype=torch.float64)
         if self.runtime.device.type == "cuda":
             vector = vector.pin_memory().to(self.runtime.device, non_blocking=True)
@@ -576,3 +625,9 @@ class Updater:
             grads = {n: g if factor == 1.0 else g * factor for n in names if (g := params[n].grad) is not None}
             for hook in self.hooks:
                 hook(grads)
+            if self.optimizer is not None and self._numbers_now() != self._numbers.values:
+                raise StepError(
+                    "a hook of on_gradients has changed the optimizer's numbers",
+                    why="ranks have compared them already: others may have other ones",
+                    hint="change them before step(), on all ranks; register_step_pre_hook of model.zgraph.optimizer runs before",
+                )

@@ -1,0 +1,75 @@
+"""What a plan's optimizer shows as its `state`: dicts that notice when they are written to.
+
+The update program holds the tensors; these dicts show them. Where a user puts others in their place, or takes some away, the next step
+takes that over (see `States.read_back`), and looks for it only if something was written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_WRITERS = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
+
+
+class OfParam(dict[str, Any]):
+    """What is kept of one parameter, by its key."""
+
+    def __init__(self, owner: OptimizerState, *args: Any) -> None:
+        super().__init__(*args)
+        self.owner = owner
+
+    def _note(self) -> None:
+        self.owner.changed = True
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class OptimizerState(defaultdict[torch.Tensor, Any]):
+    """An optimizer's state, by parameter. It is never empty to who asks: torch.distributed.checkpoint would else make it by a step. `changed`:
+    was something written by others than the update itself, in here or in what is kept of a parameter?"""
+
+    def __init__(self, make_states: Callable[[], None] | None) -> None:
+        super().__init__(lambda: OfParam(self))
+        self.changed = False
+        self._make_states = make_states
+
+    def show(self, param: torch.Tensor, values: dict[str, Any]) -> OfParam:
+        """Show these tensors, which are the update's own, as what is kept of a parameter."""
+        made = OfParam(self, values)
+        dict.__setitem__(self, param, made)
+        return made
+
+    def show_again(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """A parameter has become another object."""
+        kept = dict.pop(self, old, None)
+        if kept is not None:
+            dict.__setitem__(self, new, kept)
+
+    def _note(self) -> None:
+        self.changed = True
+
+    def __bool__(self) -> bool:
+        if self._make_states is not None:
+            self._make_states()
+        return len(self) > 0
+
+    def __reduce__(self) -> Any:
+        return dict, ({param: dict(kept) for param, kept in self.items()},)
+
+
+def _noticing(write: Callable[..., Any]) -> Callable[..., Any]:
+    def noticed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._note()
+        return write(self, *args, **kwargs)
+
+    return noticed
+
+
+for _kind, _base in ((OfParam, dict), (OptimizerState, defaultdict)):
+    for _name in _WRITERS:
+        setattr(_kind, _name, _noticing(getattr(_base, _name)))
