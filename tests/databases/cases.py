@@ -16,7 +16,6 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils import _pytree as pytree
 
-
 # Operators that draw are called as they are: each run here sets the seed itself, and dynamo can't trace who saves and sets it.
 common_methods_invocations.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
 
