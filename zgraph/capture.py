@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from zgraph.asserts import keep_asserts, name_asserts
 from zgraph.dynamic_sizes import fold_dynamic_sizes, fold_effects
 from zgraph.errors import CaptureError, UnsupportedError
+from zgraph.inputs import refuse_state
 from zgraph.passes.aliases import root_of
 from zgraph.precision import Precision
 from zgraph.program import ops, torch_private
@@ -117,6 +118,7 @@ def trace(
     `precision` the forward sees inputs of the compute dtype; casts of inputs and outputs are part of the graph. Raises
     `CaptureError` with the user's file and line if the model can't be captured whole.
     """
+    refuse_state(module)
     fake_mode = torch_private.capture_mode()
     precision = precision or Precision()
 
@@ -359,6 +361,8 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
             inputs.append(Port(flat.role, flat.name, at))
         elif kind == "tangent":
             inputs.append(Port(InputRole.TANGENT, f"output_{at}", at))
+        elif kind == "mutation_tangent" and trace.inputs[at].role is InputRole.PARAMETER:
+            raise _changed_parameter(trace.inputs[at].name)
         else:
             raise UnsupportedError(
                 "the model's autograd graph has an input that zgraph does not know",
@@ -431,17 +435,22 @@ def _identifier(path: str) -> str:
     return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path)).lower()
 
 
+def _changed_parameter(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the model's forward changes its parameter {name!r} in place",
+        where=name,
+        why="a sharded parameter has no whole tensor to change",
+        hint="keep such state in a buffer; in place of an embedding's max_norm, scale what was looked up, or the weights after each step",
+    )
+
+
 def _output_port(kind: str, at: int, trace: Trace) -> Port:
     if kind == "output":
         return Port(OutputRole.OUTPUT, f"output_{at}", at)
     flat = trace.inputs[at] if at >= 0 else None
     if kind == "mutation" and flat is not None:
         if flat.role is InputRole.PARAMETER:
-            raise UnsupportedError(
-                f"the model's forward changes its parameter {flat.name!r} in place",
-                why="a sharded parameter has no whole tensor to change",
-                hint="keep such state in a buffer",
-            )
+            raise _changed_parameter(flat.name)
         return Port(OutputRole.MUTATION, flat.name, at, of=flat.role)
     if kind == "gradient" and flat is not None:
         return Port(OutputRole.GRADIENT, flat.name, at, of=flat.role)

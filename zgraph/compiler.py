@@ -22,6 +22,7 @@ from zgraph.dividing import divided_layout
 from zgraph.errors import MeshError, ModelError, PlanError
 from zgraph.forwards import unbound
 from zgraph.handle import attach, free_dropped_models, is_compiled
+from zgraph.inputs import refuse_state
 from zgraph.inspection.recorder import record
 from zgraph.passes import History
 from zgraph.passes.costs import Costs
@@ -103,6 +104,7 @@ def compile(
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
     plan = placed(plan, model, sizes, device, lambda mine: agreement.any("room in the host's memory", mine))
     specs = planned_layout(model, sizes, plan)
+    refuse_state(model)
     agreement.vote(
         "the model",
         "; ".join(f"{s.name}: {s.dtype}{list(s.shape)}{'' if s.requires_grad else ' frozen'}" for s in specs.values()),

@@ -455,6 +455,7 @@ def attach(module: nn.Module, runtime: Runtime | Uncut, loss_fn: Callable[..., A
     module.__dict__["zgraph"] = handle
     module.__dict__["forward"] = handle.forward.compiled
     module.__dict__["_call_impl"] = handle.forward
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotForDDP()
     module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
     module.__dict__["__reduce_ex__"] = _refuse_pickle
     _compiled.add(module)
@@ -490,7 +491,15 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A compiled copy with weights of its own; its programs are compiled when it is first called."""
     handle: Handle = module.__dict__["zgraph"]
     handle.forward.refuse_copy()
-    own = ("zgraph", "forward", "_call_impl", "__deepcopy__", "__reduce_ex__", *_METHODS)
+    own = (
+        "zgraph",
+        "forward",
+        "_call_impl",
+        "_ddp_params_and_buffers_to_ignore",
+        "__deepcopy__",
+        "__reduce_ex__",
+        *_METHODS,
+    )
     names = [n for n in own if _is_ours(module, n)]
     ours = {n: module.__dict__.pop(n) for n in names}
     try:
@@ -529,9 +538,22 @@ def _is_ours(module: nn.Module, name: str) -> bool:
     return value is not None and (name not in _METHODS or getattr(value, "__self__", None) is module.__dict__["zgraph"])
 
 
+class _NotForDDP:
+    """What DistributedDataParallel asks a module for first: the names of parameters that it leaves out."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ModelError(
+            "DistributedDataParallel around a compiled model",
+            where="the model",
+            why="its programs average gradients over the ranks of the plan's mesh themselves",
+            hint="leave it out: model(…), loss.backward() and model.step(), or model.train_step(…)",
+        )
+
+
 def _refuse_pickle(protocol: int) -> Callable[..., Any]:
     raise ModelError(
-        "a compiled model can't be pickled",
-        why="its process groups and kernels belong to this process",
-        hint="save model.state_dict() instead; compile the model again after loading",
+        "a compiled model can't be pickled, nor copied by copy.copy",
+        where="the model",
+        why="its process groups and kernels belong to this process, and its run time to one model",
+        hint="copy.deepcopy(model) is a compiled copy; to store it save model.state_dict(), and compile the model again after loading",
     )

@@ -31,6 +31,7 @@ from zgraph.checkpoint.saving import Saver
 from zgraph.codegen.executable import Executable
 from zgraph.compiled import Entry, StepProgram
 from zgraph.errors import CaptureError, ModelError, OffloadError, PlanError, SignatureError, UnsupportedError
+from zgraph.inputs import refuse_inputs, resolved
 from zgraph.memory import StepMemory
 from zgraph.nonfinite import NonFinite
 from zgraph.out_of_memory import explained
@@ -251,6 +252,7 @@ class Runtime:
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
         """The compiled entry for inputs of this signature; a new signature is captured and compiled, on all ranks alike."""
+        refuse_inputs(self.forward_function, args, kwargs)
         self.shards.refresh()
         self.shards.come_home()
         signed = signature(self.module, args, kwargs)
@@ -442,12 +444,6 @@ class Runtime:
 
     def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, DTensor):
-                raise SignatureError(
-                    "an input is a DTensor",
-                    why="a call takes this rank's own batch",
-                    hint="give its local tensor",
-                )
             if isinstance(leaf, torch.Tensor) and leaf.device.type not in (self.device.type, "cpu"):
                 raise SignatureError(
                     f"an input is on {leaf.device}, the model on {self.device}",
@@ -529,7 +525,7 @@ class Runtime:
         if port.role is InputRole.INDEX:
             return self.places[port.name]
         assert port.index is not None
-        return flat[port.index]
+        return resolved(flat[port.index])
 
     def _kept_valid(self, step: StepProgram) -> bool:
         """Are all whole weights that this program takes there, and those of the shards as they are now, on every rank?

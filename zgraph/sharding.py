@@ -174,6 +174,7 @@ class Shards:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
     home: Tier | None = None
+    elsewhere: frozenset[str] = frozenset()  # those of other stages, on the meta device
     _params: dict[str, nn.Parameter] = field(default_factory=dict)
     _updates: dict[str, int] = field(default_factory=dict)
     _homes: dict[str, int] = field(default_factory=dict)  # addresses of whole parameters that lie elsewhere
@@ -223,6 +224,8 @@ class Shards:
         if param.shape != spec.whole_shape:
             return f"of shape {list(param.shape)}", str(list(spec.whole_shape))
         mine = local_of(param)
+        if mine.is_meta and spec.home is None and spec.name not in self.elsewhere | self.pending:
+            return "on the meta device", "on a real one"
         stride = spec.shard_stride if isinstance(param, DTensor) else spec.whole_stride  # (whole: of another stage)
         if spec.home is None and any(
             a != b for a, b, n in zip(mine.stride(), stride, mine.shape, strict=True) if n > 1
@@ -419,7 +422,7 @@ class Shards:
 
     def adopt(self, twin: nn.Module) -> Shards:
         """The same layouts for a deep copy of the module: its shards get padded buffers of their own."""
-        other = Shards(twin, dict(self.specs), self.mesh, {}, set(self.pending), self.home)
+        other = Shards(twin, dict(self.specs), self.mesh, {}, set(self.pending), self.home, self.elsewhere)
         other.refresh()
         for name, param in other.params().items():
             if isinstance(param, DTensor) and name in self.buffers:
@@ -548,7 +551,7 @@ def shard(
     of this rank; the others go to the meta device."""
     shards = Shards(module, specs, _parameter_mesh(mesh, specs), home=home)
     shards.look_up()
-    elsewhere = frozenset() if own is None else frozenset(specs) - frozenset(own)
+    elsewhere = shards.elsewhere = frozenset() if own is None else frozenset(specs) - frozenset(own)
     for name in elsewhere:
         shards.send_away(name)
     _materialise(shards, device, seed, elsewhere)

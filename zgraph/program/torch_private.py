@@ -946,6 +946,18 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch._dynamo.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def is_transformed() -> bool:
+    """Is this inside of a transform of `torch.func`, or of `torch.jit.trace`?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Does forward-mode differentiation follow this tensor?"""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def call_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a module's class does to call it: hooks, and its forward."""
     return type(module)._call_impl(module, *args, **kwargs)
