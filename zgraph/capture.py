@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from zgraph.asserts import keep_asserts, name_asserts
 from zgraph.dynamic_sizes import fold_dynamic_sizes, fold_effects
 from zgraph.errors import CaptureError, UnsupportedError
+from zgraph.former_memory import Former, FormerMemory, former_memory, insert, moved, seen_as
 from zgraph.inputs import refuse_state
 from zgraph.passes.aliases import root_of
 from zgraph.precision import Precision
@@ -53,6 +54,7 @@ class Trace:
     the flat output that is the model's own loss (also where nothing is differentiated), None where it gives none. `casts` has the dtype of
     each flat input that the program casts to the compute dtype, `output_dtype` what it casts floating-point outputs to (None: nothing).
     `from_start` are the flat inputs of which `as_strided` looks at the storage: they must begin where it begins.
+    `former` are the flat inputs that are read from a parameter in whose former memory they lie.
     """
 
     flat: torch_private.FlatCapture
@@ -64,6 +66,7 @@ class Trace:
     casts: dict[int, torch.dtype]
     output_dtype: torch.dtype | None
     from_start: set[int] = field(default_factory=set)
+    former: dict[int, Former] = field(default_factory=dict)
 
     @property
     def pattern(self) -> frozenset[int]:
@@ -85,6 +88,19 @@ class Trace:
     def source(self, index: int) -> str:
         """What the user calls a flat input."""
         return torch_private.user_source(self.flat.graph_module.graph.find_nodes(op="placeholder")[index])
+
+    def refuse_moved(self, flat: Sequence[Any], memory: FormerMemory) -> None:
+        """Raises `StepError` for a flat input that lies in a replaced parameter's former memory now and did not at the capture, or not any more.
+        (A program reads it from the parameter, or as it is.)"""
+        for at, former in self.former.items():
+            if not memory.holds(flat[at]) or memory.former_of(flat[at], self.source(at)) is not former:
+                raise moved(self.source(at), former.name)
+        if memory.is_empty:
+            return
+        for at, (port, value) in enumerate(zip(self.inputs, flat, strict=True)):
+            others = port.role is not InputRole.PARAMETER and at not in self.former and isinstance(value, torch.Tensor)
+            if others and memory.holds(value) and memory.former_of(value, self.source(at)) is not None:
+                raise moved(self.source(at), "")
 
     def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
         """The captured program in which just the `differentiated` flat outputs have tangents.
@@ -144,7 +160,8 @@ def trace(
         given_dtypes[id(low)] = y.dtype
         return low
 
-    with _fake_state(module, params, fake_mode, fake, device) as names:
+    memory = former_memory(module)
+    with _fake_state(module, params, fake_mode, fake, device) as names, memory.readable():
         fake_args, fake_kwargs = pytree.tree_map(fake_input, (args, kwargs))
         flat = _capture(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
         name_asserts(flat.graph_module)
@@ -157,6 +174,13 @@ def trace(
             else port
             for i, (x, port) in enumerate(zip(given, inputs, strict=True))
         ]
+        former = _read_from_parameters(
+            flat.graph_module.graph,
+            given,
+            inputs,
+            memory,
+            lambda name: _fake_parameter(params[name], fake_mode, device),
+        )
         returned = flat.graph_module.graph.output_node().args[0]
         values = [n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in returned]  # type: ignore[union-attr]
         grad = torch.is_grad_enabled()
@@ -165,7 +189,35 @@ def trace(
         )
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
         casts = {i: given_dtypes[id(x)] for i, x in enumerate(given) if id(x) in given_dtypes}
-    return Trace(flat, inputs, differentiable, loss, params, mesh, casts, precision.dtype("output"))
+    return Trace(flat, inputs, differentiable, loss, params, mesh, casts, precision.dtype("output"), former)
+
+
+def _read_from_parameters(
+    graph: fx.Graph,
+    given: Sequence[Any],
+    inputs: list[FlatInput],
+    memory: FormerMemory,
+    made: Callable[[str], nn.Parameter],
+) -> dict[int, Former]:
+    """Let the graph read each flat input that lies in the former memory of a parameter from that parameter; which these are. Where the
+    graph does not read the parameter itself, the first such input becomes it."""
+    nodes = graph.find_nodes(op="placeholder")
+    held = {p.name: node for p, node in zip(inputs, nodes, strict=True) if p.role is InputRole.PARAMETER}
+    found: dict[int, Former] = {}
+    for at, (value, node) in enumerate(zip(given, nodes, strict=True)):
+        if inputs[at].role is not InputRole.CONSTANT or not isinstance(value, torch.Tensor):
+            continue
+        former = memory.former_of(value, torch_private.user_source(node))
+        if former is None:
+            continue
+        found[at], memory.is_read = former, True
+        if former.name not in held:
+            inputs[at] = FlatInput(InputRole.PARAMETER, former.name)
+            held[former.name] = node
+            node.meta["example_value"] = made(former.name)
+        source = held[former.name]
+        insert(graph, node, source, seen_as(source.meta["example_value"], former.form, value))
+    return found
 
 
 _REFUSALS = (torch_private.DynamoError, ValueError, RuntimeError, TypeError, AssertionError)

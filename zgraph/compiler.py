@@ -20,6 +20,7 @@ from zgraph.casts import check, overflow_error, prepare, refuse_overflow
 from zgraph.compiled import StepProgram
 from zgraph.dividing import divided_layout
 from zgraph.errors import MeshError, ModelError, PlanError
+from zgraph.former_memory import refuse_shared_memory
 from zgraph.forwards import unbound
 from zgraph.handle import attach, free_dropped_models, is_compiled
 from zgraph.inputs import refuse_state
@@ -119,6 +120,7 @@ def compile(
     check(model, precision, specs)
     for fault in unmatched(plan, model):
         raise fault
+    refuse_shared_memory(model, replaces=mesh is not None, updates=plan.optimizer is not None)
     refuse_unmovable(model, replaces=mesh is not None, in_stages=sizes.get(STAGE_DIM, 1) > 1)
     if plan.optimizer is not None:  # (what can be refused is refused while the model is as it was)
         optimizer = PlanOptimizer(members_of(model, specs, plan.optimizer), dict(model.named_parameters()), None)

@@ -31,6 +31,7 @@ from zgraph.checkpoint.saving import Saver
 from zgraph.codegen.executable import Executable
 from zgraph.compiled import Entry, StepProgram
 from zgraph.errors import CaptureError, ModelError, OffloadError, PlanError, SignatureError, UnsupportedError
+from zgraph.former_memory import former_memory
 from zgraph.inputs import refuse_inputs, resolved
 from zgraph.memory import StepMemory
 from zgraph.nonfinite import NonFinite
@@ -452,6 +453,7 @@ class Runtime:
 
     def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         step = entry.program()
+        entry.trace.refuse_moved(flat, former_memory(self.module))
         self.agree_on_batch(entry, step, flat)
         self.agree_on_random(step)
         _refuse_offsets(entry, flat)

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zgraph.casts import with_precision
 from zgraph.errors import ModelError, UnsupportedError
+from zgraph.former_memory import former_memory
 from zgraph.precision import Precision
 from zgraph.program import torch_private
 from zgraph.program.program import DATA_DIMS, ParamSpec
@@ -370,6 +371,8 @@ class Shards:
         """Cut this rank's part out of a whole parameter; the module then holds the part under every name it had."""
         spec = self.specs[name]
         old = self._params[name]
+        memory = former_memory(self.module)
+        memory.note(name, old)
         whole = whole.to(spec.dtype)
         if self.mesh is None:
             part = (
@@ -392,6 +395,7 @@ class Shards:
                 table[key] = fresh
             self._params[name] = fresh
         self._come_home(name)
+        memory.forget_if_there(name, fresh)
         return fresh
 
     def _part_of(self, name: str, whole: torch.Tensor) -> nn.Parameter:
@@ -413,6 +417,7 @@ class Shards:
     def send_away(self, name: str) -> None:
         """Let a parameter be on another rank: here it is on the meta device, under every name that it had."""
         old, spec = self._params[name], self.specs[name]
+        former_memory(self.module).note(name, old)
         made = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.dtype, device="meta")
         fresh = nn.Parameter(made, requires_grad=old.requires_grad)
         replaced(old, fresh, "the model was cut into stages", f"it holds {name!r} as it was; another rank has it now")
@@ -422,6 +427,12 @@ class Shards:
 
     def adopt(self, twin: nn.Module) -> Shards:
         """The same layouts for a deep copy of the module: its shards get padded buffers of their own."""
+        if former_memory(self.module).is_read:
+            raise UnsupportedError(
+                "a copy of a model that reads a parameter through another tensor in its memory",
+                why="the copy's tensor would not lie in the memory of the copy's parameter",
+                hint="read the parameter itself in forward",
+            )
         other = Shards(twin, dict(self.specs), self.mesh, {}, set(self.pending), self.home, self.elsewhere)
         other.refresh()
         for name, param in other.params().items():

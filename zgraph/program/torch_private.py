@@ -896,9 +896,25 @@ def holders(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # (the storage object here)
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    return bool(torch._C._has_storage(tensor))  # type: ignore[attr-defined]
+
+
+def weak_storage(tensor: torch.Tensor) -> Any:
+    """A weak reference to a tensor's storage: while it lives no other storage has its `storage_key`."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Are several elements of this tensor known to be at one address?"""
+    return torch._debug_has_internal_overlap(tensor) == 1  # type: ignore[attr-defined,no-any-return]
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """The address of a tensor's storage; 0 where there is none (a sparse tensor, a subclass around others)."""
-    return tensor.untyped_storage().data_ptr() if torch._C._has_storage(tensor) else 0  # type: ignore[attr-defined]
+    return tensor.untyped_storage().data_ptr() if has_storage(tensor) else 0
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -906,9 +922,9 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def storage_key(fake: torch.Tensor) -> int:
-    """A number of a fake tensor's storage, the same for all tensors on it while one of them lives."""
-    return int(fake.untyped_storage()._cdata)
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number of a tensor's storage (which a fake one has too), the same for all tensors on it while one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def user_source(placeholder: fx.Node) -> str:
