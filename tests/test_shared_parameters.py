@@ -45,6 +45,14 @@ class Views(Base):
         return sum(t.square().mean() for t in terms)
 
 
+class OnlyRow(Base):
+    def alias(self):
+        self.row = (self.a.weight[2],)
+
+    def forward(self, x):
+        return (torch.tanh(x) * self.row[0]).square().mean() + self.a.bias.square().sum()
+
+
 class Data(Base):
     def alias(self):
         self.data, self.other = self.a.weight.data, (self.a.weight.detach()[1:],)
@@ -98,7 +106,7 @@ class Flat(Base):
         return (torch.tanh(x @ self.one) @ self.other).square().mean() + self.a(x).mean()
 
 
-MODELS = (InList, OnlyInList, Views, Data, Hidden, Closure, Transposed, Flat)
+MODELS = (InList, OnlyInList, Views, OnlyRow, Data, Hidden, Closure, Transposed, Flat)
 
 
 def whole(tensor):

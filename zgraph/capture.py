@@ -189,7 +189,7 @@ def trace(
         )
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
         casts = {i: given_dtypes[id(x)] for i, x in enumerate(given) if id(x) in given_dtypes}
-    return Trace(flat, inputs, differentiable, loss, params, mesh, casts, precision.dtype("output"), former)
+    return Trace(flat, inputs, differentiable, loss, params, mesh, casts, precision.dtype("output"), former=former)
 
 
 def _read_from_parameters(

@@ -707,7 +707,7 @@ _LET_GO = (InputRole.PARAMETER, InputRole.ACCUMULATOR)
 
 def _refuse_offsets(entry: Entry, flat: Sequence[Any]) -> None:
     """Raises `SignatureError` for a tensor that begins within a storage of which the model looks at other parts."""
-    for at in entry.trace.from_start:
+    for at in entry.trace.from_start - entry.trace.former.keys():
         if flat[at].storage_offset():
             raise SignatureError(
                 f"{entry.trace.inputs[at].name!r} begins within its storage, and the model's as_strided counts from the storage's start",
