@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from zgraph.errors import ModelError, PlanError
+from zgraph.names import tied_name
 from zgraph.precision import Precision
 from zgraph.program.program import ParamSpec
 
@@ -71,10 +72,12 @@ def faults_of(module: nn.Module, precision: Precision, specs: dict[str, ParamSpe
     names = [*specs, *(n for n, _ in module.named_modules())]
     for pattern in precision.keep_fp32:
         if not any(fnmatch.fnmatchcase(n, pattern) for n in names):
+            tied = tied_name(pattern, module)
             yield PlanError(
                 f"{pattern!r} matches no parameter and no module",
                 where="precision.keep_fp32",
-                hint=f"names look like {next(iter(specs), 'none')!r}",
+                why=f"a parameter that it names is tied to {tied!r}, and goes by that name" if tied else None,
+                hint=f"name {tied!r}" if tied else f"names look like {next(iter(specs), 'none')!r}",
             )
 
 

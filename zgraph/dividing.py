@@ -9,12 +9,12 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
 from zgraph.errors import PlanError
-from zgraph.names import did_you_mean
+from zgraph.names import did_you_mean, parameter_names
 from zgraph.passes.axes import Axes
 from zgraph.passes.costs import Costs
 from zgraph.passes.divide import DivideOptions, divide
@@ -162,7 +162,7 @@ def _by_table(
 ) -> dict[str, Division]:
     uses = uses_of(joint, Axes(joint))
     parameters = joint.input_nodes(InputRole.PARAMETER)
-    modules = [n for n, _ in module.named_modules()]
+    modules, known = [n for n, _ in module.named_modules(remove_duplicate=False)], parameter_names(module)
     made: dict[str, Division] = {}
     for pattern, given in rows.items():
         style = _OF_TRANSFORMERS.get(given, given) if own else given
@@ -174,7 +174,17 @@ def _by_table(
                 where=f"tensor_parallel.{pattern}",
                 hint=did_you_mean(style, STYLES),
             )
-        matched = _matched(pattern, modules, [*joint.params], own)
+        # (a model's own table has a row for each of the modules that share a weight, for the first of them the one that counts)
+        names = {n: [n] if own else known.get(n, [n]) for n in joint.params}
+        matched = _matched(pattern, modules, names, own)
+        there = [m for m in modules if m and fnmatch.fnmatchcase(m, pattern)]
+        if not matched and not own and there:
+            raise PlanError(
+                f"tensor_parallel has a pattern {pattern!r}, and {there[0]!r} has no parameter of its own",
+                where=f"tensor_parallel.{pattern}",
+                why="weights are divided, and a pattern is for the module that holds them",
+                hint=f"{pattern}.* names what is in it",
+            )
         if not matched and not own:
             raise PlanError(
                 f"tensor_parallel has a pattern {pattern!r} that matches no module",
@@ -199,16 +209,16 @@ def _by_table(
     return made
 
 
-def _matched(pattern: str, modules: Collection[str], names: Collection[str], own: bool) -> set[str]:
+def _matched(pattern: str, modules: Collection[str], names: Mapping[str, Sequence[str]], own: bool) -> set[str]:
     """The parameters of the modules that a pattern names (as a path, or as the end of one in a model's own table), or that it names
-    themselves."""
+    themselves. `names` are all that each parameter has: one that is tied belongs to several modules."""
     patterns = [pattern, f"*.{pattern}"] if own else [pattern]
 
     def hit(path: str) -> bool:
         return any(fnmatch.fnmatchcase(path, p) for p in patterns)
 
     chosen = {m for m in modules if m and hit(m)}
-    return {n for n in names if n.rpartition(".")[0] in chosen or hit(n)}
+    return {first for first, every in names.items() if any(n.rpartition(".")[0] in chosen or hit(n) for n in every)}
 
 
 def _division(name: str, role: str, found: list[Choice], uses: Mapping[str, Mapping[int, set[str]]]) -> Division | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from zgraph.inspection.plans import Evaluation
     from zgraph.plan import Plan
 
+INTERRUPTED = 130  # as shells have it
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
@@ -50,7 +54,8 @@ def plan(
 ) -> None:
     """Compare plans on a model by simulation: step time, exposed communication, peak; write the best.
 
-    All get the same batch of a rank, cut into their micro-batches. Exits with 1 if none fits.
+    All get the same batch of a rank, cut into their micro-batches. Exits with 1 if none fits. A search that is interrupted (Ctrl-C, SIGTERM)
+    tells and writes the best so far, and exits with 130.
     """
     refuse_bundle(target, "plan")
     if search and len(plans or ()) > 1:
@@ -67,12 +72,19 @@ def plan(
     ranks = _ranks(given, world)
     found = load_target(target, batch)
     rows: list[Evaluation] = []
+    whole = True
     for name, one in given.items():
         with progress(f"evaluating {name}") as say:
             if search:
-                rows += kinds.search(found.model, found.inputs, one, ranks, limit or kinds.limit_of(one), say)
+                with _terminated_as_interrupted():
+                    rows, whole = kinds.search(found.model, found.inputs, one, ranks, limit or kinds.limit_of(one), say)
             else:
                 rows.append(kinds.evaluate(found.model, found.inputs, one, ranks, name, limit))
+    if not whole:
+        so_far = f"the {len(rows)} plan(s) until then are compared" if rows else "no plan had been evaluated"
+        typer.echo(f"the search was interrupted: {so_far}", err=True)
+        if not rows:
+            raise typer.Exit(INTERRUPTED)
     ranked = kinds.ranked(rows)
     best = ranked[0] if ranked[0].fits else None
     staged = any(e.bubble is not None for e in ranked)
@@ -83,11 +95,27 @@ def plan(
     lines += [f"{e.name}: {e.problem}" for e in ranked if e.problem]
     data = {"world": ranks, "best": best.name if best else None, "plans": [e.to_json() for e in ranked]}
     give(data, "\n".join(lines), as_json, None)
+    if best is not None and output is not None:
+        best.plan.save(output)
+        typer.echo(f"wrote {output}{'' if whole else ', the best so far'}", err=True)
+    if not whole:
+        raise typer.Exit(INTERRUPTED)
     if best is None:
         raise typer.Exit(CHECK_FAILED)
-    if output is not None:
-        best.plan.save(output)
-        typer.echo(f"wrote {output}", err=True)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Inside, SIGTERM is a KeyboardInterrupt, as Ctrl-C is."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _ranks(given: dict[str, Plan], world: int | None) -> int:

@@ -341,12 +341,12 @@ class _Checks:
             yield _finding("precision", casts.overflow_error(too_large))
 
     def _optimizer(self) -> Iterator[Finding]:
-        assert self.plan is not None and self.specs is not None
+        assert self.plan is not None and self.model is not None and self.specs is not None
         self.updatable = True
         if self.plan.optimizer is None:
             yield Finding("optimizer", NOTE, "the plan has no optimizer", why="step() is an optimizer's of your own")
             return
-        for fault in faults_of(self.specs, self.plan.optimizer):
+        for fault in faults_of(self.specs, self.plan.optimizer, self.model):
             self.updatable = None
             yield _finding("optimizer", fault)
 

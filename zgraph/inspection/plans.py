@@ -96,15 +96,19 @@ def search(
     world: int,
     limit: int,
     said: Callable[[str], None] = lambda name: None,
-) -> list[Evaluation]:
+) -> tuple[list[Evaluation], bool]:
     """Plans like `base` of every ZeRO stage and of 1, 2, 4 … micro-batches (those that it has, if it is elastic), within `limit` bytes,
-    `ranked`. `said` is told of each before it is evaluated."""
-    found = []
-    for plan in _variations(base, inputs, world, limit):
-        name = f"zero={plan.zero} micro_batches={plan.for_world(world).micro_batches}"
-        said(name)
-        found.append(evaluate(model, inputs, plan, world, name, limit))
-    return ranked(found)
+    `ranked`; and whether they are all. `said` is told of each before it is evaluated. An interrupt (KeyboardInterrupt) ends the search: then
+    they are those that were evaluated before it."""
+    found: list[Evaluation] = []
+    try:
+        for plan in _variations(base, inputs, world, limit):
+            name = f"zero={plan.zero} micro_batches={plan.for_world(world).micro_batches}"
+            said(name)
+            found.append(evaluate(model, inputs, plan, world, name, limit))
+    except KeyboardInterrupt:
+        return ranked(found), False
+    return ranked(found), True
 
 
 def _variations(base: Plan, inputs: Inputs, world: int, limit: int) -> Iterator[Plan]:

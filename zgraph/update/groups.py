@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from zgraph.errors import PlanError
+from zgraph.names import tied_name
 from zgraph.program.program import ParamSpec
 
 STEP = "/step"  # the name of the count of updates that all parameters share, as long as all have gradients
@@ -36,7 +37,7 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
 
     Raises `PlanError` for a parameter that two groups match, a group that matches none, and a complex parameter.
     """
-    for fault in faults_of(specs, optimizer):
+    for fault in faults_of(specs, optimizer, module):
         raise fault
     records = [(_patterns(g), g) for g in optimizer.groups]
     groups: dict[Any, int] = {}
@@ -59,8 +60,8 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
     return found
 
 
-def faults_of(specs: dict[str, ParamSpec], optimizer: Any) -> Iterator[PlanError]:
-    """Whatever keeps an optimizer from these parameters, each once."""
+def faults_of(specs: dict[str, ParamSpec], optimizer: Any, module: nn.Module) -> Iterator[PlanError]:
+    """Whatever keeps an optimizer from these parameters of a module's, each once."""
     if not any(spec.dtype.is_floating_point for spec in specs.values()):
         yield PlanError("an optimizer, and no parameters", where="optimizer", hint="leave it out of the plan")
         return
@@ -88,10 +89,12 @@ def faults_of(specs: dict[str, ParamSpec], optimizer: Any) -> Iterator[PlanError
             )
     for (_, group), was in zip(records, used, strict=True):
         if not was:
+            tied = next((t for p in _patterns(group) if (t := tied_name(p, module))), None)
             yield PlanError(
                 f"the optimizer's group {group.match!r} matches no parameter",
                 where="optimizer.groups",
-                hint=f"names look like {next(iter(specs), 'none')!r}",
+                why=f"a parameter that it names is tied to {tied!r}, and goes by that name" if tied else None,
+                hint=f"name {tied!r}" if tied else f"names look like {next(iter(specs), 'none')!r}",
             )
 
 
