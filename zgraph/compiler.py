@@ -66,8 +66,8 @@ def compile(
     tensors in one process without a process group). With `inputs` (a tuple of args or a dict of kwargs of this rank's
     own batch) it captures and compiles now, else at the first call; each new input signature is compiled once.
     `mesh` is a DeviceMesh whose dimension names and sizes are those of the plan; by default one is made over all
-    ranks. Under torchrun without a process group, one is initialised. Parameters that differ between ranks become
-    rank 0's, and a warning says so; those on the meta device are initialised shard by shard. `loss_fn(output, …)` gives
+    ranks. Under torchrun without a process group, one is initialised. Parameters and buffers that differ between ranks
+    become rank 0's, and a warning says so; those on the meta device are initialised shard by shard. `loss_fn(output, …)` gives
     `train_step` the loss where the model's output has none: after the output it gets what was given to `train_step` and
     `forward` has no room for, or the arguments of `forward`, as many as it needs.
 
@@ -319,20 +319,44 @@ def _mesh(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> tuple[De
 
 
 def _same_values(model: nn.Module, agreement: Agreement) -> None:
-    """Give every rank rank 0's parameters where they differ, as DDP does; equal ones cost one integer each."""
+    """Give every rank rank 0's parameters and buffers where they differ, as DDP does; equal ones cost one integer each."""
     if agreement.group is None:
         return
-    params = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
-    if not params:
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {n: t.detach() for n, t in tensors.items() if not t.is_meta}
+    agreement.vote(
+        "the model's tensors",
+        "; ".join(f"{n}: {t.dtype}{list(t.shape)}" for n, t in tensors.items()),
+        hint="build the same model on every rank",
+    )
+    if not tensors:
         return
-    bits = torch.stack([fingerprint(p.detach()) for _, p in params])
+    bits = torch.stack([_fingerprint_of(t) for t in tensors.values()])
     both = torch.stack([bits, -bits])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=agreement.group)
-    different = (both[0] != -both[1]).tolist()
-    if any(different):
-        names = [n for (n, _), d in zip(params, different, strict=True) if d]
-        logger.warning("%d parameters differ between ranks (%s …): taking rank 0's", len(names), names[0])
-        group = agreement.group if params[0][1].device.type == "cpu" else None
-        for (_, p), d in zip(params, different, strict=True):
-            if d:
-                dist.broadcast(p.data, src=agreement.ranks[0], group=group)
+    names = [n for n, d in zip(tensors, (both[0] != -both[1]).tolist(), strict=True) if d]
+    if names:
+        logger.warning("%d tensors of the model differ between ranks (%s …): taking rank 0's", len(names), names[0])
+    for name in names:
+        if tensors[name].layout is not torch.strided:
+            raise ModelError(
+                f"buffer {name!r} differs between ranks, and is sparse",
+                hint="build it from the same data on every rank",
+            )
+        _take_first_ranks(tensors[name], agreement)
+
+
+def _fingerprint_of(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is torch.strided:
+        return fingerprint(tensor)
+    whole = tensor.to_sparse_coo().coalesce()
+    return fingerprint(whole.indices()) * 31 + fingerprint(whole.values())
+
+
+def _take_first_ranks(tensor: torch.Tensor, agreement: Agreement) -> None:
+    """Write the first rank's values into a tensor, of whatever dtype and strides; elements of an expanded one are written once."""
+    once = tensor[tuple(slice(0, 1) if s == 0 else slice(None) for s in tensor.stride())]
+    whole = once.clone(memory_format=torch.contiguous_format)
+    group = agreement.group if tensor.device.type == "cpu" else None
+    dist.broadcast(whole.reshape(-1).view(torch.uint8), src=agreement.ranks[0], group=group)
+    once.copy_(whole)
