@@ -351,21 +351,25 @@ class Shards:
             )
         return torch_private.dtensor(value, self._layouts[key])
 
-    def shown(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """What a program keeps for a parameter, in the form of the parameter: with its rows, as a DTensor cut like it.
+    def shown(self, name: str, value: torch.Tensor, *, of_rows: bool = False) -> torch.Tensor:
+        """What a program keeps for a parameter, in the form of the parameter: with its rows, as a DTensor cut like it. Behind its rows a `value`
+        of another shape is laid out flat; one that is `of_rows` is the same on the ranks that divide these.
 
         A `value` without such rows is shown as it is.
         """
         spec = self.specs[name]
-        if self.mesh is None or not value.dim() or spec.shard_dim is None or value.shape[0] != spec.rows:
-            return value if self.mesh is None or value.shape != torch.Size(spec.shape) else self.gradient(name, value)
-        shape = torch.Size((spec.shape[0], *value.shape[1:]))
-        if shape == torch.Size(spec.shape):
-            shape, stride = torch.Size(spec.whole_shape), spec.whole_stride
-        else:
-            stride = row_by_row(shape)
-        mine = value[: self.rows(spec)]
-        return DTensor.from_local(mine, self.mesh, self.placements(spec), run_check=False, shape=shape, stride=stride)
+        if self.mesh is None or value.shape == spec.shard_shape:
+            return value if self.mesh is None else self.gradient(name, value)
+        if not value.dim() or value.shape[:1] != spec.shard_shape[:1]:
+            return value
+        by, shape, where = spec.division, [spec.whole_shape[0], *value.shape[1:]], self.placements(spec)
+        if by is not None and by.dim > 0:
+            at = (self.mesh.mesh_dim_names or ()).index(by.mesh_dim)
+            where[at] = Replicate() if of_rows else Shard(1)
+            shape[1] *= 1 if of_rows else by.ranks
+        mine = value[: self.rows(spec)] if spec.shard_dim is not None else value
+        whole = torch.Size(shape)
+        return DTensor.from_local(mine, self.mesh, where, run_check=False, shape=whole, stride=row_by_row(whole))
 
     def install(self, name: str, whole: torch.Tensor) -> nn.Parameter:
         """Cut this rank's part out of a whole parameter; the module then holds the part under every name it had."""

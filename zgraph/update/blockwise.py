@@ -2,7 +2,9 @@
 
 A block's elements are divided by its largest magnitude and rounded to the nearest of 256 values which lie densest near
 zero (the paper's dynamic tree quantization, with the values of bitsandbytes). Blocks lie within rows of dimension 0, so
-sharding never cuts one, and the numbers do not depend on the world size. The rule itself sees float32.
+sharding never cuts one, and the numbers do not depend on the world size. Where ranks divide the rows (tensor parallelism) blocks are those
+of the whole rows: a rank has some of them, or where its part begins or ends within one, all ranks have the scales of all. The rule itself
+sees float32.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ def blockwise(rule: Rule) -> Rule:
     is small must not depend on how many of its rows this rank has. The record has `block_size` and `min_row_size`.
     """
 
-    def states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, State]:
-        wide = rule.states(record, shape, dtype)
-        if len(shape) < 2 or math.prod(shape[1:]) < record.min_row_size:
+    def states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tuple[int, ...]) -> dict[str, State]:
+        wide = rule.states(record, shape, dtype, whole)
+        row = math.prod(whole[1:])
+        if len(shape) < 2 or row < record.min_row_size:
             return wide
+        cut = _cuts_blocks(shape, whole, record.block_size)
+        width = row if cut else math.prod(shape[1:])
         found: dict[str, State] = {}
         for name in wide:
             found[name] = State(shape, torch.uint8, dynamic_map(name in SIGNED).index(0.0))
-            found[_scale(name)] = State((shape[0], _blocks_in(math.prod(shape[1:]), record.block_size)))
+            found[_scale(name)] = State((shape[0], _blocks_in(width, record.block_size)), of_rows=cut)
         return found
 
     def update(
@@ -48,11 +53,31 @@ def blockwise(rule: Rule) -> Rule:
         if not coded:
             return rule.update(record, p, g, old, s, step, part)
         block = record.block_size
-        wide = {name: dequantize(old[name], old[_scale(name)], name in SIGNED, block).to(p.dtype) for name in coded}
+        cut = _cuts_blocks(tuple(p.shape), part.shape, block)
+        places = part.within_rows(tuple(p.shape)) if cut else None
+        blocks = None if places is None else places // block
+
+        def widened(name: str) -> Tensor:
+            codes, scales, signed = old[name], old[_scale(name)], name in SIGNED
+            if blocks is None:
+                return dequantize(codes, scales, signed, block)
+            values = _values(signed, codes.device)[codes.flatten(1).to(torch.int64)]
+            return (values * scales.index_select(1, blocks)).reshape(codes.shape)
+
+        def narrowed(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+            if blocks is None:
+                return quantize(x, name in SIGNED, block)
+            flat = x.flatten(1)
+            none = flat.new_zeros(old[_scale(name)].shape)
+            scales = none.scatter_reduce(1, blocks.expand(flat.shape), flat.abs(), "amax")
+            scales = part.largest_in_rows(scales)
+            return _codes(flat, scales.index_select(1, blocks), name in SIGNED).reshape(x.shape), scales
+
+        wide = {name: widened(name).to(p.dtype) for name in coded}
         new, changed = rule.update(record, p, g, wide, s, step, part)
         results: dict[str, Tensor] = {}
         for name in coded:
-            results[name], results[_scale(name)] = quantize(changed[name].to(torch.float32), name in SIGNED, block)
+            results[name], results[_scale(name)] = narrowed(name, changed[name].to(torch.float32))
         return new, results
 
     return Rule(rule.scalars, states, update)
@@ -77,11 +102,16 @@ def quantize(x: Tensor, signed: bool, block: int) -> tuple[Tensor, Tensor]:
     """(codes: uint8 of x's shape, scales: float32 [rows, blocks]) of x [rows, …]."""
     blocks = _blocks(x, block)
     scales = blocks.abs().amax(-1)
+    return _unblocked(_codes(blocks, scales.unsqueeze(-1), signed), x), scales
+
+
+def _codes(x: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """The codes of numbers, each with its block's scale."""
     values = _values(signed, x.device)
     middles = (values[1:] + values[:-1]) / 2
     # A block of zeros has no magnitude to divide by, and must become zeros.
-    unit = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    return _unblocked(torch.bucketize(unit, middles).to(torch.uint8), x), scales
+    unit = x / scales.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.bucketize(unit, middles).to(torch.uint8)
 
 
 def dequantize(codes: Tensor, scales: Tensor, signed: bool, block: int) -> Tensor:
@@ -96,6 +126,13 @@ def _values(signed: bool, device: torch.device) -> Tensor:
 
 def _scale(name: str) -> str:
     return f"{name}_scale"
+
+
+def _cuts_blocks(shape: tuple[int, ...], whole: tuple[int, ...], block: int) -> bool:
+    """Does the part of this shape, of a whole parameter, have parts of blocks? (Its rows may be fewer: that cuts none.)"""
+    if shape[1:] == whole[1:]:
+        return False
+    return shape[2:] != whole[2:] or math.prod(shape[1:]) % block != 0
 
 
 def _blocks_in(width: int, block: int) -> int:

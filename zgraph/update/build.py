@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,9 +80,9 @@ def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[s
     if spec.dtype in (torch.float16, torch.bfloat16):
         held[MASTER] = State(spec.shard_shape)
     rule = RULES[member.record.name]
-    for name, state in rule.states(member.record, spec.shard_shape, wide).items():
+    for name, state in rule.states(member.record, spec.shard_shape, wide, spec.whole_shape).items():
         low = state.dtype is torch.float32 and len(state.shape) == len(spec.shape)
-        held[name] = State(state.shape, options.state_dtype, state.fill) if low else state
+        held[name] = replace(state, dtype=options.state_dtype) if low and not state.of_rows else state
     if options.ema is not None:
         held[EMA] = State(spec.shard_shape, wide)
     if member.name in options.late():
@@ -150,6 +150,12 @@ class _Sharded:
         padded = torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1) + [0, missing]) if missing else x
         return padded.reshape(self._ranks, self._rows, *x.shape[1:]).index_select(0, self._index.reshape(1)).squeeze(0)
 
+    def within_rows(self, shape: tuple[int, ...]) -> Tensor | None:
+        return None
+
+    def largest_in_rows(self, x: Tensor) -> Tensor:
+        return x
+
 
 class _Divided:
     """The `Part` of a parameter that the ranks of a mesh dimension divide: `within` is that of what each of them computes with."""
@@ -174,6 +180,20 @@ class _Divided:
         by, shape = self._division, x.shape
         opened = x.reshape(*shape[: by.dim], by.ranks, shape[by.dim] // by.ranks, *shape[by.dim + 1 :])
         return self._within.own(opened.index_select(by.dim, self._index.reshape(1)).squeeze(by.dim))
+
+    def within_rows(self, shape: tuple[int, ...]) -> Tensor | None:
+        if self._division.dim == 0:
+            return None
+        at = self._index.new_zeros(())
+        for d in range(1, len(shape)):
+            here = torch.arange(shape[d], device=self._index.device)
+            if d == self._division.dim:
+                here = here + self._index * shape[d]
+            at = at.unsqueeze(-1) * self.shape[d] + here
+        return at.flatten()
+
+    def largest_in_rows(self, x: Tensor) -> Tensor:
+        return _all_reduce(x, "max", self._division.mesh_dim) if self._division.dim else x
 
 
 def _parted_over(spec: ParamSpec) -> tuple[str, ...]:

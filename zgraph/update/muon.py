@@ -16,7 +16,7 @@ from torch import Tensor
 from zgraph.update.rule import Part, Rule, State
 
 
-def _states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, State]:
+def _states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tuple[int, ...]) -> dict[str, State]:
     return {"momentum_buffer": State(shape, dtype)}
 
 

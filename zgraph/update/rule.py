@@ -33,6 +33,13 @@ class Part(Protocol):
     def own(self, x: Tensor) -> Tensor:
         """A whole tensor -> this rank's rows, padded with zeros."""
 
+    def within_rows(self, shape: tuple[int, ...]) -> Tensor | None:
+        """Where in a whole row, laid out flat, this rank's elements of one are, whose tensor has this shape (1-dim int64); None where it has
+        whole rows."""
+
+    def largest_in_rows(self, x: Tensor) -> Tensor:
+        """The largest of each element of a tensor over the ranks that divide the parameter's rows."""
+
 
 class Unsharded:
     """The `Part` of a parameter that this rank holds whole."""
@@ -49,14 +56,22 @@ class Unsharded:
     def own(self, x: Tensor) -> Tensor:
         return x
 
+    def within_rows(self, shape: tuple[int, ...]) -> Tensor | None:
+        return None
+
+    def largest_in_rows(self, x: Tensor) -> Tensor:
+        return x
+
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A tensor that an optimizer keeps for a parameter: its shape on this rank, dtype and first value."""
+    """A tensor that an optimizer keeps for a parameter: its shape on this rank, dtype and first value. `of_rows`: do ranks that divide the
+    parameter's rows have the same, which is of the whole rows?"""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     fill: float = 0.0
+    of_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,7 @@ class Rule:
     """One optimizer.
 
     `scalars` are the fields of its record that are inputs of the program, so that a change never recompiles: "lr",
-    "betas.0". `states(record, shape, dtype)` says what it keeps for a parameter of which this rank has `shape`.
+    "betas.0". `states(record, shape, dtype, whole)` says what it keeps for a parameter of shape `whole` of which this rank has `shape`.
     `update(record, param, grad, states, scalars, step, part)` gives the new parameter and the new states: `scalars` by
     the names above and `step` (the number of this update, from 1) are 0-dim float64 tensors. Whether a scalar is zero in
     the record is known when the program is made, so an operation that is skipped for zero costs nothing.
@@ -74,7 +89,7 @@ class Rule:
     """
 
     scalars: tuple[str, ...]
-    states: Callable[[Any, tuple[int, ...], torch.dtype], dict[str, State]]
+    states: Callable[[Any, tuple[int, ...], torch.dtype, tuple[int, ...]], dict[str, State]]
     update: Callable[
         [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part],
         tuple[Tensor, dict[str, Tensor]],

@@ -41,7 +41,7 @@ def _decayed(record: Any, p: Tensor, s: Mapping[str, Tensor]) -> Tensor:
 
 
 # -- Adam, AdamW --------------------------------------------------------------------------------------------------------
-def _adam_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, State]:
+def _adam_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tuple[int, ...]) -> dict[str, State]:
     names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if record.amsgrad else [])]
     return {name: State(shape, dtype) for name in names}
 
@@ -65,7 +65,7 @@ def _adam(
 
 
 # -- SGD ----------------------------------------------------------------------------------------------------------------
-def _sgd_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, State]:
+def _sgd_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tuple[int, ...]) -> dict[str, State]:
     return {"momentum_buffer": State(shape, dtype)} if record.momentum else {}
 
 
@@ -83,7 +83,9 @@ def _sgd(
 
 
 # -- Adagrad ------------------------------------------------------------------------------------------------------------
-def _adagrad_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, State]:
+def _adagrad_states(
+    record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tuple[int, ...]
+) -> dict[str, State]:
     return {"sum": State(shape, dtype, record.initial_accumulator_value)}
 
 
@@ -97,7 +99,7 @@ def _adagrad(
 
 
 # -- Lion ---------------------------------------------------------------------------------------------------------------
-def _lion_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, State]:
+def _lion_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tuple[int, ...]) -> dict[str, State]:
     return {"exp_avg": State(shape, dtype)}
 
 
@@ -111,7 +113,7 @@ def _lion(
 
 
 # -- LAMB ---------------------------------------------------------------------------------------------------------------
-def _lamb_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, State]:
+def _lamb_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tuple[int, ...]) -> dict[str, State]:
     return {"exp_avg": State(shape, dtype), "exp_avg_sq": State(shape, dtype)}
 
 

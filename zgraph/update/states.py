@@ -96,7 +96,7 @@ class States:
             if name not in self.tensors:
                 made = self._room(param, state, local)
                 self.tensors[name] = made.copy_(local) if key in (MASTER, EMA, AHEAD) else made.fill_(state.fill)
-            shown[key] = self.shards.shown(param, self.tensors[name])
+            shown[key] = self.shards.shown(param, self.tensors[name], of_rows=state.of_rows)
         if self.optimizer is not None:
             self._shown[param] = self.optimizer.state.show(self.shards.params()[param], shown), shown
 
@@ -118,7 +118,9 @@ class States:
             param = name.rpartition("/")[0]
             if (param in before) != (param in options.homes):
                 self.tensors[name] = self._copy(name, tensor)
-                self._show(param, name.rpartition("/")[2], self.shards.shown(param, self.tensors[name]))
+                key = name.rpartition("/")[2]
+                kept = states_of(self.members[param], self.shards.specs[param], options)[key]
+                self._show(param, key, self.shards.shown(param, self.tensors[name], of_rows=kept.of_rows))
 
     def _room(self, param: str, state: State, local: torch.Tensor) -> torch.Tensor:
         """A tensor for a state, with the strides of its parameter's rows where it has their shape."""
