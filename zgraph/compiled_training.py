@@ -32,7 +32,7 @@ from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.randomness import random_states, restored
-from zgraph.rounding import Difference, difference, same_bits
+from zgraph.rounding import Difference, difference, norm_of, same_bits
 from zgraph.sharding import fingerprint
 from zgraph.signature import batch_size
 from zgraph.train import Call, count_targets, for_forward, in_order, join_outputs, loss_of, named, split_batch
@@ -232,12 +232,12 @@ class _Training:
 
     def clip(self) -> None:
         """Clip the gradients of both to half of their norm, in place."""
-        held = [g.double().norm() for g in self.plain.grads().values() if g is not None]
-        largest = float(_agreed(float(torch.stack(held).norm()) / 2, self.world))
-        norm = _whole(torch.nn.utils.clip_grad_norm_(self.compiled.parameters(), largest))
+        norm = norm_of(g for g in self.plain.grads().values() if g is not None)
+        largest = _agreed((norm or 1.0) / 2, self.world)
+        mine = _whole(torch.nn.utils.clip_grad_norm_(self.compiled.parameters(), largest))
         self._at("clipping")
         plain = self.plain.clip(largest)
-        self.compare("norm", "of all gradients", norm.to(plain.dtype), plain, computed=self._low())
+        self.compare("norm", "of all gradients", mine.to(plain.dtype), plain, computed=self._low())
         self.compare_gradients()
         self.compare_unchanged(*self._tangents, "tangent of")
 
@@ -322,14 +322,15 @@ class _Training:
 
     def compare_buffers(self) -> None:
         plain = dict(self.plain.copies[self.mine].module.named_buffers())
+        scale = norm_of(plain.values())
         for name, buffer in self.compiled.named_buffers():
             if self.handle.runtime.has_buffer(name):
-                self.compare("buffer", name, buffer, plain[name], computed=self._low())
+                self.compare("buffer", name, buffer, plain[name], all_norm=scale, computed=self._low())
 
     def compare_gradients(self) -> None:
         """Compare `.grad` of all parameters that are here."""
         plain = self.plain.grads()
-        norm = math.hypot(*(float(g.double().norm()) for g in plain.values() if g is not None), 0.0)
+        norm = norm_of(g for g in plain.values() if g is not None)
         for name, param in self._params():
             grad, wanted = param.grad, plain[name]
             if grad is None or wanted is None:
@@ -371,7 +372,7 @@ class _Training:
     def compare_gradients_of_update(self) -> None:
         """Compare the gradients that the plan's update was of, before clipping."""
         plain = self.plain.grads()
-        norm = math.hypot(*(float(g.double().norm()) for g in plain.values() if g is not None), 0.0)
+        norm = norm_of(g for g in plain.values() if g is not None)
         for name, wanted in plain.items():
             if (name in self.gradients) != (wanted is not None):
                 how = "missing" if wanted is not None else "should not be there"
@@ -386,8 +387,8 @@ class _Training:
         if self.staged:
             grads = self._of_stages(grads, lambda mine, other: mine)
         if not hasattr(self, "_own"):
-            size = math.hypot(*(float(w.double().norm()) for w in self.plain.weights.values()), 0.0)
-            slope = math.hypot(*(float(g.double().norm()) for g in grads.values()), 0.0)
+            size = norm_of(self.plain.weights.values())
+            slope = norm_of(grads.values())
             rate = _agreed(MOVED * (size or 1.0) / (slope or 1.0), self.world)
             self._make = lambda params: torch.optim.SGD(params, lr=rate, momentum=0.9)
             self._own = self._make([p for p in self.compiled.parameters() if p.requires_grad])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ from zgraph.sharding import bits
 
 # Relative errors, norm-wise, by dtype: a few hundred roundings of that dtype, as sums of a model's length make.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-# A gradient that is zero in exact arithmetic is nothing but rounding: its share of all gradients' norm is allowed.
+# A gradient, or a buffer (a running mean), that is zero in exact arithmetic is nothing but rounding: a share of the norm of all is allowed.
 FLOOR = {torch.float64: 1e-15}
 DEFAULT_FLOOR = 3e-7
 
@@ -58,7 +60,7 @@ def difference(
     bound: float | None = None,
     stages: tuple[int, ...] = (),
 ) -> Difference:
-    """`all_norm` is that of all gradients. `computed`: what it was computed in, where that is coarser than what it is kept in.
+    """`all_norm` is that of all gradients, or all buffers. `computed`: what it was computed in, where that is coarser than what it is kept in.
     `bound`: what is allowed instead of the tolerance of that dtype."""
     if not _comparable(mine, plain):
         return Difference(what, f"{name} (another type)", rank, float("inf"), 0.0, False, stages)
@@ -78,6 +80,12 @@ def difference(
     allowed = (usual if bound is None else bound) + floor * all_norm / max(norm, 1e-300)
     error = float((a - b)[finite].norm()) / max(norm, 1e-300)
     return Difference(what, name, rank, error if error == error else float("inf"), allowed, False, stages)
+
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> float:
+    """The norm of all floating-point ones together, as far as they are finite."""
+    norms = (float(t.detach().double().norm()) for t in tensors if t.is_floating_point())
+    return math.hypot(*(n for n in norms if math.isfinite(n)), 0.0)
 
 
 def same_bits(mine: Any, plain: Any) -> bool:

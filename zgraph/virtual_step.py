@@ -16,7 +16,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -40,13 +40,16 @@ from zgraph.plan import Plan
 from zgraph.program import torch_private
 from zgraph.program.node import tensor
 from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
-from zgraph.rounding import Difference, difference
+from zgraph.rounding import Difference, difference, norm_of
 from zgraph.sharding import planned_layout
 from zgraph.train import in_order, split_batch
 from zgraph.update.held import within
 from zgraph.update.program import outside_of
 
 SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which changes no gradient that it does not save
+
+OWN_ROUNDING = 8.0  # by how much more than the plain model's own another order of the same operations may round
+_SAME_LOSS = 1e-2  # another loss in double precision is another computation
 
 Results = list[dict[tuple[str, str], torch.Tensor]]
 """What a program gave, rank by rank: by what it is (see `Difference.what`) and its name."""
@@ -224,7 +227,7 @@ class VirtualStep:
         if port.role is InputRole.INDEX:
             return torch.tensor(coordinates(self.sizes, rank)[port.name])
         if port.role is InputRole.TANGENT:
-            return run.tangents[int(port.name.removeprefix("output_"))].contiguous()
+            return _laid_out(run.tangents[int(port.name.removeprefix("output_"))], node)
         if port.role is InputRole.SCALE:
             return torch.tensor(SCALE)
         assert port.index is not None
@@ -282,7 +285,7 @@ class VirtualStep:
             given = [self._mine(name, g, rank) for rank, g in enumerate(own) if g is not None]
             if len(given) == len(own):
                 wholes[name] = self._finished(name, given, variant)
-        norm = float(torch.stack([w[0].double().norm() for w in wholes.values()] or [torch.zeros(())]).norm())
+        norm = norm_of(w[0] for w in wholes.values())
         parted = {n: self._parted(n, w, variant) for n, w in wholes.items()}
         compared: list[Difference] = []
         reached = {name for what, name in found[0] if what == "gradient"}
@@ -298,14 +301,36 @@ class VirtualStep:
                         difference(what, name, rank, value, run.plain[name], computed=computed, bound=bound)
                     )
                 elif what == "buffer":
-                    compared.append(difference(what, name, rank, value, run.buffers[name], bound=bound))
+                    scale = norm_of(run.buffers.values())
+                    compared.append(difference(what, name, rank, value, run.buffers[name], scale, bound=bound))
                 elif what == "kept weight":
                     whole = self._mine(name, self.params[name], rank).to(self.specs[name].compute_dtype)
                     compared.append(difference(what, name, rank, value, whole, bound=bound))
                 elif what == "gradient" and name in parted:
                     low = self.specs[name].compute_dtype
                     compared.append(difference(what, name, rank, value, parted[name][rank], norm, low, bound))
-        return compared
+        return [self._allowed_for(d, parted) for d in compared] if bound is None else compared
+
+    def _allowed_for(self, found: Difference, grads: Mapping[str, Sequence[torch.Tensor]]) -> Difference:
+        """The same difference; one that is too large may be so much larger as the plain model's own numbers are rounded."""
+        if found.ok or not math.isfinite(found.error) or found.what not in ("output", "buffer", "gradient"):
+            return found
+        run, all_precise = self.ranks[found.rank], [r.exact for r in self.ranks]
+        if any(precise is None for precise in all_precise):
+            return found
+        if found.what == "gradient":
+            pairs = [
+                (r.grads[found.name], p.grads.get(found.name)) for r, p in zip(self.ranks, all_precise, strict=True)
+            ]  # type: ignore[union-attr]
+            size = float(grads[found.name][found.rank].double().norm())
+        else:
+            precise = all_precise[found.rank]
+            mine, exact = (run.plain, precise.outputs) if found.what == "output" else (run.buffers, precise.buffers)  # type: ignore[union-attr]
+            pairs, size = [(mine[found.name], exact.get(found.name))], float(mine[found.name].detach().double().norm())
+        if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
+            return found
+        own = float(torch.stack([(a.detach().double() - b.double()).norm() for a, b in pairs]).mean())  # type: ignore[union-attr]
+        return replace(found, allowed=found.allowed + OWN_ROUNDING * own / max(size, 1e-300))
 
 
 class PlainRun:
@@ -327,7 +352,7 @@ class PlainRun:
         with torch.no_grad():
             for name, value in buffers.items():
                 plain.get_buffer(name).copy_(value)
-        twin = copy.deepcopy(plain)
+        twin, before = copy.deepcopy(plain), copy.deepcopy(plain)
         self.flat = entry.trace.flat.flatten(model, args, kwargs)
         self.flat = tuple(
             v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in self.flat
@@ -355,6 +380,7 @@ class PlainRun:
         output = pytree.tree_map(lambda v: cast_to(v, out), plain(*args, **kwargs))
         self.grads: dict[str, torch.Tensor | None] = {}
         self.tangents: dict[int, torch.Tensor] = {}
+        self.loss = torch.zeros(())
         torch.set_rng_state(self.random)
         flat_output = entry.trace.flat.bind(capture)(twin, *args, **kwargs)
         self._flat_leaves, self._outputs = _tensors(flat_output), values
@@ -366,6 +392,7 @@ class PlainRun:
             flat_loss = loss_fn(flat_output) if loss_fn else find_loss(flat_output)
             if loss is None or flat_loss is None:
                 raise ModelError("the model's output holds no loss", hint="give a loss_fn")
+            self.loss = loss.detach()
             share = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
             loss.backward(share.reshape(loss.shape))
             wanted = sorted(entry.trace.differentiable)
@@ -375,6 +402,16 @@ class PlainRun:
             self.tangents = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
             self.grads = {n: p.grad for n, p in plain.named_parameters()}
         self.buffers = dict(plain.named_buffers())
+        self._precise = lambda: precise_run(before, (args, kwargs), loss_fn, weight, self.random)
+
+    @cached_property
+    def exact(self) -> PreciseRun | None:
+        """The same in double precision, which says how far the plain model's own numbers are rounded. None where the model does not run in
+        it, or where it gives another loss (it draws other random numbers, or one of its branches is taken elsewhere)."""
+        found = self._precise()
+        if found is None or not torch.allclose(found.loss, self.loss.double(), rtol=_SAME_LOSS, atol=_SAME_LOSS):
+            return None
+        return found
 
     def output_name(self, index: int) -> str:
         """What a flat output is called: by its place in the model's output, where it has one."""
@@ -385,6 +422,40 @@ class PlainRun:
         """The unreduced gradient of an earlier micro-batch: as large as this one's."""
         grad = self.grads.get(name)
         return torch.zeros(spec.whole_shape, dtype=spec.grad_dtype) if grad is None else grad.to(spec.grad_dtype)
+
+
+@dataclass(frozen=True)
+class PreciseRun:
+    """The plain model in double precision: its loss, the tensors in its output by their names, its gradients and updated buffers."""
+
+    loss: torch.Tensor
+    outputs: dict[str, torch.Tensor]
+    grads: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def precise_run(
+    model: nn.Module,
+    call: tuple[Any, Any],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    weight: float,
+    random: torch.Tensor,
+) -> PreciseRun | None:
+    """Run a model (which is changed) in double precision, from this random state; None where it can't be."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(random)
+            args, kwargs = pytree.tree_map(lambda x: cast_to(x, torch.float64), call)
+            output = model.double()(*args, **kwargs)
+            loss = loss_fn(output) if loss_fn else find_loss(output)
+            if loss is None or not loss.requires_grad:
+                return None
+            (loss * weight).backward()
+    except Exception:  # (a user's code may be made for one dtype)
+        return None
+    outputs = {f"leaf {i}": leaf.detach() for i, leaf in enumerate(_tensors(output))}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return PreciseRun(loss.detach(), outputs, grads, dict(model.named_buffers()))
 
 
 def named(program: Program, run: PlainRun, values: Sequence[Any]) -> dict[tuple[str, str], torch.Tensor]:
