@@ -77,6 +77,25 @@ class Net(nn.Module):
     def checkpointed(self, h):
         return torch.utils.checkpoint.checkpoint(self.statement, h, use_reentrant=False)
 
+    def raised(self, h):
+        if self.training and (h > 100).any():
+            raise ValueError("too large")
+        return h
+
+    def raised_with_a_text(self, h):
+        if not (h < 100).all():
+            most = "100"
+            raise ValueError(f"more than {most}")
+        return h
+
+    def handled(self, h):
+        try:
+            if (h > 100).any():
+                raise ValueError("too large")
+        except ValueError:
+            h = h / 1000
+        return h
+
     def in_python(self, h):
         assert h.shape[-1] == 4, "not of four columns"
         return h

@@ -9,6 +9,7 @@ import zgraph
 from zgraph.codegen.partition import split
 from zgraph.compiler import programs
 from zgraph.errors import AssertionError as Failed
+from zgraph.errors import CaptureError
 from zgraph.program.program import OutputRole
 
 GOOD, BAD = torch.ones(4, 4), torch.full((4, 4), 1000.0)
@@ -27,6 +28,7 @@ FORMS = {
     "checked": "too large",
     "checked_all": "too large",
     "checkpointed": "too large",
+    "raised_with_a_text": 'f"more than {most}"',
 }
 
 
@@ -56,6 +58,17 @@ def test_an_assertion_of_a_backward_fails_in_the_backward(backend):
     loss = model(BAD)
     with pytest.raises(Failed, match="gradient too large"):
         loss.backward(torch.tensor(1000.0))
+
+
+def test_an_error_that_is_raised_for_values_is_an_assertion_unless_it_is_handled():
+    model = zgraph.compile(Net("raised"), zgraph.Plan(backend="eager"))
+    assert torch.equal(model(GOOD), Net("raised")(GOOD))
+    with pytest.raises(Failed, match="too large"):
+        model(BAD)
+    model.eval()
+    torch.testing.assert_close(model(BAD), Net("raised").eval()(BAD))
+    with pytest.raises(CaptureError, match="can't be captured"):
+        zgraph.compile(Net("handled"), zgraph.Plan(backend="eager"))(GOOD)
 
 
 def test_an_assertion_of_python_values_is_no_part_of_the_program():

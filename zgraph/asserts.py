@@ -1,4 +1,4 @@
-"""Keeps what a model asserts about values: `assert` on a tensor, `torch._assert`, `torch._assert_async`, `torch._check` on `.item()`.
+"""Keeps what a model asserts about values: `assert` on a tensor, `if …: raise`, `torch._assert`, `torch._assert_async`, `torch._check` on `.item()`.
 
 AOTAutograd leaves such a check in the joint graph as an operator that nobody reads. Here it becomes `zgraph::check`, whose result is an output
 of the program (`OutputRole.CHECK`), so that every later pass, which keeps what outputs need, keeps it too: in the stage and on the ranks that

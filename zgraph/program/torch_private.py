@@ -243,9 +243,8 @@ def _asserts_on_values() -> Iterator[None]:
         from torch._dynamo.variables import ConstantVariable
 
         if _on_values(condition):
-            said = (
-                str(message.as_python_constant()) if message is not None and message.is_python_constant() else _said(tx)
-            )
+            constant = message is not None and message.is_python_constant()
+            said = str(message.as_python_constant()) if constant else "an assertion of the model"
             _assert_in_graph(tx, condition, said, holds=True)
             return ConstantVariable.create(None)
         return constants(variable, tx, condition, message) if constants is not None else None
@@ -263,25 +262,45 @@ def _asserts_on_values() -> Iterator[None]:
 
 
 def _asserting(jump: Callable[[Any, Any], Any], if_true: bool) -> Callable[[Any, Any], Any]:
-    """A jump over, or to, the `raise` of an `assert` as an assertion of the graph; others as they are."""
+    """A jump over, or to, code that only raises (`assert`, or `if …: raise`) as an assertion of the graph; others as they are."""
 
     def inner(tx: Any, inst: Any) -> Any:
-        after = tx.instructions[tx.instruction_pointer]
-        over, to = _raises(after), _raises(inst.target)
-        if sys.flags.optimize or not (over or to) or not _on_values(tx.stack[-1]):
+        over, to = _raises(tx, tx.instruction_pointer), _raises(tx, tx.indexof[inst.target])
+        if not (over or to) or not _on_values(tx.stack[-1]) or _is_caught(tx):
             return jump(tx, inst)
         condition = tx.pop()
-        _assert_in_graph(tx, condition, _message(tx, after if over else inst.target), holds=if_true == over)
+        message = _message(tx, tx.instruction_pointer if over else tx.indexof[inst.target])
+        _assert_in_graph(tx, condition, message, holds=if_true == over)
         return tx.jump(inst) if over else None
 
     return inner
 
 
-def _raises(inst: Any) -> bool:
-    """Does the failing part of an `assert` begin here? (`raise AssertionError` loads a global.)"""
-    return inst.opname == "LOAD_ASSERTION_ERROR" or (
-        inst.opname == "LOAD_COMMON_CONSTANT" and inst.argval is AssertionError
-    )
+_MAY_RAISE = 100  # instructions that put together what is raised
+
+
+def _raises(tx: Any, at: int) -> bool:
+    """Does the code here do nothing but raise?"""
+    for inst in tx.instructions[at : at + _MAY_RAISE]:
+        name = inst.opname
+        if name == "RAISE_VARARGS":
+            return True
+        stores = name.startswith(("STORE_", "DELETE_")) and not name.startswith("STORE_FAST")
+        if stores or "JUMP" in name or name.startswith(("RETURN", "FOR_", "YIELD", "SEND", "RERAISE", "BEFORE_WITH")):
+            return False
+    return False
+
+
+def _is_caught(tx: Any) -> bool:
+    """May an exception that is raised here be handled in the function, or in one that called it? (A `with` lets it pass.)"""
+    while tx is not None:
+        entry = tx.current_instruction.exn_tab_entry
+        if entry is not None:
+            begin = tx.indexof[entry.target]
+            if all(i.opname != "WITH_EXCEPT_START" for i in tx.instructions[begin : begin + 3]):
+                return True
+        tx = getattr(tx, "parent", None)
+    return False
 
 
 def _on_values(variable: Any) -> bool:
@@ -313,30 +332,37 @@ def _traced(tx: Any, function: Any, operand: Any) -> Any:
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, (operand,), {})).as_proxy()
 
 
-def _message(tx: Any, inst: Any) -> str:
-    """What an `assert` says, whose failing part begins with `inst`: its message if that is a constant, else its text in the source."""
-    at = tx.instructions.index(inst)
-    ahead = [i for i in tx.instructions[at + 1 : at + 5] if i.opname != "PRECALL"]
-    if (
-        len(ahead) > 2
-        and ahead[0].opname == "LOAD_CONST"
-        and ahead[1].opname == "CALL"
-        and ahead[2].opname == "RAISE_VARARGS"
-    ):
-        return str(ahead[0].argval)
-    return _said(tx)
+def _message(tx: Any, at: int) -> str:
+    """What is said by code that only raises: its message if that is a constant, else its text in the source."""
+    written = _said(tx)
+    if written is not None:
+        return written
+    found = (i.argval for i in tx.instructions[at : at + 5] if i.opname == "LOAD_CONST" and isinstance(i.argval, str))
+    return next(found, "an assertion of the model")
 
 
-def _said(tx: Any) -> str:
+def _said(tx: Any) -> str | None:
     """The message of the assertion that is being traced, or what it asserts if it has none, as it is written in the source."""
     with contextlib.suppress(SyntaxError, ValueError):
         source = "".join(linecache.getlines(tx.f_code.co_filename))
         line = tx.current_instruction.positions.lineno or tx.lineno
+        found: list[tuple[int, ast.expr]] = []
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or node.lineno):
-                return ast.get_source_segment(source, node.msg or node.test) or ""
-        return source.splitlines()[line - 1].strip()
-    return "an assertion of the model"
+            if isinstance(node, ast.Assert) and _covers(node, line):
+                found.append((node.lineno, node.msg or node.test))
+            elif isinstance(node, ast.If) and _covers(node.test, line) and isinstance(node.body[-1], ast.Raise):
+                error = node.body[-1].exc or node.test
+                found.append((node.lineno, error.args[0] if isinstance(error, ast.Call) and error.args else error))
+        if found:
+            _, said = max(found, key=lambda item: item[0])
+            if isinstance(said, ast.Constant) and isinstance(said.value, str):
+                return said.value
+            return ast.get_source_segment(source, said)
+    return None
+
+
+def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def capture_mode() -> Any:
