@@ -14,7 +14,7 @@ import logging
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from zgraph.asserts import keep_asserts, name_asserts
 from zgraph.dynamic_sizes import fold_dynamic_sizes, fold_effects
-from zgraph.errors import CaptureError, UnsupportedError
+from zgraph.errors import CaptureError, SignatureError, UnsupportedError
 from zgraph.former_memory import Former, FormerMemory, former_memory, insert, moved, seen_as
 from zgraph.inputs import refuse_state
 from zgraph.passes.aliases import root_of
@@ -33,7 +33,7 @@ from zgraph.precision import Precision
 from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
-from zgraph.storages import PlainStorages
+from zgraph.storages import PlainStorages, written_twice
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,9 @@ class Trace:
 
     def source(self, index: int) -> str:
         """What the user calls a flat input."""
+        port = self.inputs[index]
+        if port.role in (InputRole.BUFFER, InputRole.PARAMETER) and index not in self.former:
+            return f"self.{port.name}"
         return torch_private.user_source(self.flat.graph_module.graph.find_nodes(op="placeholder")[index])
 
     def refuse_moved(self, flat: Sequence[Any], memory: FormerMemory) -> None:
@@ -101,6 +104,20 @@ class Trace:
             others = port.role is not InputRole.PARAMETER and at not in self.former and isinstance(value, torch.Tensor)
             if others and memory.holds(value) and memory.former_of(value, self.source(at)) is not None:
                 raise moved(self.source(at), "")
+
+    def refuse_overlap(self, written: Collection[int], flat: Sequence[Any], *, whole: bool) -> None:
+        """Raises `SignatureError` where the forward writes to a flat input that has memory in common with another one. Only pairs with a tensor
+        of the call's are looked at, unless the `whole` is to be."""
+        kinds = (InputRole.INPUT, InputRole.CONSTANT)
+        others = range(len(flat)) if whole else [i for i, p in enumerate(self.inputs) if p.role in kinds]
+        pair = written_twice(written, flat, others)
+        if pair is not None:
+            one, other = (self.source(at) for at in pair)
+            raise SignatureError(
+                f"forward writes to {one}, which shares memory with {other}",
+                why="a program takes each tensor for one by itself: what is written to one would not reach the other",
+                hint=f"give or register a copy ({other}.clone()), or take the view in forward ({one}[…])",
+            )
 
     def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
         """The captured program in which just the `differentiated` flat outputs have tangents.
@@ -148,10 +165,19 @@ def trace(
 
     compute = precision.dtype("compute") if precision.cast_inputs else None
     given_dtypes: dict[int, torch.dtype] = {}
+    # By the ids of real tensors: one that is given twice, or registered too, is one for dynamo.
+    made: dict[int, Any] = {}
+    made_inputs: dict[int, Any] = {}
 
     def fake_input(x: Any) -> Any:
-        y = fake(x)
-        if compute is None or not isinstance(y, torch.Tensor) or not y.is_floating_point() or y.dtype is compute:
+        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
+            return x
+        if id(x) not in made_inputs:
+            made_inputs[id(x)] = lowered(made[id(x)] if id(x) in made else fake(x))
+        return made_inputs[id(x)]
+
+    def lowered(y: Any) -> Any:
+        if compute is None or not y.is_floating_point() or y.dtype is compute:
             return y
         with fake_mode:
             low = torch.empty_strided(y.size(), y.stride(), dtype=compute, device=y.device).requires_grad_(
@@ -160,8 +186,11 @@ def trace(
         given_dtypes[id(low)] = y.dtype
         return low
 
+    def fake_parameter(name: str) -> nn.Parameter:
+        return _fake_parameter(params[name], fake_mode, device)
+
     memory = former_memory(module)
-    with _fake_state(module, params, fake_mode, fake, device) as names, memory.readable():
+    with _fake_state(module, fake, fake_parameter, made) as names, memory.readable():
         fake_args, fake_kwargs = pytree.tree_map(fake_input, (args, kwargs))
         flat = _capture(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
         name_asserts(flat.graph_module)
@@ -179,7 +208,7 @@ def trace(
             given,
             inputs,
             memory,
-            lambda name: _fake_parameter(params[name], fake_mode, device),
+            fake_parameter,
         )
         returned = flat.graph_module.graph.output_node().args[0]
         values = [n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in returned]  # type: ignore[union-attr]
@@ -264,14 +293,12 @@ def _inside(x: Any, args: Any, kwargs: Any) -> bool:
 @contextlib.contextmanager
 def _fake_state(
     module: nn.Module,
-    params: dict[str, ParamSpec],
-    fake_mode: FakeTensorMode,
     fake: Callable[[Any], Any],
-    device: torch.device,
+    fake_parameter: Callable[[str], nn.Parameter],
+    made: dict[int, Any],
 ) -> Iterator[dict[int, FlatInput]]:
-    """Put fake tensors of whole shapes in place of all parameters and buffers; yields what each fake one is."""
+    """Put fake tensors of whole shapes in place of all parameters and buffers; yields what each fake one is. They are noted in `made`."""
     held: list[tuple[dict[str, Any], str, Any]] = []
-    made: dict[int, Any] = {}
     names: dict[int, FlatInput] = {}
     try:
         for path, child in module.named_modules(remove_duplicate=False):
@@ -281,11 +308,7 @@ def _fake_state(
                         continue
                     name = f"{path}.{key}" if path else key
                     if id(real) not in made:
-                        made[id(real)] = (
-                            _fake_parameter(params[name], fake_mode, device)
-                            if role is InputRole.PARAMETER
-                            else fake(real)
-                        )
+                        made[id(real)] = fake_parameter(name) if role is InputRole.PARAMETER else fake(real)
                         names[id(made[id(real)])] = FlatInput(role, name)
                     held.append((table, key, real))
                     table[key] = made[id(real)]

@@ -80,6 +80,7 @@ class StepProgram:
         self._apart: dict[tuple[bool, bool], tuple[Executable | None, Executable | None]] = {}
         self._summing: dict[tuple[bool, bool], Executable] = {}
         self.sharing: dict[bool, Sharing] = {}  # of its forwards, from their first runs
+        self.apart = False  # has it run with tensors of the model that were seen to be apart in memory?
 
     @property
     def differentiated(self) -> bool:

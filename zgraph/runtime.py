@@ -454,6 +454,9 @@ class Runtime:
     def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         step = entry.program()
         entry.trace.refuse_moved(flat, former_memory(self.module))
+        if step.mutated:
+            entry.trace.refuse_overlap(step.mutated, flat, whole=not step.apart)
+            step.apart = True
         self.agree_on_batch(entry, step, flat)
         self.agree_on_random(step)
         _refuse_offsets(entry, flat)

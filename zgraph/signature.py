@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,47 @@ def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     buffers = ", ".join(f"{n} {form}" if n > 1 else form for form, n in _repeated(_form(b) for b in module.buffers()))
     grad = "grad" if torch.is_grad_enabled() else "no_grad"
     casts = [f"{d}:{torch.get_autocast_dtype(d)}" for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    same = "".join(f"; {one} is {other}" for one, other in _identical(module, leaves))
     modes = f"modules {_runs(training)}; parameters {_runs(frozen)}; buffers ({buffers})"
-    return f"inputs ({inputs}); structure {spec}; {modes}; {grad}; autocast {casts}"
+    return f"inputs ({inputs}{same}); structure {spec}; {modes}; {grad}; autocast {casts}"
+
+
+def _identical(module: nn.Module, leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Which tensors of the inputs are one object: a second one and the first, or a tensor that the module has registered."""
+    first: dict[int, str] = {}
+    for number, tensor in enumerate(_tensors(leaves)):
+        if id(tensor) in first:
+            yield f"tensor {number}", first[id(tensor)]
+        else:
+            first[id(tensor)] = f"tensor {number}"
+    if first:
+        for child in module.modules():
+            for table in (child._parameters, child._buffers):
+                for key, held in table.items():
+                    if held is not None and id(held) in first:
+                        yield first[id(held)], f"{type(child).__name__}.{key}"
+
+
+def _tensors(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the leaves, and in objects that are no pytrees, in order."""
+    stack, seen = list(reversed(leaves)), set()
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif id(item) not in seen:
+            seen.add(id(item))
+            stack.extend(reversed(_inner(item)))
+
+
+def _inner(item: Any) -> list[Any]:
+    """What a container or an object holds; of a module, a class or a function nothing."""
+    if isinstance(item, (list, tuple)):
+        return list(item)
+    if isinstance(item, dict):
+        return list(item.values())
+    shut = isinstance(item, (nn.Module, type)) or callable(item) or not hasattr(item, "__dict__")
+    return [] if shut else list(vars(item).values())
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

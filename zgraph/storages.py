@@ -154,3 +154,19 @@ class PlainStorages:
 
     def same(self, output: int, other: int) -> bool:
         return self.outputs[output] == self.outputs[other]
+
+
+def written_twice(written: Collection[int], flat: Sequence[Any], others: Collection[int]) -> tuple[int, int] | None:
+    """Positions of two flat inputs that have memory in common, of which the first is `written`, and one is among the `others`: a program
+    writes to each of its inputs as if it were alone. None where there are none."""
+    places: dict[int, list[int]] = {}
+    for at in {*written, *others}:
+        if isinstance(flat[at], torch.Tensor) and (here := address(flat[at])):
+            places.setdefault(here, []).append(at)
+    for group in places.values():
+        for one in group if len(group) > 1 else ():
+            for other in group:
+                pair = one in written and one != other and (one in others or other in others)
+                if pair and overlap(span(flat[one]), span(flat[other])):
+                    return one, other
+    return None
