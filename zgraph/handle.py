@@ -22,6 +22,7 @@ from zgraph.checkpoint.pretrained import is_pretrained
 from zgraph.checkpoint.publish import publish
 from zgraph.compiled import StepProgram
 from zgraph.errors import ModelError, StepError
+from zgraph.foreign import watch_loads
 from zgraph.forwards import Forward
 from zgraph.inspection.explain import Explanation, explain
 from zgraph.inspection.inspection import Inspection
@@ -458,6 +459,8 @@ def attach(module: nn.Module, runtime: Runtime | Uncut, loss_fn: Callable[..., A
     module.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotForDDP()
     module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
     module.__dict__["__reduce_ex__"] = _refuse_pickle
+    if handle.mesh is not None:
+        watch_loads(module)
     _compiled.add(module)
     return handle
 

@@ -1085,3 +1085,15 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 OPTIMIZER_HOOKS = tuple(
     f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 )  # what an optimizer of torch's keeps its hooks in
+
+
+def shard_of_another_rank(value: Any) -> tuple[int, ...] | None:
+    """The place in its mesh of the rank that a shard was pickled by, where that is not this rank's; None for what is no such shard."""
+    if not isinstance(value, DTensor) or all(p.is_replicate() for p in value.placements):
+        return None
+    mesh = value.device_mesh
+    theirs = mesh.get_coordinate()  # (pickled with the mesh)
+    mine = (mesh.mesh == torch.distributed.get_rank()).nonzero()
+    if theirs is None or (len(mine) == 1 and mine[0].tolist() == list(theirs)):
+        return None
+    return tuple(theirs)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.errors import ModelError, PlanError, StepError
+from zgraph.foreign import refuse_foreign
 from zgraph.program import torch_private
 from zgraph.update.build import AHEAD, DERIVED
 from zgraph.update.groups import Member
@@ -220,6 +221,7 @@ class PlanOptimizer(torch.optim.Optimizer):
     def _checked(self, param: torch.Tensor, record: Any, saved: dict[str, Any]) -> dict[str, Any]:
         """What was saved of a parameter, if it is what is kept of it here, or nothing because it has not begun. Raises `ModelError`."""
         rule, mine = RULES[record.name], self.state[param]
+        refuse_foreign(saved)
         saved = {k: v for k, v in saved.items() if v is not None}
         if not saved.keys() - {"step", *DERIVED} and (rule.begins is not None or not saved):
             return saved
