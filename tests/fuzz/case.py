@@ -82,14 +82,17 @@ def draw(seed: int) -> Case:
         k
         for k in KINDS.values()
         if layout in k.layouts and (k.smooth or not low) and not (k.random and (run == "inductor" or inner))
+        and not (k.remembers and run == "virtual")
     ]
     weights = [border / sum(k.border for k in known) if k.border else (1 - border) / sum(not k.border for k in known) for k in known]
-    count = rng.randint(1, 2) if run == "inductor" else rng.randint(2, 4) if "pp" in mesh else rng.randint(1, 4)
+    count = rng.randint(1, 2) if run == "inductor" else rng.randint(3, 5) if "pp" in mesh else rng.randint(1, 4)
     lines = []
     for _ in range(count):
         way = rng.choice(WAYS)
         kinds = rng.choices(known, weights, k=2 if way == "parallel" else 1)
         lines.append(Line(way, tuple(k.name for k in kinds), rng.randrange(10**6)))
+    output = rng.choice(list(OUTPUTS))
+    outside = run == "virtual" and output in ("out", "nested")
     case = Case(
         seed=seed,
         run=run,
@@ -98,8 +101,8 @@ def draw(seed: int) -> Case:
         rows=rng.choice([4, 8]) if mesh else 4,
         width=4 if layout == "image" else rng.choice([8, 8, 16]),
         lines=tuple(lines),
-        loss=rng.choice([n for n, x in LOSSES.items() if x.smooth or not low]),
-        output=rng.choice(list(OUTPUTS)),
+        loss=rng.choice([n for n, x in LOSSES.items() if (x.smooth or not low) and not (outside and " y" in x.text)]),
+        output=output,
         argument=rng.choice(list(ARGUMENTS)) if rng.random() < (0.3 if not mesh else 0.08) else None,
         style="usual",
         options=(),

@@ -113,7 +113,10 @@ class Plain:
             self.keep("buffer", name, buffer)
 
     # -- what differs between the sides
-    def compile(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> nn.Module:
+    def compile(
+        self, model: nn.Module, inputs: tuple[Any, ...], loss_fn: Callable[..., Any] | None = None
+    ) -> nn.Module:
+        """Make of a model what is trained. `inputs` are those of a first call."""
         self.loss_fn = loss_fn
         if self.plan.get("precision", "fp32") == "bf16":
             _compute_in_bfloat16(model)
@@ -184,10 +187,14 @@ class Plain:
 class Compiled(Plain):
     """zgraph by a plan."""
 
-    def compile(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> nn.Module:
+    def compile(
+        self, model: nn.Module, inputs: tuple[Any, ...], loss_fn: Callable[..., Any] | None = None
+    ) -> nn.Module:
         import zgraph
 
-        return zgraph.compile(model, zgraph.Plan(**self.plan), loss_fn=loss_fn)
+        # Where ranks have other weights than the model, it is said at once which: what comes next is allowed only then.
+        early = {"tp", "pp"} & set(self.plan.get("mesh", {}))
+        return zgraph.compile(model, zgraph.Plan(**self.plan), inputs=inputs if early else None, loss_fn=loss_fn)
 
     def optimizer(self, model: Any) -> Any:
         return model.zgraph.optimizer

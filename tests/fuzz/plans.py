@@ -75,8 +75,8 @@ def draw(rng: random.Random, case: Case, mesh: dict[str, int], low: bool) -> tup
         plan["precision"] = "bf16"
     count = rng.choice([1, 1, 2, 4])
     if "pp" in mesh:
-        count = rng.choice([2, 4])
         plan["schedule"] = rng.choice(SCHEDULES)
+        count = 4 if plan["schedule"] == "dualpipev" else rng.choice([2, 4])
     if count > 1:
         plan["micro_batches"] = count
     _memory(rng, plan, case)
@@ -94,7 +94,7 @@ def draw(rng: random.Random, case: Case, mesh: dict[str, int], low: bool) -> tup
         plan["async_tensor_parallel"] = rng.choice(["off", 2])
     if "cp" in mesh:
         plan["sequence_dim"] = rng.choice(["auto", 1])
-        plan["context_attention"] = rng.choice(["auto", "heads", "ring"])
+        plan["context_attention"] = rng.choice(["auto", "auto", "heads", "ring"])
     if rng.random() < 0.3:
         plan["grad_clip"] = 0.1
     if rng.random() < 0.4:
@@ -126,4 +126,4 @@ def _memory(rng: random.Random, plan: dict[str, Any], case: Case) -> None:
     if plan["zero"] == 3 and rng.random() < 0.06:
         plan["offload"] = {**plan.get("offload", {}), "parameters": "cpu"}
     if rng.random() < 0.06:
-        plan["tiles"] = rng.choice([{"b0": 2}, {"loss": 2}])
+        plan["tiles"] = {"loss": 2} if "cross entropy" in case.loss and rng.random() < 0.7 else {"b0": 2}

@@ -189,7 +189,7 @@ def _train(case: Case) -> str:
     lines = ["torch.manual_seed(7)", "model, called, optimizer_hooks = build(), [], []", "parameters = list(model.parameters())"]
     lines += [make] if early else []
     lines += at("before compile")
-    lines += [f"model = t.compile(model{loss_fn})", *at("after compile"), "parameters = list(model.parameters())"]
+    lines += [f"model = t.compile(model, batch(0, t.rank){loss_fn})", *at("after compile"), "parameters = list(model.parameters())"]
     lines += [] if early else [make]
     if "hook on the optimizer" in case.options:
         lines.append("for hook in optimizer_hooks:\n    optimizer.register_step_pre_hook(hook)")

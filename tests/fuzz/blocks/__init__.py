@@ -56,6 +56,7 @@ class Kind:
     make: Make
     border: bool
     smooth: bool  # a small change of the input changes the output little: it can be compared in bfloat16
+    remembers: bool  # Python remembers something from call to call
     random: bool  # it draws random numbers, which Inductor's kernels draw otherwise
 
 
@@ -63,13 +64,13 @@ KINDS: dict[str, Kind] = {}
 
 
 def block(
-    name: str, layouts: str = "flat seq image", *, border: bool = False, smooth: bool = False, random: bool = False
+    name: str, layouts: str = "flat seq image", *, border: bool = False, smooth: bool = False, remembers: bool = False, random: bool = False
 ) -> Callable[[Make], Make]:
     """Register a kind of block under its name, for these layouts."""
 
     def register(make: Make) -> Make:
         assert name not in KINDS, name
-        KINDS[name] = Kind(name, tuple(layouts.split()), make, border, smooth, random)
+        KINDS[name] = Kind(name, tuple(layouts.split()), make, border, smooth, remembers, random)
         return make
 
     return register

@@ -179,7 +179,7 @@ def counter_buffer(c: Draw) -> Part:
     )
 
 
-@block("memory as an attribute", border=True)
+@block("memory as an attribute", border=True, remembers=True)
 def memory_attribute(c: Draw) -> Part:
     where = c.pick("self.m", "self.s['m']", "self.l[0]")
     return Part(

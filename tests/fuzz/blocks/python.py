@@ -60,7 +60,7 @@ def closure_container(c: Draw) -> Part:
     )
 
 
-@block("mutable default", border=True)
+@block("mutable default", border=True, remembers=True)
 def mutable_default(c: Draw) -> Part:
     top = "def scale_{n}(x, seen=[]):\n    seen.append(1)\n    return x * (1.0 + 0.1 * len(seen))\n"
     return Part("pass", "return scale_{n}(x)", top, state="len(scale_{n}.__defaults__[0])")
@@ -80,7 +80,7 @@ def python_global(c: Draw) -> Part:
     return Part("pass", "return x * G_{n} * S_{n}['k'] * len(L_{n})", top, change)
 
 
-@block("global that counts", border=True)
+@block("global that counts", border=True, remembers=True)
 def global_counts(c: Draw) -> Part:
     how = c.pick(
         "global G_{n}\nG_{n} += 1",
@@ -92,7 +92,7 @@ def global_counts(c: Draw) -> Part:
     return Part("pass", f"{how}\nreturn x{used}", top, state="(G_{n}, S_{n}['n'], len(L_{n}))")
 
 
-@block("counter", border=True)
+@block("counter", border=True, remembers=True)
 def counter(c: Draw) -> Part:
     init, how, state = c.rng.choice(
         [
@@ -108,12 +108,12 @@ def counter(c: Draw) -> Part:
     return Part(init, f"{how}\nreturn x{used}", state=state.replace("self", "b"))
 
 
-@block("attribute beside a counter", border=True)
+@block("attribute beside a counter", border=True, remembers=True)
 def unwatched(c: Draw) -> Part:
     return Part("self.k = 1.5", "N_{n}['n'] += 1\nreturn x * self.k", "N_{n} = {'n': 0}\n", "b.k = 1.0 + step", "N_{n}['n']")
 
 
-@block("statistics kept in a list", border=True)
+@block("statistics kept in a list", border=True, remembers=True)
 def kept_statistics(c: Draw) -> Part:
     return Part(
         "self.seen = []",
@@ -122,7 +122,7 @@ def kept_statistics(c: Draw) -> Part:
     )
 
 
-@block("forward hook", "flat seq", border=True)
+@block("forward hook", "flat seq", border=True, remembers=True)
 def forward_hook(c: Draw) -> Part:
     hook = c.pick(
         "lambda m, i, o: o * 1.5",
@@ -137,7 +137,7 @@ def forward_hook(c: Draw) -> Part:
     )
 
 
-@block("forward pre-hook", "flat seq", border=True)
+@block("forward pre-hook", "flat seq", border=True, remembers=True)
 def forward_pre_hook(c: Draw) -> Part:
     hook = c.pick("lambda m, i: (i[0] * 1.5,)", "lambda m, i: self.seen.append(len(i))")
     return Part(
@@ -147,7 +147,7 @@ def forward_pre_hook(c: Draw) -> Part:
     )
 
 
-@block("hook with a counter of its own", "flat seq", border=True)
+@block("hook with a counter of its own", "flat seq", border=True, remembers=True)
 def hook_counter(c: Draw) -> Part:
     top = "def counting_{n}():\n    n = 0\n    def hook(m, i, o):\n        nonlocal n\n        n += 1\n        return o * (1.0 + 0.1 * n)\n    return hook, lambda: n\n"
     return Part(
@@ -167,7 +167,7 @@ def hook_added(c: Draw) -> Part:
     )
 
 
-@block("module hook on gradients", "flat seq", border=True)
+@block("module hook on gradients", "flat seq", border=True, remembers=True)
 def backward_hook(c: Draw) -> Part:
     return Part(
         f"self.seen = []\nself.a = nn.Linear({c.d}, {c.d})\nself.a.register_full_backward_hook(lambda m, gi, go: self.seen.append(1))",

@@ -1,0 +1,75 @@
+"""Cases on real ranks: processes over gloo that stay between cases, and are given programs. See `tests/ranks.py`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ranks import Outcome as RankOutcome
+from ranks import Ranks
+
+from .case import Case
+from .harness import Verdict, data_rank, run_pair
+from .runner import LIMITS, Outcome, programs, quiet, tidy
+
+CASES = 40
+"""After so many cases the processes are started anew: each compiled model has process groups of its own."""
+
+
+class Workers:
+    """The processes of each number of ranks that was asked for; only those asked for last are kept."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+        self._cases = 0
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self._ranks is not None:
+            self._ranks.stop()
+        self._ranks, self._cases = None, 0
+
+    def run(self, case: Case) -> Outcome:
+        """Run a case on as many ranks as it has."""
+        begin = time.monotonic()
+        if self._ranks is None or self._ranks.world != case.world or self._cases >= CASES:
+            self.stop()
+            self._ranks = Ranks(case.world, timeout=60.0)
+        self._cases += 1
+        try:
+            outcomes = self._ranks.attempt(on_rank, case, limit=LIMITS["ranks"])
+            verdict = joined(outcomes)
+        except AssertionError as error:
+            verdict = Verdict("unclear", "a rank does not return", str(error))
+        if verdict.word != "equal":
+            self.stop()  # ranks that stopped somewhere may be out of step
+        return Outcome(case, verdict, time.monotonic() - begin)
+
+
+def on_rank(case: Case) -> Verdict:
+    """What one rank finds."""
+    import torch.distributed as dist
+
+    with quiet(), programs(case) as load:
+        verdict = run_pair(load, True, data_rank(case.mesh, dist.get_rank()))
+    tidy()
+    return verdict
+
+
+def joined(outcomes: list[RankOutcome]) -> Verdict:
+    """The worst that a rank has found."""
+    order = ("equal", "refused", "unclear", "wrong")
+    found: list[Any] = []
+    for rank, outcome in enumerate(outcomes):
+        if outcome.died:
+            found.append(Verdict("unclear", "a rank died", f"rank {rank}"))
+        elif outcome.error is not None:
+            found.append(Verdict("unclear", f"harness: {type(outcome.error).__name__}", outcome.traceback))
+        else:
+            found.append(outcome.value)
+    return max(found, key=lambda v: order.index(v.word))
