@@ -18,7 +18,7 @@ from .shrink import shrink
 from .source import render, script
 from .worker import Worker
 
-ALIKE = 3
+ALIKE = 2
 """Of failures with one reason so many are made smaller."""
 
 

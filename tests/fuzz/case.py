@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +102,7 @@ def draw(seed: int) -> Case:
         rows=rng.choice([4, 8]) if mesh else 4,
         width=4 if layout == "image" else rng.choice([8, 8, 16]),
         lines=tuple(lines),
-        loss=rng.choice([n for n, x in LOSSES.items() if (x.smooth or not low) and not (outside and " y" in x.text)]),
+        loss=rng.choice([n for n, x in LOSSES.items() if (x.smooth or not low) and not (outside and re.search(r"\by\b", x.text))]),
         output=output,
         argument=rng.choice(list(ARGUMENTS)) if rng.random() < (0.3 if not mesh else 0.08) else None,
         style="usual",

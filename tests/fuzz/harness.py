@@ -293,13 +293,23 @@ def run_virtual(load: Callable[[str], Any]) -> Verdict:
         loss_fn = None if program.LOSS_INSIDE else (lambda out: program.loss_of(out, *args))
         found = zgraph.verify(model, zgraph.Plan(**program.PLAN), program.WORLD, args, loss_fn)
     except Exception as error:
-        return judge(error, None)
+        return judge(error, _plain_error(program))
     finally:
         torch.set_default_dtype(before)
     if found.ok:
         return Verdict("equal")
     worst = next(d for d in found.worst() if not d.ok)
     return Verdict("wrong", f"virtual {worst.what}", str(worst))
+
+
+def _plain_error(program: Any) -> Exception | None:
+    """What plain PyTorch raises in a program's first step."""
+    try:
+        args = program.batch(0, 0)
+        program.loss_of(program.build()(*args), *args).backward()
+    except Exception as error:
+        return error
+    return None
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """An expression of `out` and the targets `y` (integers, one for each row of `out`); only those that read `y` have it as a word of its own."""
+    """An expression of `out` and the targets `y` (integers, one for each row of `out`)."""
 
     text: str
     smooth: bool = True

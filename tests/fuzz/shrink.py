@@ -13,7 +13,7 @@ from .scenarios import fits
 Run = Callable[[Case], Outcome]
 
 
-def shrink(found: Outcome, run: Run, seconds: float = 120.0) -> Outcome:
+def shrink(found: Outcome, run: Run, seconds: float = 45.0) -> Outcome:
     """The smallest case that could be found in so many seconds that fails with the same word and, where it raises, the same reason."""
     end = time.monotonic() + seconds
     smallest, before = found, None

@@ -191,7 +191,7 @@ def in_place(c: Draw) -> Part:
 
 @block("in place on the input", border=True)
 def in_place_input(c: Draw) -> Part:
-    return Part("pass", f"y = x * 1.0\n{c.pick('y.tanh_()', 'y += 0.3', 'y[:, 0] *= 2', 'y.exp_().log_()')}\nreturn y")
+    return Part("pass", f"y = x * 1.0\n{c.pick('y.tanh_()', 'y += 0.3', 'y[:, 0] *= 2', 'y.sin_().add_(0.1)')}\nreturn y")
 
 
 @block("expanded view", border=True)
