@@ -2,6 +2,7 @@
 # make test    the same environment with what the tests need, and the tests
 # make test-all    with them every case of long sweeps, and the tests that take minutes
 # make databases    the modules and operators of PyTorch's own databases, and the table of them (BACKEND=eager or inductor)
+# make fuzz N=300 SEED=0 KINDS="eager tp"    random models under random plans against plain PyTorch; see docs/fuzzing.md
 # make bench-overlap    training steps of zgraph and its peers over a modelled link, into benchmarks/results
 #
 # torch is pinned. PyPI's own Linux build of it is for CUDA; to take another (say the small CPU build):
@@ -20,6 +21,9 @@ VENV ?= .venv
 VENV211 ?= .venv211
 NPROC ?= 2
 ARGS ?=
+N ?= 300
+SEED ?= 0
+KINDS ?=
 BACKEND ?= eager
 PACKAGING := pyproject.toml setup.py
 
@@ -42,6 +46,9 @@ test-all: $(VENV)/.dev toolchain
 
 databases: $(VENV)/.dev toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.databases --backend $(BACKEND) --write docs/databases.md $(ARGS)
+
+fuzz: $(VENV)/.dev toolchain
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.fuzz -n $(N) --seed $(SEED) --kinds $(KINDS) $(ARGS)
 
 bench-overlap: $(VENV)/.bench toolchain
 	@$(VENV)/bin/python benchmarks/overlap.py $(ARGS)

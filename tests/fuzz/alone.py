@@ -6,7 +6,8 @@ KIND = RUN_KIND
 
 
 def load(name):
-    import importlib.util, sys
+    import importlib.util
+    import sys
 
     spec = importlib.util.spec_from_file_location(f"{name}_program", __file__)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
@@ -15,7 +16,8 @@ def load(name):
 
 
 def on_rank(rank, world, port):
-    import logging, os
+    import logging
+    import os
 
     logging.getLogger("zgraph").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -28,7 +30,9 @@ def on_rank(rank, world, port):
 
 
 if __name__ == "__main__":
-    import logging, sys, warnings
+    import logging
+    import sys
+    import warnings
 
     warnings.simplefilter("ignore")
     logging.getLogger("zgraph").setLevel(logging.ERROR)

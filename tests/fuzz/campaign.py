@@ -45,7 +45,9 @@ def campaign(given: argparse.Namespace) -> int:
                     bar.update(task, description=f"making seed {case.seed} smaller")
                     outcome = shrink(outcome, run)
                 path = write(outcome, given.out)
-                console.print(f"{outcome.verdict.word}: seed {case.seed}: {outcome.verdict.detail[:200]}\n  {path}", markup=False)
+                console.print(
+                    f"{outcome.verdict.word}: seed {case.seed}: {outcome.verdict.detail[:200]}\n  {path}", markup=False
+                )
     report.show(console, given.blocks)
     if given.out.is_dir() or report.bad:
         report.save(given.out / "report.json")
@@ -64,13 +66,15 @@ def chosen(first: int, count: int, kinds: set[str]) -> list[Case]:
         case = draw(seed)
         if kinds <= runs or (kinds - runs) & set(case.mesh):
             found.append(case)
-    return sorted(found, key=lambda c: (c.world if c.run == "ranks" else 0))
+    return sorted(found, key=lambda c: c.world if c.run == "ranks" else 0)
 
 
 def write(outcome: Outcome, folder: Path) -> Path:
     """Write a failure's script."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"seed{outcome.case.seed}.py"
-    text = f"{outcome.verdict.word}: {outcome.verdict.reason}: {outcome.verdict.detail[:300]}".replace('"', "'").replace("\\", "/")
+    text = f"{outcome.verdict.word}: {outcome.verdict.reason}: {outcome.verdict.detail[:300]}".replace(
+        '"', "'"
+    ).replace("\\", "/")
     path.write_text(script(outcome.case, text))
     return path

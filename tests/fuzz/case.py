@@ -82,10 +82,15 @@ def draw(seed: int) -> Case:
     known = [
         k
         for k in KINDS.values()
-        if layout in k.layouts and (k.smooth or not low) and not (k.random and (run == "inductor" or inner))
+        if layout in k.layouts
+        and ((k.smooth and not k.border) or not low)
+        and not (k.random and (run == "inductor" or inner))
         and not (k.remembers and run == "virtual")
     ]
-    weights = [border / sum(k.border for k in known) if k.border else (1 - border) / sum(not k.border for k in known) for k in known]
+    weights = [
+        border / sum(k.border for k in known) if k.border else (1 - border) / sum(not k.border for k in known)
+        for k in known
+    ]
     count = rng.randint(1, 2) if run == "inductor" else rng.randint(3, 5) if "pp" in mesh else rng.randint(1, 4)
     lines = []
     for _ in range(count):
@@ -102,9 +107,11 @@ def draw(seed: int) -> Case:
         rows=rng.choice([4, 8]) if mesh else 4,
         width=4 if layout == "image" else rng.choice([8, 8, 16]),
         lines=tuple(lines),
-        loss=rng.choice([n for n, x in LOSSES.items() if (x.smooth or not low) and not (outside and re.search(r"\by\b", x.text))]),
+        loss=rng.choice(
+            [n for n, x in LOSSES.items() if (x.smooth or not low) and not (outside and re.search(r"\by\b", x.text))]
+        ),
         output=output,
-        argument=rng.choice(list(ARGUMENTS)) if rng.random() < (0.3 if not mesh else 0.08) else None,
+        argument=rng.choice(list(ARGUMENTS)) if rng.random() < (0.3 if not mesh else 0.08) and not low else None,
         style="usual",
         options=(),
         inputs=tuple(sorted(n for n in INPUTS if rng.random() < 0.12)) if not inner else (),

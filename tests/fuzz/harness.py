@@ -220,8 +220,10 @@ def _split(args: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
     size = rows // count
     each = []
     for at in range(count):
-        cut = lambda x, at=at: (  # noqa: E731
-            x[at * size : (at + 1) * size] if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == rows else x
+        cut = (
+            lambda x, at=at: (  # noqa: E731
+                x[at * size : (at + 1) * size] if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == rows else x
+            )
         )
         each.append(tuple(pytree.tree_map(cut, a) for a in args) if count > 1 else args)
     return each
@@ -376,7 +378,9 @@ def judge(error: BaseException | None, plain: BaseException | None) -> Verdict:
     if error is None:
         if plain is None:
             return Verdict("equal")
-        return Verdict("wrong", "does not raise", f"plain raises {type(plain).__name__}: {_first(plain)}; compiled does not")
+        return Verdict(
+            "wrong", "does not raise", f"plain raises {type(plain).__name__}: {_first(plain)}; compiled does not"
+        )
     text = f"{type(error).__name__}: {error}"
     if plain is not None:
         like = isinstance(error, (ZgraphError, RuntimeError, type(plain)))

@@ -76,7 +76,8 @@ class Report:
             "counts": {k: dict(v) for k, v in sorted(self.counts.items())},
             "refused": dict(self.refusals.most_common()),
             "bad": [
-                {"seed": o.case.seed, "run": o.case.run, "word": o.verdict.word, "reason": o.verdict.reason} for o in self.bad
+                {"seed": o.case.seed, "run": o.case.run, "word": o.verdict.word, "reason": o.verdict.reason}
+                for o in self.bad
             ],
         }
         path.write_text(json.dumps(found, indent=1))

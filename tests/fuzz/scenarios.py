@@ -24,7 +24,9 @@ LOSSES: dict[str, Loss] = {
     "mse to one": Loss("F.mse_loss(out, torch.ones_like(out))"),
     "mse to zeros": Loss("F.mse_loss(out, torch.zeros_like(out))"),
     "cross entropy": Loss("F.cross_entropy(out.flatten(0, -2), y.flatten())"),
-    "cross entropy, some ignored": Loss("F.cross_entropy(out.flatten(0, -2), y.flatten().masked_fill(y.flatten() == 1, -100))", False),
+    "cross entropy, some ignored": Loss(
+        "F.cross_entropy(out.flatten(0, -2), y.flatten().masked_fill(y.flatten() == 1, -100))", False
+    ),
     "cross entropy, smoothed": Loss("F.cross_entropy(out.flatten(0, -2), y.flatten(), label_smoothing=0.1)"),
     "masked": Loss("(out.square() * (y > 0)[..., None]).sum() / (y > 0).sum().clamp(min=1)", False),
     "boolean mask": Loss("out[y >= 0].square().mean()", False),
@@ -98,12 +100,18 @@ ARGUMENTS: dict[str, Argument] = {
     "module": Argument("Times(1.0 + step)", "h = k(h)", _MODULE),
     "function": Argument("times(1.0 + step)", "h = k(h)", _FUNCTION),
     "partial": Argument("functools.partial(torch.mul, torch.tensor(1.0 + step))", "h = k(h)"),
-    "dtype": Argument("[torch.float32, torch.float64][step % 2]", "h = h.to(k).to(x.dtype) if h.is_floating_point() else h"),
+    "dtype": Argument(
+        "[torch.float32, torch.float64][step % 2]", "h = h.to(k).to(x.dtype) if h.is_floating_point() else h"
+    ),
     "size": Argument("torch.Size([1 + step])", "h = h * k[0]"),
     "named tuple": Argument("Pair(1.0 + step, torch.tensor(2.0))", "h = h * k.k * k.x", _NAMED),
     "number in a tensor": Argument("torch.tensor(1.0 + step)", "h = h * k"),
-    "tensor that changes its dtype": Argument("torch.tensor([1 + step]).to([torch.float32, torch.int64][step % 2])", "h = h * k"),
-    "tensor that requires gradients": Argument("torch.full((1,), 1.0 + step, requires_grad=step % 2 == 0)", "h = h * k"),
+    "tensor that changes its dtype": Argument(
+        "torch.tensor([1 + step]).to([torch.float32, torch.int64][step % 2])", "h = h * k"
+    ),
+    "tensor that requires gradients": Argument(
+        "torch.full((1,), 1.0 + step, requires_grad=step % 2 == 0)", "h = h * k"
+    ),
     "the input again": Argument("x", "h = h + k * 0.1"),
     "the input again, changed": Argument("x", "h = h * 1.0\nk.mul_(0.5)\nh = h + x"),
     "a view of the input": Argument("x[:]", "h = h * 1.0\nx.mul_(0.5)\nh = h + k"),
@@ -248,13 +256,16 @@ OPTIONS: dict[str, Option] = {
         "if step == 1:\n    model.load_state_dict({k: v * 0.9 if v.is_floating_point() else v for k, v in model.state_dict().items()})",
     ),
     "weights changed": Option(
-        "before step", "with torch.no_grad():\n    for p in model.parameters():\n        if not p.is_meta:\n            p.mul_(0.9)"
+        "before step",
+        "with torch.no_grad():\n    for p in model.parameters():\n        if not p.is_meta:\n            p.mul_(0.9)",
     ),
     "weights changed by data": Option(
         "before step", "for p in model.parameters():\n    if not p.is_meta:\n        p.data.mul_(0.9)"
     ),
     "frozen for a step": Option("before step", "list(model.parameters())[0].requires_grad_(step != 1)"),
-    "input overwritten": Option("between", "if args[0].is_floating_point():\n    with torch.no_grad():\n        args[0].mul_(0.5)"),
+    "input overwritten": Option(
+        "between", "if args[0].is_floating_point():\n    with torch.no_grad():\n        args[0].mul_(0.5)"
+    ),
     "output changed": Option(
         "between",
         "with torch.no_grad():\n    for o in pytree.tree_leaves(out):\n        if isinstance(o, torch.Tensor) and o.dim():\n            o.mul_(0.5)",
@@ -272,7 +283,9 @@ OPTIONS: dict[str, Option] = {
     ),
     "clipped by value": Option("after backward", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)"),
     "learning rate": Option("after step", "optimizer.param_groups[0]['lr'] *= 0.5"),
-    "optimizer state saved and loaded": Option("after step", "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"),
+    "optimizer state saved and loaded": Option(
+        "after step", "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"
+    ),
     "optimizer state cleared": Option("after step", "if step == 1:\n    optimizer.state.clear()"),
     "optimizer state scaled": Option(
         "after step",
@@ -282,9 +295,7 @@ OPTIONS: dict[str, Option] = {
         "after step",
         "if step == 0:\n    for s in optimizer.state.values():\n        for k, v in s.items():\n            if k in STATES and isinstance(v, torch.Tensor):\n                s[k] = v * 0.5",
     ),
-    "hook on the optimizer": Option(
-        "after compile", "optimizer_hooks.append(lambda o, *a: called.append(1))"
-    ),
+    "hook on the optimizer": Option("after compile", "optimizer_hooks.append(lambda o, *a: called.append(1))"),
     "gradients kept at zero": Option("after step", "optimizer.zero_grad(set_to_none=False)", own_optimizer=True),
     "ema": Option(
         "after step",
@@ -304,7 +315,9 @@ def fits(name: str, case: Case) -> bool:
         if "pp" in case.mesh:
             return name == "train_step"
         if name == "train_step":
-            return form != "nested" and not (form == "out" and case.loss not in ("square", "mse to one", "mse to zeros"))
+            return form != "nested" and not (
+                form == "out" and case.loss not in ("square", "mse to one", "mse to zeros")
+            )
         if name.startswith("own tangent"):
             return has_out
         if name == "outer graph":
@@ -313,7 +326,14 @@ def fits(name: str, case: Case) -> bool:
     if case.run == "virtual":
         return False
     option = OPTIONS[name]
-    if "pp" in case.mesh and name in ("ema", "optimizer before compile", "deep copy", "clipped", "another state dict", "state dict"):
+    if "pp" in case.mesh and name in (
+        "ema",
+        "optimizer before compile",
+        "deep copy",
+        "clipped",
+        "another state dict",
+        "state dict",
+    ):
         return False
     if option.where == "between" and case.style != "usual":
         return False

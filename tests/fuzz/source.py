@@ -58,7 +58,14 @@ def script(case: Case, fault: str) -> str:
     harness = (Path(__file__).parent / "harness.py").read_text().replace("from __future__ import annotations\n", "")
     title = f'"""{fault}\n\nFound by the fuzzer, seed {case.seed}. Prints what differs from plain PyTorch; exits 1 if something does.\n"""\n'
     foot = (Path(__file__).parent / "alone.py").read_text().partition("# ----\n")[2]
-    return title + "from __future__ import annotations\n" + render(case) + harness + "\n\n" + foot.replace("RUN_KIND", repr(case.run))
+    return (
+        title
+        + "from __future__ import annotations\n"
+        + render(case)
+        + harness
+        + "\n\n"
+        + foot.replace("RUN_KIND", repr(case.run))
+    )
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
@@ -124,7 +131,10 @@ def _net(case: Case) -> str:
     loss = LOSSES[case.loss].text
     extra = ", k=None" if argument else ""
     lines = [argument.top + "\n\n" if argument and argument.top else ""]
-    lines += ["class Net(nn.Module):\n    def __init__(self):\n        super().__init__()", indent("\n".join(init), " " * 8)]
+    lines += [
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()",
+        indent("\n".join(init), " " * 8),
+    ]
     lines += [f"\n    def forward(self, x, y{extra}):", indent("\n".join(forward), " " * 8)]
     inside = case.output not in ("out", "nested")
     pick = {"loss": "out", "tuple": "out[0]", "dict": "out['loss']", "dataclass": "out.loss"}
@@ -186,10 +196,18 @@ def _train(case: Case) -> str:
     at = lambda where: [OPTIONS[n].text for n in case.options if OPTIONS[n].where == where]  # noqa: E731
     # A loss outside of the model is given to `compile` for `train_step`, with forward's own arguments.
     loss_fn = ", loss_of" if case.style == "train_step" and case.output == "out" else ""
-    lines = ["torch.manual_seed(7)", "model, called, optimizer_hooks = build(), [], []", "parameters = list(model.parameters())"]
+    lines = [
+        "torch.manual_seed(7)",
+        "model, called, optimizer_hooks = build(), [], []",
+        "parameters = list(model.parameters())",
+    ]
     lines += [make] if early else []
     lines += at("before compile")
-    lines += [f"model = t.compile(model, batch(0, t.rank){loss_fn})", *at("after compile"), "parameters = list(model.parameters())"]
+    lines += [
+        f"model = t.compile(model, batch(0, t.rank){loss_fn})",
+        *at("after compile"),
+        "parameters = list(model.parameters())",
+    ]
     lines += [] if early else [make]
     if "hook on the optimizer" in case.options:
         lines.append("for hook in optimizer_hooks:\n    optimizer.register_step_pre_hook(hook)")
@@ -206,10 +224,18 @@ def _train(case: Case) -> str:
     user = "optimizer" not in plan
     if not (case.style == "train_step" and not user):
         step += ["t.gradients(model)", *at("after backward")]
-        step += ["optimizer.step()\noptimizer.zero_grad()"] if user else ["t.keep('norm', 'norm', t.update(model, optimizer))"]
+        step += (
+            ["optimizer.step()\noptimizer.zero_grad()"]
+            if user
+            else ["t.keep('norm', 'norm', t.update(model, optimizer))"]
+        )
     if "requires gradients" in case.inputs and not case.tokens:
         step.append("t.keep('input', 'gradient', args[0].grad)")
-    step += ["t.keep('input', 'args', [a for a in args if isinstance(a, torch.Tensor)])", "t.state(model, optimizer)", *at("after step")]
+    step += [
+        "t.keep('input', 'args', [a for a in args if isinstance(a, torch.Tensor)])",
+        "t.state(model, optimizer)",
+        *at("after step"),
+    ]
     step += ["t.keep('python', 'remembered', remembered(model))", "t.keep('python', 'called', len(called))"]
     lines += [f"for step in range({case.steps}):", indent("\n".join(step), " " * 4)]
     return "def train(t):\n" + indent("\n".join(lines), " " * 4)

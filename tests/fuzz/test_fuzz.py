@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from .blocks import KINDS
 from .case import Case, Line, draw, run_of
-from .harness import Run, Kept, compare, differs
+from .harness import Kept, Run, compare, differs
 from .runner import Outcome, run
 from .shrink import shrink
 from .source import render, script
@@ -25,7 +24,9 @@ SEEDS: tuple[int, ...] = ()
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_case_is_right_or_refused(seed: int) -> None:
     outcome = run(draw(seed))
-    assert outcome.verdict.word in ("equal", "refused"), f"{outcome.verdict.reason}: {outcome.verdict.detail}\n{render(outcome.case)}"
+    assert outcome.verdict.word in ("equal", "refused"), (
+        f"{outcome.verdict.reason}: {outcome.verdict.detail}\n{render(outcome.case)}"
+    )
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
@@ -40,24 +41,34 @@ def test_a_case_is_its_seed() -> None:
 
 
 def test_a_case_is_the_same_in_another_process() -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from fuzz.case import draw; print([draw(s) for s in range(20)])"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from fuzz.case import draw; print([draw(s) for s in range(20)])"
+    )
     env = {"PYTHONHASHSEED": "3"}
     out = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).resolve().parent.parent)], capture_output=True, text=True, env=env, check=True
+        [sys.executable, "-c", code, str(Path(__file__).resolve().parent.parent)],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=True,
     )
     assert out.stdout.strip() == str([draw(s) for s in range(20)])
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_every_kind_of_block_works_in_plain_pytorch(name: str) -> None:
-    import random
 
     from . import harness
     from .runner import programs
 
     for layout in KINDS[name].layouts:
         for seed in range(2):
-            case = replace(simple("eager"), layout=layout, lines=(Line("plain", (name,), seed),), width=4 if layout == "image" else 8)
+            case = replace(
+                simple("eager"),
+                layout=layout,
+                lines=(Line("plain", (name,), seed),),
+                width=4 if layout == "image" else 8,
+            )
             with programs(case) as load:
                 program = load("plain")
                 ran = harness.run_side(program, harness.Plain(program.PLAN))
@@ -112,3 +123,118 @@ def test_wrong_numbers_before_an_error_are_wrong() -> None:
 
     a = torch.ones(4)
     assert compare(Run([kept(a)]), Run([kept(a * 2)], CaptureError("no"))).word == "wrong"
+
+
+# -- planted faults ---------------------------------------------------------------------------------------------------
+def handed_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are one tensor stay one."""
+    monkeypatch.setattr("zgraph.runtime.owned", lambda values, *_: list(values))
+
+
+def dropped_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What forward reads of Python may change unseen."""
+    monkeypatch.setattr("zgraph.program.torch_private._Guards.failing", lambda self, *_, **__: None)
+
+
+def unread_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backward reads may have been overwritten."""
+    monkeypatch.setattr("zgraph.versions.Versions.check", lambda self, *_, **__: None)
+
+
+def lost_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are not updated."""
+    from zgraph.runtime import Runtime
+
+    real = Runtime.run_forward
+    monkeypatch.setattr(Runtime, "run_forward", lambda self, *a, **k: real(self, *a, **{**k, "mutate": False}))
+
+
+def strides_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saved value of two dimensions is read as its own transpose, where it has as many rows as columns."""
+    from zgraph.runtime import Runtime
+
+    real = Runtime.run_backward
+
+    def run(self: Any, step: Any, saved: Any, *a: Any, **k: Any) -> Any:
+        for at, value in enumerate(saved):
+            if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[-1] == value.shape[-2]:
+                saved[at] = value.mT
+        return real(self, step, saved, *a, **k)
+
+    monkeypatch.setattr(Runtime, "run_backward", run)
+
+
+def another_ranks_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank computes with the shard of the next."""
+    import math
+
+    from zgraph import virtual_step
+
+    real = virtual_step.shard_of
+    monkeypatch.setattr(
+        virtual_step,
+        "shard_of",
+        lambda whole, spec, rank, sizes: real(whole, spec, (rank + 1) % math.prod(sizes.values()), sizes),
+    )
+
+
+PLANTED = {
+    handed_out_twice: ("eager", 120),
+    dropped_guards: ("eager", 60),
+    unread_versions: ("eager", 200),
+    lost_effect: ("eager", 60),
+    strides_off: ("eager", 60),
+    another_ranks_shard: ("virtual", 20),
+}
+"""Each fault, the kind of run that must find it, and among how many cases."""
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda f: f.__name__)
+def test_a_planted_fault_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, cases = PLANTED[plant]
+    seeds = [s for s in range(100_000, 100_000 + 10 * cases) if run_of(s) == kind][:cases]
+    for seed in seeds:
+        with monkeypatch.context() as planted:
+            plant(planted)
+            found = run(draw(seed))
+        if found.bad and not run(draw(seed)).bad:
+            return
+    pytest.fail(f"{cases} cases did not find it")
+
+
+# -- making failures smaller ------------------------------------------------------------------------------------------
+def large() -> Case:
+    lines = tuple(
+        Line(way, (kind,), 1) for way, kind in (("residual", "mlp"), ("plain", "counter buffer"), ("tied", "linear"))
+    )
+    plan = (("backend", "eager"), ("zero", 2), ("recompute", "full"), ("bucket", {"gather": 0}))
+    return simple("eager", lines=lines, plan=plan, options=("clipped", "ema"), output="dict", loss="huber")
+
+
+def test_a_failure_becomes_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(large()).verdict.word == "equal"
+    lost_effect(monkeypatch)
+    found = run(large())
+    assert found.bad
+    case = shrink(found, run).case
+    assert [k for line in case.lines for k in line.kinds] == ["counter buffer"]
+    assert (case.options, case.output, case.loss) == ((), "loss", "square")
+    assert {k for k, _ in case.plan} == {"backend", "zero"}
+    assert case.steps < 3
+
+
+def test_a_failure_of_another_kind_is_not_taken_for_it() -> None:
+    from .harness import Verdict
+
+    def unclear(case: Case) -> Outcome:
+        return Outcome(case, Verdict("unclear", "another"), 0.0)
+
+    found = Outcome(large(), Verdict("wrong", "gradient"), 0.0)
+    assert shrink(found, unclear) == found
+
+
+def test_a_script_stands_alone(tmp_path: Path) -> None:
+    path = tmp_path / "alone.py"
+    path.write_text(script(simple("eager"), "wrong: nothing"))
+    ran = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.strip()) == (0, "equal"), ran.stderr

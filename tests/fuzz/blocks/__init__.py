@@ -20,7 +20,9 @@ class Part:
     init: str  # the body of __init__, after super().__init__()
     forward: str  # the body of forward
     top: str = ""  # what stands before the class
-    between: str = ""  # what the caller does between two steps, with the block as `b` and the number of the step as `step`
+    between: str = (
+        ""  # what the caller does between two steps, with the block as `b` and the number of the step as `step`
+    )
     state: str = ""  # an expression of what Python remembers, with the block as `b`: compared after each step
 
 
@@ -64,7 +66,13 @@ KINDS: dict[str, Kind] = {}
 
 
 def block(
-    name: str, layouts: str = "flat seq image", *, border: bool = False, smooth: bool = False, remembers: bool = False, random: bool = False
+    name: str,
+    layouts: str = "flat seq image",
+    *,
+    border: bool = False,
+    smooth: bool = False,
+    remembers: bool = False,
+    random: bool = False,
 ) -> Callable[[Make], Make]:
     """Register a kind of block under its name, for these layouts."""
 

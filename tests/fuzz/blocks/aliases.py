@@ -100,7 +100,8 @@ def cut_from_one(c: Draw) -> Part:
 @block("parameter stored transposed", "flat seq", border=True, smooth=True)
 def stored_transposed(c: Draw) -> Part:
     return Part(
-        f"self.a = nn.Parameter((torch.randn({c.d}, {c.d}) * 0.4).t())", f"return torch.tanh(x @ self.a{c.pick('', '.t()')})"
+        f"self.a = nn.Parameter((torch.randn({c.d}, {c.d}) * 0.4).t())",
+        f"return torch.tanh(x @ self.a{c.pick('', '.t()')})",
     )
 
 
@@ -159,7 +160,9 @@ def buffer_changes(c: Draw) -> Part:
 
 @block("buffer set by the caller", border=True)
 def buffer_set(c: Draw) -> Part:
-    how = c.pick("b.k.fill_(1.0 + step)", "b.k.mul_(1.5)", "b.k = torch.full((3,), 0.5 + step)", "b.k.data = b.k.data + 1")
+    how = c.pick(
+        "b.k.fill_(1.0 + step)", "b.k.mul_(1.5)", "b.k = torch.full((3,), 0.5 + step)", "b.k.data = b.k.data + 1"
+    )
     return Part("self.register_buffer('k', torch.ones(3))", "return x * self.k.mean()", between=how)
 
 
@@ -175,7 +178,8 @@ def buffers_view(c: Draw) -> Part:
 @block("counter buffer", border=True)
 def counter_buffer(c: Draw) -> Part:
     return Part(
-        "self.register_buffer('n', torch.zeros((), dtype=torch.long))", "self.n.add_(1)\nreturn x * (1.0 + 0.1 * self.n)"
+        "self.register_buffer('n', torch.zeros((), dtype=torch.long))",
+        "self.n.add_(1)\nreturn x * (1.0 + 0.1 * self.n)",
     )
 
 
@@ -210,7 +214,11 @@ def attribute_changes_form(c: Draw) -> Part:
         "object": ("self.s = types.SimpleNamespace(k=torch.ones(3))", "self.s.k"),
     }[where]
     change = change.replace("b.k", read.replace("self", "b"))
-    return Part(init, f"return x * {read}.mean().to(x.dtype)" if "3])" not in change else f"return x * {read}.sum()", between=change)
+    return Part(
+        init,
+        f"return x * {read}.mean().to(x.dtype)" if "3])" not in change else f"return x * {read}.sum()",
+        between=change,
+    )
 
 
 @block("global tensor", border=True)

@@ -191,7 +191,9 @@ def in_place(c: Draw) -> Part:
 
 @block("in place on the input", border=True)
 def in_place_input(c: Draw) -> Part:
-    return Part("pass", f"y = x * 1.0\n{c.pick('y.tanh_()', 'y += 0.3', 'y[:, 0] *= 2', 'y.sin_().add_(0.1)')}\nreturn y")
+    return Part(
+        "pass", f"y = x * 1.0\n{c.pick('y.tanh_()', 'y += 0.3', 'y[:, 0] *= 2', 'y.sin_().add_(0.1)')}\nreturn y"
+    )
 
 
 @block("expanded view", border=True)
@@ -208,7 +210,9 @@ def custom_function(c: Draw) -> Part:
     body = c.pick("g * (1 - y * y)", "g * 0.5", "g.clone()", "(g * y).contiguous()")
     top = (
         "class Fn_{n}(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n        y = torch.tanh(x)\n        ctx.save_for_backward(y)\n"
-        "        return y\n    @staticmethod\n    def backward(ctx, g):\n        (y,) = ctx.saved_tensors\n        return " + body + "\n"
+        "        return y\n    @staticmethod\n    def backward(ctx, g):\n        (y,) = ctx.saved_tensors\n        return "
+        + body
+        + "\n"
     )
     return Part("pass", "return Fn_{n}.apply(x)", top)
 

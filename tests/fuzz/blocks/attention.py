@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from . import Draw, Part, block
 
-_SPLIT = "b, t, d = x.shape\nq, k, v = (p(x).view(b, t, {heads}, -1).transpose(1, 2) for p in (self.q, self.k, self.v))\n"
+_SPLIT = (
+    "b, t, d = x.shape\nq, k, v = (p(x).view(b, t, {heads}, -1).transpose(1, 2) for p in (self.q, self.k, self.v))\n"
+)
 
 
 def _projections(c: Draw) -> str:
-    return f"self.q, self.k, self.v, self.o = (nn.Linear({c.d}, {c.d}, bias={c.pick('True', 'False')}) for _ in range(4))"
+    return (
+        f"self.q, self.k, self.v, self.o = (nn.Linear({c.d}, {c.d}, bias={c.pick('True', 'False')}) for _ in range(4))"
+    )
 
 
 @block("sdpa", "seq", smooth=True)
@@ -48,9 +52,7 @@ def by_hand(c: Draw) -> Part:
 @block("rotary attention", "seq", smooth=True)
 def rotary(c: Draw) -> Part:
     half = c.d // 4
-    top = (
-        "def turn_{n}(q, cos, sin):\n    a, b = q.chunk(2, -1)\n    return q * cos + torch.cat([-b, a], -1) * sin\n"
-    )
+    top = "def turn_{n}(q, cos, sin):\n    a, b = q.chunk(2, -1)\n    return q * cos + torch.cat([-b, a], -1) * sin\n"
     return Part(
         _projections(c)
         + f"\nf = torch.arange({c.time})[:, None] / 10.0 ** (torch.arange({half}) / {half})\n"

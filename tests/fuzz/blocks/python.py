@@ -41,17 +41,13 @@ def python_property(c: Draw) -> Part:
 
 @block("closure", border=True)
 def closure(c: Draw) -> Part:
-    top = (
-        "def scale_{n}():\n    k = 1.5\n    def get(x):\n        return x * k\n    def set(v):\n        nonlocal k\n        k = v\n    return get, set\n"
-    )
+    top = "def scale_{n}():\n    k = 1.5\n    def get(x):\n        return x * k\n    def set(v):\n        nonlocal k\n        k = v\n    return get, set\n"
     return Part("self.get, self.set = scale_{n}()", "return self.get(x)", top, "b.set(1.0 + step)")
 
 
 @block("closure of a container", border=True)
 def closure_container(c: Draw) -> Part:
-    top = (
-        "def scale_{n}():\n    k = {'v': 1.5, 'm': nn.Dropout(0.5)}\n    def get(x):\n        return x * k['v'] * (2.0 if k['m'].training else 1.0)\n    return get, k\n"
-    )
+    top = "def scale_{n}():\n    k = {'v': 1.5, 'm': nn.Dropout(0.5)}\n    def get(x):\n        return x * k['v'] * (2.0 if k['m'].training else 1.0)\n    return get, k\n"
     return Part(
         "self.get, self.k = scale_{n}()",
         "return self.get(x)",
@@ -110,7 +106,9 @@ def counter(c: Draw) -> Part:
 
 @block("attribute beside a counter", border=True, remembers=True)
 def unwatched(c: Draw) -> Part:
-    return Part("self.k = 1.5", "N_{n}['n'] += 1\nreturn x * self.k", "N_{n} = {'n': 0}\n", "b.k = 1.0 + step", "N_{n}['n']")
+    return Part(
+        "self.k = 1.5", "N_{n}['n'] += 1\nreturn x * self.k", "N_{n} = {'n': 0}\n", "b.k = 1.0 + step", "N_{n}['n']"
+    )
 
 
 @block("statistics kept in a list", border=True, remembers=True)
@@ -205,7 +203,11 @@ def assert_fails(c: Draw) -> Part:
         "torch._assert(bool((x * self.k < 1e5).all()), 'large')",
         "assert torch.isfinite(x * self.k).all()",
     )
-    return Part("self.register_buffer('k', torch.ones(()))", f"{how}\nreturn x * 1.0", between="b.k.fill_(1.0 if step < 2 else float('inf'))")
+    return Part(
+        "self.register_buffer('k', torch.ones(()))",
+        f"{how}\nreturn x * 1.0",
+        between="b.k.fill_(1.0 if step < 2 else float('inf'))",
+    )
 
 
 @block("branch on a flag", border=True)
@@ -237,17 +239,36 @@ def module_replaced(c: Draw) -> Part:
 def method_replaced(c: Draw) -> Part:
     where = c.pick("b", "type(b)")
     arrow = "lambda x: x * 2" if where == "b" else "lambda self, x: x * 2"
-    return Part("self.inner = torch.sin", "return self.inner(x)" if where == "b" else "return self.turn(x)", between=f"{where}.{'inner' if where == 'b' else 'turn'} = {arrow}") if where == "b" else Part(
-        "type(self).turn = lambda self, x: x.sin()", "return self.turn(x)", between=f"if step == 1:\n    type(b).turn = {arrow}"
+    return (
+        Part(
+            "self.inner = torch.sin",
+            "return self.inner(x)" if where == "b" else "return self.turn(x)",
+            between=f"{where}.{'inner' if where == 'b' else 'turn'} = {arrow}",
+        )
+        if where == "b"
+        else Part(
+            "type(self).turn = lambda self, x: x.sin()",
+            "return self.turn(x)",
+            between=f"if step == 1:\n    type(b).turn = {arrow}",
+        )
     )
 
 
 @block("reads a scalar", border=True)
 def reads_scalar(c: Draw) -> Part:
-    return Part("self.register_buffer('k', torch.tensor(1.5))", "return x * self.k.item()", between=c.pick("pass", "b.k.add_(0.5)"))
+    return Part(
+        "self.register_buffer('k', torch.tensor(1.5))",
+        "return x * self.k.item()",
+        between=c.pick("pass", "b.k.add_(0.5)"),
+    )
 
 
 @block("nested call with keywords", "flat seq", border=True)
 def keywords(c: Draw) -> Part:
     top = "class Inner_{n}(nn.Module):\n    def __init__(self, d):\n        super().__init__()\n        self.a = nn.Linear(d, d)\n    def forward(self, x, *, scale=1.0, **kw):\n        return {'y': self.a(x) * scale * kw.get('more', 1.0)}\n"
-    return Part(f"self.m, self.k = Inner_{{n}}({c.d}), 0.5", "return self.m(x, scale=self.k, more=2.0)['y']", top, "b.k = 0.5 + step")
+    return Part(
+        f"self.m, self.k = Inner_{{n}}({c.d}), 0.5",
+        "return self.m(x, scale=self.k, more=2.0)['y']",
+        top,
+        "b.k = 0.5 + step",
+    )
