@@ -1,7 +1,7 @@
 """What runs a case's program plainly and compiled, and compares what the two gave.
 
-The text of this file is put into the scripts of failures, so it imports nothing of the fuzzer. `train(t)` of the program is called with a `Plain` and with a `Compiled`:
-all that it wants compared it gives to `t.keep`.
+The text of this file is put into the scripts of failures, so it imports nothing of the fuzzer. `train(t)` of the program is called
+with a `Plain` and with a `Compiled`: all that it wants compared it gives to `t.keep`.
 
 Equal within t, norm-wise, as the design says: ‖a - b‖ ≤ t·‖b‖ + t·FLOOR·‖all values of the same group at the same step‖.
 """
@@ -106,7 +106,9 @@ class Plain:
             if not param.is_meta:
                 self.keep("parameter", name, param)
                 state = optimizer.state.get(param, {}) if optimizer is not None else {}
-                for key in STATES:
+                for key in (
+                    STATES if state.get("step", 1) else ()
+                ):  # (torch's Adagrad makes a state before the first update)
                     if isinstance(state.get(key), torch.Tensor) and param.requires_grad:
                         self.keep(f"state {key}", name, state[key])
         for name, buffer in model.named_buffers():
@@ -220,13 +222,14 @@ def _split(args: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
     size = rows // count
     each = []
     for at in range(count):
-        cut = (
-            lambda x, at=at: (  # noqa: E731
-                x[at * size : (at + 1) * size] if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == rows else x
-            )
-        )
-        each.append(tuple(pytree.tree_map(cut, a) for a in args) if count > 1 else args)
+        mine = slice(at * size, (at + 1) * size)
+        each.append(tuple(pytree.tree_map(lambda x: _cut(x, rows, mine), a) for a in args) if count > 1 else args)  # noqa: B023
     return each
+
+
+def _cut(value: Any, rows: int, mine: slice) -> Any:
+    cut = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
+    return value[mine] if cut else value
 
 
 def _loss(output: Any) -> Any:

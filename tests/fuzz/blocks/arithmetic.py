@@ -209,7 +209,8 @@ def expanded(c: Draw) -> Part:
 def custom_function(c: Draw) -> Part:
     body = c.pick("g * (1 - y * y)", "g * 0.5", "g.clone()", "(g * y).contiguous()")
     top = (
-        "class Fn_{n}(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n        y = torch.tanh(x)\n        ctx.save_for_backward(y)\n"
+        "class Fn_{n}(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n"
+        "        y = torch.tanh(x)\n        ctx.save_for_backward(y)\n"
         "        return y\n    @staticmethod\n    def backward(ctx, g):\n        (y,) = ctx.saved_tensors\n        return "
         + body
         + "\n"

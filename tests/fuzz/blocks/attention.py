@@ -45,7 +45,8 @@ def by_hand(c: Draw) -> Part:
     return Part(
         _projections(c) + f"\nself.register_buffer('mask', torch.ones({c.time}, {c.time}, dtype=torch.bool).triu(1))",
         _SPLIT.format(heads=2)
-        + "w = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(self.mask[:t, :t], -1e9).softmax(-1)\nreturn self.o((w @ v).transpose(1, 2).reshape(b, t, d))",
+        + "w = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(self.mask[:t, :t], -1e9).softmax(-1)\n"
+        "return self.o((w @ v).transpose(1, 2).reshape(b, t, d))",
     )
 
 
@@ -56,7 +57,8 @@ def rotary(c: Draw) -> Part:
     return Part(
         _projections(c)
         + f"\nf = torch.arange({c.time})[:, None] / 10.0 ** (torch.arange({half}) / {half})\n"
-        + "self.register_buffer('cos', torch.cat([f, f], -1).cos(), persistent=False)\nself.register_buffer('sin', torch.cat([f, f], -1).sin(), persistent=False)",
+        + "self.register_buffer('cos', torch.cat([f, f], -1).cos(), persistent=False)\n"
+        "self.register_buffer('sin', torch.cat([f, f], -1).sin(), persistent=False)",
         _SPLIT.format(heads=2)
         + "q, k = turn_{n}(q, self.cos[:t], self.sin[:t]), turn_{n}(k, self.cos[:t], self.sin[:t])\n"
         + "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)\nreturn self.o(y.transpose(1, 2).reshape(b, t, d))",

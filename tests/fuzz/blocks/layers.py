@@ -242,7 +242,8 @@ def cells(c: Draw) -> Part:
     cell = c.pick("GRUCell", "RNNCell")
     return Part(
         f"self.a = nn.{cell}({c.d}, {c.d})",
-        "h = torch.zeros_like(x[:, 0])\nrows = []\nfor t in range(x.shape[1]):\n    h = self.a(x[:, t], h)\n    rows.append(h)\nreturn torch.stack(rows, 1)",
+        "h = torch.zeros_like(x[:, 0])\nrows = []\nfor t in range(x.shape[1]):\n"
+        "    h = self.a(x[:, t], h)\n    rows.append(h)\nreturn torch.stack(rows, 1)",
     )
 
 

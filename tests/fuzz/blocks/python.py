@@ -41,13 +41,19 @@ def python_property(c: Draw) -> Part:
 
 @block("closure", border=True)
 def closure(c: Draw) -> Part:
-    top = "def scale_{n}():\n    k = 1.5\n    def get(x):\n        return x * k\n    def set(v):\n        nonlocal k\n        k = v\n    return get, set\n"
+    top = (
+        "def scale_{n}():\n    k = 1.5\n    def get(x):\n        return x * k\n    def set(v):\n"
+        "        nonlocal k\n        k = v\n    return get, set\n"
+    )
     return Part("self.get, self.set = scale_{n}()", "return self.get(x)", top, "b.set(1.0 + step)")
 
 
 @block("closure of a container", border=True)
 def closure_container(c: Draw) -> Part:
-    top = "def scale_{n}():\n    k = {'v': 1.5, 'm': nn.Dropout(0.5)}\n    def get(x):\n        return x * k['v'] * (2.0 if k['m'].training else 1.0)\n    return get, k\n"
+    top = (
+        "def scale_{n}():\n    k = {'v': 1.5, 'm': nn.Dropout(0.5)}\n    def get(x):\n"
+        "        return x * k['v'] * (2.0 if k['m'].training else 1.0)\n    return get, k\n"
+    )
     return Part(
         "self.get, self.k = scale_{n}()",
         "return self.get(x)",
@@ -147,7 +153,10 @@ def forward_pre_hook(c: Draw) -> Part:
 
 @block("hook with a counter of its own", "flat seq", border=True, remembers=True)
 def hook_counter(c: Draw) -> Part:
-    top = "def counting_{n}():\n    n = 0\n    def hook(m, i, o):\n        nonlocal n\n        n += 1\n        return o * (1.0 + 0.1 * n)\n    return hook, lambda: n\n"
+    top = (
+        "def counting_{n}():\n    n = 0\n    def hook(m, i, o):\n        nonlocal n\n        n += 1\n"
+        "        return o * (1.0 + 0.1 * n)\n    return hook, lambda: n\n"
+    )
     return Part(
         f"hook, self.count = counting_{{n}}()\nself.a = nn.Linear({c.d}, {c.d})\nself.a.register_forward_hook(hook)",
         "return self.a(x)",
@@ -237,21 +246,10 @@ def module_replaced(c: Draw) -> Part:
 
 @block("method replaced", border=True)
 def method_replaced(c: Draw) -> Part:
-    where = c.pick("b", "type(b)")
-    arrow = "lambda x: x * 2" if where == "b" else "lambda self, x: x * 2"
-    return (
-        Part(
-            "self.inner = torch.sin",
-            "return self.inner(x)" if where == "b" else "return self.turn(x)",
-            between=f"{where}.{'inner' if where == 'b' else 'turn'} = {arrow}",
-        )
-        if where == "b"
-        else Part(
-            "type(self).turn = lambda self, x: x.sin()",
-            "return self.turn(x)",
-            between=f"if step == 1:\n    type(b).turn = {arrow}",
-        )
-    )
+    if c.pick("instance", "class") == "instance":
+        return Part("self.inner = torch.sin", "return self.inner(x)", between="b.inner = lambda x: x * 2")
+    change = "if step == 1:\n    type(b).turn = lambda self, x: x * 2"
+    return Part("type(self).turn = lambda self, x: x.sin()", "return self.turn(x)", between=change)
 
 
 @block("reads a scalar", border=True)
@@ -265,7 +263,11 @@ def reads_scalar(c: Draw) -> Part:
 
 @block("nested call with keywords", "flat seq", border=True)
 def keywords(c: Draw) -> Part:
-    top = "class Inner_{n}(nn.Module):\n    def __init__(self, d):\n        super().__init__()\n        self.a = nn.Linear(d, d)\n    def forward(self, x, *, scale=1.0, **kw):\n        return {'y': self.a(x) * scale * kw.get('more', 1.0)}\n"
+    top = (
+        "class Inner_{n}(nn.Module):\n    def __init__(self, d):\n        super().__init__()\n"
+        "        self.a = nn.Linear(d, d)\n    def forward(self, x, *, scale=1.0, **kw):\n"
+        "        return {'y': self.a(x) * scale * kw.get('more', 1.0)}\n"
+    )
     return Part(
         f"self.m, self.k = Inner_{{n}}({c.d}), 0.5",
         "return self.m(x, scale=self.k, more=2.0)['y']",
