@@ -1,7 +1,7 @@
 """The kinds of block that models are made of. A block is written as source, so that a failing model is a script that anyone can read.
 
-A kind is a function that takes a `Draw` and returns a `Part`; `block` registers it. Its `forward` takes `x` and returns a tensor of the same shape, in one of
-three layouts: flat [batch, width], seq [batch, time, width], image [batch, width, 4, 4].
+A kind is a function that takes a `Draw` and returns a `Part`; `block` registers it. Its `forward` takes `x` and returns a tensor of the
+same shape, in one of three layouts: flat [batch, width], seq [batch, time, width], image [batch, width, 4, 4].
 """
 
 from __future__ import annotations
