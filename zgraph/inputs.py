@@ -24,8 +24,7 @@ def refuse_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: di
             why="torch.func (vmap, grad, jvp, …), torch.jit.trace and the like look into the model's operators, and a program has one",
             hint="transform the plain model; torch.func.functional_call alone works",
         )
-    odd = [x for x in (*args, *kwargs.values()) if not _is_plain(x)]
-    if not odd:
+    if all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values())) and not torch_private.in_forward_mode():
         return
     for place, value in _leaves(forward, args, kwargs):
         fault = _fault_of(value) if isinstance(value, torch.Tensor) else None
@@ -68,7 +67,7 @@ def refuse_state(module: nn.Module) -> None:
 def _is_plain(x: Any) -> bool:
     """Is this no tensor and no container, or a plain tensor?"""
     if type(x) is torch.Tensor:
-        return x.layout is torch.strided and not x.is_nested and not torch_private.has_tangent(x)
+        return x.layout is torch.strided and not x.is_nested
     return x is None or isinstance(x, (bool, int, float, str))
 
 

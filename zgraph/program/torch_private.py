@@ -48,6 +48,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -993,11 +994,14 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
 
 
+def in_forward_mode() -> bool:
+    """Is this inside of forward-mode differentiation?"""
+    return forward_ad._current_level >= 0
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Does forward-mode differentiation follow this tensor?"""
-    from torch.autograd import forward_ad
-
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def call_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
