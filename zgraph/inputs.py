@@ -88,8 +88,12 @@ def _fault_of(x: torch.Tensor) -> Fault | None:
     if x.is_nested:
         return "a nested tensor", "programs are made for fixed sizes", "pad it: x.to_padded_tensor(0.0), with a mask"
     if x.layout is not torch.strided:
-        kind = str(x.layout).removeprefix("torch.")
-        return f"a sparse tensor ({kind})", "programs take strided tensors", "give indices and values, or x.to_dense()"
+        layout = str(x.layout).removeprefix("torch.")
+        return (
+            f"a sparse tensor ({layout})",
+            "programs take strided tensors",
+            "give indices and values, or x.to_dense()",
+        )
     if isinstance(x, DTensor):
         return "a DTensor", "a call takes this rank's own batch", "give its local tensor"
     if isinstance(x, FakeTensor):

@@ -306,7 +306,8 @@ def _is_caught(tx: Any) -> bool:
 
 def _on_values(variable: Any) -> bool:
     """Is this a tensor, or a number that is made of a tensor's values?"""
-    from torch._dynamo.variables import SymNodeVariable, TensorVariable
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     variable = variable.realize()
@@ -317,7 +318,7 @@ def _on_values(variable: Any) -> bool:
 
 def _assert_in_graph(tx: Any, condition: Any, message: str, holds: bool) -> None:
     """Insert `torch._assert_async` of a condition that must be true, or must not be."""
-    from torch._dynamo.variables import SymNodeVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
 
     proxy = condition.realize().as_proxy()
     if isinstance(condition.realize(), SymNodeVariable):
