@@ -308,3 +308,21 @@ def test_an_update_of_parameters_in_one_memory_is_refused(kind):
 @pytest.mark.parametrize("kind", [Expanded])
 def test_an_expanded_parameter_is_refused(kind):
     assert "one in memory" in refusal(kind)
+
+
+def assigned(zero):
+    """What is said of a whole tensor that was put in the place of a shard."""
+    model = zgraph.compile(made(InList), zgraph.Plan(backend="eager", zero=zero))
+    model.load_state_dict(made(InList).state_dict(), assign=True)
+    try:
+        model(batch(0))
+    except ModelError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_whole_tensor_in_the_place_of_a_shard_is_refused(two, zero):
+    for said in two.run(assigned, zero):
+        assert "a.weight is a whole tensor now" in said and "assign=True" in said

@@ -224,6 +224,8 @@ class Shards:
             return str(param.dtype).removeprefix("torch."), str(spec.dtype).removeprefix("torch.")
         if param.shape != spec.whole_shape:
             return f"of shape {list(param.shape)}", str(list(spec.whole_shape))
+        if self.mesh is not None and not isinstance(param, DTensor) and spec.name not in self.elsewhere:
+            return "a whole tensor", "this rank's part of a DTensor"
         mine = local_of(param)
         if mine.is_meta and spec.home is None and spec.name not in self.elsewhere | self.pending:
             return "on the meta device", "on a real one"
