@@ -31,11 +31,11 @@ def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
     ready = lowered(program, groups)
     torch_private.boxed(ready.graph)
     ready.module.recompile()
-    code = _Code(program.name, ready.module)
+    code = Code(program.name, ready.module)
     return Executable(program, code, code.source, calls=_calls(code.source, program), rebuild=code.rebuild)
 
 
-class _Code:
+class Code:
     """The generated code of a program, which keeps what its nodes promise."""
 
     def __init__(self, name: str, module: fx.GraphModule) -> None:
@@ -58,6 +58,16 @@ class _Code:
     def rebuild(self, changed: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
         """The callable of this code, changed, with some names in its scope."""
         return self._build(changed, self._strides if self._others is None else self._others, names)
+
+    def observed_by(self, seen: Callable[[str, Any], None]) -> Callable[[list[Any]], Sequence[Any]]:
+        """The callable of this code that shows each value, by its node's name, as soon as it is there and as it is read."""
+
+        def show(name: str, value: Any) -> Any:
+            kept = self._as_promised(name, value)
+            seen(name, kept)
+            return kept
+
+        return self._build(self.source, self._strides, {_KEEP: show})
 
     def _first(self, values: list[Any]) -> Sequence[Any]:
         others: dict[str, None] = {}

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
 from zgraph.codegen.executable import Executable, Kernel, lowered
 from zgraph.codegen.products import library
-from zgraph.errors import LoweringError
+from zgraph.errors import LayoutError, LoweringError
 from zgraph.program import collectives, moves, torch_private
+from zgraph.program.layout import laid_out
 from zgraph.program.node import has_info, info
 from zgraph.program.program import InputRole, OutputRole, Program
 
@@ -71,16 +75,45 @@ def compile_inductor(
         raise _lowering_error(error, program) from error
     _check_order(source, program, ready)
     at = {node: i for i, node in enumerate(program.graph.nodes)}
+    rebuild = functools.partial(_rebuild, function)
     return Executable(
         program,
-        function,
+        rebuild(source, {}) if _FALLBACK_RESULT.search(source) else function,
         source,
         kernels(source, program),
         library_calls(source),
         strides,
         tuple((line, at[node]) for line, node in launch_lines(source, program)),
-        functools.partial(torch_private.rebuild_inductor, function, library),
+        rebuild,
     )
+
+
+_AS_PROMISED = "zgraph_as_promised"
+_FALLBACK_RESULT = re.compile(
+    r"^(?P<indent> +)assert_size_stride\((?P<name>\w+), (?P<size>\([^()]*\)), (?P<strides>\([^()]*\)), "
+    r"'(?P<of>torch\.ops\.(?!_c10d_functional|zgraph)[\w.]+)'\)",
+    re.M,
+)
+
+
+def _rebuild(compiled: Any, source: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """The callable of compiled code with another source (its own one, changed) and some names in its scope.
+
+    Its kernels read what torch's own operators give by the strides of their fake implementations: results that have others are laid out so.
+    """
+    laid = _FALLBACK_RESULT.sub(
+        rf"\g<indent>\g<name> = {_AS_PROMISED}(\g<name>, \g<size>, \g<strides>, '\g<of>')", source
+    )
+    return torch_private.rebuild_inductor(compiled, library, laid, {_AS_PROMISED: _as_promised, **names})
+
+
+def _as_promised(value: torch.Tensor, size: tuple[int, ...], strides: tuple[int, ...], operator: str) -> torch.Tensor:
+    if value.size() != size:
+        raise LayoutError(
+            f"{operator} gave a tensor of size {tuple(value.size())}, where its fake implementation gives {size}",
+            hint='use backend="eager", and report this: it is a fault of this torch',
+        )
+    return value if value.stride() == strides else laid_out(value, strides)
 
 
 def adopt_strides(backward: Program, forward: Executable) -> None:

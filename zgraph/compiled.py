@@ -24,6 +24,7 @@ from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import Parts, split
 from zgraph.codegen.summing import summing
+from zgraph.debug import checked
 from zgraph.passes import History, verify_program
 from zgraph.passes.aliases import is_random
 from zgraph.passes.costs import Costs
@@ -221,7 +222,7 @@ class StepProgram:
         if self._ahead is None:
             for program in self.parts().ahead:
                 self.agree(program)
-            self._ahead = [compile_eager(p, self.groups) for p in self.parts().ahead]
+            self._ahead = [checked(compile_eager(p, self.groups), self.groups) for p in self.parts().ahead]
         return self._ahead
 
     def executables(self) -> list[Executable]:
@@ -244,7 +245,7 @@ class StepProgram:
             # Two forwards share one backward where weights are kept: what they save must have the same strides.
             made = compile_inductor(program, self.groups, is_backward=is_backward, fix_saved=self.keeps)
         logger.info("%s: %s compiled in %.2f s", program.name, self.plan.backend, time.perf_counter() - start)
-        return made
+        return checked(made, self.groups)
 
 
 class Entry:

@@ -18,6 +18,7 @@ __all__ = [
     "CollectiveError",
     "ContractError",
     "FilterError",
+    "LayoutError",
     "LoweringError",
     "MeshError",
     "ModelError",
@@ -36,6 +37,7 @@ __all__ = [
     "TargetError",
     "UnsupportedError",
     "VerifyError",
+    "WrongValueError",
     "ZgraphError",
 ]
 
@@ -163,6 +165,14 @@ class BundleError(ZgraphError):
 
 class CheckpointError(ZgraphError):
     """A checkpoint that can't be saved, or is damaged, of another model, or none; `where` is its file or folder."""
+
+
+class LayoutError(ZgraphError):
+    """A value with other strides, dtype or size than its program was made for; `where` is the user's source line."""
+
+
+class WrongValueError(ZgraphError):
+    """A value of compiled code that differs from what plain operators give for the same inputs; `where` is the user's source line."""
 
 
 class LoweringError(ZgraphError):

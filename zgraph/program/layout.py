@@ -20,6 +20,8 @@ Strides = tuple[int, ...]
 
 def in_flight(node: fx.Node) -> bool:
     """Is a transfer still at work on this node's value, which nothing may read before its wait?"""
+    if node.op == "placeholder":
+        return any(collectives.is_wait(u) or moves.is_wait(u) for u in node.users)
     made = node.all_input_nodes[0] if node.target is operator.getitem else node
     return collectives.is_start(made) or made.target in collectives.COALESCED.values() or moves.is_start(made)
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
+from zgraph.debug import checked
 from zgraph.errors import OverflowError, PlanError, StepError, ZgraphError
 from zgraph.out_of_memory import explained
 from zgraph.passes import History, verify_program
@@ -302,10 +303,10 @@ class Updater:
         return self._programs[key]
 
     def _compile(self, part: Program) -> Executable:
-        return compile_chunk(part, self.runtime.groups)
+        return checked(compile_chunk(part, self.runtime.groups), self.runtime.groups)
 
     def _run_eagerly(self, part: Program) -> Executable:
-        return compile_eager(part, self.runtime.groups)
+        return checked(compile_eager(part, self.runtime.groups), self.runtime.groups)
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def step(self) -> torch.Tensor | None:

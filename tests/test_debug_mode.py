@@ -1,0 +1,116 @@
+"""`ZGRAPH_DEBUG`: programs that check the layout and the values of what they compute, each time that they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config, lowering
+
+import zgraph
+from zgraph import debug
+from zgraph.codegen import eager
+from zgraph.errors import LayoutError, PlanError, WrongValueError
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.GroupNorm(1, 6)
+
+    def forward(self, x):
+        return self.g(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Model(nn.Module):
+    """Has a norm of which the gradient's strides are not those promised, random numbers and a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.middle = nn.Linear(5, 6), Norm(), nn.LayerNorm(6)
+        self.last, self.drop, self.batch = Norm(), nn.Dropout(0.5), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.batch(self.drop(self.last(self.middle(self.norm(self.first(x))).sin()))).square().mean()
+
+
+X = torch.randn(4, 8, 5, generator=torch.Generator().manual_seed(1))
+
+
+def executables(model: nn.Module) -> list[object]:
+    (entry,) = model.zgraph.runtime.entries.values()
+    return entry.program().executables()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_right_program_is_not_accused(backend, monkeypatch):
+    monkeypatch.setenv(debug.VARIABLE, "layout, values")
+    plan = zgraph.Plan(backend=backend, optimizer=zgraph.AdamW(lr=1e-2), grad_clip=1.0, micro_batches=2)
+    model = zgraph.compile(Model(), plan)
+    for _ in range(3):
+        model.train_step(X)
+    assert all(isinstance(e.function, debug._Checked) for e in executables(model))
+
+
+def test_nothing_is_checked_unless_asked_for(monkeypatch):
+    monkeypatch.delenv(debug.VARIABLE, raising=False)
+    model = zgraph.compile(Model(), zgraph.Plan(backend="eager"))
+    model(X).backward()
+    assert not any(isinstance(e.function, debug._Checked) for e in executables(model))
+
+
+def test_a_word_that_means_nothing_is_refused(monkeypatch):
+    monkeypatch.setenv(debug.VARIABLE, "layout,valeus")
+    with pytest.raises(PlanError, match="valeus") as caught:
+        zgraph.compile(Model(), zgraph.Plan(backend="eager"))
+    assert "layout, values" in caught.value.hint
+
+
+@pytest.mark.parametrize(("kinds", "error"), [("layout", LayoutError), ("values", WrongValueError)])
+def test_strides_that_are_not_kept_are_found(kinds, error, monkeypatch):
+    monkeypatch.setenv(debug.VARIABLE, kinds)
+    monkeypatch.setattr(eager, "laid_out", lambda value, strides: value)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(5, 6), Norm(), nn.LayerNorm(6), Norm(), nn.Linear(6, 3))
+    loss = zgraph.compile(layers, zgraph.Plan(backend="eager"))(X).square().mean()
+    with pytest.raises(error, match=r"train0\.backward") as caught:
+        loss.backward()
+    assert ("module 2 " if kinds == "layout" else "module 1.g ") in caught.value.where + " "
+
+
+def test_a_wrong_kernel_is_found(monkeypatch):
+    """An operator of Inductor's that computes something else."""
+    monkeypatch.setenv(debug.VARIABLE, "values")
+    sin, cos = torch.ops.aten.sin.default, torch.ops.aten.cos.default
+    monkeypatch.setitem(lowering.lowerings, sin, lowering.lowerings[cos])
+    model = zgraph.compile(Model(), zgraph.Plan())
+    with config.patch(force_disable_caches=True), pytest.raises(WrongValueError) as caught:
+        model(X)
+    assert "forward" in caught.value.what and "relative error" in caught.value.why
+
+
+def test_a_written_input_is_compared(monkeypatch):
+    """What an update writes is compared as what it gives is."""
+    monkeypatch.setenv(debug.VARIABLE, "values")
+    model = zgraph.compile(nn.Linear(3, 3), zgraph.Plan(backend="eager", optimizer=zgraph.SGD(lr=0.1)))
+    model(torch.ones(2, 3)).sum().backward()
+    model.step()
+    for chunk in {id(c.executable.function): c.executable.function for c in _chunks(model)}.values():
+        monkeypatch.setattr(chunk, "function", _doubling(chunk.function))
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(WrongValueError, match="update"):
+        model.step()
+
+
+def _doubling(function):
+    def run(values):
+        for value in values:
+            value.mul_(2)
+        return function(values)
+
+    return run
+
+
+def _chunks(model: nn.Module) -> list[object]:
+    return [c for made in model.zgraph.runtime.updater._programs.values() for c in made.executable.chunks]
