@@ -108,12 +108,12 @@ def _as_all_reduce(program: Program, start: fx.Node, rank: int) -> None:
     whole, op, _, group = start.args
     with program.graph.inserting_before(start):
         reduced = program.call(collectives.ALL_REDUCE, (whole, op, group), info(start), name=f"{start.name}_whole")
+    wait.meta["val"] = reduced.meta["val"]
     with program.graph.inserting_after(wait):
         part = program.call(aten.slice.Tensor, (wait, 0, rank * rows, (rank + 1) * rows), info(wait), name="part")
     start.replace_all_uses_with(reduced)
     program.graph.erase_node(start)
     reduced.name = start.name
-    wait.meta["val"] = reduced.meta["val"]
     part.meta["val"] = part.meta["val"].contiguous()
     with program.graph.inserting_after(part):  # (a copy of its own: a view would keep the whole alive)
         mine = program.call(aten.clone.default, (part,), info(wait), name="own")

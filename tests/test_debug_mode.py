@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch._inductor import config, lowering
 
@@ -114,3 +117,38 @@ def _doubling(function):
 
 def _chunks(model: nn.Module) -> list[object]:
     return [c for made in model.zgraph.runtime.updater._programs.values() for c in made.executable.chunks]
+
+
+def train_checked(backend: str, plan: dict) -> list[float]:
+    os.environ[debug.VARIABLE] = "layout,values"
+    try:
+        made = zgraph.Plan(backend=backend, mesh={"dp": 2}, optimizer=zgraph.AdamW(lr=1e-2), grad_clip=1.0, **plan)
+        model = zgraph.compile(Model(), made)
+        for _ in range(2):
+            with model.no_sync():
+                model(X).backward()
+            model(X).backward()
+            model.step()
+            model.train_step(X)
+        return [float(p.full_tensor().sum()) for p in model.parameters()]
+    finally:
+        del os.environ[debug.VARIABLE]
+
+
+PLANS = [
+    ("inductor", {"zero": 3}),
+    ("eager", {"zero": 1}),
+    ("inductor", {"zero": 2, "micro_batches": 2}),
+    (
+        "eager",
+        {"zero": 3, "offload": {"activations": "cpu", "optimizer": "cpu", "parameters": "cpu", "least_bytes": 0}},
+    ),
+    ("inductor", {"zero": 3, "precision": "bf16"}),
+    ("eager", {"zero": 3}),
+]
+
+
+@sweep("backend, plan", PLANS, quick=1)
+def test_ranks_run_their_collectives_a_second_time(two, backend, plan):
+    first, second = two.run(train_checked, backend, plan)
+    assert first == second
