@@ -112,7 +112,7 @@ class _Checked:
         return results
 
     def _stepwise(self, inputs: list[Any]) -> dict[str, Any]:
-        looked_at = {n.name for n in self.program.output_values()} | self.observed.keys()
+        looked_at = {n.name for n in self.ready.output_values()} | self.observed.keys()
         found: dict[str, Any] = {}
 
         def seen(node: fx.Node, value: Any) -> None:
@@ -126,13 +126,13 @@ class _Checked:
         """Raise `WrongValueError` for the first node, in the program's order, whose value is another one than plain operators give."""
         mine = dict(self.observed)
         loose = set()
-        for (port, node), result in zip(self.program.output_items(), results, strict=True):
+        for port, node, result in zip(self.program.outputs, self.ready.output_values(), results, strict=True):
             if isinstance(result, torch.Tensor):
                 mine.setdefault(node.name, result)
             if port.role is OutputRole.SAVED:
                 loose.add(node.name)
         norm = norm_of(found.values())
-        for node in self.program.graph.nodes:
+        for node in self.ready.graph.nodes:
             if node.name in mine and node.name in found:
                 compared = compare(self.program, node, mine[node.name], found[node.name], norm, node.name in loose)
                 _refuse_value(self.program, node, compared)
