@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zgraph
-from zgraph.errors import CaptureError, SignatureError
+from zgraph.errors import CaptureError, SignatureError, UnsupportedError
 from zgraph.program import ops
 from zgraph.program.serial import from_json, to_json
 
@@ -217,3 +217,8 @@ def test_an_output_whose_elements_overlap_has_its_gradient():
 def test_as_strided_of_what_begins_within_its_storage_is_refused():
     with pytest.raises(SignatureError, match="begins within its storage"):
         zgraph.compile(Strided(torch.randn(20)[4:]), EAGER)()
+
+
+def test_a_sparse_parameter_is_refused():
+    with pytest.raises(UnsupportedError, match="is sparse"):
+        zgraph.compile(Strided(torch.eye(4).to_sparse_csr()), EAGER)

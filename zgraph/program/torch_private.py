@@ -11,11 +11,13 @@ import contextlib
 import ctypes
 import dis
 import functools
+import inspect
 import linecache
 import logging
 import operator
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,6 +57,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from zgraph.program import stand_ins
 
 DynamoError = TorchDynamoException
 
@@ -367,6 +371,100 @@ def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Let dynamo trace `stand_ins` in place of what they stand for."""
+    import torch.nn.functional as F
+    from torch._dynamo.variables import SymNodeVariable, TensorVariable, UserFunctionVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    def stands(function: Any, where: Callable[[dict[str, Any]], bool] = lambda given: True) -> Callable[..., Any]:
+        """A handler that traces `function`, but only where its arguments by name are so."""
+
+        def called(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+            if not where({name: value.realize() for name, value in given.items()}):
+                return None  # (torch's own)
+            return UserFunctionVariable(function).call_function(tx, list(args), kwargs)
+
+        return called
+
+    def call(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if variable.fn is torch.nn.modules.transformer._detect_is_causal_mask:
+            return traced(UserFunctionVariable(stand_ins.detect_is_causal_mask), tx, args, kwargs)
+        return traced(variable, tx, args, kwargs)
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    ours = {
+        torch.cov: stands(stand_ins.cov),
+        torch.corrcoef: stands(stand_ins.corrcoef),
+        F.batch_norm: stands(stand_ins.batch_norm, lambda given: isinstance(given.get("momentum"), SymNodeVariable)),
+        F.ctc_loss: stands(stand_ins.ctc_loss, lambda given: not isinstance(given["target_lengths"], TensorVariable)),
+        F.gaussian_nll_loss: stands(F.gaussian_nll_loss),  # (traced itself: it raises by a value)
+    }
+    theirs = {function: handlers[function] for function in ours if function in handlers}
+    traced = UserFunctionVariable.call_function
+    handlers.update(ours)
+    UserFunctionVariable.call_function = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        UserFunctionVariable.call_function = traced  # type: ignore[method-assign]
+        for function in ours:
+            del handlers[function]
+        handlers.update(theirs)
+
+
+@contextlib.contextmanager
+def _fakes_of_unknown_sizes() -> Iterator[None]:
+    """Fake implementations of operators of which torch has none, with sizes that are symbols where they depend on values."""
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    aten = torch.ops.aten
+    ours = {aten._ctc_loss.default: _fake_ctc, aten._ctc_loss.Tensor: _fake_ctc, aten.linalg_lstsq.default: _fake_lstsq}
+    ours |= {o: _fake_ctc_backward for o in (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)}
+    ours = {operator: fake for operator, fake in ours.items() if operator not in op_implementations_dict}
+    op_implementations_dict.update(ours)
+    try:
+        yield
+    finally:
+        for operator_ in ours:
+            del op_implementations_dict[operator_]
+
+
+def _unknown_size(fake_mode: Any) -> Any:
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    with (
+        fake_mode.shape_env.ignore_fresh_unbacked_symbols()
+    ):  # (torch looks for it among the results of whoever calls the operator)
+        size = fake_mode.shape_env.create_unbacked_symint()
+    _constrain_range_for_size(size)
+    return size
+
+
+def _fake_ctc(fake_mode: Any, func: Any, log_probs: Any, *rest: Any, **named: Any) -> Any:
+    time, batch, _ = log_probs.shape
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, time, _unknown_size(fake_mode))
+
+
+def _fake_ctc_backward(fake_mode: Any, func: Any, grad: Any, log_probs: Any, *rest: Any, **named: Any) -> Any:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _fake_lstsq(fake_mode: Any, func: Any, a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
+    if (driver or ("gels" if a.device.type == "cuda" else "gelsy")) != "gelsy":
+        raise DynamicOutputShapeException(func)
+    vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    shape = (
+        (*a.shape[:-2], a.shape[-1])
+        if vector
+        else (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-1], b.shape[-1])
+    )
+    none = a.new_empty(_unknown_size(fake_mode))
+    return a.new_empty(shape), none, a.new_empty(a.shape[:-2], dtype=torch.int64), a.new_empty(0)
+
+
 def capture_mode() -> Any:
     """The fake tensors of a capture: all sizes are numbers, but for those that depend on values, which are symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -390,10 +488,13 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
             skip_nnmodule_hook_guards=False,
             capture_dynamic_output_shape_ops=True,
             capture_scalar_outputs=True,
+            reorderable_logging_functions={*dynamo_config.reorderable_logging_functions, warnings.warn},
         ),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         _asserts_on_values(),
+        _stand_ins(),
+        _fakes_of_unknown_sizes(),
     ):
         output = fullgraph_capture(function, args, kwargs)
         if output.backend_input is None:
@@ -414,7 +515,12 @@ def export_joint(
     graph_module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, decompositions: dict[Any, Any]
 ) -> fx.GraphModule:
     """AOTAutograd's joint forward+backward graph (the forward alone where nothing requires a gradient)."""
-    with contextlib.ExitStack() as stack, tracing(TracingContext(fake_mode)), _lstm_of_plain_operators():
+    with (
+        contextlib.ExitStack() as stack,
+        tracing(TracingContext(fake_mode)),
+        _lstm_of_plain_operators(),
+        _fakes_of_unknown_sizes(),
+    ):
         joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(inputs), decompositions=decompositions)
         return joint.graph_module
 
