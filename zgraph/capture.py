@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from zgraph.asserts import keep_asserts, name_asserts
-from zgraph.dynamic_sizes import fold_dynamic_sizes, fold_effects
+from zgraph.dynamic_sizes import fold_dynamic_sizes, fold_effects, pad_outputs
 from zgraph.errors import CaptureError, SignatureError, UnsupportedError
 from zgraph.former_memory import Former, FormerMemory, former_memory, insert, moved, seen_as
 from zgraph.inputs import refuse_state
@@ -194,6 +194,7 @@ def trace(
         fake_args, fake_kwargs = pytree.tree_map(fake_input, (args, kwargs))
         flat = _capture(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
         name_asserts(flat.graph_module)
+        flat.crops = pad_outputs(flat.graph_module)
         given = flat.flatten(module, fake_args, fake_kwargs)
         inputs = [names.get(id(x)) or FlatInput(InputRole.INPUT, f"input_{i}") for i, x in enumerate(given)]
         user = {id(leaf) for leaf in pytree.tree_leaves((fake_args, fake_kwargs))}

@@ -27,6 +27,47 @@ aten = torch.ops.aten
 _TRACED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "autograd_backward")
 
 
+def pad_outputs(module: fx.GraphModule) -> tuple[tuple[int, int, int], ...]:
+    """Let a captured forward give each output with one size that depends on values as long as it can be, and its size as one more output.
+
+    Returns (output, dimension, output that is its size) of each; what has several such sizes, or one without a bound, is left.
+    """
+    output = module.graph.output_node()
+    returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    crops = []
+    for at, node in enumerate(tuple(returned)):
+        value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or value.is_sparse:
+            continue
+        unknown = [d for d, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
+        most = torch_private.largest(value.shape[unknown[0]]) if len(unknown) == 1 else None
+        if most is None:
+            continue
+        with module.graph.inserting_before(output):
+            for function, arguments in ((_padded, (node, unknown[0], most)), (_size, (node, unknown[0]))):
+                made = module.graph.call_function(function, arguments)
+                made.meta = {k: v for k, v in node.meta.items() if k in _TRACED}
+                with value.fake_mode:  # type: ignore[attr-defined]
+                    made.meta["example_value"] = function(value, *arguments[1:])
+                if function is _padded:
+                    returned[at] = made
+                else:
+                    crops.append((at, unknown[0], len(returned)))
+                    returned.append(made)
+    output.args = (tuple(returned),)
+    module.recompile()
+    return tuple(crops)
+
+
+def _padded(x: torch.Tensor, dim: int, most: int) -> torch.Tensor:
+    shape = [*x.shape[:dim], most, *x.shape[dim + 1 :]]
+    return x.new_zeros(shape).index_copy(dim, torch.arange(x.shape[dim], device=x.device), x)
+
+
+def _size(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.scalar_tensor(x.shape[dim], dtype=torch.int64)
+
+
 def fold_dynamic_sizes(graph: fx.Graph) -> None:
     """Make regions of all nodes with sizes that depend on values; nothing else changes. The nodes have their records already.
 

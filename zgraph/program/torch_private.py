@@ -14,10 +14,12 @@ import functools
 import inspect
 import linecache
 import logging
+import math
 import operator
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,12 +51,13 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.fx.experimental import _config as symbol_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -121,7 +124,9 @@ class FlatCapture:
     """What dynamo captured: a graph with flat inputs and outputs, and the bytecode around it.
 
     `graph_module` takes the graph's inputs (parameters, buffers and the user's tensors alike, in dynamo's order) and
-    returns a flat tuple. `replay` runs the user's own calling convention around any function of that type.
+    returns a flat tuple. `crops` has (flat output, dimension, flat output that is its size)
+    for each output that the graph gives as long as it can be, because its size depends on values; these sizes stand behind the model's own
+    outputs. `replay` runs the user's own calling convention around any function of that type.
     """
 
     graph_module: fx.GraphModule
@@ -129,6 +134,7 @@ class FlatCapture:
     _output: Any
     _globals: dict[str, Any]
     _guards: _Guards | None = None
+    crops: tuple[tuple[int, int, int], ...] = ()
     _bound: Callable[..., Any] | None = None
     _within: Callable[..., Sequence[Any]] | None = None
 
@@ -146,7 +152,20 @@ class FlatCapture:
 
     def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """A function of the user's signature (with the module first) that runs `compiled` on the flat inputs."""
-        return self._output.forward_callable(compiled_fn=compiled, extra_globals=self._globals)  # type: ignore[no-any-return]
+
+        def cropped(*flat: Any) -> Sequence[Any]:
+            return self._cropped(compiled(*flat))
+
+        within = cropped if self.crops else compiled
+        return self._output.forward_callable(compiled_fn=within, extra_globals=self._globals)  # type: ignore[no-any-return]
+
+    def _cropped(self, given: Sequence[Any]) -> Sequence[Any]:
+        """The flat outputs of the model, of those of the graph: see `crops`."""
+        values = list(given)
+        for at, dim, of_size in self.crops:
+            if isinstance(size := values[of_size], torch.Tensor) and not isinstance(size, FakeTensor):
+                values[at] = values[at].narrow(dim, 0, int(size))
+        return values[: len(values) - len({of_size for _, _, of_size in self.crops})]
 
     def around(
         self, within: Callable[..., Sequence[Any]], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -423,13 +442,33 @@ def _fakes_of_unknown_sizes() -> Iterator[None]:
     aten = torch.ops.aten
     ours = {aten._ctc_loss.default: _fake_ctc, aten._ctc_loss.Tensor: _fake_ctc, aten.linalg_lstsq.default: _fake_lstsq}
     ours |= {o: _fake_ctc_backward for o in (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)}
-    ours = {operator: fake for operator, fake in ours.items() if operator not in op_implementations_dict}
+    ours = {target: fake for target, fake in ours.items() if target not in op_implementations_dict}
+    selecting = (aten.nonzero.default, aten.masked_select.default)
+    theirs = {target: op_implementations_dict[target] for target in selecting}
     op_implementations_dict.update(ours)
+    op_implementations_dict.update({target: _bounded(fake) for target, fake in theirs.items()})
     try:
         yield
     finally:
-        for operator_ in ours:
-            del op_implementations_dict[operator_]
+        for target in ours:
+            del op_implementations_dict[target]
+        op_implementations_dict.update(theirs)
+
+
+# How large the sizes can be that the fake implementations of `selecting` operators make, by symbol. (Torch itself bounds none by two or
+# less, and forgets that a mask may be larger than what it selects from.)
+_bounds: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def _bounded(fake: Callable[..., Any]) -> Callable[..., Any]:
+    def bounded(fake_mode: Any, func: Any, *tensors: Any, **named: Any) -> Any:
+        selected = fake(fake_mode, func, *tensors, **named)
+        shape = torch.broadcast_shapes(*(t.shape for t in (*tensors, *named.values())))
+        if isinstance(selected.shape[0], torch.SymInt) and all(isinstance(n, int) for n in shape):
+            _bounds.setdefault(fake_mode.shape_env, {})[selected.shape[0].node.expr] = math.prod(shape)
+        return selected
+
+    return bounded
 
 
 def _unknown_size(fake_mode: Any) -> Any:
@@ -465,6 +504,17 @@ def _fake_lstsq(fake_mode: Any, func: Any, a: Any, b: Any, rcond: Any = None, *,
     return a.new_empty(shape), none, a.new_empty(a.shape[:-2], dtype=torch.int64), a.new_empty(0)
 
 
+def largest(size: Any) -> int | None:
+    """The largest number that a symbolic size can be, None where nothing bounds it."""
+    from torch.utils._sympy.value_ranges import bound_sympy
+
+    known = _bounds.get(size.node.shape_env, {})
+    if size.node.expr in known:
+        return known[size.node.expr]
+    upper = bound_sympy(size.node.expr, size.node.shape_env.var_to_range).upper
+    return int(upper) if upper.is_finite and int(upper) < 1 << 40 else None
+
+
 def capture_mode() -> Any:
     """The fake tensors of a capture: all sizes are numbers, but for those that depend on values, which are symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -490,6 +540,9 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
             capture_scalar_outputs=True,
             reorderable_logging_functions={*dynamo_config.reorderable_logging_functions, warnings.warn},
         ),
+        symbol_config.patch(
+            soft_pending_unbacked_not_found_error=True
+        ),  # (a composite operator's, that none of its results shows)
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         _asserts_on_values(),
