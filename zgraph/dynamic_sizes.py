@@ -154,7 +154,8 @@ def _scalar(graph: fx.Graph, number: Any, like: fx.Node) -> fx.Node:
 
 def _is_symbolic(value: Any) -> bool:
     for leaf in pytree.tree_leaves(value):
-        numbers = [*leaf.shape, *leaf.stride()] if isinstance(leaf, torch.Tensor) and not leaf.is_sparse else [leaf]
+        strided = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        numbers = [*leaf.shape, *leaf.stride(), leaf.storage_offset()] if strided else [leaf]
         if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in numbers):
             return True
     return False
