@@ -80,6 +80,12 @@ def layout(
                 why="the model has lazy modules",
                 hint="run the model once before compiling it",
             )
+        if param.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter {name!r} is sparse",
+                why=f"its layout is {str(param.layout).removeprefix('torch.')}, and shards are rows of strided tensors",
+                hint="make it dense (.to_dense()), or keep the sparse tensor outside of the model",
+            )
         spec = ParamSpec(name, tuple(param.shape), _dense_stride(param, name), param.dtype, param.requires_grad)
         spec = with_precision(spec, precision, module)
         sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)
