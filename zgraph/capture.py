@@ -34,6 +34,7 @@ from zgraph.program import ops, torch_private
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
 from zgraph.storages import PlainStorages, written_twice
+from zgraph.targets import Ignores, ignored_in
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,11 @@ class Trace:
     def pattern(self) -> frozenset[int]:
         """The flat outputs that a step starts its backward from: the loss, of a model that gives none all that it can."""
         return frozenset(i for i in self.differentiable if i == self.loss) or self.differentiable
+
+    @functools.cached_property
+    def ignored(self) -> set[Ignores]:
+        """What the model's classification losses leave out, and those of `loss_fn` as far as they were seen."""
+        return ignored_in(self.flat.graph_module)
 
     @functools.cached_property
     def storages(self) -> PlainStorages:

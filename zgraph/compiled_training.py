@@ -35,6 +35,7 @@ from zgraph.randomness import random_states, restored
 from zgraph.rounding import Difference, difference, norm_of, same_bits
 from zgraph.sharding import fingerprint
 from zgraph.signature import batch_size
+from zgraph.targets import ignored_of
 from zgraph.train import Call, count_targets, for_forward, in_order, join_outputs, loss_of, named, split_batch
 from zgraph.virtual_step import SCALE, data_rank, rows_of
 
@@ -283,7 +284,10 @@ class _Training:
         """By how much each micro-batch of each data rank counts: 1 on average."""
         if self.plan.loss_average != "token":
             return [[1.0] * len(cut) for cut in parts]
-        counts = [[count_targets(self.plain.copies[0].module, *call) for call in cut] for cut in parts]
+        entered = self.handle.runtime.entered
+        ignored = ignored_of(entered.trace.ignored if entered is not None else ())
+        module = self.plain.copies[0].module
+        counts = [[count_targets(module, *call, ignored=ignored) for call in cut] for cut in parts]
         mean = sum(map(sum, counts)) / len(parts) / len(parts[0])
         return [[c / mean for c in row] for row in counts]
 

@@ -146,6 +146,7 @@ class Runtime:
             plan
         )  # of the optimizer's states that may be offloaded: one, once the first program has chosen
         self.entries: dict[str, Entry] = {}
+        self.entered: Entry | None = None  # that of the last forward
         self._calls: dict[str, Callable[..., Any]] = {}
         self.kept: dict[str, torch.Tensor] = {}
         self._kept_versions: dict[str, tuple[int, ...]] = {}
@@ -241,6 +242,7 @@ class Runtime:
         self.end_own_step()
         self.tell_place(self.forwards)
         key, entry = self.entry(args, kwargs)
+        self.entered = entry
         trains = entry.program().differentiated and torch.is_grad_enabled()
         self.forwards += trains
         with self.clock.timed("forward") if trains else contextlib.nullcontext():

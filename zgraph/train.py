@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +26,8 @@ from zgraph.plan import Plan
 from zgraph.program.program import DATA_DIMS
 from zgraph.runtime import Runtime
 from zgraph.signature import batch_size
+from zgraph.targets import IGNORED, Ignores, LossesSeen, ignored_of
 
-IGNORED = -100  # the target that torch's cross_entropy leaves out
 TARGETS = ("labels", "label", "targets", "target")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -57,16 +57,21 @@ def train_step(
     if plan.elastic is not None:
         _refuse_other_rows(plan.elastic, args, kwargs)
     calls = split_batch(args, kwargs, plan.micro_batches, uneven=tokens)
-    weights = target_weights(runtime, calls) if tokens else [1.0 / len(calls)] * len(calls)
+    weights = [1.0 / len(calls)] * len(calls)
     outputs = []
     try:
-        for number, (call, weight) in enumerate(zip(calls, weights, strict=True)):
+        for number, call in enumerate(calls):
             with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
                 given, rest, others = for_forward(runtime, *call)
                 output = model(*given[0], **given[1])
-                loss = loss_of(output, loss_fn, named(runtime, given), rest, others)
+                with LossesSeen() if tokens and not number else contextlib.nullcontext() as seen:
+                    loss = loss_of(output, loss_fn, named(runtime, given), rest, others)
                 if not loss.requires_grad:
                     raise _untrained()
+                if seen is not None:  # (which targets count is known now)
+                    captured = runtime.entered.trace.ignored if runtime.entered is not None else set()
+                    weights = target_weights(runtime, calls, captured | seen.found)
+                weight = weights[number]
                 if weight == 1.0:
                     loss.backward()
                 else:
@@ -163,10 +168,13 @@ def _has_batch(x: Any, size: int) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == size
 
 
-def target_weights(runtime: Runtime, calls: Sequence[Call]) -> list[Any]:
+def target_weights(runtime: Runtime, calls: Sequence[Call], losses: Collection[Ignores]) -> list[Any]:
     """Each micro-batch's number of targets, over a mean micro-batch's of all ranks: the mean gradient over ranks is then
-    that of all targets together."""
-    counts = torch.tensor([count_targets(runtime.module, *call) for call in calls], dtype=torch.float64)
+    that of all targets together. `losses` say which targets do not count."""
+    ignored = ignored_of(losses)
+    counts = torch.tensor(
+        [count_targets(runtime.module, *call, ignored=ignored) for call in calls], dtype=torch.float64
+    )
     total = counts.sum()
     ranks = 1
     if runtime.mesh is not None:
@@ -177,17 +185,18 @@ def target_weights(runtime: Runtime, calls: Sequence[Call]) -> list[Any]:
                 total = held.cpu()
                 ranks *= runtime.sizes[dim]
     if not total:
-        raise StepError("no rank has a single target", where="loss_average", hint=f"targets of {IGNORED} do not count")
+        raise StepError("no rank has a single target", where="loss_average", hint=f"targets of {ignored} do not count")
     mean = float(total) / ranks / len(calls)
     runtime.updater.factor = 1.0 / len(calls)
     return [float(c) / mean for c in counts]
 
 
-def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, ignored: int = IGNORED) -> int:
     """How many targets a micro-batch's loss is the mean of.
 
     Those of the argument called labels, label, targets or target (else of the last tensor of integers, else every row
-    counts once) that are not -100. A causal language model of transformers (`loss_type` "ForCausalLM") shifts its labels:
+    counts once) that are not `ignored`: what the model's losses leave out (`zgraph.targets`), -100 where it calls none of torch's.
+    A causal language model of transformers (`loss_type` "ForCausalLM") shifts its labels:
     the first of each sequence is no target.
     """
     names = inspect.signature(type(module).forward).parameters
@@ -201,7 +210,7 @@ def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return batch_size(args, kwargs) or 1
     if getattr(module, "loss_type", None) == "ForCausalLM" and found.dim() > 1:
         found = found[:, 1:]
-    return int((found != IGNORED).sum())
+    return int((found != ignored).sum())
 
 
 def for_forward(

@@ -38,6 +38,7 @@ from zgraph.stages.channels import make_line
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.schedules import make_schedule
 from zgraph.stages.staged import Capture, Partition, cut, joint_of, loss_pattern, partition
+from zgraph.targets import LossesSeen
 from zgraph.train import for_forward, in_order, loss_of, named, split_batch
 from zgraph.units import shown_bytes
 from zgraph.update.held import held_at, within
@@ -149,7 +150,10 @@ class Uncut:
             traced = trace(self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision)
 
         def loss(output: Any) -> torch.Tensor:
-            return loss_of(output, self.loss_fn, named(self, (args, kwargs)), rest, others or {})
+            with LossesSeen() as seen:
+                found = loss_of(output, self.loss_fn, named(self, (args, kwargs)), rest, others or {})
+            traced.ignored.update(seen.found)
+            return found
 
         wanted = loss if self.loss_fn is not None and by_loss else None
         pattern = loss_pattern(traced, wanted, self.module, args, kwargs)

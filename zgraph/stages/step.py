@@ -36,9 +36,6 @@ def train_step(
     refuse_hooks(runtime.shards.params())
     kwargs = in_order(runtime, kwargs)
     calls = split_batch(args, kwargs, plan.micro_batches, uneven=None)
-    weights = (
-        target_weights(runtime, calls) if plan.loss_average == "token" else [1.0 / plan.micro_batches] * len(calls)
-    )
     given = [for_forward(runtime, *call) for call in calls]
     runtime.beside = given[0][1:]
     staged = _entry(runtime, [call for call, _, _ in given])
@@ -50,6 +47,8 @@ def train_step(
         refuse_rest(named(runtime, call), rest, others)
         if staged.trace.loss is None:
             raise no_loss()
+    tokens = plan.loss_average == "token"
+    weights = target_weights(runtime, calls, staged.trace.ignored) if tokens else [1.0 / len(calls)] * len(calls)
     flats = [staged.trace.flat.flatten(runtime.module, *call) for call, _, _ in given]
 
     def tangents_of(number: int, values: list[Any]) -> dict[int, torch.Tensor]:
@@ -117,6 +116,7 @@ def _entry(runtime: PipelineRuntime, calls: Sequence[Call]) -> Staged:
     runtime.end_own_step()
     runtime.tell_place(0)
     staged: Any = runtime.entry(*calls[0])[1]
+    runtime.entered = staged
     return staged  # type: ignore[no-any-return]
 
 
