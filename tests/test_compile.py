@@ -514,13 +514,13 @@ def test_a_list_that_forward_fills_holds_what_a_plain_run_leaves():
         assert [type(x) for x in mine.heard] == [torch.Tensor] and torch.equal(mine.heard[0], plain.heard[0])
 
 
-def test_a_counter_that_forward_reads_and_changes_is_refused():
+def test_a_state_that_forward_reads_and_changes_is_refused():
     class Counts(Net):
-        calls = 0
+        calls = ()
 
         def forward(self, x):
-            self.calls += 1
-            return super().forward(x, scale=float(self.calls))
+            self.calls += (1,)
+            return super().forward(x, scale=float(len(self.calls)))
 
     mine = zgraph.compile(Counts(), EAGER)
     with pytest.raises(CaptureError, match="register_buffer") as caught:

@@ -12,8 +12,11 @@ import contextlib
 import functools
 import logging
 import operator
+import random
 import re
+import sys
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from zgraph.asserts import keep_asserts, name_asserts
@@ -133,7 +137,7 @@ class Trace:
         graph_module = _with_output_marks(self.flat.graph_module, differentiated, self)
         fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         context = torch.enable_grad() if differentiated else torch.no_grad()
-        with context:
+        with context, torch_private.ONE_AT_A_TIME:
             try:
                 joint = torch_private.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
             except torch_private.ValueDependent as error:
@@ -167,7 +171,7 @@ def trace(
         where = device if x.device.type == "meta" else x.device
         with fake_mode:
             y = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where)
-        return y.requires_grad_(x.requires_grad)
+        return _hung(x, y.requires_grad_(x.requires_grad))
 
     compute = precision.dtype("compute") if precision.cast_inputs else None
     given_dtypes: dict[int, torch.dtype] = {}
@@ -190,15 +194,20 @@ def trace(
                 y.requires_grad
             )
         given_dtypes[id(low)] = y.dtype
-        return low
+        return _hung(x, low)
 
     def fake_parameter(name: str) -> nn.Parameter:
         return _fake_parameter(params[name], fake_mode, device)
 
     memory = former_memory(module)
-    with _fake_state(module, fake, fake_parameter, made) as names, memory.readable():
-        fake_args, fake_kwargs = pytree.tree_map(fake_input, (args, kwargs))
-        flat = _capture(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
+    with (
+        torch_private.ONE_AT_A_TIME,
+        _fake_state(module, fake, fake_parameter, made) as names,
+        memory.readable(),
+        _same_draws(),
+    ):
+        fake_args, fake_kwargs = _mapped(fake_input, (args, kwargs), {})
+        flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
         name_asserts(flat.graph_module)
         flat.crops = pad_outputs(flat.graph_module)
         given = flat.flatten(module, fake_args, fake_kwargs)
@@ -217,8 +226,7 @@ def trace(
             memory,
             fake_parameter,
         )
-        returned = flat.graph_module.graph.output_node().args[0]
-        values = [n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in returned]  # type: ignore[union-attr]
+        values = flat_values(flat)
         grad = torch.is_grad_enabled()
         differentiable = frozenset(
             i for i, v in enumerate(values) if grad and isinstance(v, torch.Tensor) and v.requires_grad
@@ -256,7 +264,106 @@ def _read_from_parameters(
     return found
 
 
-_REFUSALS = (torch_private.DynamoError, ValueError, RuntimeError, TypeError, AssertionError)
+def _mapped(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> Any:
+    """A tree with a function applied to its leaves. What is one list or dict in it stays one. (`pytree.tree_map` makes several.)"""
+    if id(value) in made:
+        return made[id(value)]
+    if type(value) is tuple:
+        return tuple(_mapped(function, v, made) for v in value)
+    if type(value) is list:
+        items = made[id(value)] = []
+        items += [_mapped(function, v, made) for v in value]
+        return items
+    if type(value) is dict:
+        table = made[id(value)] = {}
+        table |= {k: _mapped(function, v, made) for k, v in value.items()}
+        return table
+    return pytree.tree_map(function, value)
+
+
+@contextlib.contextmanager
+def _same_draws() -> Iterator[None]:
+    """Leave Python's and numpy's generators as they are: what a capture draws, the call itself draws again."""
+    numpy = sys.modules.get("numpy")
+    python, other = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(other)
+
+
+def _captured(
+    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode
+) -> torch_private.FlatCapture:
+    """Capture such that the numbers that forward itself changes, and the lists that it appends to, are no constants.
+
+    (They would be others at each call.) Where a number has to be a constant, because it is a size say, it is one.
+    """
+    flat = _capture(bound, args, kwargs, fake_mode)
+    if flat.draws_floats():
+        raise CaptureError(
+            "the model's forward draws a float from Python's random module",
+            why="it comes into a program as a float64 tensor, which promotes what it meets",
+            hint="draw from torch (torch.rand), or outside of forward, and give it as an argument",
+        )
+    if flat.effects.consumed:
+        raise CaptureError(
+            "the model's forward takes from an iterator, or draws from a random.Random, that outlives the call",
+            where=flat.effects.consumed[0] or None,
+            why="what is left in it can't be compared before a call, nor put back after a capture",
+            hint="take from it outside of forward, and give what it gave as an argument",
+        )
+    numbers: list[str] = []
+    lists: list[Any] = []
+    for _ in range(3):  # (a branch not taken before may change others)
+        changed = _changed_numbers(flat, bound, args, kwargs)
+        longer = [x for x in flat.effects.containers if isinstance(x, (list, deque)) and not any(x is y for y in lists)]
+        if not changed and not longer:
+            break
+        numbers, lists = [*numbers, *changed], [*lists, *longer]
+        flat, numbers = _with_numbers(bound, args, kwargs, numbers, lists)
+    return flat
+
+
+def _with_numbers(
+    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[str], lists: list[Any]
+) -> tuple[torch_private.FlatCapture, list[str]]:
+    """(a capture, those of the numbers that are no constants of it)."""
+
+    def attempt(chosen: list[str]) -> torch_private.FlatCapture | None:
+        try:
+            with torch_private.quiet():
+                return torch_private.capture_flat(bound, args, kwargs, chosen, lists)
+        except Exception as error:  # (whatever dynamo says of a number that it can't leave open)
+            logger.debug("numbers %s have to be constants: %s", chosen, error)
+            return None
+
+    flat = attempt(numbers)
+    if flat is None and len(numbers) > 1:
+        numbers = [n for n in numbers if attempt([n]) is not None]
+        flat = attempt(numbers)
+    if flat is not None:
+        return flat, numbers
+    return torch_private.capture_flat(bound, args, kwargs, (), lists), []
+
+
+def _changed_numbers(
+    flat: torch_private.FlatCapture, bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[str]:
+    """The numbers that a replay of forward's side effects changes."""
+    values = flat_values(flat)
+    with contextlib.suppress(Exception), flat.effects.undone():
+        flat.bind(lambda *_: values)(bound.__self__, *args, **kwargs)
+        return flat.changed_numbers(bound.__self__, args, kwargs)
+    return []
+
+
+def flat_values(flat: torch_private.FlatCapture) -> tuple[Any, ...]:
+    """The fake flat outputs of a capture."""
+    returned: Any = flat.graph_module.graph.output_node().args[0]
+    return tuple(n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in returned)
 
 
 def _capture(
@@ -268,12 +375,12 @@ def _capture(
     """
     try:
         return torch_private.capture_flat(bound, args, kwargs)
-    except _REFUSALS:
+    except Exception:  # (dynamo's own errors are of many types)
         with contextlib.suppress(Exception), fake_mode, torch.no_grad():
             bound(*args, **kwargs)
         try:
             return torch_private.capture_flat(bound, args, kwargs)
-        except _REFUSALS as error:
+        except Exception as error:
             raise _capture_error(error) from error
 
 
@@ -315,7 +422,8 @@ def _fake_state(
                         continue
                     name = f"{path}.{key}" if path else key
                     if id(real) not in made:
-                        made[id(real)] = fake_parameter(name) if role is InputRole.PARAMETER else fake(real)
+                        kept = fake_parameter(name) if role is InputRole.PARAMETER else fake(real)
+                        made[id(real)] = _hung(real, kept)
                         names[id(made[id(real)])] = FlatInput(role, name)
                     held.append((table, key, real))
                     table[key] = made[id(real)]
@@ -331,49 +439,21 @@ def _fake_parameter(spec: ParamSpec, fake_mode: FakeTensorMode, device: torch.de
     return nn.Parameter(whole, requires_grad=spec.requires_grad)
 
 
+def _hung(real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """Give a fake tensor what the user hangs on the real one: forward may read it."""
+    hung = vars(real).items() if type(real) in (torch.Tensor, nn.Parameter, DTensor) else ()
+    made.__dict__.update({k: v for k, v in hung if k not in ("_spec", "_local_tensor")})  # (these are DTensor's own)
+    return made
+
+
 def _find_loss(
     flat: torch_private.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]
 ) -> int | None:
     """The flat output that is the loss: the output itself if it is a scalar, `.loss`, `["loss"]`, or the first element."""
-    with contextlib.suppress(Exception), _unchanged(module, (args, kwargs)):
+    with contextlib.suppress(Exception), flat.effects.undone():
         loss = find_loss(flat.bind(lambda *_: tuple(values))(module, *args, **kwargs))
         return next((i for i, v in enumerate(values) if v is loss), None) if loss is not None else None
     return None
-
-
-@contextlib.contextmanager
-def _unchanged(module: nn.Module, inputs: Any) -> Iterator[None]:
-    """What a replay of the forward's side effects does to Python objects is undone: attributes and containers of the
-    module, of what hangs on it, and of the objects among its inputs."""
-    objects: list[Any] = [
-        *module.modules(),
-        *(x for x in pytree.tree_leaves(inputs) if hasattr(x, "__dict__")),
-    ]
-    seen = {id(x) for x in objects}
-    held: list[tuple[Any, Any]] = []
-    for item in objects:  # (grows)
-        if isinstance(item, (torch.Tensor, type, types.FunctionType, types.ModuleType)):
-            continue
-        values = [item.__dict__] if hasattr(item, "__dict__") else [item]
-        for value in values:
-            held.append((value, list(value.items()) if isinstance(value, dict) else list(value)))
-            for inner in value.values() if isinstance(value, dict) else list(value):
-                plain = isinstance(inner, (dict, list, set)) or (hasattr(inner, "__dict__") and not callable(inner))
-                if plain and id(inner) not in seen and not isinstance(inner, types.MappingProxyType):
-                    seen.add(id(inner))
-                    objects.append(inner)
-    try:
-        yield
-    finally:
-        for value, content in held:
-            now = list(value.items()) if isinstance(value, dict) else list(value)
-            if len(now) == len(content) and all(
-                a is b or (isinstance(a, tuple) and a[1] is b[1] and a[0] == b[0])
-                for a, b in zip(now, content, strict=True)
-            ):
-                continue
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def find_loss(output: Any) -> torch.Tensor | None:

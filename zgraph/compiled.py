@@ -239,11 +239,12 @@ class StepProgram:
     def _compile(self, program: Program, *, is_backward: bool) -> Executable:
         self.agree(program)
         start = time.perf_counter()
-        if self.plan.backend == "eager":
-            made = compile_eager(program, self.groups)
-        else:
-            # Two forwards share one backward where weights are kept: what they save must have the same strides.
-            made = compile_inductor(program, self.groups, is_backward=is_backward, fix_saved=self.keeps)
+        with torch_private.ONE_AT_A_TIME:
+            if self.plan.backend == "eager":
+                made = compile_eager(program, self.groups)
+            else:
+                # Two forwards share one backward where weights are kept: what they save must have the same strides.
+                made = compile_inductor(program, self.groups, is_backward=is_backward, fix_saved=self.keeps)
         logger.info("%s: %s compiled in %.2f s", program.name, self.plan.backend, time.perf_counter() - start)
         return checked(made, self.groups)
 

@@ -44,6 +44,7 @@ from zgraph.program.digest import digest, node_digests
 from zgraph.program.node import info
 from zgraph.program.program import DATA_DIMS, TEAM_DIMS, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.program.remark import Remark
+from zgraph.program.torch_guards import Failing
 from zgraph.program.torch_private import keeps_graph
 from zgraph.randomness import random_states, restored
 from zgraph.sharding import Shards, fingerprint, still_unset, with_requires_grad
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from zgraph.inspection.recorder import Recorder
 
 logger = logging.getLogger(__name__)
+
+_STATE = "; python state "  # in the keys of programs: before the number of the state that one is for
 
 
 def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, tiers: Tiers) -> Costs:
@@ -148,6 +151,7 @@ class Runtime:
         self.entries: dict[str, Entry] = {}
         self.entered: Entry | None = None  # that of the last forward
         self._calls: dict[str, Callable[..., Any]] = {}
+        self._one_at_a_time = threading.RLock()  # (threads that call for the first time at once compile once)
         self.kept: dict[str, torch.Tensor] = {}
         self._kept_versions: dict[str, tuple[int, ...]] = {}
         self._unchanged = Unchanged(shards, agreement, device, "an earlier forward had gathered them")
@@ -241,7 +245,8 @@ class Runtime:
         """The module's forward."""
         self.end_own_step()
         self.tell_place(self.forwards)
-        key, entry = self.entry(args, kwargs)
+        with self._one_at_a_time:
+            key, entry = self.entry(args, kwargs)
         self.entered = entry
         trains = entry.program().differentiated and torch.is_grad_enabled()
         self.forwards += trains
@@ -250,7 +255,7 @@ class Runtime:
         if trains:
             self.samples += entry.rows * self.data_ranks()
         if not entry.settled:
-            self._settle(entry)
+            self.settle(entry, args, kwargs)
         return result
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
@@ -258,14 +263,12 @@ class Runtime:
         refuse_inputs(self.forward_function, args, kwargs)
         self.shards.refresh()
         self.shards.come_home()
-        signed = signature(self.module, args, kwargs)
-        if self.forwards_replaced:
-            signed += f"; forward {self.forwards_replaced}"
+        signed = self._signed(args, kwargs)
         key, known = signed, 0  # the same inputs may have programs for several states of the Python attributes
-        while key in self.entries and (stale := self.entries[key].trace.flat.stale(self.module)) is not None:
-            logger.info("%s is not for the module as it is now: no longer %s", self.entries[key].name, stale[0])
+        while key in self.entries and (stale := self.entries[key].trace.flat.stale(self.module, args, kwargs)):
+            logger.info("%s is not for this call: no longer %s", self.entries[key].name, stale.what)
             known += 1
-            key = f"{signed}; python state {known}"
+            key = f"{signed}{_STATE}{known}"
         new = key not in self.entries
         self.everyone.vote("the inputs of a call", f"{shared(key)}; {'new' if new else 'known'}")
         if new:
@@ -273,14 +276,8 @@ class Runtime:
             self.refuse_unset()
             self._check_devices(args, kwargs)
             made = self._compile(key, args, kwargs)
-            if (stale := made.trace.flat.stale(self.module)) is not None:
-                logger.warning(
-                    "%s: changes of Python attributes that forward reads will not be noticed (%s can't be watched)",
-                    made.name,
-                    stale[0],
-                )
-                made.trace.flat.unwatch()
-            before = f"{signed}; python state {known - 1}" if known > 1 else signed
+            _refuse_unstable(made.trace.flat.stale(self.module, args, kwargs))
+            before = f"{signed}{_STATE}{known - 1}" if known > 1 else signed
             made.unsettled_before = known > 0 and self.entries[before].unsettled
             self.entries[key] = made
             self._calls[key] = made.trace.flat.bind(lambda *flat: self._execute(made, flat))
@@ -288,19 +285,28 @@ class Runtime:
                 self.recorder.compiled()
         return key, self.entries[key]
 
-    def _settle(self, entry: Entry) -> None:
+    def _signed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        signed = signature(self.module, args, kwargs)
+        return f"{signed}; forward {self.forwards_replaced}" if self.forwards_replaced else signed
+
+    def settle(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """After a program's first run: has the forward itself changed the Python state that it depends on?
 
-        Once is how a model finishes its construction. Twice in a row it would be compiled again at every call.
+        Once is how a model finishes its construction, and it may go back and forth between states that have a program. Twice in a row to a
+        state that has none, it would be compiled again at every call.
         """
         entry.settled = True
-        stale = entry.trace.flat.stale(self.module)
-        entry.unsettled = stale is not None
-        if stale is not None and entry.unsettled_before:
+        stale = entry.trace.flat.stale(self.module, args, kwargs)
+        entry.unsettled = stale is not None and stale.lasts
+        if stale is None or not entry.unsettled or not entry.unsettled_before:
+            return
+        signed = self._signed(args, kwargs)
+        states = [e for k, e in self.entries.items() if k.split(_STATE)[0] == signed]
+        if all(e.trace.flat.stale(self.module, args, kwargs) for e in states):
             raise CaptureError(
                 "the model's forward changes Python state that it depends on, at every call",
-                where=stale[1],
-                why=f"no longer true after the call: {stale[0]}",
+                where=stale.where,
+                why=f"no longer true after the call: {stale.what}",
                 hint="keep such state in a buffer (register_buffer), or change it outside of forward",
             )
 
@@ -735,6 +741,17 @@ class _Saved(list[Any]):
 
     def __del__(self) -> None:
         torch_private.land(self.flying)
+
+
+def _refuse_unstable(stale: Failing | None) -> None:
+    """Raises `CaptureError` if what a forward has just been captured with is not so."""
+    if stale is not None:
+        raise CaptureError(
+            "the model's forward reads Python state that is another at every read",
+            where=stale.where,
+            why=f"not true straight after the capture: {stale.what}",
+            hint="let what it reads (a property, a function's result) be the same object, or an equal value, while nothing has changed",
+        )
 
 
 def _is_partial(grad: torch.Tensor) -> bool:

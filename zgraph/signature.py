@@ -20,7 +20,8 @@ def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     inputs = ", ".join(_leaf(leaf, set()) for leaf in leaves)
     training = "".join("t" if child.training else "e" for child in module.modules())
     frozen = "".join("g" if p.requires_grad else "f" for p in module.parameters())
-    buffers = ", ".join(f"{n} {form}" if n > 1 else form for form, n in _repeated(_form(b) for b in module.buffers()))
+    forms = (f"{_form(b)}{', grad' if b.requires_grad else ''}" for b in module.buffers())
+    buffers = ", ".join(f"{n} {form}" if n > 1 else form for form, n in _repeated(forms))
     grad = "grad" if torch.is_grad_enabled() else "no_grad"
     casts = [f"{d}:{torch.get_autocast_dtype(d)}" for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
     same = "".join(f"; {one} is {other}" for one, other in _identical(module, leaves))
@@ -104,7 +105,8 @@ def _form(tensor: torch.Tensor) -> str:
 
 def _leaf(leaf: Any, seen: set[int]) -> str:
     if isinstance(leaf, torch.Tensor):
-        return f"{_form(leaf)}@{leaf.device}{', grad' if leaf.requires_grad else ''}"
+        hung = f", with {' '.join(sorted(vars(leaf)))}" if type(leaf) is torch.Tensor and vars(leaf) else ""
+        return f"{_form(leaf)}@{leaf.device}{', grad' if leaf.requires_grad else ''}{hung}"
     if leaf is None or isinstance(leaf, (bool, int, float, str, bytes, complex, torch.dtype, torch.device)):
         return repr(leaf)
     if id(leaf) in seen:
@@ -118,5 +120,5 @@ def _leaf(leaf: Any, seen: set[int]) -> str:
         fields = {f.name: getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)}
         return type(leaf).__qualname__ + _leaf(fields, seen)
     if isinstance(leaf, (nn.Module, type)) or callable(leaf):
-        return f"{type(leaf).__qualname__}#{id(leaf)}"
+        return type(leaf).__qualname__  # (which one it is, and what it holds, a capture's guards say)
     return type(leaf).__qualname__ + _leaf(dict(getattr(leaf, "__dict__", {})), seen)

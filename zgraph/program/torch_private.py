@@ -1,6 +1,6 @@
 """Every private torch API that zgraph stands on, in one place, for torch 2.11 to 2.13.
 
-A torch release that moves one of these breaks this file and no other.
+A torch release that moves one of these breaks this file, or `torch_guards`, and no other.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import math
 import operator
 import re
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import _compiling_state_context  # type: ignore[attr-defined]
-from torch._dynamo.hooks import Hooks
-from torch._dynamo.source import GlobalSource, LocalSource
+from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables import builder
 from torch._functorch._aot_autograd.descriptors import (
     BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
@@ -62,6 +63,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zgraph.program import stand_ins
+from zgraph.program.numbers import Numbers, split_numbers
+from zgraph.program.torch_guards import Effects, Failing, Guards, Scope, live, recorded
 
 DynamoError = TorchDynamoException
 
@@ -70,6 +73,9 @@ WITH_EFFECTS = torch.ops.higher_order.with_effects
 
 # What tracing raises where it would have to know a value.
 ValueDependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+# Held while dynamo, AOTAutograd or Inductor works: their state is the process's, not a thread's.
+ONE_AT_A_TIME = threading.RLock()
 
 
 class _LogMethod(str):
@@ -126,29 +132,37 @@ class FlatCapture:
     `graph_module` takes the graph's inputs (parameters, buffers and the user's tensors alike, in dynamo's order) and
     returns a flat tuple. `crops` has (flat output, dimension, flat output that is its size)
     for each output that the graph gives as long as it can be, because its size depends on values; these sizes stand behind the model's own
-    outputs. `replay` runs the user's own calling convention around any function of that type.
+    outputs. `bind` runs the user's own calling convention around any function of that type.
     """
 
     graph_module: fx.GraphModule
     fake_mode: Any
+    effects: Effects
     _output: Any
-    _globals: dict[str, Any]
-    _guards: _Guards | None = None
+    _function: FunctionType
+    _guards: Guards
+    _numbers: Numbers | None = None
     crops: tuple[tuple[int, int, int], ...] = ()
     _bound: Callable[..., Any] | None = None
     _within: Callable[..., Sequence[Any]] | None = None
 
-    def stale(self, owner: Any) -> tuple[str, str | None] | None:
-        """(what, the user's line that read it) if Python state that this capture depends on has changed since.
+    def stale(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failing | None:
+        """What of the Python state that this capture depends on is another for this call; None if nothing is.
 
-        That is everything the forward read on its way: attributes of the module and of what hangs on it (flags, a
-        config, the lengths of lists, hooks), globals. Not tensors, nor the call's inputs. Costs some 10 µs a layer.
+        That is everything the forward read on its way: arguments, attributes of the module and of what hangs on it (flags, a config,
+        the lengths of lists, hooks), its closure, globals, and the forms of tensors found there. Costs some 10 µs a layer.
         """
-        return None if self._guards is None else self._guards.failing(owner)
+        return self._guards.failing(owner, args, kwargs)
 
-    def unwatch(self) -> None:
-        """From now on this capture is never stale."""
-        self._guards = None
+    def draws_floats(self) -> bool:
+        """Does the forward draw a float from Python's `random`?"""
+        inputs = self.graph_module.graph.find_nodes(op="placeholder")
+        drawn = [n.meta["example_value"] for n in inputs if n.name.startswith("random_value_")]  # (dynamo's name)
+        return any(v.is_floating_point() for v in drawn)
+
+    def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """The names of the Python numbers that this capture takes for constants, and that are others now."""
+        return self._guards.changed_numbers(owner, args, kwargs)
 
     def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """A function of the user's signature (with the module first) that runs `compiled` on the flat inputs."""
@@ -156,8 +170,13 @@ class FlatCapture:
         def cropped(*flat: Any) -> Sequence[Any]:
             return self._cropped(compiled(*flat))
 
-        within = cropped if self.crops else compiled
-        return self._output.forward_callable(compiled_fn=within, extra_globals=self._globals)  # type: ignore[no-any-return]
+        within: Callable[..., Sequence[Any]] = cropped if self.crops else compiled
+        if self._numbers is not None:
+            within = self._numbers.around(within)
+        # (torch 2.11 leaves builtins out of what its replay may refer to)
+        names = {**vars(builtins), **self._output.graph_capture_output.f_globals}
+        replay = self._output.forward_callable(compiled_fn=within, extra_globals=names)
+        return live(replay, self._function, self._output.backend_input.backend_id)
 
     def _cropped(self, given: Sequence[Any]) -> Sequence[Any]:
         """The flat outputs of the model, of those of the graph: see `crops`."""
@@ -194,50 +213,6 @@ class FlatCapture:
         with contextlib.suppress(_Stop):
             self.around(stop, owner, args, kwargs)
         return found[0] if found else ()
-
-
-class _Guards:
-    """Dynamo's guards on all that a forward read except tensors and the call's own inputs."""
-
-    def __init__(self, output: Any, function: MethodType) -> None:
-        code = function.__func__.__code__
-        self._varargs = code.co_argcount == 0  # a forward behind a decorator of *args
-        self._name = code.co_varnames[0]
-        self._manager = output.graph_capture_output.build_guards(code, hooks=Hooks(guard_filter_fn=self._wanted))
-
-    def failing(self, owner: Any) -> tuple[str, str | None] | None:
-        scope = {self._name: (owner,) if self._varargs else owner}
-        guards = self._manager.guard_manager
-        if guards.check(scope):
-            return None
-        found = guards.check_verbose(scope)
-        parts = [str(p).split("#")[0].strip() for p in found.verbose_code_parts] or ["a global mode of torch"]
-        stack = getattr(found, "user_stack", None)
-        return parts[0].replace(
-            f"L['{self._name}']", "self"
-        ), f"{stack[-1].filename}:{stack[-1].lineno}" if stack else None
-
-    def _wanted(self, entries: Sequence[Any]) -> Sequence[bool]:
-        for e in entries:  # guards are built twice; a property that makes its value anew gave another the first time
-            e.orig_guard.obj_weakref = e.orig_guard.guarded_class_weakref = None
-        return [
-            not isinstance(e.value, torch.Tensor)
-            and e.guard_type != "DUPLICATE_INPUT"
-            and self._lasting(e.orig_guard.originating_source)
-            for e in entries
-        ]
-
-    def _lasting(self, source: Any) -> bool:
-        """Does this lead to something that outlives the call: the module, a global?"""
-        chain = [source]
-        while (base := getattr(chain[-1], "base", None)) is not None:
-            chain.append(base)
-        root = chain[-1]
-        if isinstance(root, GlobalSource):
-            return True
-        if not isinstance(root, LocalSource) or root.local_name != self._name:
-            return False
-        return not self._varargs or (len(chain) > 1 and getattr(chain[-2], "index", None) == 0)
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
@@ -523,8 +498,19 @@ def capture_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
-def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCapture:
-    """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`)."""
+def capture_flat(
+    bound: MethodType,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    numbers: Sequence[str] = (),
+    lists: Sequence[Any] = (),
+) -> FlatCapture:
+    """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`).
+
+    `numbers` that forward changes (by their names in guards) are no constants of the capture, and `lists` that it appends to may hold
+    anything by then. Raises `NumberInGraphError` for a number that must be one.
+    """
+    function: Any = bound.__func__
     torch._dynamo.reset()
     with (
         _compiling_state_context(),
@@ -532,8 +518,8 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
             ignore_logging_functions=_log_methods(),
             automatic_dynamic_shapes=False,
             assume_static_by_default=True,
-            specialize_int=True,
-            specialize_float=True,
+            specialize_int=not numbers,
+            specialize_float=not numbers,
             allow_rnn=True,
             skip_nnmodule_hook_guards=False,
             capture_dynamic_output_shape_ops=True,
@@ -543,25 +529,52 @@ def capture_flat(function: MethodType, args: tuple[Any, ...], kwargs: dict[str, 
         symbol_config.patch(
             soft_pending_unbacked_not_found_error=True
         ),  # (a composite operator's, that none of its results shows)
+        _symbolic(numbers),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         _asserts_on_values(),
         _stand_ins(),
         _fakes_of_unknown_sizes(),
+        recorded(function, lists) as effects,
     ):
-        output = fullgraph_capture(function, args, kwargs)
+        output = fullgraph_capture(bound, args, kwargs)
         if output.backend_input is None:
             raise ValueError("the model's forward computes nothing with tensors")
-        guards = _Guards(output, function)
-    graph_module = output.backend_input.graph_module
-    return FlatCapture(
-        graph_module=graph_module,
-        fake_mode=output.backend_input.fake_mode,
-        _output=output,
-        # torch 2.11 leaves builtins out of what its replay may refer to.
-        _globals={**vars(builtins), **output.graph_capture_output.f_globals},
-        _guards=guards,
-    )
+        scope = Scope(function)
+        guards = Guards(output, scope, function.__code__, effects, scope.of(bound.__self__, args, kwargs))
+    graph_module, fake_mode = output.backend_input.graph_module, output.backend_input.fake_mode
+    apart = None
+    if numbers:
+        graph_module, apart = split_numbers(graph_module, fake_mode)
+    return FlatCapture(graph_module, fake_mode, effects, output, function, guards, apart)
+
+
+@contextlib.contextmanager
+def _symbolic(names: Sequence[str]) -> Iterator[None]:
+    """Let dynamo take these numbers as inputs of its graph."""
+    if not names:
+        yield
+        return
+    process, asked = builder.process_automatic_dynamic, builder.is_dynamic_source
+    literal = builder.VariableBuilder.wrap_literal
+
+    def wrap(self: Any, value: Any) -> Any:  # (a float would be looked at late, and be a constant by then)
+        return self.wrap_symfloat(value) if type(value) is float and self.source.name in names else literal(self, value)
+
+    def of_floats(tx: Any, name: str, *rest: Any, **named: Any) -> Any:
+        entry = process(tx, name, *rest, **named)
+        return replace(entry, scalar=auto_dynamic) if name in names else entry
+
+    def of_integers(name: str, *rest: Any, **named: Any) -> bool:
+        return name in names or asked(name, *rest, **named)
+
+    builder.process_automatic_dynamic, builder.is_dynamic_source = of_floats, of_integers
+    builder.VariableBuilder.wrap_literal = wrap
+    try:
+        yield
+    finally:
+        builder.process_automatic_dynamic, builder.is_dynamic_source = process, asked
+        builder.VariableBuilder.wrap_literal = literal
 
 
 def export_joint(

@@ -1,0 +1,162 @@
+"""Python numbers that a captured forward changes, kept out of its program.
+
+Dynamo can take such a number (a counter that a hook adds to, a temperature that anneals) as an input of its graph, which then gives its new
+value as an output. Here that graph is cut in two: what computes numbers from numbers, which runs in Python around the program, and the rest.
+A number that meets a tensor in arithmetic comes into the program as a 0-dim tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+_ARITHMETIC = {
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.iadd, operator.isub, operator.imul, operator.itruediv,
+    torch.add, torch.sub, torch.mul, torch.div,
+}  # fmt: skip
+
+
+class NumberInGraphError(Exception):
+    """A number is used in the program as more than an operand of arithmetic (a size, an index)."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The half of a graph that computes numbers."""
+
+    given: list[int]  # which flat inputs of the whole graph it takes
+    tensors: list[int]  # which the program takes
+    into: list[
+        tuple[torch.dtype, torch.device]
+    ]  # the form of each number that the program takes as a 0-dim tensor, after its tensors
+    outputs: list[
+        tuple[bool, int]
+    ]  # of each flat output: is it a number, and which of the numbers' or the program's outputs is it
+    module: fx.GraphModule  # gives the numbers among the outputs, then those that the program takes
+
+    def inputs(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """(the program's inputs, the numbers among the outputs) for the whole graph's inputs."""
+        found = list(self.module(*(flat[i] for i in self.given)))
+        count = len(found) - len(self.into)
+        into = [torch.tensor(v, dtype=d, device=at) for v, (d, at) in zip(found[count:], self.into, strict=True)]
+        return [*(flat[i] for i in self.tensors), *into], found[:count]
+
+    def around(self, program: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        """A function of the whole graph's inputs that runs `program` on the tensors among them."""
+
+        def run(*flat: Any) -> Sequence[Any]:
+            given, numbers = self.inputs(flat)
+            results = program(*given)
+            return [numbers[at] if number else results[at] for number, at in self.outputs]
+
+        return run
+
+
+def split_numbers(graph_module: fx.GraphModule, fake_mode: Any) -> tuple[fx.GraphModule, Numbers | None]:
+    """(the graph without its numbers, these). Raises `NumberInGraphError`."""
+    graph = graph_module.graph
+    numbers = _numbers(graph)
+    if not numbers:
+        return graph_module, None
+    placeholders = graph.find_nodes(op="placeholder")
+    outputs: Any = graph.output_node().args[0]
+    scalar, tensor = fx.Graph(), fx.Graph()
+    memo: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node in numbers:
+            memo[node] = scalar.node_copy(node, lambda n: memo[n])
+    made: dict[fx.Node, fx.Node] = {}
+    for node in placeholders:
+        if node not in numbers:
+            made[node] = _copied(tensor, node, made)
+    into = _operands(graph, numbers)
+    for (number, dtype, device), users in into.items():
+        given = tensor.placeholder(f"number_{number.name}_{len(tensor.nodes)}")
+        with fake_mode:
+            given.meta["example_value"] = torch.empty((), dtype=dtype, device=device)
+        for user in users:
+            made[_Use(user, number)] = given  # type: ignore[index]
+    for node in graph.nodes:
+        if node not in numbers and node.op not in ("placeholder", "output"):
+            made[node] = _copied(tensor, node, made)
+    wanted = [n for n in outputs if isinstance(n, fx.Node) and n in numbers]
+    scalar.output(tuple([memo[n] for n in wanted] + [memo[n] for n, _, _ in into]))
+    rest = [n for n in outputs if not (isinstance(n, fx.Node) and n in numbers)]
+    tensor.output(tuple(made[n] if isinstance(n, fx.Node) else n for n in rest))
+    order = []
+    for n in outputs:
+        number = isinstance(n, fx.Node) and n in numbers
+        order.append((number, sum(1 for known, _ in order if known == number)))
+    return fx.GraphModule(graph_module, tensor), Numbers(
+        given=[i for i, n in enumerate(placeholders) if n in numbers],
+        tensors=[i for i, n in enumerate(placeholders) if n not in numbers],
+        into=[(dtype, device) for _, dtype, device in into],
+        outputs=order,
+        module=fx.GraphModule(torch.nn.Module(), scalar),
+    )
+
+
+@dataclass(frozen=True)
+class _Use:
+    user: fx.Node
+    number: fx.Node
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _numbers(graph: fx.Graph) -> set[fx.Node]:
+    """What is computed from the number inputs alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        value = node.meta.get("example_value")
+        if node.op == "placeholder":
+            items = node.users and all(u.op == "call_method" and u.target == "item" for u in node.users)
+            scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype is torch.float64
+            if _is_number(value) or (items and scalar and not value.requires_grad):
+                found.add(node)
+        elif node.all_input_nodes and all(n in found for n in node.all_input_nodes):
+            handed = node.target is torch.scalar_tensor and all(u.op == "output" for u in node.users)
+            if _is_number(value) or handed:  # (a float leaves dynamo's graph as a tensor)
+                found.add(node)
+    return found
+
+
+def _operands(graph: fx.Graph, numbers: set[fx.Node]) -> dict[tuple[fx.Node, torch.dtype, torch.device], list[fx.Node]]:
+    """The numbers that meet tensors, in which form each has to, and where."""
+    found: dict[tuple[fx.Node, torch.dtype, torch.device], list[fx.Node]] = {}
+    for node in graph.nodes:
+        mine = [n for n in node.all_input_nodes if n in numbers]
+        if node in numbers or node.op == "output" or not mine:
+            continue
+        others = [a for a in node.args if isinstance(a, fx.Node) and a not in numbers]
+        if node.target not in _ARITHMETIC or node.kwargs or len(node.args) != 2 or len(others) != 1:
+            raise NumberInGraphError(f"{mine[0].name} in {node.format_node()}")
+        value, result = others[0].meta["example_value"], node.meta["example_value"]
+        whole = isinstance(mine[0].meta["example_value"], (int, torch.SymInt))
+        dtype = torch.int64 if whole else torch.float64
+        if value.dim() == 0:  # (there a 0-dim tensor would count for more than a number does)
+            dtype = value.dtype if whole or value.is_floating_point() else torch.get_default_dtype()
+        like = torch.empty((), dtype=dtype, device="meta")
+        plain = torch.empty((1,) * value.dim(), dtype=value.dtype, device="meta")
+        if (
+            node.target not in (operator.truediv, torch.div, operator.itruediv)
+            and torch.result_type(plain, like) != result.dtype
+        ):
+            raise NumberInGraphError(f"{mine[0].name} in {node.format_node()}")
+        found.setdefault((mine[0], dtype, value.device), []).append(node)
+    return found
+
+
+def _copied(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, lambda n: made[_Use(node, n)] if _Use(node, n) in made else made[n])
+    copy.meta = dict(node.meta)
+    return copy

@@ -1,0 +1,130 @@
+"""What a captured forward depends on that dynamo keeps no guard on: methods and other attributes of classes, attributes that were missing,
+which arguments are one object, hooks of all modules, environment variables."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_ABSENT = object()
+_HEAP_TYPE = 1 << 9  # (other types can't be changed)
+_TORCH = os.path.dirname(torch.__file__)
+_HOOKS = tuple(
+    getattr(nn.modules.module, f"_global_{n}_hooks") for n in ("forward", "forward_pre", "backward", "backward_pre")
+)
+# (whether two arguments of these are one object is no difference)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    tuple,
+    torch.Tensor,
+    torch.dtype,
+    torch.device,
+    type,
+    types.FunctionType,
+)
+
+
+class Surroundings:
+    """A snapshot of all that, from the code that dynamo traced and the objects that it guards."""
+
+    def __init__(
+        self,
+        codes: Sequence[types.CodeType],
+        objects: Iterable[Any],
+        scope: dict[str, Any],
+        changed: Sequence[tuple[Any, str]],
+    ) -> None:
+        """`changed` are (object, attribute) that forward itself sets."""
+        self._codes = codes  # (guards know code by where it lies in memory, so it must stay there)
+        names = {n for c in codes for n in c.co_names}
+        objects = list({id(x): x for x in objects}.values())
+        kinds = {type(x) for x in objects} | {x for x in objects if isinstance(x, type)}
+        own = {(id(x), n) for x, n in changed if isinstance(x, type)}
+        found = _class_attributes(kinds, names, set(codes))
+        self._classes = [f for f in found if not any((id(c), f[1]) in own for c in f[0].__mro__)]
+        # An attribute that is not there is looked for by hasattr, which dynamo guards, or by what catches the error.
+        catching = {
+            n for c in codes if c.co_exceptiontable and not c.co_filename.startswith(_TORCH) for n in c.co_names
+        }
+        tables = [
+            vars(x)
+            for x in objects
+            if catching and not isinstance(x, (type, types.ModuleType)) and hasattr(x, "__dict__")
+        ]
+        self._missing = [(t, len(t), frozenset(catching - t.keys())) for t in tables]
+        self._aliases = _aliases(scope)
+        self._hooks = [tuple(h.values()) for h in _HOOKS]
+        reads = any(c.co_filename == os.getenv.__code__.co_filename for c in codes)
+        self._environment = dict(os.environ) if reads else None
+
+    def changed(self, scope: dict[str, Any]) -> str | None:
+        """What is no longer so; None if all is."""
+        for kind, name, value, get in self._classes:
+            if get(kind, name) is not value:
+                return f"{kind.__qualname__}.{name} is what it was"
+        for table, size, names in self._missing:
+            if len(table) != size and not names.isdisjoint(table):
+                return f"an object has no attribute {sorted(names & table.keys())[0]!r}"
+        if _aliases(scope) != self._aliases:
+            return "the same arguments are one object"
+        for hooks, before in zip(_HOOKS, self._hooks, strict=True):
+            if (hooks or before) and tuple(hooks.values()) != before:
+                return "the hooks of all modules are the same"
+        if self._environment is not None and self._environment != dict(os.environ):
+            return "the environment variables are the same"
+        return None
+
+
+def _class_attributes(
+    kinds: set[type], names: set[str], codes: set[types.CodeType]
+) -> list[tuple[type, str, Any, Callable[[type, str], Any]]]:
+    """(class, name, value, how to get it) of what traced code may have found in a class."""
+    found = []
+    for kind in kinds:
+        if not kind.__flags__ & _HEAP_TYPE:
+            continue
+        for name in dir(kind):
+            raw = next((c.__dict__[name] for c in kind.__mro__ if name in c.__dict__), _ABSENT)
+            inner = raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw)
+            read = inner.__code__ in codes if isinstance(inner, types.FunctionType) else name in names
+            if not read:
+                continue
+            if isinstance(raw, classmethod):
+                found.append((kind, name, raw.__func__, _of_classmethod))
+            elif raw is not _ABSENT and not isinstance(raw, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+                value = getattr(kind, name, _ABSENT)
+                if value is getattr(kind, name, _ABSENT):  # (what is made anew at each read can't be compared)
+                    found.append((kind, name, value, _get))
+    return found
+
+
+def _get(kind: type, name: str) -> Any:
+    return getattr(kind, name, _ABSENT)
+
+
+def _of_classmethod(kind: type, name: str) -> Any:
+    return getattr(getattr(kind, name, None), "__func__", _ABSENT)
+
+
+def _aliases(scope: dict[str, Any]) -> list[int]:
+    """For each argument the first that is the same object."""
+    values: list[Any] = []
+    for value in scope.values():
+        values.append(value)
+        if type(value) is tuple:
+            values += value
+        elif type(value) is dict:
+            values += value.values()
+    first: dict[int, int] = {}
+    return [first.setdefault(id(v), i) for i, v in enumerate(values) if not isinstance(v, _PLAIN)]
