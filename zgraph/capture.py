@@ -183,7 +183,7 @@ def trace(
         if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
             return x
         if id(x) not in made_inputs:
-            made_inputs[id(x)] = lowered(made[id(x)] if id(x) in made else fake(x))
+            made_inputs[id(x)] = _hung(x, lowered(made[id(x)] if id(x) in made else fake(x)))
         return made_inputs[id(x)]
 
     def lowered(y: Any) -> Any:
@@ -194,7 +194,7 @@ def trace(
                 y.requires_grad
             )
         given_dtypes[id(low)] = y.dtype
-        return _hung(x, low)
+        return low
 
     def fake_parameter(name: str) -> nn.Parameter:
         return _fake_parameter(params[name], fake_mode, device)

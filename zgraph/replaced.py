@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from zgraph.errors import ModelError, StepError
-from zgraph.program import torch_private
+from zgraph.program import torch_guards, torch_private
 
-_REASON = "_zgraph_replaced"  # in the __dict__ of a replaced parameter: (what was done to the model, why it is no longer the model's)
+_REASON = (
+    torch_guards.REPLACED
+)  # in the __dict__ of a replaced parameter: (what was done to the model, why it is no longer the model's)
 
 
 class ReplacedParameter(nn.Parameter):

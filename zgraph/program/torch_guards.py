@@ -25,6 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zgraph.program.surroundings import Surroundings
 
+# In the __dict__ of what was a parameter of a compiled model: a program reads the parameter that took its place.
+REPLACED = "_zgraph_replaced"
+
 _MISSING = object()
 
 
@@ -148,6 +151,7 @@ class Guards:
                 self._numbers[e.orig_guard.name] = e.value
         return [
             not isinstance(e.value, FakeTensor)
+            and not (isinstance(e.value, torch.Tensor) and REPLACED in vars(e.value))
             and not (e.guard_type == "SEQUENCE_LENGTH" and id(e.value) in self._appended)
             for e in entries
         ]
