@@ -20,7 +20,11 @@ from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_wo
 from zgraph.cli.verify import batch_of_all
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from zgraph.inspection.bisect import Bisection, Culprit, Stage
+    from zgraph.inspection.bisect_runtime import RuntimeBisection
+    from zgraph.plan import Plan
 
 SHOWN = 5  # tensors and nodes of a kind, in the text
 
@@ -37,15 +41,26 @@ def bisect(
             "--bound", metavar="X", min=0.0, help="The relative error that is allowed. [default: by dtype, as verify]"
         ),
     ] = None,
+    runtime: Annotated[
+        bool,
+        typer.Option("--runtime", help="Instead: the first node that differs in compiled code, run on one rank."),
+    ] = False,
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the first pass that changes numerics: the programs after each pass, on N virtual ranks.
 
-    Exits with 1 if there is one: more than rounding, or a bit that the pass says it keeps.
+    Exits with 1 if there is one: more than rounding, or a bit that the pass says it keeps. With --runtime it is the first node whose value in
+    the code of the plan's backend is not what plain operators give.
     """
     refuse_bundle(target, "bisect")
     the_plan = with_hardware(load_plan(plan), hardware)
+    if runtime:
+        if world not in (None, 1) or bound is not None:
+            raise typer.BadParameter(
+                "--runtime is of one rank, with the bounds of dtypes: leave out --world and --bound"
+            )
+        return _runtime(target, the_plan, batch, output, as_json)
     ranks = resolve_world(the_plan, world)
     found = load_target(target, batch, weights=True)
 
@@ -57,6 +72,29 @@ def bisect(
     give(made.to_json(), text_of(made), as_json, output)
     if not made.ok:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _runtime(target: str, plan: Plan, batch: str | None, output: Path | None, as_json: bool) -> None:
+    found = load_target(target, batch, weights=True)
+
+    from zgraph.inspection.bisect_runtime import bisect_runtime
+
+    with progress(f"running {target} by the backend {plan.backend}"):
+        made = bisect_runtime(found.model, plan, found.inputs)
+    give(made.to_json(), text_of_runtime(made), as_json, output)
+    if not made.ok:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def text_of_runtime(made: RuntimeBisection) -> str:
+    """The first node that differs in each program, for people."""
+    lines = [
+        f"{s.program}: {s.node} is the first value that differs: {s.operator} of {s.module or '(root)'} {s.source}".rstrip()
+        + f"\n  relative error {s.error:.3g}, allowed {s.allowed:.3g}"
+        for s in made.suspects
+    ]
+    said = f"backend {made.backend}, programs {', '.join(made.programs)}"
+    return "\n".join([*lines, said if lines else f"{said}: every value is what plain operators give"])
 
 
 def text_of(made: Bisection) -> str:
