@@ -32,6 +32,7 @@ from zgraph.rounding import Difference
 if TYPE_CHECKING:
     from zgraph.compiler import Inputs
     from zgraph.plan import Plan
+    from zgraph.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,9 @@ def bisect_runtime(
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
     with restored(random_states(device), device):
         twin = compile(copy.deepcopy(model), plan, inputs=inputs)
-        (entry,) = twin.zgraph.runtime.entries.values()  # type: ignore[union-attr]
-        runs = [_Run(e, twin.zgraph.runtime.groups, device) for e in entry.program().executables()]  # type: ignore[union-attr]
+        runtime: Runtime = twin.zgraph.runtime  # type: ignore[union-attr, assignment]
+        (entry,) = runtime.entries.values()
+        runs = [_Run(e, runtime.groups, device) for e in entry.program().executables()]
         output = twin(*args, **kwargs)
         loss = find_loss(output) if loss_fn is None else loss_fn(output)
         if loss is None:
