@@ -88,10 +88,10 @@ def split_numbers(graph_module: fx.GraphModule, fake_mode: Any) -> tuple[fx.Grap
     scalar.output(tuple([memo[n] for n in wanted] + [memo[n] for n, _, _ in into]))
     rest = [n for n in outputs if not (isinstance(n, fx.Node) and n in numbers)]
     tensor.output(tuple(made[n] if isinstance(n, fx.Node) else n for n in rest))
-    order = []
-    for n in outputs:
-        number = isinstance(n, fx.Node) and n in numbers
-        order.append((number, sum(1 for known, _ in order if known == number)))
+    order: list[tuple[bool, int]] = []
+    for item in outputs:
+        is_number = isinstance(item, fx.Node) and item in numbers
+        order.append((is_number, sum(known == is_number for known, _ in order)))
     return fx.GraphModule(graph_module, tensor), Numbers(
         given=[i for i, n in enumerate(placeholders) if n in numbers],
         tensors=[i for i, n in enumerate(placeholders) if n not in numbers],

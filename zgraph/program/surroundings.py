@@ -90,7 +90,7 @@ def _class_attributes(
     kinds: set[type], names: set[str], codes: set[types.CodeType]
 ) -> list[tuple[type, str, Any, Callable[[type, str], Any]]]:
     """(class, name, value, how to get it) of what traced code may have found in a class."""
-    found = []
+    found: list[tuple[type, str, Any, Callable[[type, str], Any]]] = []
     for kind in kinds:
         if not kind.__flags__ & _HEAP_TYPE:
             continue

@@ -321,6 +321,8 @@ def recorded(function: types.FunctionType, watched: Sequence[Any] = ()) -> Itera
 class _Appended:
     """Mixed into dynamo's variable for a list: notes whether the list is read, and not only appended to."""
 
+    mutation_type: Any
+
     # What is noted lies on the mutation type: dynamo copies its variables by all that is in their dictionaries.
     @property
     def items(self) -> Any:

@@ -160,6 +160,11 @@ class FlatCapture:
         drawn = [n.meta["example_value"] for n in inputs if n.name.startswith("random_value_")]  # (dynamo's name)
         return any(v.is_floating_point() for v in drawn)
 
+    @property
+    def takes_numbers(self) -> bool:
+        """Does the program take Python numbers that the forward itself changes?"""
+        return self._numbers is not None and bool(self._numbers.into)
+
     def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """The names of the Python numbers that this capture takes for constants, and that are others now."""
         return self._guards.changed_numbers(owner, args, kwargs)
@@ -555,8 +560,9 @@ def _symbolic(names: Sequence[str]) -> Iterator[None]:
     if not names:
         yield
         return
-    process, asked = builder.process_automatic_dynamic, builder.is_dynamic_source
-    literal = builder.VariableBuilder.wrap_literal
+    there: Any = builder
+    process, asked = there.process_automatic_dynamic, there.is_dynamic_source
+    literal = there.VariableBuilder.wrap_literal
 
     def wrap(self: Any, value: Any) -> Any:  # (a float would be looked at late, and be a constant by then)
         return self.wrap_symfloat(value) if type(value) is float and self.source.name in names else literal(self, value)
@@ -566,15 +572,15 @@ def _symbolic(names: Sequence[str]) -> Iterator[None]:
         return replace(entry, scalar=auto_dynamic) if name in names else entry
 
     def of_integers(name: str, *rest: Any, **named: Any) -> bool:
-        return name in names or asked(name, *rest, **named)
+        return name in names or bool(asked(name, *rest, **named))
 
-    builder.process_automatic_dynamic, builder.is_dynamic_source = of_floats, of_integers
-    builder.VariableBuilder.wrap_literal = wrap
+    there.process_automatic_dynamic, there.is_dynamic_source = of_floats, of_integers
+    there.VariableBuilder.wrap_literal = wrap
     try:
         yield
     finally:
-        builder.process_automatic_dynamic, builder.is_dynamic_source = process, asked
-        builder.VariableBuilder.wrap_literal = literal
+        there.process_automatic_dynamic, there.is_dynamic_source = process, asked
+        there.VariableBuilder.wrap_literal = literal
 
 
 def export_joint(

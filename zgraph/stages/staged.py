@@ -171,7 +171,8 @@ def loss_pattern(
             else v
             for i, v in enumerate(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in returned)
         ]
-        loss = loss_of(trace.flat.around(lambda *_: values, module, args, kwargs))
+        with trace.flat.effects.undone():
+            loss = loss_of(trace.flat.around(lambda *_: values, module, args, kwargs))
         _refuse_own_parameters(loss, values)
         wanted = sorted(trace.differentiable)
         found = torch.autograd.grad(loss, [values[i] for i in wanted], allow_unused=True)

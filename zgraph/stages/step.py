@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zgraph.errors import StepError
+from zgraph.errors import CaptureError, StepError
 from zgraph.replaced import refuse_hooks
 from zgraph.signature import batch_size
 from zgraph.stages.actions import Action, Kind
@@ -58,8 +58,9 @@ def train_step(
             return {at: torch.as_tensor(weights[number], dtype=values[at].dtype, device=values[at].device)}
         leaves = {i: values[i].detach().requires_grad_() for i in sorted(staged.pattern)}
         seen = [leaves.get(i, v) for i, v in enumerate(values)]
-        with torch.enable_grad():
-            output = staged.trace.flat.around(lambda *_: seen, runtime.module, *call)
+        flat = staged.trace.flat
+        with torch.enable_grad(), flat.effects.undone():  # (they happen when the outputs are put together)
+            output = flat.around(lambda *_: seen, runtime.module, *call)
             loss = loss_of(output, loss_fn, named(runtime, call), rest, others)
             scaled = torch.as_tensor(weights[number], dtype=loss.dtype, device=loss.device)
             grads = torch.autograd.grad(loss, list(leaves.values()), scaled, allow_unused=True)
@@ -117,6 +118,13 @@ def _entry(runtime: PipelineRuntime, calls: Sequence[Call]) -> Staged:
     runtime.tell_place(0)
     staged: Any = runtime.entry(*calls[0])[1]
     runtime.entered = staged
+    if len(calls) > 1 and staged.trace.flat.takes_numbers:
+        raise CaptureError(
+            "a Python number that forward changes is used in its computation, in a pipeline with several micro-batches",
+            where="mesh.pp",
+            why="the inputs of all micro-batches are read before the first has changed it",
+            hint="keep it in a buffer (register_buffer), or change it outside of forward",
+        )
     return staged  # type: ignore[no-any-return]
 
 
@@ -127,6 +135,8 @@ def _joined(
         staged.trace.flat.around(lambda *_, values=values: values, runtime.module, *call)
         for call, values in zip(calls, outputs, strict=True)
     ]
+    if not staged.settled:
+        runtime.settle(staged, *calls[0])
     return join_outputs(made, shares, [batch_size(*call) for call in calls])
 
 
