@@ -278,6 +278,8 @@ def _mapped(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) ->
         table = made[id(value)] = {}
         table |= {k: _mapped(function, v, made) for k, v in value.items()}
         return table
+    if isinstance(value, torch.Size):  # (it would become a plain tuple, which forward may tell from it)
+        return value
     return pytree.tree_map(function, value)
 
 
