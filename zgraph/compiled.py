@@ -287,6 +287,7 @@ class Entry:
         self.capture_seconds = time.perf_counter() - start
         # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
         self.settled = self.unsettled = self.unsettled_before = False
+        self.batch_known = False  # was it seen that what is cut into micro-batches is the batch?
 
     def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
         """The program in which these flat outputs are differentiated (by default those that were the last time)."""

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from zgraph.batch import refuse_other_dimensions, tensors_of
 from zgraph.capture import find_loss
+from zgraph.compiled import Entry
 from zgraph.elasticity import Elastic
 from zgraph.errors import StepError
 from zgraph.forwards import signature_of
@@ -64,6 +66,8 @@ def train_step(
             with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
                 given, rest, others = for_forward(runtime, *call)
                 output = model(*given[0], **given[1])
+                if len(calls) > 1 and runtime.entered is not None and not runtime.entered.batch_known:
+                    _check_batch(runtime, runtime.entered, given)
                 with LossesSeen() if tokens and not number else contextlib.nullcontext() as seen:
                     loss = loss_of(output, loss_fn, named(runtime, given), rest, others)
                 if not loss.requires_grad:
@@ -110,7 +114,7 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, un
     """The calls of the micro-batches: tensors with the batch's size are cut on dimension 0, all else is given to each.
 
     The batch's size is that of the first tensor that has a dimension, in the order of forward's arguments: a tensor that is
-    no part of the batch, but has its size, is cut too (keep such a mask in a buffer). Raises `StepError` if `parts` do not divide it,
+    no part of the batch, but has its size, is cut too, unless the program shows that it is none: then the first step raises `StepError`. Raises `StepError` if `parts` do not divide it,
     unless `uneven`: then the last ones are smaller (None: they never can be).
     """
     if parts == 1:
@@ -139,6 +143,15 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, un
         part = [x[at : at + rows] if _has_batch(x, size) else x for x in leaves]
         calls.append(pytree.tree_unflatten(part, spec))
     return calls
+
+
+def _check_batch(runtime: Runtime, entry: Entry, call: Call) -> None:
+    """Raises `StepError` where what was cut into micro-batches is no batch, by what the program does with it."""
+    size = batch_size(*call)
+    if size is not None:
+        flat = entry.trace.flat.flatten(runtime.module, *call)
+        refuse_other_dimensions(entry.program().captured, tensors_of(call, flat), size)
+    entry.batch_known = True
 
 
 def _refuse_other_rows(elastic: Elastic, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
