@@ -114,7 +114,8 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, un
     """The calls of the micro-batches: tensors with the batch's size are cut on dimension 0, all else is given to each.
 
     The batch's size is that of the first tensor that has a dimension, in the order of forward's arguments: a tensor that is
-    no part of the batch, but has its size, is cut too, unless the program shows that it is none: then the first step raises `StepError`. Raises `StepError` if `parts` do not divide it,
+    no part of the batch, but has its size, is cut too, unless the program shows that it is none:
+    then the first step raises `StepError`. Raises `StepError` if `parts` do not divide it,
     unless `uneven`: then the last ones are smaller (None: they never can be).
     """
     if parts == 1:
