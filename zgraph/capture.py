@@ -211,14 +211,7 @@ def trace(
         name_asserts(flat.graph_module)
         flat.crops = pad_outputs(flat.graph_module)
         given = flat.flatten(module, fake_args, fake_kwargs)
-        inputs = [names.get(id(x)) or FlatInput(InputRole.INPUT, f"input_{i}") for i, x in enumerate(given)]
-        user = {id(leaf) for leaf in pytree.tree_leaves((fake_args, fake_kwargs))}
-        inputs = [
-            FlatInput(InputRole.CONSTANT, f"constant_{i}")
-            if port.role is InputRole.INPUT and id(x) not in user and not _inside(x, fake_args, fake_kwargs)
-            else port
-            for i, (x, port) in enumerate(zip(given, inputs, strict=True))
-        ]
+        inputs = _roles(given, names, fake_args, fake_kwargs)
         former = _read_from_parameters(
             flat.graph_module.graph,
             given,
@@ -234,6 +227,20 @@ def trace(
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
         casts = {i: given_dtypes[id(x)] for i, x in enumerate(given) if id(x) in given_dtypes}
     return Trace(flat, inputs, differentiable, loss, params, mesh, casts, precision.dtype("output"), former=former)
+
+
+def _roles(given: Sequence[Any], names: dict[int, FlatInput], args: Any, kwargs: Any) -> list[FlatInput]:
+    """What the flat inputs are: registered (by their ids in `names`), the user's own, or something else that the model holds."""
+    user = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
+    found = []
+    for i, x in enumerate(given):
+        port = names.get(id(x))
+        if port is None:
+            own = id(x) in user or _inside(x, args, kwargs)
+            role = InputRole.INPUT if own else InputRole.CONSTANT
+            port = FlatInput(role, f"{role}_{i}")
+        found.append(port)
+    return found
 
 
 def _read_from_parameters(

@@ -119,7 +119,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
@@ -131,7 +131,7 @@ def _short(dtype: torch.dtype) -> str:
 def seen_as(param: Any, former: torch.Tensor, tensor: torch.Tensor) -> list[tuple[str, tuple[Any, ...]]]:
     """The methods, with their arguments, that make of the whole parameter what `tensor` was of its `former` memory."""
     steps: list[tuple[str, tuple[Any, ...]]] = []
-    offset = tensor.storage_offset() - former.storage_offset()
+    offset = int(tensor.storage_offset()) - int(former.storage_offset())
     size, stride = tuple(tensor.shape), tuple(tensor.stride())
     if (size, stride) == (tuple(former.shape), former.stride()) and not offset:
         pass
@@ -140,7 +140,7 @@ def seen_as(param: Any, former: torch.Tensor, tensor: torch.Tensor) -> list[tupl
     elif (cuts := _narrowing(former, size, stride, offset)) is not None:
         steps += [("narrow", cut) for cut in cuts]
     else:
-        dims = tuple(sorted(range(former.dim()), key=lambda d: (-former.stride(d), d)))
+        dims = tuple(sorted(range(former.dim()), key=lambda d: (-former.stride()[d], d)))
         if tuple(param.stride()) != former.stride() or not param.is_contiguous():
             steps += [("permute", dims), ("contiguous", ())]
         steps.append(("as_strided", (size, stride, offset)))
@@ -166,8 +166,8 @@ def _narrowing(
     ):
         return None
     cuts = []
-    for dim in sorted(range(len(size)), key=lambda d: -former.stride(d)):
-        step = former.stride(dim)
+    for dim in sorted(range(len(size)), key=lambda d: -former.stride()[d]):
+        step = former.stride()[dim]
         first = min(offset // step if step else 0, former.shape[dim] - size[dim])
         offset -= first * step
         if size[dim] != former.shape[dim]:

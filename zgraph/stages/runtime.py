@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from zgraph import heartbeat
 from zgraph.compiled import StepProgram
 from zgraph.errors import PlanError, RankMismatchError, StepError, UnsupportedError
+from zgraph.former_memory import former_memory
 from zgraph.program import place
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole
 from zgraph.runtime import Runtime
@@ -156,6 +157,15 @@ class PipelineRuntime(Runtime):
                     why="one's inputs would meet another's targets, or be put together with parts of other rows",
                     hint='a rank\'s part of the data is that of model.zgraph.mesh.get_local_rank("dp"); "pp" is outermost in the mesh',
                 )
+
+    def refuse_aliases(self, staged: Staged, flats: Sequence[Sequence[Any]]) -> None:
+        """Raises `StepError` or `SignatureError` where tensors of the micro-batches' graphs share memory in a way that programs can't have."""
+        ports = [p for program in staged.stages.programs for p in program.outputs if p.role is OutputRole.MUTATION]
+        written = {p.index for p in ports if p.index is not None}
+        for flat in flats:
+            staged.trace.refuse_moved(flat, former_memory(self.module))
+            if written:
+                staged.trace.refuse_overlap(written, flat, whole=flat is flats[0])
 
     def _refuse_moved(self, staged: Staged) -> None:
         """Raises `UnsupportedError` where another signature reads a parameter on a rank that does not hold it."""

@@ -50,6 +50,7 @@ def train_step(
     tokens = plan.loss_average == "token"
     weights = target_weights(runtime, calls, staged.trace.ignored) if tokens else [1.0 / len(calls)] * len(calls)
     flats = [staged.trace.flat.flatten(runtime.module, *call) for call, _, _ in given]
+    runtime.refuse_aliases(staged, flats)
 
     def tangents_of(number: int, values: list[Any]) -> dict[int, torch.Tensor]:
         call, rest, others = given[number]
@@ -98,6 +99,7 @@ def forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[s
     staged = _entry(runtime, calls)
     runtime.refuse_other_batch(staged, calls[0])
     flats = [staged.trace.flat.flatten(runtime.module, *call) for call in calls]
+    runtime.refuse_aliases(staged, flats)
     with runtime.board.watched() as marker:
         outputs = runtime.run(staged, _forwards(runtime.partition.schedule, len(calls)), flats, None, marker)
         _share_losses(runtime, staged, outputs)
