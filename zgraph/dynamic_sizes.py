@@ -115,7 +115,7 @@ def fold_effects(graph: fx.Graph) -> None:
     output = graph.output_node()
     kept = [
         (value, desc)
-        for value, desc in zip(output.args[0], output.meta["desc"], strict=True)
+        for value, desc in zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
         if not torch_private.is_token(desc)
     ]
     output.args = (tuple(value for value, _ in kept),)

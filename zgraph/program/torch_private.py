@@ -374,8 +374,10 @@ def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
 def _stand_ins() -> Iterator[None]:
     """Let dynamo trace `stand_ins` in place of what they stand for."""
     import torch.nn.functional as F
-    from torch._dynamo.variables import SymNodeVariable, TensorVariable, UserFunctionVariable
+    from torch._dynamo import variables
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    kinds: Any = variables  # (its types are not told to checkers)
 
     def stands(function: Any, where: Callable[[dict[str, Any]], bool] = lambda given: True) -> Callable[..., Any]:
         """A handler that traces `function`, but only where its arguments by name are so."""
@@ -384,31 +386,35 @@ def _stand_ins() -> Iterator[None]:
             given = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
             if not where({name: value.realize() for name, value in given.items()}):
                 return None  # (torch's own)
-            return UserFunctionVariable(function).call_function(tx, list(args), kwargs)
+            return kinds.UserFunctionVariable(function).call_function(tx, list(args), kwargs)
 
         return called
 
     def call(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if variable.fn is torch.nn.modules.transformer._detect_is_causal_mask:
-            return traced(UserFunctionVariable(stand_ins.detect_is_causal_mask), tx, args, kwargs)
+            return traced(kinds.UserFunctionVariable(stand_ins.detect_is_causal_mask), tx, args, kwargs)
         return traced(variable, tx, args, kwargs)
 
-    handlers = TorchInGraphFunctionVariable._get_handlers()
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     ours = {
         torch.cov: stands(stand_ins.cov),
         torch.corrcoef: stands(stand_ins.corrcoef),
-        F.batch_norm: stands(stand_ins.batch_norm, lambda given: isinstance(given.get("momentum"), SymNodeVariable)),
-        F.ctc_loss: stands(stand_ins.ctc_loss, lambda given: not isinstance(given["target_lengths"], TensorVariable)),
+        F.batch_norm: stands(
+            stand_ins.batch_norm, lambda given: isinstance(given.get("momentum"), kinds.SymNodeVariable)
+        ),
+        F.ctc_loss: stands(
+            stand_ins.ctc_loss, lambda given: not isinstance(given["target_lengths"], kinds.TensorVariable)
+        ),
         F.gaussian_nll_loss: stands(F.gaussian_nll_loss),  # (traced itself: it raises by a value)
     }
     theirs = {function: handlers[function] for function in ours if function in handlers}
-    traced = UserFunctionVariable.call_function
+    traced = kinds.UserFunctionVariable.call_function
     handlers.update(ours)
-    UserFunctionVariable.call_function = call  # type: ignore[method-assign]
+    kinds.UserFunctionVariable.call_function = call
     try:
         yield
     finally:
-        UserFunctionVariable.call_function = traced  # type: ignore[method-assign]
+        kinds.UserFunctionVariable.call_function = traced
         for function in ours:
             del handlers[function]
         handlers.update(theirs)
@@ -531,9 +537,8 @@ def capture_flat(
             capture_scalar_outputs=True,
             reorderable_logging_functions={*dynamo_config.reorderable_logging_functions, warnings.warn},
         ),
-        symbol_config.patch(
-            soft_pending_unbacked_not_found_error=True
-        ),  # (a composite operator's, that none of its results shows)
+        # (A composite operator may have such sizes that none of its results shows.)
+        symbol_config.patch(soft_pending_unbacked_not_found_error=True),  # type: ignore[attr-defined]
         _symbolic(numbers),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
