@@ -24,7 +24,7 @@ from .harness import Verdict
 from .source import render
 
 LIMITS = {"eager": 60, "inductor": 240, "virtual": 120, "ranks": 120}
-"""Seconds that a case may take, by kind of run."""
+"""Seconds of processor time that a case may take, by kind of run (of real ranks, seconds)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def run(case: Case, limit: float | None = None) -> Outcome:
         with quiet(), time_limit(limit or LIMITS[case.run]), programs(case) as load:
             verdict = harness.run_virtual(load) if case.run == "virtual" else harness.run_pair(load)
     except TooLong:
-        verdict = Verdict("unclear", "takes too long", f"more than {limit or LIMITS[case.run]} s")
+        verdict = Verdict("unclear", "takes too long", f"more than {limit or LIMITS[case.run]} s of processor time")
     tidy()
     return Outcome(case, verdict, time.monotonic() - begin)
 
@@ -97,18 +97,18 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TooLong` in the main thread when so many seconds are over."""
+    """Raise `TooLong` in the main thread when so many seconds of processor time are over: a busy machine makes no case too long."""
 
     def over(*_: object) -> None:
         raise TooLong
 
-    old = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    old = signal.signal(signal.SIGPROF, over)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, old)
 
 
 _cases = itertools.count(1)
