@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.choose`: seeds for `make test`, as few as cover as much: each time the one with most that no other has yet, if it is equal."""
+"""`python -m tests.fuzz.choose`: seeds for `make test`. Each is the equal case with most in it that none before it has."""
 
 from __future__ import annotations
 
