@@ -333,26 +333,14 @@ def _same_values(model: nn.Module, agreement: Agreement) -> None:
     )
     if not tensors:
         return
-    bits = torch.stack([_fingerprint_of(t) for t in tensors.values()])
+    bits = torch.stack([fingerprint(t) for t in tensors.values()])
     both = torch.stack([bits, -bits])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=agreement.group)
     names = [n for n, d in zip(tensors, (both[0] != -both[1]).tolist(), strict=True) if d]
     if names:
         logger.warning("%d tensors of the model differ between ranks (%s …): taking rank 0's", len(names), names[0])
     for name in names:
-        if tensors[name].layout is not torch.strided:
-            raise ModelError(
-                f"buffer {name!r} differs between ranks, and is sparse",
-                hint="build it from the same data on every rank",
-            )
         _take_first_ranks(tensors[name], agreement)
-
-
-def _fingerprint_of(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is torch.strided:
-        return fingerprint(tensor)
-    whole = tensor.to_sparse_coo().coalesce()
-    return fingerprint(whole.indices()) * 31 + fingerprint(whole.values())
 
 
 def _take_first_ranks(tensor: torch.Tensor, agreement: Agreement) -> None:
