@@ -152,3 +152,14 @@ PLANS = [
 def test_ranks_run_their_collectives_a_second_time(two, backend, plan):
     first, second = two.run(train_checked, backend, plan)
     assert first == second
+
+
+def forward_with_a_buffer() -> float:
+    torch.manual_seed(0)
+    plan = zgraph.Plan(backend="eager", mesh={"dp": 2}, zero=3)
+    model = zgraph.compile(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), plan)
+    return float(model(torch.ones(4, 5)).sum().detach())
+
+
+def test_a_buffer_that_changes_beside_sharded_parameters(two):
+    assert len(set(two.run(forward_with_a_buffer))) == 1

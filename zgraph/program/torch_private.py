@@ -1125,7 +1125,8 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def storage_address(tensor: torch.Tensor) -> int:
     """The address of a tensor's storage; 0 where there is none (a sparse tensor, a subclass around others)."""
-    return tensor.untyped_storage().data_ptr() if has_storage(tensor) else 0
+    around_others = isinstance(tensor, DTensor)  # (it has a storage, whose address torch refuses to give)
+    return tensor.untyped_storage().data_ptr() if has_storage(tensor) and not around_others else 0
 
 
 def version(tensor: torch.Tensor) -> int:
