@@ -10,9 +10,11 @@ again, those first whose second gather costs most time per byte (DeepCompile's s
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zgraph.codegen import products
@@ -137,6 +139,12 @@ class Decision:
         return found
 
 
+def measured_rate(rate: float) -> float:
+    """A measured rate as decisions are made from it: the nearest power of two. What is measured a little otherwise in the next run must not
+    lead to another program."""
+    return float(2.0 ** round(math.log2(rate)))
+
+
 class Search:
     """Looks for the fastest program within `budget` bytes, by default those of the plan. What a program takes of them is said by
     `_weighed`; `waiting` other micro-batches are there between its forward and its backward."""
@@ -198,6 +206,7 @@ class Search:
             else:
                 found.append((self.outside.step(outcome.seconds), share, outcome, missed))
         if not found:
+            refused[-1].hint = self._hint(self._least_at_any_rate())
             raise refused[-1]
         _, share, outcome, missed = min(found, key=lambda way: way[:2])
         self._turn_to(share)
@@ -383,10 +392,31 @@ class Search:
             where="memory_budget",
             why=f"{what}, needs {shown_bytes(outcome.peak)} at its peak ({there}{outside}), and takes "
             f"{outcome.seconds * 1e3:.4g} ms by the plan's hardware",
-            hint=f"the smallest that works is {outcome.peak} bytes; or more ranks, a smaller batch, a higher ZeRO stage"
-            + ("" if self.plan.recompute == "auto" else ', recompute="auto"')
-            + ("" if self.plan.offload.tiers() else ", or offload"),
+            hint=self._hint(outcome.peak),
         )
+
+    def _hint(self, least: int) -> str:
+        return (
+            f"the smallest that works is {least} bytes; or more ranks, a smaller batch, a higher ZeRO stage"
+            + ("" if self.plan.recompute == "auto" else ', recompute="auto"')
+            + ("" if self.plan.offload.tiers() else ", or offload")
+        )
+
+    def _least_at_any_rate(self) -> int:
+        """The bytes of the smallest program of those tried. When values come back from a disk depends on its rate, which is measured anew in
+        each run: it is the most that this takes at the rate next to this one either way (see `measured_rate`)."""
+        if not self.tried:
+            return 0
+        least = min(o.peak for o in self.tried.values())
+        if not self.offloads or self.plan.offload.tier("activations") != "nvme":
+            return least
+        for factor in (0.5, 2.0):
+            other = copy.copy(self)
+            rate = self.costs.hardware.nvme * factor
+            other.costs = replace(self.costs, hardware=self.costs.hardware.model_copy(update={"nvme": rate}))
+            other.simulated, other.tried = {}, {}
+            least = max(least, min(other._try(choice).peak for choice in self.tried))
+        return least
 
     # -- kept weights -----------------------------------------------------------------------------------------------------
     def _keep(self, base: Outcome) -> tuple[Outcome, Remark | None]:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from zgraph import heartbeat
 from zgraph.agreement import Agreement
 from zgraph.ahead import Ahead
+from zgraph.budget import measured_rate
 from zgraph.checkpoint.saving import Saver
 from zgraph.codegen.executable import Executable
 from zgraph.compiled import Entry, StepProgram
@@ -83,7 +84,7 @@ def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, tiers: 
         return costs
     mine = min(tiers.preflight.read_rate, tiers.preflight.write_rate)
     slowest = min(agreement.gather("the disk's rate", mine))
-    return replace(costs, hardware=costs.hardware.model_copy(update={"nvme": slowest}))
+    return replace(costs, hardware=costs.hardware.model_copy(update={"nvme": measured_rate(slowest)}))
 
 
 def opened_tiers(
