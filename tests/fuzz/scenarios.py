@@ -331,7 +331,7 @@ def fits(name: str, case: Case) -> bool:
     if case.run == "virtual":
         return False
     option = OPTIONS[name]
-    if plan.get("precision") == "bf16" and name in ("deep copy", "forward replaced"):
+    if plan.get("precision") == "bf16" and name in ("deep copy", "forward replaced", "hook on the model"):
         return False  # (plain PyTorch computes in bfloat16 here by a forward that holds the model)
     if "pp" in case.mesh and name in (
         "ema",

@@ -59,7 +59,7 @@ def sort_topk(c: Draw) -> Part:
     return Part("pass", f"return {how}")
 
 
-@block("complex product", smooth=True)
+@block("complex product")
 def complex_product(c: Draw) -> Part:
     shape = f"{c.d}, 1, 1" if c.layout == "image" else str(c.d)
     return Part(
