@@ -108,7 +108,7 @@ class Agreement:
         subject: str,
         ballot: str,
         explain: Callable[[], Any] | None = None,
-        compare: Callable[[Sequence[Any]], str] | None = None,
+        compare: Callable[[Sequence[Any]], str | None] | None = None,
         *,
         team: int = 0,
         teams: int = 1,

@@ -60,7 +60,7 @@ def _selected(source: fx.Node, axes: Axes, forward: Sequence[fx.Node]) -> set[in
         if not isinstance(dim, int) or axes.shape(node.args[0])[dim] != batch:
             continue
         if node.target is aten.select.int:
-            found.add(int(node.args[2]))  # type: ignore[call-overload]
+            found.add(int(node.args[2]))  # type: ignore[call-overload, arg-type]
         elif node.target is not aten.split.Tensor or node.args[1] == 1:
             found |= {0, 1}
     return found

@@ -383,6 +383,7 @@ def put_back(model: Any, values: dict[str, torch.Tensor]) -> None:
             mine.copy_(values[name][: mine.shape[0]])
         for name, state in runtime.updater.states.tensors.items():
             state.copy_(values[name])
+    runtime.updater.states.wrote_counts()
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[str, ...]:

@@ -96,8 +96,8 @@ class PlanOptimizer(torch.optim.Optimizer):
         self._names = [[n for n in g["names"] if own is None or n in own] for g in self.param_groups]
         self._complete = True
 
-    @property
-    def state(self) -> OptimizerState:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> OptimizerState:
         """What the update keeps of each parameter; see the class."""
         return self._shown if self._newer is None else self._newer.state
 
