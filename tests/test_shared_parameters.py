@@ -305,6 +305,22 @@ def test_an_update_of_parameters_in_one_memory_is_refused(kind):
     trained(kind, 3)  # torch's optimizer writes one after the other
 
 
+class Transposed(nn.Module):
+    """The second parameter is a transposed view of the first: it gets memory of its own, for its rows lie apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 4))
+        self.b = nn.Parameter(self.a.data.t())
+
+    def forward(self, x):
+        return (torch.tanh(x @ self.a) @ self.b).square().mean()
+
+
+def test_parameters_that_are_stored_otherwise_share_no_memory():
+    assert "'b' shares memory with parameter 'a'" in refusal(Transposed)
+
+
 @pytest.mark.parametrize("kind", [Expanded])
 def test_an_expanded_parameter_is_refused(kind):
     assert "one in memory" in refusal(kind)

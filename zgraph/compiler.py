@@ -32,7 +32,7 @@ from zgraph.pipeline import EVERYTHING, Edit, costs_of, unmatched
 from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
-from zgraph.program.program import STAGE_DIM, TENSOR_DIM, OutputRole, Program
+from zgraph.program.program import STAGE_DIM, TENSOR_DIM, OutputRole, ParamSpec, Program
 from zgraph.replaced import refuse_unmovable
 from zgraph.runtime import Runtime, agreed_costs, opened_tiers
 from zgraph.schedules import TorchSchedule
@@ -122,7 +122,7 @@ def compile(
     check(model, precision, specs)
     for fault in unmatched(plan, model):
         raise fault
-    refuse_shared_memory(model, replaces=mesh is not None, updates=plan.optimizer is not None)
+    refuse_shared_memory(model, moved_parameters(model, specs, mesh), updates=plan.optimizer is not None)
     refuse_unmovable(model, replaces=mesh is not None, in_stages=sizes.get(STAGE_DIM, 1) > 1)
     if plan.optimizer is not None:  # (what can be refused is refused while the model is as it was)
         optimizer = PlanOptimizer(members_of(model, specs, plan.optimizer), dict(model.named_parameters()), None)
@@ -153,6 +153,17 @@ def compile(
         args, kwargs = split_inputs(inputs)
         runtime.entry(args, kwargs)
     return model
+
+
+def moved_parameters(model: nn.Module, specs: dict[str, ParamSpec], mesh: DeviceMesh | None) -> set[str]:
+    """The parameters that get memory of their own: all where there are ranks, else those that are stored otherwise from now on."""
+    return {
+        name
+        for name, param in model.named_parameters()
+        if mesh is not None
+        or specs[name].home is not None
+        or (param.stride(), param.dtype) != (specs[name].whole_stride, specs[name].dtype)
+    }
 
 
 def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,9 +189,9 @@ def insert(graph: fx.Graph, node: fx.Node, source: fx.Node, steps: Sequence[tupl
 
 
 # -- at compile --------------------------------------------------------------------------------------------------------
-def refuse_shared_memory(model: nn.Module, *, replaces: bool, updates: bool) -> None:
-    """Raises `ModelError` for a parameter whose elements lie on each other; and, where parameters are replaced by their shards or written by
-    an update program, for two that have elements in common; where they are replaced, also for a buffer on one."""
+def refuse_shared_memory(model: nn.Module, moved: Collection[str], *, updates: bool) -> None:
+    """Raises `ModelError` for a parameter whose elements lie on each other; for two that have elements in common, if one of them is `moved` to
+    memory of its own or an update program writes them; and for a buffer on one that is moved."""
     params = dict(model.named_parameters())
     for name, param in params.items():
         if torch_private.has_storage(param) and torch_private.overlaps_itself(param):
@@ -200,13 +200,14 @@ def refuse_shared_memory(model: nn.Module, *, replaces: bool, updates: bool) -> 
                 why="it was expanded; PyTorch's own optimizers refuse to update it as well",
                 hint="let the parameter be what was expanded, and expand it in forward; or clone it",
             )
-    buffers = dict(model.named_buffers()) if replaces else {}
-    if replaces or updates:
+    buffers = dict(model.named_buffers()) if moved else {}
+    if moved or updates:
         for name, tensor in {**params, **buffers}.items():
             for other, param in params.items():
                 if other == name and name in params:
                     break
-                if _meet(tensor, param):
+                parts = other in moved or name in moved or (updates and name in params)
+                if parts and _meet(tensor, param):
                     kind = "parameter" if name in params else "buffer"
                     raise ModelError(
                         f"{kind} {name!r} shares memory with parameter {other!r}",
