@@ -26,12 +26,13 @@ from zgraph.codegen.partition import Parts, split
 from zgraph.codegen.summing import summing
 from zgraph.debug import checked
 from zgraph.passes import History, verify_program
-from zgraph.passes.aliases import is_random
+from zgraph.passes.aliases import is_random, is_view
 from zgraph.passes.costs import Costs
 from zgraph.passes.memory import idle_bytes
 from zgraph.pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant
 from zgraph.plan import Plan
 from zgraph.program import torch_private
+from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
 from zgraph.signature import batch_size
 from zgraph.storages import Sharing
@@ -42,6 +43,22 @@ logger = logging.getLogger(__name__)
 def is_differentiated(program: Program) -> bool:
     """Has a captured program a backward?"""
     return any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)
+
+
+def _read_by_backward(captured: Program) -> frozenset[str]:
+    """The parameters that a captured program's backward reads, or a view of."""
+    found = set()
+    for name, node in captured.input_nodes(InputRole.PARAMETER).items():
+        stack = [node]
+        while stack and name not in found:
+            for user in stack.pop().users:
+                if user.op == "output":
+                    continue
+                if info(user).phase is Phase.BACKWARD:
+                    found.add(name)
+                elif is_view(user):
+                    stack.append(user)
+    return frozenset(found)
 
 
 class StepProgram:
@@ -157,14 +174,15 @@ class StepProgram:
 
     @functools.cached_property
     def read_late(self) -> tuple[frozenset[int], frozenset[str]]:
-        """The flat inputs, and the parameters, that the backward takes as they are when it runs."""
+        """The flat inputs, and the parameters, that the backward takes as they are when it runs. A parameter that plain PyTorch's backward would
+        read counts as well where a gathered copy of it was saved: a change is the same error at every ZeRO stage."""
         part = self.parts().backward
         ports = [] if part is None else part.inputs
         weights = (InputRole.PARAMETER, InputRole.KEPT)
         others = (*weights, InputRole.TANGENT)
         return (
             frozenset(p.index for p in ports if p.index is not None and p.role not in others),
-            frozenset(p.name for p in ports if p.role in weights),
+            frozenset(p.name for p in ports if p.role in weights) | _read_by_backward(self.captured),
         )
 
     def forward(self, gathered_before: bool = False) -> Executable:
