@@ -466,16 +466,6 @@ class _Checks:
                         why="values are dense in programs",
                         hint="make it dense",
                     )
-                elif fits and not all(isinstance(n, int) for n in val.shape):
-                    fits = False
-                    yield Finding(
-                        "operators",
-                        ERROR,
-                        f"the size of {node.name!r} depends on the values of tensors",
-                        where=info(node).source or None,
-                        why="programs are made for shapes that are known",
-                        hint="masks and torch.where instead of boolean indices and nonzero",
-                    )
             space = getattr(node.target, "namespace", None)
             if space is not None and space not in (
                 "aten",
