@@ -399,7 +399,7 @@ def test_a_gradient_of_the_device_is_held_by_the_host_and_taken_by_the_update_as
     model = torch.nn.Linear(3, 2)
     shards = shard(model, layout(model, {}, 0, 0), None, torch.device("cpu"), 0)
     model.weight = torch.nn.Parameter(torch.zeros(2, 3, device=THERE))
-    shards.refresh()
+    shards.look_up()
     value = torch.ones(2, 3)
     model.weight.grad = shards.gradient("weight", value)
     assert model.weight.grad.device == THERE
