@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zgraph
-from zgraph.errors import ModelError, UnsupportedError
+from zgraph.errors import ModelError, PlanError, UnsupportedError
 
 X = torch.arange(8.0).view(2, 4) / 10
 
@@ -204,3 +204,16 @@ def test_data_parallel_wrappers_are_refused_with_what_to_do(two):
     for said in two.run(wrap_in_ddp):
         assert said is not None
         assert "leave it out" in said
+
+
+def test_clipping_of_complex_gradients_is_refused():
+    class Wave(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.z = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x * self.z).abs().square().mean()
+
+    with pytest.raises(PlanError, match="'z' can't be clipped"):
+        zgraph.compile(Wave(), zgraph.Plan(backend="eager", grad_clip=0.1))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zgraph
+from zgraph.errors import ModelError
 
 
 class Turned(nn.Module):
@@ -91,3 +92,17 @@ def test_what_is_wrong_is_wrong_all_the_same(monkeypatch):
     monkeypatch.setattr("zgraph.virtual_step.run_virtual", off)
     torch.manual_seed(1)
     assert not zgraph.verify(NearZero(), zgraph.Plan(backend="eager"), 2, (torch.randn(16, 5),)).ok
+
+
+def test_a_model_that_can_not_be_copied_is_refused():
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.rows = self.a.weight[:2]
+
+        def forward(self, x):
+            return (self.a(x)[:, :2] @ self.rows).square().mean()
+
+    with pytest.raises(ModelError, match="can't be copied"):
+        zgraph.verify(Held(), zgraph.Plan(backend="eager"), 1, (torch.ones(2, 4),))

@@ -37,7 +37,7 @@ from zgraph.sharding import fingerprint
 from zgraph.signature import batch_size
 from zgraph.targets import ignored_of
 from zgraph.train import Call, count_targets, for_forward, in_order, join_outputs, loss_of, named, split_batch
-from zgraph.virtual_step import SCALE, data_rank, rows_of
+from zgraph.virtual_step import SCALE, data_rank, own_copy, rows_of
 
 MOVED = (
     0.05  # by how much of their norm a user's own optimizer moves the weights: a stale one is then seen in any dtype
@@ -121,7 +121,7 @@ class _Training:
         self.found: list[tuple[int, Difference]] = []
         self.phase, self.number = "", 0
         self.gradients: dict[str, torch.Tensor] = {}  # those that the plan's last update was of
-        twin = copy.deepcopy(model)
+        twin = own_copy(model)
         copy_hooks(model, twin)
         self.compiled = compile(twin, self.plan, inputs=self._first_inputs(sizes), loss_fn=loss_fn)
         self.handle: Handle = self.compiled.zgraph  # type: ignore[assignment]
@@ -489,7 +489,7 @@ def _as_on_rank_0(model: nn.Module, world: int) -> nn.Module:
         return model
     box = [{n: t.detach().cpu() for n, t in [*model.named_parameters(), *model.named_buffers()]}]
     dist.broadcast_object_list(box, src=0)
-    twin = copy.deepcopy(model)
+    twin = own_copy(model)
     with torch.no_grad():
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
             if name in box[0] and box[0][name].shape == tensor.shape:

@@ -41,7 +41,7 @@ from zgraph.stages.compiling import Uncut
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import compile_first
 from zgraph.undivided import Undivided
-from zgraph.update.groups import members_of
+from zgraph.update.groups import members_of, refuse_complex_clipping
 from zgraph.update.held import within
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.program import outside_of, whole_update
@@ -124,6 +124,7 @@ def compile(
         raise fault
     refuse_shared_memory(model, moved_parameters(model, specs, mesh), updates=plan.optimizer is not None)
     refuse_unmovable(model, replaces=mesh is not None, in_stages=sizes.get(STAGE_DIM, 1) > 1)
+    refuse_complex_clipping(plan, specs)
     if plan.optimizer is not None:  # (what can be refused is refused while the model is as it was)
         optimizer = PlanOptimizer(members_of(model, specs, plan.optimizer), dict(model.named_parameters()), None)
         if isinstance(plan.lr_schedule, TorchSchedule):

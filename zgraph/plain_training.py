@@ -26,7 +26,7 @@ from zgraph.update import scaler
 from zgraph.update.build import AHEAD, EMA, MASTER, NONFINITE, build_update, scalar_names, states_of
 from zgraph.update.groups import Member
 from zgraph.update.program import trained
-from zgraph.virtual_step import SCALE, Called, cast_to, in_precision
+from zgraph.virtual_step import SCALE, Called, cast_to, in_precision, own_copy
 
 LossFn = Callable[..., torch.Tensor] | None
 Grads = dict[str, torch.Tensor | None]
@@ -109,7 +109,7 @@ class PlainTraining:
         self.plan = plan.model_copy(
             update={"offload": Offload(activations="none", optimizer="none", parameters="none")}
         )
-        held = copy.deepcopy(model)
+        held = own_copy(model)
         self.specs: dict[str, ParamSpec] = planned_layout(held, {}, self.plan)
         precision = plan.resolved_precision()
         check(held, precision, self.specs)

@@ -80,6 +80,18 @@ def virtual_step(
         torch.set_rng_state(state)
 
 
+def own_copy(model: nn.Module) -> nn.Module:
+    """A deep copy of a model that is to be compared. Raises `ModelError` if it can't be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ModelError(
+            "the model can't be copied, so it can't be compared",
+            why=f"copy.deepcopy(model): {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            hint="let it hold no tensor that was computed from its parameters (self.part = self.weight[:2]): compute that in forward",
+        ) from error
+
+
 class VirtualStep:
     """See `virtual_step`. `model` is a copy whose parameters have the dtypes that ranks hold, `params` are these, whole.
 
@@ -110,7 +122,7 @@ class VirtualStep:
             )
         plan, self.world, self.mesh = plan.for_world(world), world, plan.resolve_mesh(world)
         self.sizes = within(self.mesh)
-        self.model = copy.deepcopy(model)
+        self.model = own_copy(model)
         self.device = _device(model)
         precision = plan.resolved_precision()
         self.plan = placed(plan, self.model, self.sizes, self.device)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from zgraph.errors import PlanError
 from zgraph.names import tied_name
 from zgraph.program.program import ParamSpec
+
+if TYPE_CHECKING:
+    from zgraph.plan import Plan
 
 STEP = "/step"  # the name of the count of updates that all parameters share, as long as all have gradients
 
@@ -27,6 +30,18 @@ class Member:
     record: Any
     group: int
     count: str = STEP
+
+
+def refuse_complex_clipping(plan: Plan, specs: dict[str, ParamSpec]) -> None:
+    """Raises `PlanError` for a plan that clips the gradients of complex parameters."""
+    found = [n for n, s in specs.items() if s.dtype.is_complex and s.requires_grad]
+    if plan.grad_clip is not None and found:
+        raise PlanError(
+            f"the gradient of {found[0]!r} can't be clipped",
+            where="grad_clip",
+            why="it is complex, and update programs compute with real numbers",
+            hint="leave grad_clip out, and call torch.nn.utils.clip_grad_norm_ in your own loop",
+        )
 
 
 def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -> list[Member]:
