@@ -37,7 +37,7 @@ from zgraph.signature import batch_size, signature
 from zgraph.stages.channels import make_line
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.schedules import make_schedule
-from zgraph.stages.staged import Capture, Partition, cut, joint_of, loss_pattern, partition
+from zgraph.stages.staged import Capture, Partition, cut, joint_of, loss_pattern, partition, without_fast_path
 from zgraph.targets import LossesSeen
 from zgraph.train import for_forward, in_order, loss_of, named, split_batch
 from zgraph.units import shown_bytes
@@ -146,7 +146,7 @@ class Uncut:
         inner = within(self.sizes)
         precision = self.plan.resolved_precision()
         specs = with_requires_grad(self.specs, dict(self.module.named_parameters(remove_duplicate=False)))
-        with _without_fast_path():
+        with without_fast_path():
             traced = trace(self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision)
 
         def loss(output: Any) -> torch.Tensor:
@@ -161,17 +161,6 @@ class Uncut:
         return Capture(
             signature(self.module, args, kwargs), traced, pattern, joint, time.perf_counter() - start, by_loss
         )
-
-
-@contextlib.contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Let torch's own encoder layers read their parameters one after the other in evaluation too, as when they train."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from zgraph.stages.channels import AHEAD, Channels, Line, Routes
 from zgraph.stages.duties import duties
 from zgraph.stages.faults import Board, Marker
 from zgraph.stages.schedule import Schedule
-from zgraph.stages.staged import Capture, Partition, Staged, reduces_once
+from zgraph.stages.staged import Capture, Partition, Staged, reduces_once, without_fast_path
 from zgraph.stages.worker import Worker
 from zgraph.timings import model_flops
 from zgraph.update.held import check_meetings, meetings
@@ -93,6 +93,15 @@ class PipelineRuntime(Runtime):
         return forward_only(self, args, kwargs)
 
     # -- programs -----------------------------------------------------------------------------------------------------
+    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What serves these inputs. (What a capture depends on is compared as it was captured.)"""
+        with without_fast_path():
+            return super().entry(args, kwargs)
+
+    def settle(self, entry: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with without_fast_path():
+            super().settle(entry, args, kwargs)
+
     def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shown = brief(self.module, args, kwargs)
         name = self._name_new(shown)

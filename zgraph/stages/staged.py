@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,17 @@ def joint_of(trace: Trace, plan: Plan, name: str, pattern: frozenset[int]) -> Pr
     """The captured program in which these outputs are differentiated."""
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     return trace.joint(pattern, decompositions, name)
+
+
+@contextlib.contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Let torch's own encoder layers read their parameters one after the other in evaluation too, as when they train."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class Staged:

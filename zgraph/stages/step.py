@@ -138,7 +138,7 @@ def _joined(
         for call, values in zip(calls, outputs, strict=True)
     ]
     if not staged.settled:
-        runtime.settle(staged, *calls[0])  # type: ignore[arg-type]  # (it is in an entry's place)
+        runtime.settle(staged, *calls[0])
     return join_outputs(made, shares, [batch_size(*call) for call in calls])
 
 
