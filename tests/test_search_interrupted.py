@@ -23,6 +23,14 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """(What a shell starts in the background ignores SIGINT, and so would these tests.)"""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupted(monkeypatch, number, after):
     """Let this signal come during the evaluation after so many."""
     made, count = plans.evaluate, []
