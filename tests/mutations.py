@@ -40,7 +40,8 @@ def found_by(fault: Fault, folder: Path) -> str | None:
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         for test in fault.tests:
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", test]
+            # (-P: the folder that it runs in has a zgraph as well)
+            command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", test]
             ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
             if ran.returncode == 1:
                 return test
