@@ -43,7 +43,7 @@ def found_by(fault: Fault, folder: Path) -> str | None:
             # (-P: the folder that it runs in has a zgraph as well)
             command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", test]
             ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-            if ran.returncode == 1:
+            if ran.returncode == 1 or ran.returncode < 0:  # (a fault may end the process)
                 return test
             if ran.returncode != 0:
                 raise RuntimeError(f"{test} can't be run:\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")

@@ -42,7 +42,7 @@ FAULTS: tuple[Fault, ...] = (
         "zgraph/storages.py",
         "own = id(value) not in taken and torch_private.elements_are_apart(value)",
         "own = id(value) not in taken",
-        ("tests/test_gradients_are_owned.py",),
+        ("tests/test_storages.py",),
     ),
     Fault(
         "tangent-as-gradient",
@@ -52,15 +52,6 @@ FAULTS: tuple[Fault, ...] = (
         "    taken = set(others)\n",
         "    taken = set[int]()\n",
         ("tests/test_gradients_are_owned.py",),
-    ),
-    Fault(
-        "output-in-a-weights-memory",
-        "storage",
-        "an output that plain PyTorch makes anew lies in the memory of an input, a weight or a kept gather",
-        "zgraph/storages.py",
-        "            if lent or mixed or here in gathers:",
-        "            if mixed and not lent:",
-        ("tests/test_outputs_are_owned.py",),
     ),
     Fault(
         "output-is-a-view",
@@ -97,15 +88,6 @@ FAULTS: tuple[Fault, ...] = (
         "zgraph/versions.py",
         "        inputs = range(len(flat)) if whole else late | self.sharing.read_inputs",
         "        inputs = range(len(flat)) if whole else frozenset()",
-        ("tests/test_versions.py",),
-    ),
-    Fault(
-        "aliases-version-unread",
-        "versions",
-        "an input is changed in place whose memory a saved value shares",
-        "zgraph/versions.py",
-        "        inputs = range(len(flat)) if whole else late | self.sharing.read_inputs",
-        "        inputs = range(len(flat)) if whole else late",
         ("tests/test_versions.py",),
     ),
     Fault(
