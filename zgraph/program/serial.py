@@ -286,7 +286,7 @@ class _Loader:
         graph = fx.Graph()
         for row in data["nodes"]:
             self.node(graph, row)
-        module = fx.GraphModule(root, graph)
+        module = torch_private.lazy_module(root, graph)
         graph.lint()
         specs = [ParamSpec(**self.fields(spec)) for spec in data["params"]]
         return Program(

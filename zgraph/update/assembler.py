@@ -68,12 +68,13 @@ class Assembler:
         label = "".join(c if c.isalnum() else "_" for c in port.name).strip("_")
         placeholders = self.program.placeholders()
         prefix = "grad_" if port.role is InputRole.GRADIENT else "rank_in_" if port.role is InputRole.INDEX else ""
+        name = prefix + label if (prefix + label).isidentifier() else f"_{label}"
         record = NodeInfo(Phase.UPDATE, param=spec.name if spec is not None else None, made_by="update", home=home)
         if placeholders:
-            node = self.program.add_input(port, fake, record, name=prefix + label)
+            node = self.program.add_input(port, fake, record, name=name)
         else:
             with self.program.graph.inserting_before(self.program.output_node()):
-                node = self.program.graph.placeholder(prefix + label)
+                node = self.program.graph.placeholder(name)
             set_info(node, record)
             node.meta["val"] = fake
             self.program.inputs.append(port)
