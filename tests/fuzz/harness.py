@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -45,19 +47,27 @@ class Kept:
 
 @dataclass
 class Run:
-    """What one side gave: all that it kept, and the exception that ended it, if one did."""
+    """What one side gave: all that it kept, and the exception that ended it, if one did.
+
+    `elsewhere`: keys of what another rank may hold, for this one does not seem to (see `Verdict.elsewhere`).
+    """
 
     kept: list[Kept] = field(default_factory=list)
     error: BaseException | None = None
+    elsewhere: set[tuple[int, str, str]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a case: "equal", "refused", "unclear" or "wrong", and why."""
+    """What came of a case: "equal", "refused", "unclear" or "wrong", and why.
+
+    `elsewhere`: what this rank does not have, of a pipeline: it is for whoever asks all ranks to say "wrong" if none has it.
+    """
 
     word: str
     reason: str = ""
     detail: str = ""
+    elsewhere: frozenset[tuple[int, str, str]] = frozenset()
 
 
 def frozen(value: Any) -> Any:
@@ -82,9 +92,13 @@ class Plain:
 
     def __init__(self, plan: dict[str, Any], ranks: bool = False, rank: int = 0, keeping: bool = False) -> None:
         self.plan, self.ranks, self.rank, self.keeping = plan, ranks, rank, keeping
+        self.low = plan.get("precision", "fp32") == "bf16"
+        self.weights: dict[str, torch.Tensor] = {}
         self.step = 0
         self.run = Run()
         self.keys: set[tuple[int, str, str]] = set()
+        # Of a pipeline: a buffer stays as it was where another stage changes it.
+        self.first: dict[str, torch.Tensor] = {}
 
     # -- what is compared
     def keep(self, group: str, name: str, value: Any) -> None:
@@ -98,21 +112,26 @@ class Plain:
     def gradients(self, model: nn.Module) -> None:
         self.average(model)
         for name, param in model.named_parameters():
-            if not param.is_meta:
+            if param.is_meta:
+                self.run.elsewhere.add((self.step, "gradient", name))
+            else:
                 self.keep("gradient", name, param.grad)
 
     def state(self, model: nn.Module, optimizer: Any) -> None:
         for name, param in model.named_parameters():
-            if not param.is_meta:
-                self.keep("parameter", name, param)
-                state = optimizer.state.get(param, {}) if optimizer is not None else {}
-                for key in (
-                    STATES if state.get("step", 1) else ()
-                ):  # (torch's Adagrad makes a state before the first update)
-                    if isinstance(state.get(key), torch.Tensor) and param.requires_grad:
-                        self.keep(f"state {key}", name, state[key])
+            if param.is_meta:
+                self.run.elsewhere |= {(self.step, g, name) for g in ("parameter", *(f"state {k}" for k in STATES))}
+                continue
+            self.keep("parameter", name, param)
+            state = optimizer.state.get(param, {}) if optimizer is not None else {}
+            # (torch's Adagrad makes a state before the first update)
+            for key in STATES if state.get("step", 1) else ():
+                if isinstance(state.get(key), torch.Tensor) and param.requires_grad:
+                    self.keep(f"state {key}", name, state[key])
         for name, buffer in model.named_buffers():
             self.keep("buffer", name, buffer)
+            if name in self.first and not differs(buffer, self.first[name]):
+                self.run.elsewhere.add((self.step, "buffer", name))
 
     # -- what differs between the sides
     def compile(
@@ -120,8 +139,8 @@ class Plain:
     ) -> nn.Module:
         """Make of a model what is trained. `inputs` are those of a first call."""
         self.loss_fn = loss_fn
-        if self.plan.get("precision", "fp32") == "bf16":
-            _compute_in_bfloat16(model)
+        if self.low:
+            self._compute_in_bfloat16(model)
         return model
 
     def optimizer(self, model: nn.Module) -> Any:
@@ -180,6 +199,26 @@ class Plain:
             self._clip(model)
         return None if losses[0] is None else sum(x.detach() for x in losses) / count
 
+    def _compute_in_bfloat16(self, model: nn.Module) -> None:
+        """As `precision="bf16"`: weights and inputs are cast, buffers are as they are."""
+        low = lambda x: x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+
+        def cast(*args: Any) -> Any:
+            del model.__dict__["forward"]
+            try:
+                self.model, self.weights = model, {n: low(p) for n, p in model.named_parameters()}
+                return torch.func.functional_call(model, self.weights, pytree.tree_map(low, args), tie_weights=True)
+            finally:
+                model.__dict__["forward"] = cast
+
+        model.__dict__["forward"] = cast
+
+    def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """torch's `checkpoint`, for a forward whose weights are cast: what it computes again, when forward is over, reads the cast ones too."""
+        model, weights = self.model, self.weights
+        again = lambda: (contextlib.nullcontext(), _reparametrize_module(model, weights, tie_weights=True))  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(function, *args, context_fn=again, **kwargs)
+
     def context(self) -> Any:
         if self.keeping:
             return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
@@ -196,6 +235,8 @@ class Compiled(Plain):
 
         # Where ranks have other weights than the model, it is said at once which: what comes next is allowed only then.
         early = {"tp", "pp"} & set(self.plan.get("mesh", {}))
+        if "pp" in early:
+            self.first = {name: frozen(buffer) for name, buffer in model.named_buffers()}
         return zgraph.compile(model, zgraph.Plan(**self.plan), inputs=inputs if early else None, loss_fn=loss_fn)
 
     def optimizer(self, model: Any) -> Any:
@@ -234,6 +275,8 @@ def _cut(value: Any, rows: int, mine: slice) -> Any:
 
 def _loss(output: Any) -> Any:
     """The loss in a model's output: the output itself, `.loss`, `["loss"]`, the first element; None if there is none."""
+    if output is None:  # (of a pipeline: what is no loss is with the last stage)
+        return None
     if isinstance(output, torch.Tensor):
         return output if output.dim() == 0 else None
     if isinstance(output, dict):
@@ -241,28 +284,13 @@ def _loss(output: Any) -> Any:
     return getattr(output, "loss", None) if hasattr(output, "loss") else _loss(output[0])
 
 
-def _compute_in_bfloat16(model: nn.Module) -> None:
-    """As `precision="bf16"`: weights and inputs are cast, buffers are as they are."""
-    forward = model.forward
-    low = lambda x: x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
-
-    def cast(*args: Any) -> Any:
-        del model.__dict__["forward"]
-        try:
-            weights = {n: low(p) for n, p in model.named_parameters()}
-            return torch.func.functional_call(model, weights, pytree.tree_map(low, args), tie_weights=True)
-        finally:
-            model.__dict__["forward"] = cast
-
-    assert callable(forward)
-    model.__dict__["forward"] = cast
-
-
 # -- running ----------------------------------------------------------------------------------------------------------
 def run_side(program: Any, side: Plain) -> Run:
     """Run `train` of a program (a module) with one side; its exception is part of what it gave."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(program.DTYPE)
+    if side.low and type(side) is Plain:
+        program.checkpoint = side.checkpoint
     try:
         with side.context():
             program.train(side)
@@ -325,15 +353,21 @@ def compare(plain: Run, compiled: Run, low: torch.dtype | None = None) -> Verdic
         if isinstance(kept.value, torch.Tensor):
             norms[kept.step, kept.group] = math.hypot(norms.get((kept.step, kept.group), 0.0), _norm(kept.value))
     theirs = {k.key: k.value for k in compiled.kept}
+    elsewhere = set()
     for kept in plain.kept:
         if kept.key not in theirs:
             if compiled.error is not None:
                 break
+            if kept.key in compiled.elsewhere:
+                elsewhere.add(kept.key)
+                continue
             return Verdict("wrong", f"{kept.group} missing", f"step {kept.step}: {kept.group} {kept.name} is missing")
         fault = differs(theirs[kept.key], kept.value, norms.get((kept.step, kept.group), 0.0), low)
-        if fault:
+        if fault and kept.key in compiled.elsewhere:
+            elsewhere.add(kept.key)
+        elif fault:
             return Verdict("wrong", kept.group, f"step {kept.step}: {kept.group} {kept.name}: {fault}")
-    return judge(compiled.error, plain.error)
+    return dataclasses.replace(judge(compiled.error, plain.error), elsewhere=frozenset(elsewhere))
 
 
 def differs(mine: Any, plain: Any, norm: float = 0.0, low: torch.dtype | None = None) -> str:

@@ -62,7 +62,7 @@ def on_rank(case: Case) -> Verdict:
 
 
 def joined(outcomes: list[RankOutcome]) -> Verdict:
-    """The worst that a rank has found."""
+    """The worst that a rank has found; "wrong" where no rank has something that another was thought to have."""
     order = ("equal", "refused", "unclear", "wrong")
     found: list[Any] = []
     for rank, outcome in enumerate(outcomes):
@@ -72,4 +72,11 @@ def joined(outcomes: list[RankOutcome]) -> Verdict:
             found.append(Verdict("unclear", f"harness: {type(outcome.error).__name__}", outcome.traceback))
         else:
             found.append(outcome.value)
-    return max(found, key=lambda v: order.index(v.word))
+    worst = max(found, key=lambda v: order.index(v.word))
+    nowhere = sorted(frozenset.intersection(*(v.elsewhere for v in found)))
+    if worst.word == "equal" and nowhere:
+        step, group, name = nowhere[0]
+        return Verdict(
+            "wrong", f"{group} nowhere", f"step {step}: {group} {name} is on no rank what it is in plain PyTorch"
+        )
+    return worst
