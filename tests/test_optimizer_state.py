@@ -354,6 +354,57 @@ def changed_on_ranks(zero):
     return both
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.c.weight = self.a.weight
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x).relu()).relu()).square().mean()
+
+
+def changed_in_stages(where):
+    """States that each stage clears of its own parameters, beside torch's on the plain model; or that one alone clears of what both have."""
+    both = []
+    for compiled in (False, True):
+        model = Tied()
+        if compiled:
+            plan = zgraph.Plan(
+                backend="eager", mesh={"pp": 2}, micro_batches=2, partition=["b"], optimizer=zgraph.AdamW(lr=0.1)
+            )
+            zgraph.compile(model, plan, inputs=(torch.ones(4, 4),))
+        optimizer = model.zgraph.optimizer if compiled else torch.optim.AdamW(model.parameters(), lr=0.1)
+        for seed in range(3):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+            try:
+                model.train_step(x) if compiled else (model(x).backward(), optimizer.step(), optimizer.zero_grad())
+            except RankMismatchError as error:
+                return str(error)
+            if seed == 1 and where == "everywhere":
+                optimizer.state.clear()
+            elif seed == 1 and compiled and torch.distributed.get_rank() == 1:
+                del optimizer.state[dict(model.named_parameters())["a.weight"]]
+        both.append({n: p.detach().clone() for n, p in model.named_parameters() if not p.is_meta})
+    return both
+
+
+@pytest.mark.gloo
+def test_states_of_stages_can_be_changed(two):
+    found = two.run(changed_in_stages, "everywhere")
+    for plain, mine in found:
+        for name, value in mine.items():
+            torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-6)
+    assert {n for _, mine in found for n in mine} == {"a.weight", "a.bias", "b.weight", "b.bias"}
+
+
+@pytest.mark.gloo
+def test_a_state_that_stages_share_is_changed_on_all_or_refused(two):
+    for said in two.run(changed_in_stages, "on one rank"):
+        assert "ranks disagree" in said and "a.weight: nothing changed on rank 0, [] 0.0 on rank 1" in said
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("zero", [0, 3])
 def test_states_of_shards_can_be_changed(two, zero):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ from zgraph.stages.staged import Capture, Partition, Staged, reduces_once, witho
 from zgraph.stages.worker import Worker
 from zgraph.timings import model_flops
 from zgraph.update.held import check_meetings, meetings
-from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
+from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_tied, compare_updates
 from zgraph.update.program import outside_of
 
 if TYPE_CHECKING:
@@ -221,15 +222,24 @@ class PipelineRuntime(Runtime):
         made = len(self.updater.compiled())
         new = self.everyone.vote(
             "the optimizer's numbers",
-            numbers.ballot(),
-            lambda: ("", numbers),
+            numbers.ballot(states=False),
+            lambda: ("", replace(numbers, changed={})),
             compare_updates,
-            flag=made != self._updates_met,
+            flag=made != self._updates_met or bool(numbers.changed),
             hint=UPDATE_HINT,
         )
         if new:
+            self._compare_tied(numbers)
             self._updates_met = made
             check_meetings(self._by_position(self.everyone.gather("the stages' updates", meetings(found))))
+
+    def _compare_tied(self, numbers: Numbers) -> None:
+        """Stages have parameters of their own, but for those that they share: raises `RankMismatchError` if not all have changed such a
+        state alike."""
+        held = {n: numbers.changed.get(n, "") for n in self.updater.states.members}
+        why = compare_tied(self.everyone.gather("what was changed in the optimizer", held))
+        if why is not None:
+            raise RankMismatchError("ranks disagree about the optimizer's numbers", why=why, hint=UPDATE_HINT)
 
     def told(self) -> list[str]:
         schedule, position = self.partition.schedule, self.line.position

@@ -152,15 +152,16 @@ class States:
         return {name: known[m.count] for name, m in self.members.items()}
 
     # -- what the user changes ----------------------------------------------------------------------------------------
-    def read_back(self) -> str:
-        """Take over what a user has put into the optimizer's states, or taken away, since they were shown; what was, in words ("" for nothing).
+    def read_back(self) -> dict[str, str]:
+        """Take over what a user has put into the optimizer's states, or taken away, since they were shown; what was, in words, by the
+        parameter's name.
 
         Tensors are copied into the update's own, which are shown again. A parameter whose states are gone begins anew. Raises `StepError` for
         what no update can go on from; then nothing was changed.
         """
         optimizer = self.optimizer
         if optimizer is None or not optimizer.state.changed:
-            return ""
+            return {}
         params, counts = self.shards.params(), {}
         changes: list[tuple[str, dict[str, Any]]] = []
         for name, member in self.members.items():
@@ -191,7 +192,7 @@ class States:
         optimizer.state.changed = False
         if counts and any(counted[n] != c for n, c in counts.items()):
             self.set_counts(counted | counts)
-        return "; ".join(f"{n}: {sorted(f)} {counts[n]}" for n, f in changes)
+        return {n: f"{sorted(f)} {counts[n]}" for n, f in changes}
 
     def wrote_counts(self) -> None:
         """An update has written the counts: note their versions."""

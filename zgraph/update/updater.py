@@ -144,10 +144,10 @@ class Updater:
         self._read_back()
         self.states.fill()
 
-    def _read_back(self) -> str:
-        """Take over what the user has changed in the optimizer; what was, in words."""
+    def _read_back(self) -> dict[str, str]:
+        """Take over what the user has changed in the optimizer; what was, in words, by the parameter's name."""
         if self.optimizer is None:
-            return ""
+            return {}
         self.optimizer.look_up(self.runtime.shards.params())
         if self.optimizer.state.changed:
             self.wait()
@@ -370,7 +370,7 @@ class Updater:
             self._numbers = Numbers(self._numbers_now(), changed)
         except ZgraphError as error:
             problem = error
-            self._numbers = Numbers(changed=str(error))
+            self._numbers = Numbers(problem=str(error))
         self.runtime.agree_on_update(names, self._numbers)
         if problem is not None:
             raise problem
