@@ -10,7 +10,6 @@ bit. Random operators and collectives are never copied; what they gave is kept.
 
 from __future__ import annotations
 
-import fnmatch
 import traceback
 from collections import ChainMap
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zgraph.errors import PlanError
+from zgraph.names import matches
 from zgraph.passes.aliases import root_of
 from zgraph.passes.chain import Chain, Segment, chain_of
 from zgraph.passes.contract import graph_pass
@@ -87,7 +87,9 @@ def checkpoint(program: Program, options: CheckpointOptions) -> dict[str, int]:
     if options.policy is not None:
         again = {n for n in forward if _chosen(options.policy, n)}
     else:
-        region = {n: _module_region(n, options.modules) if options.modules else users_region(n) for n in forward}
+        region = {
+            n: _module_region(program, n, options.modules) if options.modules else users_region(n) for n in forward
+        }
         again = {n for n in forward if region[n] is not None and not _leaves(n, region)}
     made = recompute_all_but(program, {n.name for n in forward if n not in again}, by="checkpoint")
     return {"marked": len(again), "recomputed": made}
@@ -107,11 +109,9 @@ def _chosen(policy: Callable[[fx.Node], bool], node: fx.Node) -> bool:
         ) from error
 
 
-def _module_region(node: fx.Node, patterns: tuple[str, ...]) -> object:
+def _module_region(program: Program, node: fx.Node, patterns: tuple[str, ...]) -> object:
     """The outermost module around a node that one of the patterns names, None for none."""
-    parts = info(node).module.split(".")
-    paths = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
-    return next((path for path in paths if any(fnmatch.fnmatchcase(path, p) for p in patterns)), None)
+    return next((program.first_name(path) for path in program.modules_around(node) if matches([path], patterns)), None)
 
 
 def users_region(node: fx.Node) -> object:

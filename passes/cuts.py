@@ -30,7 +30,7 @@ from zgraph.passes.balance import Load, loads_of
 from zgraph.passes.blocks import blocks_of
 from zgraph.passes.costs import Costs, size_of
 from zgraph.program.program import Program
-from zgraph.record import Record
+from zgraph.record import Record, joined
 from zgraph.units import shown_bytes
 
 Table = NDArray[np.float64]
@@ -246,30 +246,40 @@ def _settled(reads: Sequence[str]) -> list[str]:
 
 
 # -- cuts that a plan names --------------------------------------------------------------------------------------------
-def _first_of(anchors: Sequence[Anchor], path: str) -> int | None:
-    """The first anchor of a module."""
-    return next((i for i, a in enumerate(anchors) if a.module == path or a.module.startswith(f"{path}.")), None)
+def _firsts(line: Line) -> dict[str, int]:
+    """The first anchor of each module, by all of its names."""
+    found: dict[str, int] = {}
+    for i, anchor in enumerate(line.anchors):
+        for path in line.program.modules_around(anchor.node):
+            found.setdefault(path, i)
+    return found
 
 
 def _named(line: Line, stages: int, paths: Sequence[str], types: Mapping[str, str]) -> list[int]:
-    if len(paths) + 1 != stages:
-        raise PlanError(
-            f"{len(paths)} modules begin {len(paths) + 1} stages, and there are to be {stages}",
-            where="partition",
-            hint="name the first module of each stage but the first one",
+    firsts = _firsts(line)
+    faults = [
+        PlanError(
+            f"the model has no module {path!r}",
+            where=f"partition.{i}",
+            hint=did_you_mean(path, [*firsts, *filter(None, types)]),
         )
-    parts = [a.module.split(".") for a in line.anchors]
-    known = [".".join(p[:n]) for p in parts for n in range(1, len(p) + 1)]
+        for i, path in enumerate(paths)
+        if path not in firsts and path not in types
+    ]
+    if len(paths) + 1 != stages:
+        faults.append(
+            PlanError(
+                f"{len(paths)} modules begin {len(paths) + 1} stages, and there are to be {stages}",
+                where="partition",
+                hint="name the first module of each stage but the first one",
+            )
+        )
+    if faults:
+        raise joined(faults)
     found: list[int] = []
     for i, path in enumerate(paths):
         where = f"partition.{i}"
-        at = _first_of(line.anchors, path)
-        if at is None and path not in types:
-            raise PlanError(
-                f"the model has no module {path!r}",
-                where=where,
-                hint=did_you_mean(path, [*known, *filter(None, types)]),
-            )
+        at = firsts.get(path)
         if at is None:
             raise PlanError(
                 f"no stage can begin with {path!r}",
@@ -301,11 +311,8 @@ def _matching(line: Line, pattern: str, types: Mapping[str, str]) -> list[int]:
         raise PlanError(
             f"no module's class name matches {pattern!r}", where="partition", hint=did_you_mean(pattern, types.values())
         )
-    return sorted({at for path in paths if (at := _module_start(line, path)) is not None})
-
-
-def _module_start(line: Line, path: str) -> int | None:
-    return 0 if not path and line.anchors else _first_of(line.anchors, path)
+    firsts = _firsts(line) | ({"": 0} if line.anchors else {})
+    return sorted({firsts[path] for path in paths if path in firsts})
 
 
 def _equal(starts: Sequence[int], stages: int, of: str) -> list[int]:

@@ -131,6 +131,7 @@ class _StageProgram:
             mesh=dict(joint.mesh),
             params={n: s for n, s in joint.params.items() if self.stage in self.homes.holders[n]},
             fake_mode=joint.fake_mode,
+            aliases=joint.aliases,
         )
         self._evaluate_again()
         made = [(r.port, self.here[r.node]) for r in self.results if r.port.role is not OutputRole.GRADIENT]

@@ -11,7 +11,6 @@ behind `recompute`, whose min-cut would save what turns are to compute again.
 
 from __future__ import annotations
 
-import fnmatch
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import torch
 from torch import fx
 
 from zgraph.errors import PlanError
-from zgraph.names import did_you_mean
+from zgraph.names import did_you_mean, matches
 from zgraph.passes.aliases import is_random, is_view
 from zgraph.passes.axes import Axes, Axis
 from zgraph.passes.contract import graph_pass
@@ -31,6 +30,7 @@ from zgraph.passes.turns import Obstacle, Sorted, Turns, elements, sort
 from zgraph.program.node import Phase, info, sequence
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.remark import Remark
+from zgraph.record import joined
 
 aten = torch.ops.aten
 LOSS = "loss"
@@ -60,14 +60,22 @@ def tile(program: Program, options: TileOptions) -> dict[str, int]:
 
 def check_names(program: Program, tiles: Collection[str]) -> None:
     """Raises `PlanError` for a name in a plan's `tiles` that a whole model's program has nothing of. (A stage of it may lack what others have.)"""
+    faults = _wrong_names(program, tiles)
+    if faults:
+        raise joined(faults)
+
+
+def _wrong_names(program: Program, tiles: Collection[str]) -> list[PlanError]:
+    faults: list[PlanError] = []
     forward = [n for n in program.graph.nodes if _of(Phase.FORWARD, n)]
     if LOSS in tiles and not any(normalised(n) is not None for n in forward):
-        raise _no_loss()
-    paths = dict.fromkeys(path for n in forward for path in _around(info(n).module))
+        faults.append(_no_loss())
+    paths = dict.fromkeys(path for n in forward for path in program.modules_around(n))
     for pattern in tiles:
-        if pattern != LOSS and not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+        if pattern != LOSS and not matches(paths, [pattern]):
             what = f"tiles has a pattern {pattern!r} that matches no module"
-            raise PlanError(what, where=f"tiles.{pattern}", hint=did_you_mean(pattern, paths))
+            faults.append(PlanError(what, where=f"tiles.{pattern}", hint=did_you_mean(pattern, paths)))
+    return faults
 
 
 def _no_loss() -> PlanError:
@@ -115,17 +123,20 @@ class _Tiler:
                 self.weights.add(node)
 
     def run(self) -> dict[str, int]:
-        if self.whole:
-            check_names(self.program, self.tiles)
-        for region, rows in [*self._losses(), *self._modules()]:
+        faults = _wrong_names(self.program, self.tiles) if self.whole else []
+        losses = [] if any(f.where == f"tiles.{LOSS}" for f in faults) else self._losses()
+        for region, rows in [*losses, *self._modules()]:
             try:
                 self._tile(region, rows)
             except PlanError as error:
-                if self.trained:
-                    raise
+                if self.trained:  # (of a pattern the first: its other regions have the same fault)
+                    faults += [error] if error.where not in {f.where for f in faults} else []
+                    continue
                 # (what a model is asked for beside its training may be whole logits)
                 why, hint = str(error.why), str(error.hint)
                 self.program.remarks.append(Remark("tile", next(iter(region.nodes)).name, error.what, why, 0.0, hint))
+        if faults:
+            raise joined(faults)
         self.program.graph.eliminate_dead_code()
         return self.counts
 
@@ -174,7 +185,7 @@ class _Tiler:
         patterns = {p: n for p, n in self.tiles.items() if p != LOSS}
         nodes: dict[tuple[str, str], list[fx.Node]] = {}
         for node in self._forward():
-            hits = _named(info(node).module, patterns)
+            hits = _named(self.program, node, patterns)
             if len(hits) > 1:
                 (one, _), (other, path) = [*hits.items()][:2]
                 raise PlanError(
@@ -313,19 +324,13 @@ def _of(phase: Phase, node: fx.Node) -> bool:
     return node.op == "call_function" and info(node).phase is phase
 
 
-def _around(module: str) -> list[str]:
-    """A module's path and those of the modules around it, the outermost first."""
-    parts = module.split(".") if module else []
-    return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-
-
-def _named(module: str, patterns: Collection[str]) -> dict[str, str]:
+def _named(program: Program, node: fx.Node, patterns: Collection[str]) -> dict[str, str]:
     """By pattern: the outermost module around a node that it names."""
     hits: dict[str, str] = {}
-    for path in _around(module):
+    for path in program.modules_around(node):
         for pattern in patterns:
-            if fnmatch.fnmatchcase(path, pattern):
-                hits.setdefault(pattern, path)
+            if matches([path], [pattern]):
+                hits.setdefault(pattern, program.first_name(path))
     return hits
 
 

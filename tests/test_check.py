@@ -29,6 +29,8 @@ ALL = [
     "parameters",
     "precision",
     "recompute",
+    "tiles",
+    "tensor_parallel",
     "optimizer",
     "schedule",
     "offload",
@@ -168,6 +170,33 @@ def test_passes_and_policies_are_loaded_each_by_itself():
     ]  # fmt: skip
     assert made.skipped["memory"] == "needs passes that are there and fit"
     assert checked(recompute="check_targets:policy").ok
+
+
+def test_patterns_that_match_nothing_are_told_one_by_one_beside_other_faults():
+    made = checked(
+        world=4,
+        mesh={"tp": 2, "dp": 2},
+        precision={"compute": "bfloat16", "keep_fp32": ["nope", "first", "nix"]},
+        recompute=["no*", "nada", "first"],
+        tiles={"ni": 2, "nu": 2, "first": 3, "second": 2},
+        tensor_parallel={"nil": "colwise", "null": "rowwise", "first": "colwise"},
+        optimizer={"name": "Muon", "companion_modules": ["zip"], "groups": [{"match": "zero", "lr": 0.1}]},
+        schedule="1f1b",
+        micro_batches=3,
+    )
+    told = {(f.check, f.where, f.what.split(" that ")[0]) for f in made.findings if f.level == "error"}
+    assert {check for check, _, _ in told} == {
+        "batch", "precision", "recompute", "tiles", "tensor_parallel", "optimizer",
+    }, told  # fmt: skip
+    for field in ("recompute", "tiles", "tensor_parallel", "optimizer", "precision"):
+        assert len([t for t in told if t[0] == field]) == 2, told
+
+
+def test_all_faults_of_tiles_and_of_a_partition_are_told():
+    made = checked(tiles={"first": 2, "second": 2, "loss": 2})
+    assert {f.where for f in of(made, "memory")} == {"tiles.first", "tiles.second", "tiles.loss"}
+    made = checked(mesh={"pp": 2}, partition=["nine", "ten"], micro_batches=2)
+    assert {f.where for f in of(made, "memory")} == {"partition", "partition.0", "partition.1"}
 
 
 def test_a_pass_that_fails_when_it_runs_is_found():

@@ -32,6 +32,7 @@ from zgraph.dynamic_sizes import fold_dynamic_sizes, fold_effects, pad_outputs
 from zgraph.errors import CaptureError, SignatureError, UnsupportedError
 from zgraph.former_memory import Former, FormerMemory, former_memory, insert, moved, seen_as
 from zgraph.inputs import refuse_state
+from zgraph.names import module_names
 from zgraph.passes.aliases import root_of
 from zgraph.precision import Precision
 from zgraph.program import ops, torch_private
@@ -60,6 +61,7 @@ class Trace:
     each flat input that the program casts to the compute dtype, `output_dtype` what it casts floating-point outputs to (None: nothing).
     `from_start` are the flat inputs of which `as_strided` looks at the storage: they must begin where it begins.
     `former` are the flat inputs that are read from a parameter in whose former memory they lie.
+    `aliases` has all names of each module that the model has under several, by each of them.
     """
 
     flat: torch_private.FlatCapture
@@ -72,6 +74,7 @@ class Trace:
     output_dtype: torch.dtype | None
     from_start: set[int] = field(default_factory=set)
     former: dict[int, Former] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def pattern(self) -> frozenset[int]:
@@ -226,7 +229,25 @@ def trace(
         )
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
         casts = {i: given_dtypes[id(x)] for i, x in enumerate(given) if id(x) in given_dtypes}
-    return Trace(flat, inputs, differentiable, loss, params, mesh, casts, precision.dtype("output"), former=former)
+    output = precision.dtype("output")
+    aliases = _aliases(module, flat.graph_module.graph)
+    return Trace(flat, inputs, differentiable, loss, params, mesh, casts, output, former=former, aliases=aliases)
+
+
+def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+    """All names of each module that has several, by each of them, and by a path on which forward comes to one that is registered elsewhere
+    (an item of a plain list)."""
+    names = module_names(module)
+    found = {n: every for n, every in names.items() if every[1:]}
+    first = {id(child): n for n, child in module.named_modules()}
+    for path in {module_of(node.meta) for node in graph.nodes} - names.keys():
+        inner: Any = module
+        for part in path.split("."):
+            with contextlib.suppress(LookupError, TypeError, ValueError):
+                inner = getattr(inner, part) if hasattr(inner, part) else inner[int(part) if part.isdigit() else part]
+        if id(inner) in first and inner is not module:
+            found[path] = names[first[id(inner)]]
+    return found
 
 
 def _roles(given: Sequence[Any], names: dict[int, FlatInput], args: Any, kwargs: Any) -> list[FlatInput]:
@@ -558,6 +579,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
         mesh=dict(trace.mesh),
         params=dict(trace.params),
         fake_mode=trace.flat.fake_mode,
+        aliases=trace.aliases,
     )
     _refuse_mixed_products(graph)
     checks = keep_asserts(program)

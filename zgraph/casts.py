@@ -7,8 +7,7 @@ What programs cast (weights before their gather, gradients before their reductio
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,18 +17,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from zgraph.errors import ModelError, PlanError
-from zgraph.names import tied_name
+from zgraph.names import around, matches, module_names, parameter_names
 from zgraph.precision import Precision
 from zgraph.program.program import ParamSpec
 
 
-def with_precision(spec: ParamSpec, precision: Precision, module: nn.Module) -> ParamSpec:
-    """A parameter's dtypes. Only floating-point parameters of 16 or 32 bits take part."""
+def with_precision(spec: ParamSpec, precision: Precision, stays: Collection[str]) -> ParamSpec:
+    """A parameter's dtypes; `stays` are the modules that compute in float32. Only floating-point parameters of 16 or 32 bits take part."""
     if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return spec
     if precision.compute is None and precision.parameter is None and precision.reduce is None:
         return spec
-    if _stays(module, spec.name.rpartition(".")[0], precision):
+    if spec.name.rpartition(".")[0] in stays:
         return replace(spec, dtype=torch.float32)
     held = precision.dtype("parameter") or spec.dtype
     low = held in (torch.bfloat16, torch.float16)
@@ -42,23 +41,34 @@ def with_precision(spec: ParamSpec, precision: Precision, module: nn.Module) -> 
     )
 
 
-def _stays(module: nn.Module, path: str, precision: Precision) -> bool:
-    """Does the module of this path compute in float32? Where a pattern matches it, one above it, or a parameter of its own.
+def stays_fp32(module: nn.Module, precision: Precision) -> set[str]:
+    """The modules that compute in float32, by all of their names: where a pattern matches one, one above it, or a parameter of its own.
 
-    So does a norm with running statistics that stay in float32, since torch has no operator for such a mixture.
+    So does a norm with running statistics that stay in float32, since torch has no operator for such a mixture; and each module that has
+    a parameter of another such one, since a parameter that is tied has one dtype.
     """
-    own = module.get_submodule(path)
-    names = [f"{path}.{key}" if path else key for key in own._parameters]
-    if any(matches(n, precision.keep_fp32) for n in [path, *names]):
-        return True
-    return isinstance(own, _NormBase) and own.running_mean is not None and precision.buffer is None
+    names, tied = module_names(module), parameter_names(module)
+    first = {n: every[0] for every in tied.values() for n in every}
+    own: dict[str, set[str]] = {}
+    found: set[str] = set()
+    for path, child in module.named_modules():
+        paths = names[path]
+        own[path] = {first[_inside(path, key)] for key, p in child._parameters.items() if p is not None}
+        read = [n for name in own[path] for n in tied[name]]
+        norm = isinstance(child, _NormBase) and child.running_mean is not None and precision.buffer is None
+        if norm or matches(around([*paths, *read]), precision.keep_fp32):
+            found.add(path)
+    kept: set[str] = set()
+    while True:
+        kept |= {name for path in found for name in own[path]}
+        more = {path for path, held in own.items() if held & kept} - found
+        if not more:
+            return {n for path in found for n in names[path]}
+        found |= more
 
 
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Does a pattern match this name, or that of a module above it?"""
-    parts = name.split(".")
-    paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(fnmatch.fnmatchcase(path, p) for path in paths for p in patterns)
+def _inside(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
 
 
 def check(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> None:
@@ -69,16 +79,21 @@ def check(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) 
 
 def faults_of(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> Iterator[PlanError]:
     """Each pattern of `keep_fp32` that matches nothing."""
-    names = [*specs, *(n for n, _ in module.named_modules())]
+    fitting = without_faults(module, precision).keep_fp32
     for pattern in precision.keep_fp32:
-        if not any(fnmatch.fnmatchcase(n, pattern) for n in names):
-            tied = tied_name(pattern, module)
+        if pattern not in fitting:
             yield PlanError(
                 f"{pattern!r} matches no parameter and no module",
                 where="precision.keep_fp32",
-                why=f"a parameter that it names is tied to {tied!r}, and goes by that name" if tied else None,
-                hint=f"name {tied!r}" if tied else f"names look like {next(iter(specs), 'none')!r}",
+                hint=f"names look like {next(iter(specs), 'none')!r}",
             )
+
+
+def without_faults(module: nn.Module, precision: Precision) -> Precision:
+    """The precision with those patterns of `keep_fp32` that match something."""
+    names = [*module_names(module), *(n for every in parameter_names(module).values() for n in every)]
+    fitting = tuple(p for p in precision.keep_fp32 if matches(names, [p]))
+    return precision.model_copy(update={"keep_fp32": fitting})
 
 
 def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> contextlib.ExitStack:
@@ -88,20 +103,21 @@ def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]
     """
     buffer = precision.dtype("buffer")
     low = precision.dtype("compute") or precision.dtype("parameter")
+    names, stays = module_names(module), stays_fp32(module, precision)
     with contextlib.ExitStack() as undo:
         for path, child in module.named_modules():
             for key, held in list(child._buffers.items()):
-                name = f"{path}.{key}" if path else key
+                known = around(_inside(n, key) for n in names[path])
                 if (
                     buffer is not None
                     and held is not None
                     and held.is_floating_point()
-                    and not matches(name, precision.keep_fp32)
+                    and not matches(known, precision.keep_fp32)
                 ):
                     child._buffers[key] = held.to(buffer)
                     undo.callback(child._buffers.__setitem__, key, held)
             own = any(p is not None for p in child._parameters.values())
-            if low in (torch.bfloat16, torch.float16) and own and _stays(module, path, precision):
+            if low in (torch.bfloat16, torch.float16) and own and path in stays:
                 undo.callback(child.register_forward_pre_hook(_Cast(torch.float32).before, with_kwargs=True).remove)
                 undo.callback(child.register_forward_hook(_Cast(low).after).remove)
         return undo.pop_all()

@@ -28,7 +28,7 @@ from zgraph.inputs import refuse_state
 from zgraph.inspection.recorder import record
 from zgraph.passes import History
 from zgraph.passes.costs import Costs
-from zgraph.pipeline import EVERYTHING, Edit, costs_of, unmatched
+from zgraph.pipeline import EVERYTHING, Edit, costs_of, refuse_unmatched
 from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
@@ -120,8 +120,7 @@ def compile(
     )
     forward = unbound(model, model.forward)
     check(model, precision, specs)
-    for fault in unmatched(plan, model):
-        raise fault
+    refuse_unmatched(plan, model)
     refuse_shared_memory(model, moved_parameters(model, specs, mesh), updates=plan.optimizer is not None)
     refuse_unmovable(model, replaces=mesh is not None, in_stages=sizes.get(STAGE_DIM, 1) > 1)
     refuse_complex_clipping(plan, specs)
@@ -244,8 +243,7 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
     args, kwargs = split_inputs(inputs)
     forward = unbound(model, model.forward)
     check(model, precision, specs)
-    for fault in unmatched(plan, model):
-        raise fault
+    refuse_unmatched(plan, model)
     with prepare(model, precision, specs):
         traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}

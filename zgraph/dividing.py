@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from zgraph.passes.divisions import Choice, choices, compatible, divided, uses_o
 from zgraph.passes.simulator import simulate
 from zgraph.plan import Plan
 from zgraph.program.program import TENSOR_DIM, Division, InputRole, ParamSpec, Program
+from zgraph.record import joined
 from zgraph.units import shown_bytes
 
 logger = logging.getLogger(__name__)
@@ -164,6 +165,7 @@ def _by_table(
     parameters = joint.input_nodes(InputRole.PARAMETER)
     modules, known = [n for n, _ in module.named_modules(remove_duplicate=False)], parameter_names(module)
     made: dict[str, Division] = {}
+    faults: list[PlanError] = []
     for pattern, given in rows.items():
         style = _OF_TRANSFORMERS.get(given, given) if own else given
         if style not in STYLES:
@@ -177,36 +179,48 @@ def _by_table(
         # (a model's own table has a row for each of the modules that share a weight, for the first of them the one that counts)
         names = {n: [n] if own else known.get(n, [n]) for n in joint.params}
         matched = _matched(pattern, modules, names, own)
-        there = [m for m in modules if m and fnmatch.fnmatchcase(m, pattern)]
-        if not matched and not own and there:
-            raise PlanError(
-                f"tensor_parallel has a pattern {pattern!r}, and {there[0]!r} has no parameter of its own",
-                where=f"tensor_parallel.{pattern}",
-                why="weights are divided, and a pattern is for the module that holds them",
-                hint=f"{pattern}.* names what is in it",
-            )
-        if not matched and not own:
-            raise PlanError(
-                f"tensor_parallel has a pattern {pattern!r} that matches no module",
-                where=f"tensor_parallel.{pattern}",
-                hint=did_you_mean(pattern, [n for n in modules if n]),
-            )
         role = STYLES[style]
         for name in sorted(matched):
             if role is None or name not in parameters:
                 continue
             division = _division(name, role, found, uses)
             if division is None and len(joint.params[name].shape) > 1 and not own:
-                raise PlanError(
-                    f"{name!r} can't be divided into {ranks} parts {style}",
-                    where=f"tensor_parallel.{pattern}",
-                    why=f"its shape is {list(joint.params[name].shape)}; an operator walks that dimension as a whole, or {ranks} does "
-                    "not divide what it is made of (heads, say)",
-                    hint="replicate it, or another number of ranks",
+                faults.append(
+                    PlanError(
+                        f"{name!r} can't be divided into {ranks} parts {style}",
+                        where=f"tensor_parallel.{pattern}",
+                        why=f"its shape is {list(joint.params[name].shape)}; an operator walks that dimension as a whole, or {ranks} does "
+                        "not divide what it is made of (heads, say)",
+                        hint="replicate it, or another number of ranks",
+                    )
                 )
             if division is not None:
                 made[name] = division
+    if faults:
+        raise joined(faults)
     return made
+
+
+def unmatched(rows: Collection[str], module: nn.Module) -> Iterator[PlanError]:
+    """Each pattern of a table that names no module with parameters of its own, and no parameter."""
+    modules, known = [n for n, _ in module.named_modules(remove_duplicate=False)], parameter_names(module)
+    for pattern in rows:
+        if _matched(pattern, modules, known, own=False):
+            continue
+        there = [m for m in modules if m and fnmatch.fnmatchcase(m, pattern)]
+        if there:
+            yield PlanError(
+                f"tensor_parallel has a pattern {pattern!r}, and {there[0]!r} has no parameter of its own",
+                where=f"tensor_parallel.{pattern}",
+                why="weights are divided, and a pattern is for the module that holds them",
+                hint=f"{pattern}.* names what is in it",
+            )
+        else:
+            yield PlanError(
+                f"tensor_parallel has a pattern {pattern!r} that matches no module",
+                where=f"tensor_parallel.{pattern}",
+                hint=did_you_mean(pattern, [n for n in modules if n]),
+            )
 
 
 def _matched(pattern: str, modules: Collection[str], names: Mapping[str, Sequence[str]], own: bool) -> set[str]:

@@ -386,7 +386,7 @@ class Handle:
         to 3 share one), `RankMismatchError` if ranks give different plans.
         """
         from zgraph.dividing import as_divided
-        from zgraph.pipeline import unmatched
+        from zgraph.pipeline import refuse_unmatched
         from zgraph.placing import placed_as
         from zgraph.runtime import agreed_costs
         from zgraph.sharding import planned_layout
@@ -400,8 +400,7 @@ class Handle:
                 f"recompile keeps the mesh {kept}, the plan has {sizes}",
                 hint="compile a fresh model, and load a state dict",
             )
-        for fault in unmatched(plan, old.module):
-            raise fault
+        refuse_unmatched(plan, old.module)
         plan = placed_as(plan, old.plan)
         if not plan.offload.same(old.plan.offload):
             raise ModelError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,7 +28,25 @@ def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def tied_name(pattern: str, module: nn.Module) -> str | None:
-    """The first name of a tied parameter that a pattern matches by another of its names; None where it matches none."""
-    names = parameter_names(module).items()
-    return next((first for first, every in names if any(fnmatch.fnmatchcase(n, pattern) for n in every[1:])), None)
+def module_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of each module inside, by each of them: one that is shared has several, and plans may use any."""
+    groups: dict[int, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        groups.setdefault(id(child), []).append(name)
+    return {name: tuple(group) for group in groups.values() for name in group}
+
+
+def around(names: Iterable[str]) -> list[str]:
+    """These names of a module or a parameter, and those of the modules that they lie in; the outermost first."""
+    found = {n: n.count(".") for name in names if name for n in _prefixes(name)}
+    return sorted(found, key=found.__getitem__)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+
+
+def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    """Does a pattern match one of these names?"""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)

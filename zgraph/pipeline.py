@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import fnmatch
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx, nn
 
+from zgraph.dividing import unmatched as unmatched_rows
 from zgraph.errors import PassError, PlanError
-from zgraph.names import did_you_mean
+from zgraph.names import did_you_mean, matches
 from zgraph.passes import Pass, PassType
 from zgraph.passes.bucket import BucketOptions, bucket
 from zgraph.passes.checkpoint import CheckpointOptions, RematerializeOptions, checkpoint, rematerialize
@@ -45,6 +45,7 @@ from zgraph.passes.zero import (
     shard_parameters,
 )
 from zgraph.program.program import CONTEXT_DIM, TENSOR_DIM
+from zgraph.record import joined
 
 if TYPE_CHECKING:
     from zgraph.plan import Plan
@@ -224,16 +225,49 @@ def _checkpointing(plan: Plan, costs: Costs, choice: Choice, solver: Solver | No
     return found
 
 
-def unmatched(plan: Plan, model: nn.Module) -> Iterator[PlanError]:
-    """Each pattern of `recompute` that matches no module."""
+@dataclass(frozen=True)
+class Unmatched:
+    """A pattern in a field of a plan that names nothing of the model."""
+
+    field: str
+    pattern: str
+    error: PlanError
+
+
+def unmatched(plan: Plan, model: nn.Module) -> Iterator[Unmatched]:
+    """Each pattern of `recompute`, `tiles` and `tensor_parallel` that matches no module, by any of its names."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    for pattern in plan.recompute if isinstance(plan.recompute, tuple) else ():
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            yield PlanError(
-                f"recompute has a pattern {pattern!r} that matches no module",
-                where="recompute",
-                hint=did_you_mean(pattern, [name for name in names if name]),
-            )
+    recompute = plan.recompute if isinstance(plan.recompute, tuple) else ()
+    tiles = [p for p in plan.tiles if p != LOSS]
+    for field, patterns in (("recompute", recompute), ("tiles", tiles)):
+        for pattern in patterns:
+            if not matches(names, [pattern]):
+                what = f"{field} has a pattern {pattern!r} that matches no module"
+                hint = did_you_mean(pattern, [name for name in names if name])
+                where = field if field == "recompute" else f"{field}.{pattern}"
+                yield Unmatched(field, pattern, PlanError(what, where=where, hint=hint))
+    if isinstance(plan.tensor_parallel, Mapping) and plan.mesh.get(TENSOR_DIM, 1) != 1:
+        for pattern in plan.tensor_parallel:
+            for error in unmatched_rows([pattern], model):
+                yield Unmatched("tensor_parallel", pattern, error)
+
+
+def refuse_unmatched(plan: Plan, model: nn.Module) -> None:
+    """Raises `PlanError` for patterns that match no module."""
+    faults = [found.error for found in unmatched(plan, model)]
+    if faults:
+        raise joined(faults)
+
+
+def without(plan: Plan, faulty: Iterable[Unmatched]) -> Plan:
+    """The plan without these patterns."""
+    lost = {(found.field, found.pattern) for found in faulty}
+    changes: dict[str, Any] = {}
+    for field in {field for field, _ in lost}:
+        patterns = getattr(plan, field)
+        kept = [p for p in patterns if (field, p) not in lost]
+        changes[field] = {p: patterns[p] for p in kept} if isinstance(patterns, Mapping) else tuple(kept) or "auto"
+    return plan.model_copy(update=changes)
 
 
 def load_policy(ref: str) -> Callable[[fx.Node], bool]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zgraph.casts import with_precision
+from zgraph.casts import stays_fp32, with_precision
 from zgraph.errors import ModelError, UnsupportedError
 from zgraph.former_memory import former_memory
 from zgraph.precision import Precision
@@ -72,6 +72,7 @@ def layout(
     """
     precision = precision or Precision()
     ranks = mesh.get("dp", 1)
+    stays = stays_fp32(module, precision)
     specs: dict[str, ParamSpec] = {}
     for name, param in module.named_parameters():
         if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
@@ -87,7 +88,7 @@ def layout(
                 hint="make it dense (.to_dense()), or keep the sparse tensor outside of the model",
             )
         spec = ParamSpec(name, tuple(param.shape), _dense_stride(param, name), param.dtype, param.requires_grad)
-        spec = with_precision(spec, precision, module)
+        spec = with_precision(spec, precision, stays)
         sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)
         spec = spec.sharded("dp", ranks) if sharded else spec
         part = math.prod(spec.shard_shape) * spec.dtype.itemsize

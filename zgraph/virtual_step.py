@@ -34,7 +34,7 @@ from zgraph.dividing import divided_layout
 from zgraph.errors import ModelError, SignatureError
 from zgraph.forwards import method_of
 from zgraph.passes.virtual import coordinates, group_ranks, run_virtual
-from zgraph.pipeline import PLAIN, Edit, Variant, costs_of
+from zgraph.pipeline import PLAIN, Edit, Variant, costs_of, refuse_unmatched
 from zgraph.placing import placed
 from zgraph.plan import Plan
 from zgraph.program import torch_private
@@ -128,6 +128,7 @@ class VirtualStep:
         self.plan = placed(plan, self.model, self.sizes, self.device)
         self.specs = planned_layout(self.model, self.sizes, self.plan)
         check(self.model, precision, self.specs)
+        refuse_unmatched(self.plan, self.model)
         prepare(self.model, precision, self.specs)
         plain = in_precision(self.model, self.specs)
         count, forward = math.prod(self.sizes.values()), method_of(model)

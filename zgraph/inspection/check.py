@@ -27,7 +27,7 @@ from zgraph.inspection.memory import peak_of
 from zgraph.inspection.plans import RESERVE, rows_of
 from zgraph.passes import PassManager, verify_program
 from zgraph.passes.costs import Costs, Hardware, hardware, hardware_like
-from zgraph.pipeline import Variant, build, build_update_passes, load_pass, load_policy, unmatched
+from zgraph.pipeline import Variant, build, build_update_passes, load_pass, load_policy, unmatched, without
 from zgraph.plan import Plan, located
 from zgraph.program.node import info
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, Program
@@ -156,7 +156,9 @@ class _Checks:
             ("batch", self._batch, ("plan", "inputs")),
             ("parameters", self._parameters, ("plan", "model")),
             ("precision", self._precision, ("plan", "specs")),
-            ("recompute", self._recompute, ("plan", "model")),
+            ("recompute", lambda: self._unmatched("recompute"), ("plan", "model")),
+            ("tiles", lambda: self._unmatched("tiles"), ("plan", "model")),
+            ("tensor_parallel", lambda: self._unmatched("tensor_parallel"), ("plan", "model")),
             ("optimizer", self._optimizer, ("plan", "specs")),
             ("schedule", self._schedule, ("plan", "specs")),
             ("offload", self._offload, ("plan", "specs")),
@@ -326,16 +328,21 @@ class _Checks:
                 hint=f"param_persistence_threshold={largest + 1} leaves them whole",
             )
 
-    def _recompute(self) -> Iterator[Finding]:
+    def _unmatched(self, field: str) -> Iterator[Finding]:
+        """Patterns of one field that match nothing. What follows is checked without them."""
         assert self.plan is not None and self.model is not None
-        for fault in unmatched(self.plan, self.model):
-            yield _finding("recompute", fault)
+        found = [f for f in unmatched(self.plan, self.model) if f.field == field]
+        yield from (_finding(field, f.error) for f in found)
+        self.plan = without(self.plan, found)
 
     def _precision(self) -> Iterator[Finding]:
         assert self.plan is not None and self.model is not None and self.specs is not None
         precision = self.plan.resolved_precision()
-        for fault in casts.faults_of(self.model, precision, self.specs):
-            yield _finding("precision", fault)
+        faults = list(casts.faults_of(self.model, precision, self.specs))
+        yield from (_finding("precision", fault) for fault in faults)
+        if faults:
+            fitting = casts.without_faults(self.model, precision)
+            self.plan = self.plan.model_copy(update={"precision": fitting})
         too_large = casts.refuse_overflow(self.model, precision)
         if too_large:
             yield _finding("precision", casts.overflow_error(too_large))
@@ -433,8 +440,7 @@ class _Checks:
         plan, world = Plan(backend="eager"), 1
         if self.plan is not None and self.specs is not None:
             world = self.assumed[0]
-            faulty = any(casts.faults_of(self.model, self.plan.resolved_precision(), self.specs))
-            plan = plan.model_copy(update={"mesh": dict(self.plan.mesh)}) if faulty else self._placed()
+            plan = self._placed()
         self.captured = captured_program(self.model, plan, self.part, world)
         yield from ()
 
@@ -521,6 +527,8 @@ class _Checks:
         try:
             found = of_model(model, plan, inputs, self.world, captured=self.captured)
         except PlanError as error:
+            if error.where != "memory_budget":
+                raise
             yield _finding("memory", error)
             yield Finding(
                 "memory",

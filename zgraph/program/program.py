@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zgraph.names import around
 from zgraph.program import torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.remark import Remark
@@ -233,7 +234,7 @@ class Program:
     flat tuple of nodes. `mesh` gives the sizes of the mesh dimensions by name, outermost first, in ranks. `params` has
     the layout of every parameter of the model by name, used here or not. `fake_mode` made the nodes' fake values, and
     makes those of inserted nodes. `facts` are what passes have provided so far (their contracts speak of these), `remarks`
-    what they would have liked to do and could not.
+    what they would have liked to do and could not. `aliases` has all names of each module that the model has under several, by each of them.
 
     Shapes are those of one rank: from the level distributed on, a sharded parameter enters with its `shard_shape`.
     """
@@ -248,6 +249,7 @@ class Program:
     level: Level = Level.CAPTURED
     facts: set[str] = field(default_factory=set)
     remarks: list[Remark] = field(default_factory=list, repr=False)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     # -- reading ---------------------------------------------------------------------------------------------------
     @property
@@ -284,6 +286,15 @@ class Program:
     def input_nodes(self, role: InputRole) -> dict[str, fx.Node]:
         """The placeholders of one role, by name."""
         return {port.name: node for port, node in self.input_items() if port.role is role}
+
+    def modules_around(self, node: fx.Node) -> list[str]:
+        """The paths of the module that a node is of and of those around it, by all of their names; the outermost first."""
+        path = info(node).module
+        return around(self.aliases.get(path, (path,)))
+
+    def first_name(self, path: str) -> str:
+        """The name of a module by which it is counted where it has several."""
+        return self.aliases.get(path, (path,))[0]
 
     # -- changing --------------------------------------------------------------------------------------------------
     def call(
@@ -398,6 +409,7 @@ class Program:
             level=self.level,
             facts=set(self.facts),
             remarks=list(self.remarks),
+            aliases=self.aliases,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:

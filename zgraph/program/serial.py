@@ -77,6 +77,7 @@ def to_json(program: Program, *, constants: bool = True) -> dict[str, Any]:
         "name": program.name,
         "level": Level(program.level).name.lower(),
         "facts": sorted(program.facts),
+        "aliases": [list(names) for names in dict.fromkeys(program.aliases.values())],
         "mesh": [[name, size] for name, size in program.mesh.items()],
         "params": [_encode_record(spec) for spec in program.params.values()],
         "inputs": [_encode_record(port) for port in program.inputs],
@@ -299,6 +300,7 @@ class _Loader:
             fake_mode=self.fake_mode,
             level=Level[data["level"].upper()],
             facts=set(data["facts"]),
+            aliases={n: tuple(names) for names in data.get("aliases", ()) for n in names},
         )
 
     def node(self, graph: fx.Graph, row: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ def partition(joint: Program, plan: Plan, ranks: int, costs: Costs, module: nn.M
     """Where the plan cuts the captured program of `module` for so many ranks along "pp". Raises `PlanError`."""
     check_names(joint, plan.tiles)
     schedule = make_schedule(plan.schedule, ranks, plan.micro_batches, plan.virtual_stages)
-    types = {path: type(child).__name__ for path, child in module.named_modules()}
+    types = {path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)}
     return Partition(find_cuts(joint, schedule.stages, plan.partition, costs, types=types), schedule)
 
 

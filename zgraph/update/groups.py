@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zgraph.errors import PlanError
-from zgraph.names import tied_name
+from zgraph.names import matches, parameter_names
 from zgraph.program.program import ParamSpec
 
 if TYPE_CHECKING:
@@ -55,13 +54,15 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
     for fault in faults_of(specs, optimizer, module):
         raise fault
     records = [(_patterns(g), g) for g in optimizer.groups]
+    known = parameter_names(module)
     groups: dict[Any, int] = {}
     found: list[Member] = []
     for name, spec in specs.items():
         if not spec.dtype.is_floating_point:
             continue
-        matching = [i for i, (patterns, _) in enumerate(records) if _matches(name, patterns)]
-        record = _record(optimizer, name, spec, module)
+        names = known.get(name, [name])
+        matching = [i for i, (patterns, _) in enumerate(records) if matches(names, patterns)]
+        record = _record(optimizer, names, spec, module)
         if matching:
             record = record.model_copy(update=dict(records[matching[0]][1].overrides))
         if (
@@ -81,17 +82,19 @@ def faults_of(specs: dict[str, ParamSpec], optimizer: Any, module: nn.Module) ->
         yield PlanError("an optimizer, and no parameters", where="optimizer", hint="leave it out of the plan")
         return
     records = [(_patterns(g), g) for g in optimizer.groups]
+    known = parameter_names(module)
     used = [False] * len(records)
     told: set[tuple[int, ...]] = set()
     for name, spec in specs.items():
-        matching = tuple(i for i, (patterns, _) in enumerate(records) if _matches(name, patterns))
+        names = known.get(name, [name])
+        matching = tuple(i for i, (patterns, _) in enumerate(records) if matches(names, patterns))
         if len(matching) > 1 and matching not in told:
             told.add(matching)
             both = " and ".join(repr(records[i][1].match) for i in matching[:2])
             yield PlanError(
                 f"parameter {name!r} is in two groups",
                 where="optimizer.groups",
-                why=f"both {both} match it",
+                why=f"both {both} match it" + (f"; it is tied: {' and '.join(map(repr, names))}" if names[1:] else ""),
                 hint="make one of the patterns narrower",
             )
         for i in matching:
@@ -102,30 +105,27 @@ def faults_of(specs: dict[str, ParamSpec], optimizer: Any, module: nn.Module) ->
                 where="optimizer",
                 hint="hold it as two real parameters, or leave the optimizer out of the plan and use torch's",
             )
+    hint = f"names look like {next(iter(specs), 'none')!r}"
     for (_, group), was in zip(records, used, strict=True):
         if not was:
-            tied = next((t for p in _patterns(group) if (t := tied_name(p, module))), None)
             yield PlanError(
-                f"the optimizer's group {group.match!r} matches no parameter",
-                where="optimizer.groups",
-                why=f"a parameter that it names is tied to {tied!r}, and goes by that name" if tied else None,
-                hint=f"name {tied!r}" if tied else f"names look like {next(iter(specs), 'none')!r}",
+                f"the optimizer's group {group.match!r} matches no parameter", where="optimizer.groups", hint=hint
             )
+    for pattern in getattr(optimizer, "companion_modules", ()):
+        if not any(matches(known.get(name, [name]), [pattern]) for name in specs):
+            what = f"companion_modules has a pattern {pattern!r} that matches no parameter"
+            yield PlanError(what, where="optimizer.companion_modules", hint=hint)
 
 
 def _patterns(group: Any) -> tuple[str, ...]:
     return (group.match,) if isinstance(group.match, str) else tuple(group.match)
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, p) for p in patterns)
-
-
-def _record(optimizer: Any, name: str, spec: ParamSpec, module: nn.Module) -> Any:
-    """The plan's optimizer, or its companion for what a rule of matrices is not for."""
+def _record(optimizer: Any, names: Sequence[str], spec: ParamSpec, module: nn.Module) -> Any:
+    """The plan's optimizer, or its companion for what a rule of matrices is not for. `names` are all that the parameter has."""
     companion = getattr(optimizer, "companion", None)
     if companion is None:
         return optimizer
-    owner = module.get_submodule(name.rpartition(".")[0])
-    matrix = len(spec.shape) == 2 and not isinstance(owner, nn.Embedding)
-    return optimizer if matrix and not _matches(name, optimizer.companion_modules) else companion
+    embeds = any(isinstance(module.get_submodule(n.rpartition(".")[0]), nn.Embedding) for n in names)
+    matrix = len(spec.shape) == 2 and not embeds
+    return optimizer if matrix and not matches(names, optimizer.companion_modules) else companion
