@@ -23,7 +23,7 @@ WITH_CODE = [path for path in DOCUMENTS if "```python" in path.read_text()]
 
 # A layer, by its folder, and what of zgraph it may import.
 LAYERS = {
-    "zgraph/program": ("zgraph.program", "zgraph.errors", "zgraph._version"),
+    "zgraph/program": ("zgraph.program", "zgraph.names", "zgraph.errors", "zgraph._version"),
     "passes": ("zgraph.passes", "zgraph.program", "zgraph.record", "zgraph.names", "zgraph.units", "zgraph.errors"),
     "codegen": (
         "zgraph.codegen",
