@@ -132,6 +132,28 @@ def test_running_statistics_go_from_micro_batch_to_micro_batch() -> None:
     assert {d.stages for d in found.differences if d.what == "buffer"} == {(0,), (1,)}
 
 
+class Normed(nn.Module):
+    """The second norm's running mean is nothing but rounding: what comes in has a mean of zero. Forward puts a hook on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norms = nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if h.requires_grad:
+            h.register_hook(lambda g: g * 2)
+        return self.norms(h).pow(4).mean()
+
+
+def test_a_buffer_that_is_nothing_but_rounding_is_right_and_so_is_a_hook_on_a_value() -> None:
+    torch.manual_seed(0)
+    plan = zgraph.Plan(backend="eager", mesh={"pp": 2, "dp": 2}, micro_batches=2, partition=["norms"], zero=1)
+    found = zgraph.verify(Normed(), plan, 4, (torch.randn(16, 8),))
+    assert found.ok, found
+    assert any(d.what == "buffer" and d.name == "norms.1.running_mean" for d in found.differences)
+
+
 def test_neither_the_model_nor_the_random_state_changes() -> None:
     case = stage_models.build("Drops")
     before = {n: t.clone() for n, t in case.model.state_dict().items()}

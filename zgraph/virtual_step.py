@@ -380,8 +380,8 @@ class PlainRun:
         values: list[Any] = []
 
         def capture(*flat: Any) -> Sequence[Any]:
-            with torch.no_grad():
-                made = [cast_to(v, out) for v in entry.trace.flat.graph_module(*flat)]
+            # (Not without gradients: a hook that forward puts on a value wants one that has them.)
+            made = [cast_to(v, out) for v in entry.trace.flat.graph_module(*flat)]
             # Each output is a leaf, so that a tangent is the loss's derivative by this output and no other.
             values.extend(
                 v.detach().requires_grad_() if i in entry.trace.differentiable else v for i, v in enumerate(made)

@@ -219,7 +219,10 @@ class Plain:
         again = lambda: (contextlib.nullcontext(), _reparametrize_module(model, weights, tie_weights=True))  # noqa: E731
         return torch.utils.checkpoint.checkpoint(function, *args, context_fn=again, **kwargs)
 
-    def context(self) -> Any:
+    def through(self, program: Any) -> Any:
+        """A context in which a program (a module) runs."""
+        if self.low:
+            program.checkpoint = self.checkpoint
         if self.keeping:
             return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
         return contextlib.nullcontext()
@@ -253,6 +256,9 @@ class Compiled(Plain):
 
     def update(self, model: Any, optimizer: Any) -> Any:
         return model.step()
+
+    def through(self, program: Any) -> Any:
+        return contextlib.nullcontext()
 
     def train_step(self, model: Any, optimizer: Any, args: tuple[Any, ...]) -> Any:
         return _loss(model.train_step(*args))
@@ -289,10 +295,8 @@ def run_side(program: Any, side: Plain) -> Run:
     """Run `train` of a program (a module) with one side; its exception is part of what it gave."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(program.DTYPE)
-    if side.low and type(side) is Plain:
-        program.checkpoint = side.checkpoint
     try:
-        with side.context():
+        with side.through(program):
             program.train(side)
     except Exception as error:
         side.run.error = error
@@ -338,8 +342,9 @@ def run_virtual(load: Callable[[str], Any]) -> Verdict:
 def _plain_error(program: Any) -> Exception | None:
     """What plain PyTorch raises in a program's first step."""
     try:
-        args = program.batch(0, 0)
-        program.loss_of(program.build()(*args), *args).backward()
+        side, args = Plain(program.PLAN), program.batch(0, 0)
+        with side.through(program):
+            program.loss_of(side.compile(program.build(), args)(*args), *args).backward()
     except Exception as error:
         return error
     return None

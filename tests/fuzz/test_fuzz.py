@@ -136,6 +136,21 @@ def test_an_error_of_others_is_unclear() -> None:
     assert compare(Run(), Run(error=KeyError("no"))).word == "unclear"
 
 
+def test_what_a_stage_does_not_have_is_wrong_if_no_rank_has_it() -> None:
+    from ranks import Outcome as OfRank
+
+    from .ranks import joined
+
+    plain = Run([kept(torch.ones(2)), kept(torch.ones(2), "buffer", "b")])
+    has = Run([kept(torch.ones(2)), kept(torch.ones(2), "buffer", "b")])
+    elsewhere = {(0, "gradient", "w"), (0, "buffer", "b")}
+    lacks = Run([kept(torch.zeros(2), "buffer", "b")], elsewhere=elsewhere)
+    wrong = Run([kept(torch.zeros(2), "buffer", "b")], elsewhere={(0, "gradient", "w")})
+    assert compare(plain, wrong).word == "wrong"
+    assert joined([OfRank(value=compare(plain, run)) for run in (has, lacks)]).word == "equal"
+    assert joined([OfRank(value=compare(plain, run)) for run in (lacks, lacks)]).word == "wrong"
+
+
 def test_wrong_numbers_before_an_error_are_wrong() -> None:
     from zgraph.errors import CaptureError
 

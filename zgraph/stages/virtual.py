@@ -23,7 +23,7 @@ from zgraph.passes.virtual import coordinates, run_virtual
 from zgraph.pipeline import Variant
 from zgraph.program.parts import positions_of
 from zgraph.program.program import STAGE_DIM, InputRole, OutputRole, Program
-from zgraph.rounding import Difference, difference
+from zgraph.rounding import Difference, difference, norm_of
 from zgraph.stages.actions import Action, Kind
 from zgraph.stages.buffers import Buffers
 from zgraph.stages.duties import Duty, duties
@@ -73,7 +73,8 @@ class VirtualPipeline:
         for stage, worker in enumerate(workers):
             for name in worker.changed:
                 for rank, run in enumerate(self.step.calls[-1]):
-                    self._compare("buffer", name, stage, rank, worker.buffers[rank][name], run.buffers[name])
+                    norm = norm_of(run.buffers.values())
+                    self._compare("buffer", name, stage, rank, worker.buffers[rank][name], run.buffers[name], norm)
         return self._found
 
     # -- what it is compared with -------------------------------------------------------------------------------------
