@@ -32,9 +32,10 @@ def measure(layers: int) -> dict[str, float]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import zgraph
-    from zgraph import capture, compiler
+    from zgraph import capture
     from zgraph.passes import PassManager, manager
     from zgraph.pipeline import build
+    from zgraph.planned_step import device_of
     from zgraph.program import torch_private
     from zgraph.sharding import layout
 
@@ -57,7 +58,7 @@ def measure(layers: int) -> dict[str, float]:
     wall, begin = time.perf_counter(), clock()
     specs = layout(model, sizes, plan.zero, plan.param_persistence_threshold)
     inputs = {"input_ids": tokens, "labels": tokens}
-    device = compiler._device(model)
+    device = device_of(model)
     start = clock()
     traced = capture.trace(model, type(model).forward, (), inputs, specs, sizes, device)
     trace = clock() - start

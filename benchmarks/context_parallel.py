@@ -74,9 +74,9 @@ def forecast(ranks: int, way: str, length: int, options: argparse.Namespace) -> 
     """Bytes at the peak, beyond weights and gradients, of a sequence of so many tokens."""
     import torch
 
-    from zgraph.compiler import programs
     from zgraph.passes.costs import Costs, hardware
     from zgraph.passes.simulator import simulate
+    from zgraph.planned_step import programs
 
     model = model_of(options)
     words = torch.randint(options.vocabulary, (1, length))

@@ -122,9 +122,9 @@ def forecast(size: Any, plan: Any) -> int:
     """Bytes at the peak of a step of this plan, by the simulator."""
     from link import gpt
 
-    from zgraph.compiler import programs
     from zgraph.passes.simulator import simulate
     from zgraph.pipeline import costs_of
+    from zgraph.planned_step import programs
 
     program = programs(gpt.make(size), plan, gpt.data(size, 0), 1).program
     return sum(simulate(program, costs_of(plan)).peak.values())

@@ -71,7 +71,7 @@ def measured(layers: int, how: str) -> str:
     import transformers
 
     import zgraph
-    from zgraph.compiler import captured_program
+    from zgraph.planned_step import captured_program
     from zgraph.stages.forecast import forecast_of
     from zgraph.stages.planned import planned_stages
 

@@ -15,7 +15,7 @@ from zgraph.errors import AssertionError
 from zgraph.passes.aliases import mutates, root_of
 from zgraph.program import collectives, moves, ops, place, torch_private
 from zgraph.program.layout import Strides, laid_out, promised
-from zgraph.program.node import info
+from zgraph.program.node import info, place_of
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.stacks import Line
 
@@ -91,6 +91,19 @@ class Executable:
             and (strides := promised(node)) is not None
         )
 
+    def running_node(self, stack: Sequence[Line]) -> fx.Node | None:
+        """The program's node whose line of the generated code a thread with this stack is in; None if it can't be told."""
+        lines = self.source.splitlines()
+        by_name = {n.name: n for n in self.program.graph.nodes}
+        for line in stack:
+            if (line.file, line.function) == (Executable.run.__code__.co_filename, Executable.run.__name__):
+                return None
+            if line.function in ("forward", "call") and 0 < line.number <= len(lines):
+                found = _node_at(lines, line.number - 1, by_name)
+                if found is not None:
+                    return found
+        return None
+
     def run(self, values: list[Any]) -> Sequence[Any]:
         """Run the program: inputs come in as the program was made for them, whatever their strides."""
         for at, strides in self._from_outside:
@@ -137,12 +150,6 @@ def explain(error: Exception, executable: Executable) -> Exception:
     return place.failed_collective(what, place_of(start), error, start)
 
 
-def place_of(node: fx.Node) -> str:
-    """A node's module, parameter and line, as errors say it."""
-    record = info(node)
-    return f"module {record.module or '(root)'}{', parameter ' + record.param if record.param else ''} {record.source}".strip()
-
-
 def failing_node(error: BaseException, executable: Executable) -> fx.Node | None:
     """The program's node whose line of the generated code raised, None if it can't be told."""
     lines = executable.source.splitlines()
@@ -155,20 +162,6 @@ def failing_node(error: BaseException, executable: Executable) -> fx.Node | None
             found = _node_at(lines, line - 1, by_name) or found
         traceback = traceback.tb_next
     return found
-
-
-def running_node(stack: Sequence[Line], executable: Executable) -> fx.Node | None:
-    """The program's node whose line of the generated code a thread with this stack is in; None if it can't be told."""
-    lines = executable.source.splitlines()
-    by_name = {n.name: n for n in executable.program.graph.nodes}
-    for line in stack:
-        if (line.file, line.function) == (Executable.run.__code__.co_filename, Executable.run.__name__):
-            return None
-        if line.function in ("forward", "call") and 0 < line.number <= len(lines):
-            found = _node_at(lines, line.number - 1, by_name)
-            if found is not None:
-                return found
-    return None
 
 
 def _node_at(lines: list[str], at: int, by_name: dict[str, fx.Node]) -> fx.Node | None:

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph.compiler import programs
 from zgraph.passes import PassManager
 from zgraph.passes.costs import Costs, Hardware, Link
 from zgraph.passes.manager import History
 from zgraph.passes.virtual import run_virtual
 from zgraph.pipeline import build
+from zgraph.planned_step import programs
 from zgraph.program.program import Program
 
 ROWS = 4

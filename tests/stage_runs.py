@@ -27,7 +27,6 @@ from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.partition import split
 from zgraph.compiled import StepProgram
-from zgraph.compiler import split_inputs
 from zgraph.passes import verify_program
 from zgraph.passes.aliases import is_random
 from zgraph.passes.anchors import forward_nodes, free_nodes
@@ -35,6 +34,7 @@ from zgraph.passes.costs import CPU, Costs
 from zgraph.passes.cuts import assign, find_cuts
 from zgraph.passes.stages import Stages, cut_stages
 from zgraph.passes.virtual import run_virtual
+from zgraph.planned_step import split_inputs
 from zgraph.program import torch_private
 from zgraph.program.node import tensor, value
 from zgraph.program.program import InputRole, OutputRole, Port, Program

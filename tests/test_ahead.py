@@ -11,7 +11,7 @@ from sweeps import sweep
 
 import zgraph
 from zgraph.codegen.partition import split
-from zgraph.compiler import programs
+from zgraph.planned_step import programs
 from zgraph.program import collectives
 from zgraph.program.program import InputRole, OutputRole
 

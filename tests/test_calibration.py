@@ -18,12 +18,12 @@ from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.partition import split
 from zgraph.codegen.timed import Stopwatch, Timed, instrumented, shared
-from zgraph.compiler import programs
 from zgraph.errors import PlanError, RankMismatchError
 from zgraph.links import fit_line
 from zgraph.passes.aliases import is_view
 from zgraph.passes.costs import CPU, Costs, Hardware, Link, computes, hardware, signature
 from zgraph.passes.simulator import simulate
+from zgraph.planned_step import programs
 from zgraph.program import collectives
 
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]

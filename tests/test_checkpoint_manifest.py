@@ -14,8 +14,9 @@ from hypothesis import strategies as some
 
 from zgraph.checkpoint import manifest
 from zgraph.checkpoint.manifest import MOST_COUNTED, MOST_CUT, Manifest, check_tiling
-from zgraph.checkpoint.source import Block, Known, TensorInfo
+from zgraph.checkpoint.source import Block, TensorInfo
 from zgraph.errors import CheckpointError
+from zgraph.update.resume import Known
 
 
 def tiles(blocks: list[Block], shape: tuple[int, ...]) -> bool:

@@ -25,10 +25,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import zgraph
 from zgraph.checkpoint import folder
 from zgraph.checkpoint.native import Checkpoint
-from zgraph.checkpoint.source import Known
 from zgraph.checkpoint.storage import Writer
 from zgraph.checkpoint.values import PerRank
 from zgraph.errors import CheckpointError
+from zgraph.update.resume import Known
 
 pytestmark = pytest.mark.gloo
 WORLDS, STAGES = range(1, 9), range(4)

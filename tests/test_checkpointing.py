@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph.compiler import captured_program, programs
 from zgraph.errors import PlanError
 from zgraph.passes import verify_program
 from zgraph.passes.aliases import is_random
@@ -23,6 +22,7 @@ from zgraph.passes.cleanup import cleanup
 from zgraph.passes.costs import CPU, Costs
 from zgraph.passes.rotor import Rotor, Solver
 from zgraph.passes.simulator import simulate
+from zgraph.planned_step import captured_program, programs
 from zgraph.program.node import Phase, info
 
 COSTS = Costs(CPU, fused=False)

@@ -10,9 +10,9 @@ from torch import nn
 import zgraph
 from zgraph.codegen.chunks import compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
-from zgraph.compiler import update_program
 from zgraph.passes.groups import GROUP
 from zgraph.passes.virtual import run_virtual
+from zgraph.planned_step import update_program
 from zgraph.program.node import value
 from zgraph.program.program import InputRole
 

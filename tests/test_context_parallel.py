@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph.compiler import captured_program, programs
 from zgraph.errors import PlanError
 from zgraph.passes.cleanup import cleanup
 from zgraph.passes.context import ContextOptions, divide_context
 from zgraph.passes.costs import Costs, hardware
 from zgraph.passes.simulator import simulate
+from zgraph.planned_step import captured_program, programs
 from zgraph.program import collectives
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.program import Program

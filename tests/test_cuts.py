@@ -16,13 +16,13 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph.compiler import captured_program
 from zgraph.errors import PlanError
 from zgraph.passes.anchors import Line, forward_nodes, made_again, received
 from zgraph.passes.balance import Balance, balance, origins
 from zgraph.passes.blocks import blocks_of
 from zgraph.passes.costs import CPU, Costs, size_of
 from zgraph.passes.cuts import Cuts, Place, Room, assign, find_cuts
+from zgraph.planned_step import captured_program
 from zgraph.program.node import Phase, info
 from zgraph.program.program import OutputRole, Program
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import fx
 
-from zgraph.compiler import programs as compiled_programs
 from zgraph.plan import Plan
+from zgraph.planned_step import programs as compiled_programs
 from zgraph.program import collectives
 from zgraph.program.digest import collective_order, digest, first_difference, node_digests
 from zgraph.program.node import NodeInfo, Phase, info, set_info

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from zgraph import AdamW, Plan
 from zgraph.cli.app import app
 from zgraph.cli.dump import rank_place
-from zgraph.compiler import captured_program, update_program
 from zgraph.errors import PlanError
 from zgraph.inspection import bundle
 from zgraph.inspection.explain import explain
@@ -21,6 +20,7 @@ from zgraph.inspection.memory import peak_of
 from zgraph.inspection.page.parameters import parameters_of
 from zgraph.inspection.plans import evaluate
 from zgraph.pipeline import costs_of
+from zgraph.planned_step import captured_program, update_program
 from zgraph.program import collectives
 from zgraph.program.node import info
 from zgraph.program.program import Division

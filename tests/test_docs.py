@@ -99,8 +99,8 @@ def test_the_new_side_of_a_diff_is_python(path):
 @pytest.mark.core
 def test_the_graphs_shown_in_the_readme_are_those_that_zgraph_dump_prints(folder):
     from zgraph.cli.targets import load_target
-    from zgraph.compiler import programs
     from zgraph.plan import Plan
+    from zgraph.planned_step import programs
     from zgraph.program.text import render
 
     write_files(README, folder)

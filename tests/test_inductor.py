@@ -19,12 +19,12 @@ import zgraph
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import adopt_strides, compile_inductor, launches
 from zgraph.codegen.partition import split
-from zgraph.compiler import programs
 from zgraph.errors import LoweringError
 from zgraph.passes import graph_pass
 from zgraph.passes.costs import size_of
 from zgraph.passes.memory import memory_of
 from zgraph.passes.simulator import bucket_of
+from zgraph.planned_step import programs
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, Program

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph.compiler import captured_program
 from zgraph.passes import masks
 from zgraph.passes.cleanup import cleanup
 from zgraph.passes.masks import known_masks
+from zgraph.planned_step import captured_program
 from zgraph.program.program import Program
 
 LENGTH, WIDTH = 12, 8

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph.compiler import programs
 from zgraph.memory import COMPILING, StepMemory, table
 from zgraph.passes.fusion import sources
 from zgraph.passes.memory import memory_of
+from zgraph.planned_step import programs
 
 ONE = {"mesh": {"dp": 1}, "zero": 0}
 TESTS = Path(__file__).parent

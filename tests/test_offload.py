@@ -16,7 +16,6 @@ from sweeps import in_turn, sweep
 
 import zgraph
 from zgraph.codegen.partition import split
-from zgraph.compiler import planned_step, programs, update_program
 from zgraph.errors import OffloadError, PlanError, StepError, VerifyError
 from zgraph.passes import verify_program
 from zgraph.passes.aliases import root_of
@@ -24,6 +23,7 @@ from zgraph.passes.costs import CPU, Costs
 from zgraph.passes.memory import memory_of
 from zgraph.passes.simulator import simulate
 from zgraph.pipeline import costs_of
+from zgraph.planned_step import planned_step, programs, update_program
 from zgraph.program import moves
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole

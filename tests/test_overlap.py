@@ -18,7 +18,6 @@ from sweeps import sweep
 
 import zgraph
 from zgraph.codegen.partition import split
-from zgraph.compiler import programs
 from zgraph.errors import PlanError
 from zgraph.passes import verify_program
 from zgraph.passes.costs import Costs, Hardware, Link
@@ -26,6 +25,7 @@ from zgraph.passes.manager import History
 from zgraph.passes.memory import memory_of
 from zgraph.passes.simulator import simulate
 from zgraph.passes.transfers import layers_of
+from zgraph.planned_step import programs
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import OutputRole, Program

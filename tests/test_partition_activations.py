@@ -17,7 +17,6 @@ from torch import nn
 
 import zgraph
 from zgraph import allocations
-from zgraph.compiler import programs
 from zgraph.errors import PlanError, UnsupportedError
 from zgraph.passes import History
 from zgraph.passes.aliases import root_of
@@ -26,6 +25,7 @@ from zgraph.passes.crossing import crossings
 from zgraph.passes.memory import memory_of
 from zgraph.passes.partition_activations import SMALL, same_on_all
 from zgraph.pipeline import build
+from zgraph.planned_step import programs
 from zgraph.program import collectives
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.program import InputRole, Program

@@ -14,7 +14,6 @@ from torch import nn
 
 import zgraph
 from zgraph.codegen.partition import split
-from zgraph.compiler import programs, update_program
 from zgraph.errors import ContractError, PassError, PlanError, VerifyError
 from zgraph.passes import PassManager, graph_pass
 from zgraph.passes.aliases import aliases_of
@@ -29,6 +28,7 @@ from zgraph.passes.zero import (
     regather,
     shard_parameters,
 )
+from zgraph.planned_step import programs, update_program
 from zgraph.program import collectives, ops
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
 from zgraph.program.program import InputRole, Level, OutputRole, Program

@@ -13,10 +13,10 @@ from torch import nn
 
 import zgraph
 from zgraph.compiled import StepProgram
-from zgraph.compiler import captured_program
 from zgraph.passes.cuts import assign, find_cuts
 from zgraph.passes.stages import Stages, cut_stages
 from zgraph.pipeline import costs_of
+from zgraph.planned_step import captured_program
 from zgraph.program.program import InputRole
 from zgraph.stages.actions import Action, Kind
 from zgraph.stages.duties import Duty, duties

@@ -12,10 +12,10 @@ from torch import nn
 
 import zgraph
 from zgraph import placing
-from zgraph.compiler import planned_step, update_program
 from zgraph.errors import OffloadError, PlanError
 from zgraph.offloading import KINDS
 from zgraph.placing import placed
+from zgraph.planned_step import planned_step, update_program
 from zgraph.program.node import info
 
 ONE = {"mesh": {"dp": 1}, "backend": "eager", "optimizer": zgraph.AdamW(lr=1e-2)}

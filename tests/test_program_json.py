@@ -12,11 +12,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from zgraph.compiler import programs
 from zgraph.errors import UnsupportedError, ZgraphError
 from zgraph.passes import verify_program
 from zgraph.passes.virtual import run_virtual
 from zgraph.plan import Plan
+from zgraph.planned_step import programs
 from zgraph.program.node import NodeInfo, Phase, has_info, info, set_info
 from zgraph.program.program import InputRole, OutputRole, Port, Program
 from zgraph.program.serial import FORMAT, MAX_CONSTANT_BYTES, from_json, to_json

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from zgraph.compiler import programs as compiled_programs
 from zgraph.errors import FilterError
 from zgraph.plan import Plan
+from zgraph.planned_step import programs as compiled_programs
 from zgraph.program.node import NodeInfo, Phase, Role, has_info, info, set_info
 from zgraph.program.program import Program
 from zgraph.program.text import diff, render

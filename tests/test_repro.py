@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 import zgraph
 from zgraph.cli.app import app
-from zgraph.compiler import programs, update_program
 from zgraph.errors import BundleError, PassError, PlanError, VerifyError
 from zgraph.inspection.repro import replay
 from zgraph.passes import PassManager, graph_pass
 from zgraph.passes.cleanup import cleanup
+from zgraph.planned_step import programs, update_program
 
 HERE = Path(__file__).parent
 

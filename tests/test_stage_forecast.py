@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from zgraph import AdamW
 from zgraph.cli.app import app
-from zgraph.compiler import planned_step, programs
 from zgraph.errors import PlanError
 from zgraph.inspection.making import of_stage
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.plans import evaluate
 from zgraph.passes.simulator import simulate
 from zgraph.plan import Plan
+from zgraph.planned_step import planned_step, programs
 from zgraph.program.program import OutputRole
 from zgraph.stages.actions import Kind
 from zgraph.stages.forecast import PipelineForecast, forecast_of, forecast_pipeline, micro_batch

@@ -14,7 +14,7 @@ from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import split
 from zgraph.codegen.summing import summing
-from zgraph.compiler import programs
+from zgraph.planned_step import programs
 from zgraph.program.program import InputRole, OutputRole
 
 ROLES = {

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 import zgraph
 from zgraph.cli.app import app
 from zgraph.communication import Bucket
-from zgraph.compiler import programs
 from zgraph.errors import MeshError, PlanError, SymbolicError
 from zgraph.formulas import SymbolicForecast
 from zgraph.passes.costs import KNOWN, Costs, Hardware, Link
 from zgraph.passes.simulator import simulate
+from zgraph.planned_step import programs
 from zgraph.samples import Point, Polynomials, SizedInputs, batches, lengths
 from zgraph.symbolic import symbolic_forecast
 from zgraph.update.program import outside_of

@@ -12,9 +12,9 @@ from networks import inputs as inputs_of
 import zgraph
 from zgraph.codegen.executable import lowered
 from zgraph.codegen.partition import split
-from zgraph.compiler import programs
 from zgraph.passes.simulator import bucket_of
 from zgraph.passes.virtual import run_virtual
+from zgraph.planned_step import programs
 from zgraph.program import collectives, torch_private
 from zgraph.program.node import Role, info, tensor
 from zgraph.program.program import Program

@@ -18,9 +18,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import zgraph
-from zgraph.compiler import update_program
 from zgraph.loss_scaling import LossScale
 from zgraph.passes.virtual import coordinates, run_virtual
+from zgraph.planned_step import update_program
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.sharding import layout
 from zgraph.update import scaler

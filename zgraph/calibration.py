@@ -27,11 +27,12 @@ from zgraph.agreement import Agreement
 from zgraph.capture import find_loss
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.timed import Run, Stopwatch, Timed
-from zgraph.compiler import Inputs, compile, split_inputs
+from zgraph.compiler import compile
 from zgraph.errors import PlanError
 from zgraph.links import measure_link
 from zgraph.passes.costs import Costs, Hardware, Link, bytes_of, dtype_of, flops_of, hardware_like, signature
 from zgraph.plan import Plan
+from zgraph.planned_step import Inputs, split_inputs
 from zgraph.program import collectives
 from zgraph.program.program import Program
 from zgraph.runtime import Runtime

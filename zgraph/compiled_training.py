@@ -24,11 +24,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from zgraph.compiler import Inputs, compile, init_process_group, split_inputs
+from zgraph.compiler import compile, init_process_group
 from zgraph.errors import MeshError, ModelError, RankMismatchError, UnsupportedError
 from zgraph.handle import Handle
 from zgraph.plain_training import LossFn, PlainTraining, Ran, copy_hooks, tensors_of
 from zgraph.plan import Plan
+from zgraph.planned_step import Inputs, split_inputs
 from zgraph.program import torch_private
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.randomness import random_states, restored

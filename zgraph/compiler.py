@@ -6,7 +6,6 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,23 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zgraph import debug
 from zgraph.agreement import Agreement
-from zgraph.capture import trace
 from zgraph.casts import check, overflow_error, prepare, refuse_overflow
-from zgraph.compiled import StepProgram
-from zgraph.dividing import divided_layout
-from zgraph.errors import MeshError, ModelError, PlanError
+from zgraph.compiled_models import free_dropped_models, is_compiled
+from zgraph.errors import MeshError, ModelError
 from zgraph.former_memory import refuse_shared_memory
 from zgraph.forwards import unbound
-from zgraph.handle import attach, free_dropped_models, is_compiled
+from zgraph.handle import attach, started
 from zgraph.inputs import refuse_state
-from zgraph.inspection.recorder import record
-from zgraph.passes import History
-from zgraph.passes.costs import Costs
-from zgraph.pipeline import EVERYTHING, Edit, costs_of, refuse_unmatched
+from zgraph.pipeline import refuse_unmatched
 from zgraph.placing import placed
 from zgraph.plan import Plan
-from zgraph.program import torch_private
-from zgraph.program.program import STAGE_DIM, TENSOR_DIM, OutputRole, ParamSpec, Program
+from zgraph.planned_step import Inputs, device_of, split_inputs
+from zgraph.program.program import STAGE_DIM, TENSOR_DIM, ParamSpec
 from zgraph.replaced import refuse_unmovable
 from zgraph.runtime import Runtime, agreed_costs, opened_tiers
 from zgraph.schedules import TorchSchedule
@@ -42,15 +36,12 @@ from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import compile_first
 from zgraph.undivided import Undivided
 from zgraph.update.groups import members_of, refuse_complex_clipping
-from zgraph.update.held import within
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.program import outside_of, whole_update
 from zgraph.update.schedule import torch_scheduler
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
-Inputs = tuple[Any, ...] | dict[str, Any]
 
 
 def compile(
@@ -96,7 +87,7 @@ def compile(
         raise ModelError(f"module {inner!r} of the model is compiled already", hint="compile only the outermost module")
     free_dropped_models()
     plan = plan or Plan()
-    device = _device(model)
+    device = device_of(model)
     init_process_group(device)
     mesh, sizes = _mesh(plan, mesh, device)
     plan = plan.for_world(math.prod(sizes.values()))
@@ -135,7 +126,7 @@ def compile(
         assert mesh is not None
         made = Uncut if sizes.get(STAGE_DIM, 1) > 1 else Undivided
         uncut = made(model, forward, plan, sizes, mesh, specs, device, agreement, seed, loss_fn)
-        first = uncut.runtime(*split_inputs(inputs)) if inputs is not None else uncut
+        first = started(uncut.runtime(*split_inputs(inputs))) if inputs is not None else uncut
         attach(model, first, loss_fn)  # (where that was refused the model is as it was)
         if inputs is not None and isinstance(first, PipelineRuntime):
             compile_first(first, *split_inputs(inputs))
@@ -146,8 +137,7 @@ def compile(
     costs = agreed_costs(plan, device, agreement, tiers)
     shards = shard(model, specs, mesh, device, seed, tiers.of("parameters"))
     prepare(model, precision, specs)
-    runtime = Runtime(model, forward, plan, sizes, mesh, shards, device, agreement, costs, tiers)
-    record(runtime)
+    runtime = started(Runtime(model, forward, plan, sizes, mesh, shards, device, agreement, costs, tiers))
     attach(model, runtime, loss_fn)
     if inputs is not None:
         args, kwargs = split_inputs(inputs)
@@ -164,138 +154,6 @@ def moved_parameters(model: nn.Module, specs: dict[str, ParamSpec], mesh: Device
         or specs[name].home is not None
         or (param.stride(), param.dtype) != (specs[name].whole_stride, specs[name].dtype)
     }
-
-
-def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of example inputs, which are a tuple of args or a dict of kwargs."""
-    if isinstance(inputs, dict):
-        return (), inputs
-    if isinstance(inputs, tuple):
-        return inputs, {}
-    raise TypeError(f"inputs are a tuple of args or a dict of kwargs, not {type(inputs).__name__}")
-
-
-def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Costs | None = None) -> History:
-    """Capture `model` (not compiled, on any device) and run the plan's pipeline for `world` ranks, without any.
-
-    `inputs` are one rank's own batch; decisions are made from `costs` (by default the plan's).
-    The history's first record is the captured program, the last one the finished
-    program, not yet split into forward and backward; it is the same on every rank. Raises what `compile` does, but
-    for `LoweringError`: nothing is compiled, and the model is not changed.
-    """
-    return planned_step(model, plan, inputs, world, costs).step.history()
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A step as a plan makes it for some ranks: its programs, and those of its update."""
-
-    step: StepProgram
-    update: Callable[[], History | None]  # None where nothing is updated; a budget says what of it lies elsewhere
-    late: bool  # does it run beside the next step?
-
-
-def planned_step(
-    model: nn.Module,
-    plan: Plan,
-    inputs: Inputs,
-    world: int,
-    costs: Costs | None = None,
-    edit: Edit = EVERYTHING,
-    captured: Program | None = None,
-) -> PlannedStep:
-    """What `programs` makes, and the update that belongs to it. `inputs` are those of a micro-batch. An `edit` leaves passes out of the
-    step's pipeline. What was `captured` of the model by this plan already is not captured again (and not changed). Raises `PlanError`
-    for a plan with a pipeline, of which `zgraph.stages.planned` has the programs."""
-    plan.refuse_pipeline(world, "program for all ranks")
-    plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
-    costs = costs or costs_of(plan, _device(model))
-    plan, device = placed_for(model, plan, sizes, costs)
-    captured = captured_program(model, plan, inputs, world) if captured is None else captured
-    reached = {p.name for p in captured.outputs if p.role is OutputRole.GRADIENT}
-    specs = {
-        n: replace(s, requires_grad=n in reached) for n, s in captured.params.items()
-    }  # (what has no gradient is not updated)
-    outsides = outside_of(model, specs, plan, sizes, device, costs)
-    step = StepProgram(captured.name, captured, plan, {}, costs, outsides, lambda program: None, edit)
-
-    def update() -> History | None:
-        step.history()
-        return whole_update(model, specs, plan, sizes, device, step.states) if step.differentiated else None
-
-    return PlannedStep(step, update, plan.offload.late)
-
-
-def placed_for(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs) -> tuple[Plan, torch.device]:
-    """The plan with its places, and the device that its programs are for: where something is offloaded, that of the hardware."""
-    device = torch.device("cuda", 0) if costs.hardware.device == "cuda" else _device(model)
-    plan = placed(plan, model, sizes, device)
-    return plan, device if plan.offload.tiers() else _device(model)
-
-
-def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Program:
-    """What `programs` runs the plan's pipeline over: "train", or "eval" for a model that can't be differentiated. Of a plan with a pipeline
-    it is the whole model, for the ranks of one stage."""
-    sizes = within(plan.resolve_mesh(world))
-    precision = plan.resolved_precision()
-    specs = planned_layout(model, sizes, plan)
-    device = _device(model)
-    args, kwargs = split_inputs(inputs)
-    forward = unbound(model, model.forward)
-    check(model, precision, specs)
-    refuse_unmatched(plan, model)
-    with prepare(model, precision, specs):
-        traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)
-    decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
-    joint = traced.joint(traced.pattern, decompositions, "train" if traced.pattern else "eval")
-    joint.params = divided_layout(joint, plan, costs_of(plan, device), model)
-    return joint
-
-
-def update_program(model: nn.Module, plan: Plan, world: int) -> History:
-    """The update of all of `model`'s parameters that train, by the plan's optimizer, for `world` ranks, without any.
-
-    The model is not compiled, may be on the meta device, and is not changed. Where a budget decides how many states are offloaded, none
-    are here that need not be: that depends on the step's memory (`planned_step`). Raises `PlanError` if the plan has no
-    optimizer, groups that do not fit the model, stages, or ranks that divide weights.
-    """
-    if plan.optimizer is None:
-        raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
-    plan.refuse_pipeline(world, "update for all ranks")
-    plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
-    if sizes.get(TENSOR_DIM, 1) > 1:
-        raise PlanError(
-            "an update alone, of weights that ranks divide",
-            where=f"mesh.{TENSOR_DIM}",
-            why="which they divide is known when the model was captured",
-            hint="planned_step captures it, and has the update as well",
-        )
-    plan, device = placed_for(model, plan, sizes, costs_of(plan, _device(model)))
-    found = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device)
-    if found is None:
-        raise ModelError("no parameter of the model trains", hint="requires_grad_() on those that are to")
-    return found
-
-
-def _device(model: nn.Module) -> torch.device:
-    """The one device of the model (where it will be, for a model on the meta device)."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    by_device: dict[torch.device, str] = {}
-    for name, tensor in tensors.items():
-        if not tensor.is_meta:
-            by_device.setdefault(tensor.device, name)
-    if len(by_device) > 1:
-        shown = ", ".join(f"{name!r} on {device}" for device, name in by_device.items())
-        raise ModelError(
-            "the model's tensors are on several devices",
-            why=shown,
-            hint="move the model to one device: model.to(device)",
-        )
-    if by_device:
-        return next(iter(by_device))
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-    return torch.device("cpu")
 
 
 def init_process_group(device: torch.device) -> None:

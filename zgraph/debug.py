@@ -19,13 +19,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from zgraph.codegen.eager import Code
-from zgraph.codegen.executable import Executable, lowered, place_of
+from zgraph.codegen.executable import Executable, lowered
 from zgraph.codegen.stepwise import run_stepwise
 from zgraph.errors import LayoutError, PlanError, WrongValueError
 from zgraph.passes.aliases import mutates
 from zgraph.program import collectives, moves
 from zgraph.program.layout import in_flight, lies_as, promised
-from zgraph.program.node import info, tensors, value
+from zgraph.program.node import info, place_of, tensors, value
 from zgraph.program.program import OutputRole, Program
 from zgraph.randomness import random_states, restored
 from zgraph.rounding import TOLERANCE, Difference, difference

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from os import PathLike
@@ -20,13 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.checkpoint.loading import load
 from zgraph.checkpoint.pretrained import is_pretrained
 from zgraph.checkpoint.publish import publish
+from zgraph.checkpoint.saving import Saver
 from zgraph.compiled import StepProgram
+from zgraph.compiled_models import Compiled, remember
 from zgraph.errors import ModelError, StepError
 from zgraph.foreign import watch_loads
 from zgraph.forwards import Forward
 from zgraph.inspection.explain import Explanation, explain
 from zgraph.inspection.inspection import Inspection
 from zgraph.inspection.making import of_runtime
+from zgraph.inspection.recorder import record
 from zgraph.passes import History
 from zgraph.passes.simulator import StepForecast, simulate_step
 from zgraph.plan import Plan
@@ -34,7 +35,6 @@ from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.remark import Remark
 from zgraph.report import Report
 from zgraph.runtime import Runtime
-from zgraph.sharding import local_of
 from zgraph.stages.compiling import Uncut, made_again
 from zgraph.stages.runtime import PipelineRuntime, refuse_gradients
 from zgraph.stages.step import train_step as train_step_in_stages
@@ -58,16 +58,14 @@ _METHODS = (
     "save_pretrained",
 )
 
-# Of the models that were compiled, those that live; and how many bytes of weights are worth a run of Python's collector (0.2 s).
-_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_WORTH_COLLECTING = 2**20
 
-
-class Handle:
+class Handle(Compiled):
     """What is known of a compiled module, and what can be asked of it: `model.zgraph`."""
 
     def __init__(self, runtime: Runtime | Uncut, loss_fn: Callable[..., Any] | None = None) -> None:
         self._runtime = runtime
+        if isinstance(runtime, Runtime) and runtime.saver is None:
+            runtime.saver = Saver()
         self.loss_fn = loss_fn
         self.forward: Forward  # (set by `attach`)
 
@@ -97,7 +95,7 @@ class Handle:
         """The run time; a model in stages or with divided weights is cut now if it was not, for a call with these arguments. All ranks must
         call it."""
         if isinstance(self._runtime, Uncut):
-            self._runtime = self._runtime.runtime(args, kwargs)
+            self._runtime = started(self._runtime.runtime(args, kwargs))
         return self._runtime
 
     def adopt_forward(self, function: Callable[..., Any]) -> None:
@@ -438,6 +436,13 @@ class Handle:
         self.runtime = made
 
 
+def started(runtime: Runtime) -> Runtime:
+    """A new run time with what the rooms below it do not know: who saves its checkpoints, and who records it. All ranks must call it."""
+    runtime.saver = Saver()
+    record(runtime)
+    return runtime
+
+
 def attach(module: nn.Module, runtime: Runtime | Uncut, loss_fn: Callable[..., Any] | None = None) -> Handle:
     """Let the module's own `forward` run compiled. Its class and its parameters' names stay."""
     handle = Handle(runtime, loss_fn)
@@ -460,19 +465,8 @@ def attach(module: nn.Module, runtime: Runtime | Uncut, loss_fn: Callable[..., A
     module.__dict__["__reduce_ex__"] = _refuse_pickle
     if handle.mesh is not None:
         watch_loads(module)
-    _compiled.add(module)
+    remember(module)
     return handle
-
-
-def free_dropped_models() -> None:
-    """Free compiled models that nobody refers to any more, if they hold memory that the next one could use.
-
-    A compiled model and its run time refer to each other, so only Python's collector frees them: left to itself it may run
-    long after the next model has been compiled, and the two would be held at once.
-    """
-    held = sum(p.nbytes for m in list(_compiled) for p in map(local_of, m.parameters()) if not p.is_meta)
-    if held >= _WORTH_COLLECTING:
-        gc.collect()
 
 
 def _owns(module: nn.Module, name: str) -> bool:
@@ -483,10 +477,6 @@ def _owns(module: nn.Module, name: str) -> bool:
     if name == "save_pretrained" and is_pretrained(module):
         return not str(getattr(type(module), name).__module__).startswith("transformers.")
     return hasattr(module, name)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("zgraph"), Handle)
 
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

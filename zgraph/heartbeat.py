@@ -22,16 +22,15 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-import zgraph
-from zgraph import codegen, passes
-from zgraph.codegen.executable import Executable, place_of, running_node
 from zgraph.program import collectives, place, torch_private
+from zgraph.program.node import place_of
 from zgraph.program.stacks import Line, stack_of
 
 if TYPE_CHECKING:
@@ -40,12 +39,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
+def _folders(package: str) -> list[str]:
+    spec = find_spec(package)
+    return list(spec.submodule_search_locations or ()) if spec is not None else []
+
+
 PATIENCE = 2.5  # intervals without a heartbeat, after which there is none
 BETWEEN = 10**9  # the place of who has left its program, or vote, and is in none
 SHOWN = 8  # ranks
 _NOT_THE_USERS = (
     sysconfig.get_path("stdlib"),
-    *(os.path.dirname(str(m.__file__)) for m in (torch, zgraph, codegen, passes)),
+    *(folder for name in ("torch", "zgraph", "zgraph.passes", "zgraph.codegen") for folder in _folders(name)),
 )
 
 
@@ -340,8 +345,8 @@ def _place(node: fx.Node | None) -> tuple[str, int, str]:
     group = _name(tuple(others.ranks)) if others is not None else ""
     if isinstance(inside, str):
         return group, 0, f"in {inside}"
-    if isinstance(inside, Executable):
-        node = node or running_node(stack_of(here.thread), inside)
+    if inside is not None:
+        node = node or inside.running_node(stack_of(here.thread))
         if node is None:
             return group, 0, f"in {inside.program.name}"
         if collectives.is_wait(node):

@@ -218,9 +218,8 @@ class NonFinite:
 
     def _rolled_back(self, error: NonFiniteError) -> NonFiniteError:
         """Load the last checkpoint, and what to raise then."""
-        from zgraph.checkpoint.loading import load
-
         runtime, saver = self.runtime, self.runtime.saver
+        assert saver is not None
         try:
             saver.wait()
         except CheckpointError as failure:
@@ -230,7 +229,7 @@ class NonFinite:
             error.hint = "there was no checkpoint yet to roll back to: save one before the first step"
             return error
         try:
-            client = load(runtime, last.folder, None, fallback=False, optimizer=last.optimizer, client_state=None)
+            client = saver.load_last(runtime)
         except CheckpointError as failure:
             error.hint = f"the checkpoint {last.folder} could not be loaded to roll back to: {failure.what}"
             return error

@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 
-from zgraph.sharding import bits
-
 # Relative errors, norm-wise, by dtype: a few hundred roundings of that dtype, as sums of a model's length make.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 # A gradient, or a buffer (a running mean), that is zero in exact arithmetic is nothing but rounding: a share of the norm of all is allowed.
 FLOOR = {torch.float64: 1e-15}
 DEFAULT_FLOOR = 3e-7
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits as integers (as which not-a-number equals itself)."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype is torch.bool:
+        return tensor
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 @dataclass(frozen=True)

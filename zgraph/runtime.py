@@ -17,7 +17,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ from zgraph import heartbeat
 from zgraph.agreement import Agreement
 from zgraph.ahead import Ahead
 from zgraph.budget import measured_rate
-from zgraph.checkpoint.saving import Saver
 from zgraph.codegen.executable import Executable
 from zgraph.compiled import Entry, StepProgram
 from zgraph.errors import CaptureError, ModelError, OffloadError, PlanError, SignatureError, UnsupportedError
@@ -57,13 +56,34 @@ from zgraph.unchanged import Unchanged
 from zgraph.update.held import Held
 from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
 from zgraph.update.program import away_bytes, outside_of, shares_of
+from zgraph.update.resume import Last
 from zgraph.update.updater import Updater
 from zgraph.versions import Versions
 
-if TYPE_CHECKING:
-    from zgraph.inspection.recorder import Recorder
-
 logger = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """Who is told what a run time does, and writes it down."""
+
+    def compiled(self) -> None: ...
+
+    def stepped(self) -> None: ...
+
+    def of(self, runtime: Runtime) -> Recorder: ...
+
+
+class Saver(Protocol):
+    """Who saves a run time's checkpoints, and knows the `last` one."""
+
+    last: Last | None
+
+    def wait(self) -> None:
+        """Let the save end that is on its way; raise what it raised."""
+
+    def load_last(self, runtime: Runtime) -> dict[str, Any]:
+        """Load the last checkpoint; returns what the user added to it."""
+
 
 _STATE = "; python state "  # in the keys of programs: before the number of the state that one is for
 
@@ -168,7 +188,7 @@ class Runtime:
         self._compared: set[str] = set()  # programs whose inputs ranks have compared
         self.expected: dict[str, str] = {}  # those of the run that a checkpoint of the same plan and world was saved by
         self.updater = Updater(self, held)
-        self.saver = Saver()
+        self.saver: Saver | None = None
         heartbeat.watch(plan.watch, self.everyone, self.process_groups())
         self.nonfinite = NonFinite(self) if plan.on_nonfinite != "ignore" else None
 
@@ -197,6 +217,10 @@ class Runtime:
     def told(self) -> list[str]:
         """Lines of the report about what this rank is among others."""
         return []
+
+    def stage_position(self) -> int:
+        """This rank's position along "pp"; 0 without a pipeline."""
+        return 0
 
     def process_groups(self) -> list[Any]:
         """Those that steps communicate in."""

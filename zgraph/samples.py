@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from zgraph.compiler import Inputs
 from zgraph.errors import SymbolicError
+from zgraph.planned_step import Inputs
 
 LEAST = 2  # what is 1 broadcasts: operators and strides are others there
 

@@ -28,6 +28,7 @@ from zgraph.precision import Precision
 from zgraph.program import torch_private
 from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.replaced import replaced
+from zgraph.rounding import bits
 from zgraph.tiers.away import Away, where_it_lies
 
 if TYPE_CHECKING:
@@ -131,15 +132,6 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return torch_private.dtensor(tensor._local_tensor.detach(), tensor._spec)
     return tensor.detach()
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bits as integers (as which not-a-number equals itself)."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.dtype is torch.bool:
-        return tensor
-    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:

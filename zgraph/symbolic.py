@@ -25,7 +25,6 @@ from torch import nn
 
 from zgraph.budget import run_passes
 from zgraph.communication import Bucket
-from zgraph.compiler import Inputs, captured_program
 from zgraph.counted import Bytes, Counts, Operator, Run, count
 from zgraph.errors import CaptureError, PlanError, SymbolicError
 from zgraph.formulas import Kind, SymbolicForecast, Transfers, symbols
@@ -35,6 +34,7 @@ from zgraph.passes.costs import Costs
 from zgraph.passes.simulator import simulate
 from zgraph.pipeline import build, costs_of
 from zgraph.plan import Plan
+from zgraph.planned_step import Inputs, captured_program
 from zgraph.program import torch_private
 from zgraph.program.program import STAGE_DIM, TEAM_DIMS, InputRole, OutputRole, ParamSpec, Program
 from zgraph.samples import Point, Polynomials, SizedInputs, batches, lengths
@@ -62,7 +62,7 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
     The formulas hold where the program has the operators that it has at the sizes sampled: a model may branch on sizes, and
     torch's min-cut may save other values at sizes that are far away. Raises `SymbolicError` where operators or costs
     differ already between the samples, `PlanError` for a plan with a memory budget, a pipeline or one that offloads, and what
-    `zgraph.compiler.programs` does. Of an elastic plan its batch is left out: the formulas are of any world and batch.
+    `zgraph.planned_step.programs` does. Of an elastic plan its batch is left out: the formulas are of any world and batch.
     """
     plan = plan.model_copy(update={"elastic": None})
     if plan.memory_budget is not None:

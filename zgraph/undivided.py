@@ -7,7 +7,6 @@ from typing import Any
 from zgraph.casts import prepare
 from zgraph.dividing import divided_layout
 from zgraph.errors import PlanError
-from zgraph.inspection.recorder import record
 from zgraph.pipeline import costs_of
 from zgraph.program.program import ParamSpec
 from zgraph.runtime import Runtime, agreed_costs, opened_tiers
@@ -40,7 +39,7 @@ class Undivided(Uncut):
         costs = agreed_costs(self.plan, self.device, self.everyone, tiers)
         shards = shard(self.module, specs, self.mesh, self.device, self.seed, tiers.of("parameters"))
         prepare(self.module, precision, specs)
-        made = Runtime(
+        return Runtime(
             self.module,
             self.forward_function,
             self.plan,
@@ -52,5 +51,3 @@ class Undivided(Uncut):
             costs,
             tiers,
         )
-        record(made)
-        return made

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from zgraph.compiled_training import compare_training
-from zgraph.compiler import Inputs
 from zgraph.plan import Plan
+from zgraph.planned_step import Inputs
 from zgraph.rounding import Difference
 from zgraph.stages.virtual import VirtualPipeline
 from zgraph.virtual_step import virtual_step

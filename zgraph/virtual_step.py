@@ -29,7 +29,6 @@ from zgraph.capture import find_loss
 from zgraph.casts import check, prepare
 from zgraph.codegen.partition import Parts
 from zgraph.compiled import Entry, StepProgram
-from zgraph.compiler import Inputs, split_inputs
 from zgraph.dividing import divided_layout
 from zgraph.errors import ModelError, SignatureError
 from zgraph.forwards import method_of
@@ -37,6 +36,7 @@ from zgraph.passes.virtual import coordinates, group_ranks, run_virtual
 from zgraph.pipeline import PLAIN, Edit, Variant, costs_of, refuse_unmatched
 from zgraph.placing import placed
 from zgraph.plan import Plan
+from zgraph.planned_step import Inputs, split_inputs
 from zgraph.program import torch_private
 from zgraph.program.node import tensor
 from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
@@ -107,7 +107,7 @@ class VirtualStep:
         inputs: Inputs,
         loss_fn: Callable[..., torch.Tensor] | None,
     ) -> None:
-        from zgraph.handle import is_compiled
+        from zgraph.compiled_models import is_compiled
 
         if is_compiled(model):
             raise ModelError(

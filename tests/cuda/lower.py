@@ -24,8 +24,8 @@ import zgraph
 from zgraph.codegen.chunks import compile_chunk, compile_chunks
 from zgraph.codegen.inductor import adopt_strides, compile_inductor, launches
 from zgraph.codegen.partition import split
-from zgraph.compiler import programs, update_program
 from zgraph.passes.simulator import bucket_of
+from zgraph.planned_step import programs, update_program
 from zgraph.program import collectives, moves
 from zgraph.program.node import info
 from zgraph.program.program import Program

@@ -21,14 +21,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from zgraph.checkpoint import state
 from zgraph.checkpoint.native import Checkpoint
 from zgraph.checkpoint.opening import candidates, open_checkpoint
-from zgraph.checkpoint.saving import Last
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.checkpoint.values import PerRank, decode
 from zgraph.errors import CheckpointError
 from zgraph.names import did_you_mean
-from zgraph.sharding import bits, local_of
+from zgraph.rounding import bits
+from zgraph.sharding import local_of
 from zgraph.update.build import AHEAD, DERIVED, EMA, MASTER
 from zgraph.update.held import mesh_of
+from zgraph.update.resume import Last
 from zgraph.update.rules import RULES
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from zgraph.checkpoint.source import Block, Known, TensorInfo, natural, naturals
+from zgraph.checkpoint.source import Block, TensorInfo, natural, naturals
 from zgraph.checkpoint.tensorfile import DTYPES, SUFFIX, OpenFile, Piece, checksum, read_bytes
 from zgraph.errors import CheckpointError
+from zgraph.update.resume import Known
 
 FORMAT = 1
 NAME = "manifest.json"

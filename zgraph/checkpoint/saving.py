@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.agreement import Agreement
 from zgraph.checkpoint import folder, state
-from zgraph.checkpoint.source import Known
+from zgraph.checkpoint.loading import load
 from zgraph.checkpoint.storage import Writer
 from zgraph.checkpoint.tensorfile import checksum, data_of
 from zgraph.checkpoint.values import KIND, TENSORS, encode
 from zgraph.errors import CheckpointError
 from zgraph.program import place, torch_private
 from zgraph.sharding import local_of
+from zgraph.update.resume import Known, Last
 
 if TYPE_CHECKING:
     from zgraph.runtime import Runtime
@@ -34,14 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLIENT = "client"
-
-
-@dataclass(frozen=True)
-class Last:
-    """The checkpoint that a run saved or loaded last, with its optimizer's states or without."""
-
-    folder: Path
-    optimizer: bool = True
 
 
 @dataclass
@@ -101,6 +94,11 @@ class Saver:
         if running is not None:
             running.result()
             self.last = self._saved
+
+    def load_last(self, runtime: Runtime) -> dict[str, Any]:
+        """Load the last checkpoint; returns what the user added to it. All ranks must call it."""
+        assert self.last is not None
+        return load(runtime, self.last.folder, None, fallback=False, optimizer=self.last.optimizer, client_state=None)
 
     def save(
         self,

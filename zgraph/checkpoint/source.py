@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import planner as planning
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+
+from zgraph.update.resume import Known
 
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
@@ -66,26 +68,6 @@ class TensorInfo:
     def whole(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:
         """One that lies in one block."""
         return TensorInfo(dtype, shape, (Block((0,) * len(shape), shape),))
-
-
-@dataclass
-class Known:
-    """What a checkpoint says besides tensors; None where it does not say.
-
-    `steps`: optimizer steps taken, those that were skipped included. `skipped`: those. `samples`: rows seen over all ranks. `groups`: the
-    optimizer's parameter groups, each with "names" and its numbers ("lr", …). `loss_scale`: half precision's, by the names of
-    `zgraph.update.scaler`. `plan`, `programs`, `mesh`, `world`: what it was saved by.
-    """
-
-    steps: int | None = None
-    skipped: int = 0
-    samples: int | None = None
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    loss_scale: dict[str, float] | None = None
-    plan: dict[str, Any] | None = None
-    programs: dict[str, str] = field(default_factory=dict)
-    mesh: dict[str, int] = field(default_factory=dict)
-    world: int = 1
 
 
 class Source(abc.ABC):

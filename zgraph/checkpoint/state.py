@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zgraph.checkpoint.source import MODEL, OPTIMIZER, Known
+from zgraph.checkpoint.source import MODEL, OPTIMIZER
 from zgraph.errors import CheckpointError, StepError
 from zgraph.sharding import detached
 from zgraph.update.held import mesh_of
+from zgraph.update.resume import Known
 
 if TYPE_CHECKING:
     from zgraph.runtime import Runtime

@@ -18,7 +18,7 @@ from torch.futures import Future
 from zgraph.checkpoint import manifest
 from zgraph.checkpoint.folder import next_serial
 from zgraph.checkpoint.manifest import FileEntry, Manifest
-from zgraph.checkpoint.source import Block, Known
+from zgraph.checkpoint.source import Block
 from zgraph.checkpoint.tensorfile import (
     NAMES,
     checksum,
@@ -26,6 +26,7 @@ from zgraph.checkpoint.tensorfile import (
     write,
     write_bytes,
 )
+from zgraph.update.resume import Known
 
 
 class Writer(StorageWriter):

@@ -31,11 +31,11 @@ from zgraph.names import did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    from zgraph.compiler import Inputs
     from zgraph.inspection.inspection import Inspection, Way
     from zgraph.passes import Pass
     from zgraph.pipeline import Edit
     from zgraph.plan import Plan
+    from zgraph.planned_step import Inputs
     from zgraph.stages.forecast import PipelineForecast
 
 FACTORY = "factory"

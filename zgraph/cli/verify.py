@@ -22,7 +22,7 @@ from zgraph.cli.output import CHECK_FAILED, give, progress
 from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world, with_hardware
 
 if TYPE_CHECKING:
-    from zgraph.compiler import Inputs
+    from zgraph.planned_step import Inputs
     from zgraph.rounding import Difference
 
 CompiledOption = Annotated[

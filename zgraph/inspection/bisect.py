@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from zgraph.compiler import Inputs
     from zgraph.passes import PassRecord
     from zgraph.passes.costs import Costs
     from zgraph.plan import Plan
+    from zgraph.planned_step import Inputs
 
 STEP, UPDATE = "step", "update"
 SPLIT = "split"  # what comes after the last pass

@@ -30,8 +30,8 @@ from zgraph.randomness import RandomStates, random_states, restored
 from zgraph.rounding import Difference
 
 if TYPE_CHECKING:
-    from zgraph.compiler import Inputs
     from zgraph.plan import Plan
+    from zgraph.planned_step import Inputs
     from zgraph.runtime import Runtime
 
 

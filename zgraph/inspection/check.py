@@ -19,7 +19,6 @@ import torch
 from torch.nn import Embedding, EmbeddingBag
 
 from zgraph import casts, planfile
-from zgraph.compiler import captured_program, placed_for, split_inputs
 from zgraph.errors import OffloadError, PlanError, ZgraphError
 from zgraph.host import host_free
 from zgraph.inspection.making import of_model
@@ -29,6 +28,7 @@ from zgraph.passes import PassManager, verify_program
 from zgraph.passes.costs import Costs, Hardware, hardware, hardware_like
 from zgraph.pipeline import Variant, build, build_update_passes, load_pass, load_policy, unmatched, without
 from zgraph.plan import Plan, located
+from zgraph.planned_step import captured_program, placed_for, split_inputs
 from zgraph.program.node import info
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, Program
 from zgraph.schedules import TorchSchedule
@@ -46,7 +46,7 @@ from zgraph.what_if import what_fits
 if TYPE_CHECKING:
     from torch import nn
 
-    from zgraph.compiler import Inputs
+    from zgraph.planned_step import Inputs
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 NAMED = 3  # parameters, tensors
@@ -241,7 +241,7 @@ class _Checks:
             self.costs = Costs(found, fused=self.plan.backend == "inductor")
 
     def _target(self) -> Iterator[Finding]:
-        from zgraph.handle import is_compiled
+        from zgraph.compiled_models import is_compiled
 
         self.model, self.inputs = self.find()
         if is_compiled(self.model):

@@ -20,7 +20,7 @@ from zgraph.timings import median_step
 from zgraph.train import first_part
 
 if TYPE_CHECKING:
-    from zgraph.compiler import Inputs
+    from zgraph.planned_step import Inputs
     from zgraph.runtime import Runtime
 
 
@@ -37,7 +37,7 @@ def of_model(
     """What a plan makes of a model, for so many ranks, without any. `inputs` are a rank's batch, which is cut into the plan's
     micro-batches (of an elastic plan: see `first_part`). The model may be on the meta device and is not changed. `captured` is what was
     captured of it by this plan already. Raises what `zgraph.compile` does, and `StepError` for a batch that can't be cut so."""
-    from zgraph.compiler import planned_step, split_inputs
+    from zgraph.planned_step import planned_step, split_inputs
 
     plan, costs = plan.for_world(world), costs_of(plan)
     args, kwargs = first_part(plan, *split_inputs(inputs))

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zgraph.compiler import Inputs
 from zgraph.errors import ZgraphError
 from zgraph.inspection.making import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.pipeline import costs_of
 from zgraph.plan import Plan
+from zgraph.planned_step import Inputs
 from zgraph.stages.forecast import forecast_pipeline
 
 RESERVE = 0.95  # of a device's memory, where no budget is given: the rest is the allocator's and the libraries'

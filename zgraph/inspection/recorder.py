@@ -55,15 +55,14 @@ class Recorder:
             self.runtime.recorder = None
 
 
-def record(runtime: Runtime, position: int = 0) -> None:
+def record(runtime: Runtime) -> None:
     """Let a bundle be written of this model, where someone wants that. A second model of the process gets a folder beside the first's.
-    `position` is that of the rank along "pp".
-
     Raises `BundleError` on every rank where one that is to write can't.
     """
     folder = os.environ.get(VARIABLE)
     if not runtime.everyone.any("a bundle", bool(folder)):
         return
+    position = runtime.stage_position()
     mine = f"{folder}-pp{position}" if folder and position else folder
 
     def refused(rank: int, said: str) -> BundleError:

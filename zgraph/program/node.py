@@ -142,3 +142,9 @@ def module_of(meta: dict[str, Any]) -> str:
     path = _ROOT.sub("", raw)
     path = re.sub(r"\b_(modules|parameters|buffers)\b\.?", "", path)
     return _INDEX.sub(lambda m: "." + m.group(1), path).replace("..", ".").strip(".")
+
+
+def place_of(node: fx.Node) -> str:
+    """A node's module, parameter and line, as errors say it."""
+    record = info(node)
+    return f"module {record.module or '(root)'}{', parameter ' + record.param if record.param else ''} {record.source}".strip()

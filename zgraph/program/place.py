@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from torch import fx
+
 from zgraph.errors import CollectiveError
+from zgraph.program.stacks import Line
 
 
 class Together(Protocol):
@@ -23,6 +26,14 @@ class Together(Protocol):
     heart: Any
 
 
+class Running(Protocol):
+    """A program that runs, and can tell which of its nodes a thread is at."""
+
+    program: Any
+
+    def running_node(self, stack: Sequence[Line]) -> fx.Node | None: ...
+
+
 class Place:
     """`inside` is the program (an Executable) or the text of the vote that `thread` is in, None between them, and `others` with whom;
     `counts` says, by the ranks of a group, how many it has entered with them so far: equal on all of them where they are at the same one.
@@ -31,7 +42,7 @@ class Place:
     def __init__(self) -> None:
         self.step = 0
         self.micro_batch = 0
-        self.inside: Any = None
+        self.inside: Running | str | None = None
         self.others: Together | None = None
         self.counts: dict[tuple[int, ...], int] = {}
         self.thread = 0

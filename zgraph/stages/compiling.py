@@ -22,7 +22,6 @@ from zgraph.capture import trace
 from zgraph.casts import prepare
 from zgraph.dividing import divided_layout
 from zgraph.errors import ModelError, PlanError
-from zgraph.inspection.recorder import record
 from zgraph.passes.aliases import aliases_of, is_view
 from zgraph.passes.balance import balance
 from zgraph.passes.cuts import assign
@@ -103,7 +102,7 @@ class Uncut:
         agreed = agreed_costs(self.plan, self.device, self.everyone, tiers)
         shards = shard(self.module, specs, inside, self.device, self.seed, tiers.of("parameters"), frozenset(held.own))
         prepare(self.module, precision, specs)
-        made = PipelineRuntime(
+        return PipelineRuntime(
             self.module,
             self.forward_function,
             self.plan,
@@ -121,8 +120,6 @@ class Uncut:
             origin=self,
             first=found,
         )
-        record(made, position)
-        return made
 
     def to_cut_by(self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Capture:
         """The model as it trains, for a call's first micro-batch. Of a call that does not train, and may have no targets, all outputs

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from zgraph.compiler import Inputs, split_inputs
 from zgraph.passes.balance import Balance
 from zgraph.passes.costs import Costs
 from zgraph.passes.simulator import Forecast, simulate
 from zgraph.passes.stages import Transfer
 from zgraph.pipeline import Choice, Variant, costs_of
 from zgraph.plan import Plan
+from zgraph.planned_step import Inputs, split_inputs
 from zgraph.program.program import STAGE_DIM, Program
 from zgraph.stages.actions import Action, Kind
 from zgraph.stages.duties import duties

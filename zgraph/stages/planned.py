@@ -11,7 +11,6 @@ from torch import nn
 
 from zgraph.budget import Decision, Outside, Outsides
 from zgraph.compiled import StepProgram
-from zgraph.compiler import Inputs, captured_program, placed_for
 from zgraph.errors import PlanError
 from zgraph.passes import History
 from zgraph.passes.balance import Balance, balance
@@ -20,6 +19,7 @@ from zgraph.passes.cuts import assign
 from zgraph.passes.stages import Stages
 from zgraph.pipeline import EVERYTHING, Edit, costs_of
 from zgraph.plan import Plan
+from zgraph.planned_step import Inputs, captured_program, placed_for
 from zgraph.program.program import OutputRole, ParamSpec, Program
 from zgraph.stages.budgeting import RankBudget, refuse
 from zgraph.stages.holding import RankMemory, memory_of_rank

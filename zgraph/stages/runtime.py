@@ -241,6 +241,9 @@ class PipelineRuntime(Runtime):
         if why is not None:
             raise RankMismatchError("ranks disagree about the optimizer's numbers", why=why, hint=UPDATE_HINT)
 
+    def stage_position(self) -> int:
+        return self.line.position
+
     def told(self) -> list[str]:
         schedule, position = self.partition.schedule, self.line.position
         mine = ", ".join(map(str, schedule.stages_of(position)))

@@ -40,8 +40,8 @@ from zgraph.update.schedule import torch_scheduler
 from zgraph.update.states import States
 
 if TYPE_CHECKING:
-    from zgraph.checkpoint.source import Known
     from zgraph.runtime import Runtime
+    from zgraph.update.resume import Known
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,10 @@ from zgraph.checkpoint.formats.stage0 import unsharded
 from zgraph.checkpoint.formats.torchfile import MALFORMED, Inert, Stored, TorchFile
 from zgraph.checkpoint.formats.universal import FOLDER, universal
 from zgraph.checkpoint.formats.zero import Gathered, Read, first_stages, in_equal_parts, third_stage
-from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Known, Source, TensorInfo
+from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Source, TensorInfo
 from zgraph.checkpoint.tensorfile import damaged
 from zgraph.errors import CheckpointError, UnsupportedError
+from zgraph.update.resume import Known
 
 logger = logging.getLogger(__name__)
 

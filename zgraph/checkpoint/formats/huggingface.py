@@ -10,9 +10,10 @@ import torch
 
 from zgraph.checkpoint.formats.names import parted
 from zgraph.checkpoint.manifest import check_tiling
-from zgraph.checkpoint.source import MODEL, Block, Known, Source, TensorInfo
+from zgraph.checkpoint.source import MODEL, Block, Source, TensorInfo
 from zgraph.checkpoint.tensorfile import DTYPES, SUFFIX, Piece, TensorFile, damaged, read_bytes
 from zgraph.errors import CheckpointError
+from zgraph.update.resume import Known
 
 INDEX = ".index.json"
 MOST_BYTES = 1 << 30

@@ -26,9 +26,10 @@ from zgraph.checkpoint.formats.torchfile import (
     unpickled,
 )
 from zgraph.checkpoint.manifest import check_tiling
-from zgraph.checkpoint.source import MODEL, Block, Known, Source, TensorInfo, naturals
+from zgraph.checkpoint.source import MODEL, Block, Source, TensorInfo, naturals
 from zgraph.checkpoint.tensorfile import damaged, read_bytes
 from zgraph.errors import CheckpointError
+from zgraph.update.resume import Known
 
 METADATA = ".metadata"
 MOST_BYTES = 1 << 33
