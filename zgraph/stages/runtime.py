@@ -205,8 +205,9 @@ class PipelineRuntime(Runtime):
                 step.backward_apart(reduce, accumulated)
         summed = any(port.role is OutputRole.GRADIENT for port in step.captured.outputs)
         if summed and self.plan.micro_batches > (2 if self.once else 1):
-            for kind in kinds & {Kind.B, Kind.W}:
-                step.summing_backward(not self.once, apart=kind is Kind.W)
+            for kind in (Kind.B, Kind.W):  # (in this order on all ranks: they compare each program)
+                if kind in kinds:
+                    step.summing_backward(not self.once, apart=kind is Kind.W)
         if step.keeps and several:
             step.forward(True)
 
