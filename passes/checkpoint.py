@@ -25,7 +25,7 @@ from zgraph.passes.contract import graph_pass
 from zgraph.passes.costs import CPU, Costs
 from zgraph.passes.recompute import recompute_all_but
 from zgraph.passes.rotor import Again, Keep, Schedule, Solver, every_segment_again
-from zgraph.program import collectives
+from zgraph.program import collectives, torch_private
 from zgraph.program.node import Phase, info
 from zgraph.program.program import Program
 
@@ -88,7 +88,7 @@ def checkpoint(program: Program, options: CheckpointOptions) -> dict[str, int]:
         again = {n for n in forward if _chosen(options.policy, n)}
     else:
         region = {
-            n: _module_region(program, n, options.modules) if options.modules else users_region(n) for n in forward
+            n: _module_region(program, n, options.modules) if options.modules else torch_private.users_region(n) for n in forward
         }
         again = {n for n in forward if region[n] is not None and not _leaves(n, region)}
     made = recompute_all_but(program, {n.name for n in forward if n not in again}, by="checkpoint")
@@ -112,12 +112,6 @@ def _chosen(policy: Callable[[fx.Node], bool], node: fx.Node) -> bool:
 def _module_region(program: Program, node: fx.Node, patterns: tuple[str, ...]) -> object:
     """The outermost module around a node that one of the patterns names, None for none."""
     return next((program.first_name(path) for path in program.modules_around(node) if matches([path], patterns)), None)
-
-
-def users_region(node: fx.Node) -> object:
-    """The torch.utils.checkpoint region of a node that is to be computed again, None for none."""
-    asked = node.meta.get("recompute")
-    return node.meta.get("ac_graph_id", 0) if asked is not None and "RECOMPUTE" in str(asked) else None
 
 
 def _leaves(node: fx.Node, region: dict[fx.Node, object]) -> bool:

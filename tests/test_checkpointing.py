@@ -11,9 +11,10 @@ from oracle import Oracle
 from sweeps import in_turn, sweep
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import zgraph
-from zgraph.errors import PlanError
+from zgraph.errors import PlanError, UnsupportedError
 from zgraph.passes import verify_program
 from zgraph.passes.aliases import is_random
 from zgraph.passes.chain import chain_of
@@ -309,6 +310,30 @@ def test_the_models_own_regions_are_honoured_without_kernels_too(recompute):
     case = models.build("checkpoint_regions")
     again = copied_modules(programs(case.model, zgraph.Plan(**ONE, recompute=recompute), case.inputs, 1))
     assert {m.split(".")[1] for m in again} == {"1", "2"}
+
+
+class Region(nn.Module):
+    """A region of torch.utils.checkpoint around a layer, which may be behind one that changes a buffer."""
+
+    def __init__(self, layer, outside=None):
+        super().__init__()
+        self.outside, self.layer = outside or nn.Identity(), nn.Sequential(nn.Linear(4, 4), layer)
+
+    def forward(self, x):
+        return checkpoint(self.layer, self.outside(x), use_reentrant=False).pow(2).mean()
+
+
+def test_a_region_that_changes_a_buffer_in_place_is_refused():
+    # Plain PyTorch changes it again in the backward: BatchNorm counts each batch twice.
+    x = torch.randn(8, 4, requires_grad=True)
+    model = zgraph.compile(Region(nn.BatchNorm1d(4)), zgraph.Plan(backend="eager"))
+    with pytest.raises(UnsupportedError, match=r"region of torch.utils.checkpoint changes buffer 'layer.1"):
+        model(x)
+    assert model.layer[1].num_batches_tracked == 0
+    for right in (nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False)):
+        assert zgraph.verify(Region(right, nn.BatchNorm1d(4)), zgraph.Plan(backend="eager"), 1, (x,)).ok
+    with torch.no_grad():
+        assert torch.equal(model(x), Region.forward(model, x)) and model.layer[1].num_batches_tracked == 2
 
 
 def test_none_recomputes_nothing_on_inductor_either():

@@ -582,6 +582,8 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
         aliases=trace.aliases,
     )
     _refuse_mixed_products(graph)
+    if any(port.role is InputRole.TANGENT for port in inputs):
+        _refuse_changed_twice(graph, outputs)
     checks = keep_asserts(program)
     outputs = [*outputs, *checks]
     outputs.sort(key=lambda item: of_backward(*item))  # (what the forward gives is first)
@@ -667,6 +669,40 @@ def _refuse_mixed_products(graph: fx.Graph) -> None:
                 why="torch multiplies values of one dtype; a buffer, a constant or an input has another than the weights",
                 hint="cast it in the model (x.to(weight.dtype)), or give precision a dtype for buffers, or cast_inputs",
             )
+
+
+def _refuse_changed_twice(graph: fx.Graph, outputs: Sequence[tuple[Port, fx.Node]]) -> None:
+    """What a torch.utils.checkpoint region changes in place, plain PyTorch changes again in the backward, which here changes nothing.
+
+    (It matters where the new value is made of the old one; what the region itself reads of it is another then, too.)
+    """
+    again = {n for n in graph.nodes if torch_private.users_region(n) is not None}
+    for port, last in outputs if again else ():
+        if port.role is not OutputRole.MUTATION:
+            continue
+        of_old: set[fx.Node] = set()
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                same = torch_private.describe_input(node.meta.get("desc")) == ("input", port.index)
+                of_old |= {node} if same else set()
+            elif any(a in of_old for a in node.all_input_nodes):
+                of_old.add(node)
+        stack, seen = [last], set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node not in of_old:
+                continue
+            seen.add(node)
+            stack += node.all_input_nodes
+            if node in again:
+                what = "buffer" if port.of is InputRole.BUFFER else "tensor"
+                raise UnsupportedError(
+                    f"a region of torch.utils.checkpoint changes {what} {port.name!r} in place",
+                    where=info(node).source or None,
+                    why="plain PyTorch runs the region, and so the change, a second time in the backward (BatchNorm counts each batch twice)",
+                    hint="keep the layer out of the region; or call it without checkpoint, and name it in the plan's recompute: "
+                    "zgraph computes it again without changing anything twice",
+                )
 
 
 def _annotate(graph: fx.Graph) -> None:

@@ -649,6 +649,12 @@ def is_token(desc: Any) -> bool:
     )
 
 
+def users_region(node: fx.Node) -> object:
+    """The torch.utils.checkpoint region of a node that is to be computed again, None for none."""
+    asked = node.meta.get("recompute")
+    return node.meta.get("ac_graph_id", 0) if asked is not None and "RECOMPUTE" in str(asked) else None
+
+
 def describe_input(desc: Any) -> tuple[str, int]:
     """("input" or "tangent", position among the flat inputs or outputs) of a placeholder of a joint graph."""
     if isinstance(desc, PlainAOTInput):

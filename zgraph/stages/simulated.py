@@ -14,12 +14,12 @@ from torch import fx
 from zgraph.codegen.chunks import canonical
 from zgraph.codegen.summing import summing
 from zgraph.compiled import StepProgram
-from zgraph.passes.checkpoint import users_region
 from zgraph.passes.costs import Costs, own_bytes, size_of
 from zgraph.passes.fusion import sources
 from zgraph.passes.memory import idle_bytes
 from zgraph.passes.simulator import Forecast, simulate
 from zgraph.pipeline import PLAIN, Variant
+from zgraph.program import torch_private
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.stages.actions import Action, Kind
@@ -181,7 +181,7 @@ def likeness(step: StepProgram) -> str:
     modules: dict[str, int] = {}
     regions: dict[object, int] = {None: 0}
     nodes = [
-        f"{info(n).phase} {modules.setdefault(info(n).module, len(modules))} {regions.setdefault(users_region(n), len(regions))}"
+        f"{info(n).phase} {modules.setdefault(info(n).module, len(modules))} {regions.setdefault(torch_private.users_region(n), len(regions))}"
         for n in program.nodes
     ]
     specs = [replace(program.params[name], name="") for name in program.params]
