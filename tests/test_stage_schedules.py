@@ -15,11 +15,13 @@ from sweeps import sweep
 from torch.distributed.pipelining import schedules as torchs
 
 from zgraph.errors import PlanError
+from zgraph.program.program import OutputRole
 from zgraph.stages.actions import Action, Kind
 from zgraph.stages.checking import check, check_table
 from zgraph.stages.needs import Needs, waits
 from zgraph.stages.own_schedules import save_csv
 from zgraph.stages.picture import picture
+from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.schedule import Schedule
 from zgraph.stages.schedules import check_name, make_schedule
 from zgraph.stages.simulation import Times, replay
@@ -616,3 +618,20 @@ def test_a_trace_has_every_action_at_its_time_on_its_ranks_process():
 def test_names_are_checked_without_torch():
     code = "import sys; from zgraph.stages.schedules import check_name; check_name('zb'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_programs_are_compiled_in_one_order_on_all_ranks():
+    # They are compared as they are made, and ranks have sets in different orders.
+    class Backwards(frozenset):
+        def __and__(self, other):
+            return sorted(frozenset.__and__(self, other), reverse=True)
+
+    made = []
+    step = SimpleNamespace(
+        ahead=lambda: None, forward=lambda: None, backward=lambda *_: None, backward_apart=lambda *_: None, keeps=False,
+        differentiated=True, captured=SimpleNamespace(outputs=[SimpleNamespace(role=OutputRole.GRADIENT)]),
+        summing_backward=lambda _, apart: made.append(apart),
+    )  # fmt: skip
+    runtime = SimpleNamespace(fit=lambda _: None, plan=SimpleNamespace(micro_batches=4), once=True)
+    PipelineRuntime.prepare(runtime, step, Backwards({Kind.B, Kind.W}))
+    assert made == [False, True]
