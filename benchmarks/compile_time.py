@@ -32,12 +32,12 @@ def measure(layers: int) -> dict[str, float]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import zgraph
-    from zgraph import capture
+    from zgraph.build.pass_pipeline import build
+    from zgraph.build.planned_step import device_of
+    from zgraph.capture import capture
+    from zgraph.parameters.sharding import layout
     from zgraph.passes import PassManager, manager
-    from zgraph.pipeline import build
-    from zgraph.planned_step import device_of
-    from zgraph.program import torch_private
-    from zgraph.sharding import layout
+    from zgraph.torch_compat import torch_private
 
     config = LlamaConfig(
         vocab_size=32000,

@@ -74,9 +74,9 @@ def forecast(ranks: int, way: str, length: int, options: argparse.Namespace) -> 
     """Bytes at the peak, beyond weights and gradients, of a sequence of so many tokens."""
     import torch
 
-    from zgraph.passes.costs import Costs, hardware
-    from zgraph.passes.simulator import simulate
-    from zgraph.planned_step import programs
+    from zgraph.build.planned_step import programs
+    from zgraph.passes.analysis.costs import Costs, hardware
+    from zgraph.passes.analysis.simulator import simulate
 
     model = model_of(options)
     words = torch.randint(options.vocabulary, (1, length))
@@ -90,7 +90,7 @@ def measured(rank: int, ranks: int, way: str, options: argparse.Namespace, folde
     import torch.distributed as dist
 
     import zgraph
-    from zgraph import allocations
+    from zgraph.runtime import allocations
 
     torch.set_num_threads(1)
     allocations.count()

@@ -33,7 +33,7 @@ from typing import Any
 import machine
 
 RESULTS = Path(__file__).parent / "results"
-PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "zgraph.compiler"]
+PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "zgraph.api.compiler"]
 LIMIT = 600.0  # seconds without an end: a hang, which fails
 
 

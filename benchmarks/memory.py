@@ -6,7 +6,7 @@ One process and no process group; a GPT of 85 M parameters by default, SGD, floa
 model's operators first. Budgets are spread evenly from the smallest that works (the one that the refusal of one byte states) to
 the forecast of a plan without a budget.
 
-*Peaks* are bytes of torch's CPU allocator (`zgraph.allocations`), which count from before the model is made: all that is held
+*Peaks* are bytes of torch's CPU allocator (`zgraph.runtime.allocations`), which count from before the model is made: all that is held
 and all that a step allocates. *Times* are medians of steps after two to warm up. Machines get slower and faster while this runs: each step is
 timed behind one of the same reference (of zgraph without a budget), and its time is multiplied by the reference's median over
 the time that this one took. The reference itself is timed so at three times of the run: times that differ by less than these do not differ.
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import machine
 
-from zgraph import allocations
+from zgraph.runtime import allocations
 
 FORECAST = 0.03  # of the measured peak: how far the forecast may be off
 COLUMNS = (
@@ -122,9 +122,9 @@ def forecast(size: Any, plan: Any) -> int:
     """Bytes at the peak of a step of this plan, by the simulator."""
     from link import gpt
 
-    from zgraph.passes.simulator import simulate
-    from zgraph.pipeline import costs_of
-    from zgraph.planned_step import programs
+    from zgraph.build.pass_pipeline import costs_of
+    from zgraph.build.planned_step import programs
+    from zgraph.passes.analysis.simulator import simulate
 
     program = programs(gpt.make(size), plan, gpt.data(size, 0), 1).program
     return sum(simulate(program, costs_of(plan)).peak.values())
@@ -151,7 +151,7 @@ def zgraph_step(size: Any, plan: Any) -> tuple[Callable[[], Any], Callable[[], d
     model = zgraph.compile(gpt.make(size), plan)
 
     def said() -> dict[str, Any]:
-        from zgraph.passes.simulator import simulate
+        from zgraph.passes.analysis.simulator import simulate
 
         runtime = model.zgraph.runtime
         step = next(iter(model.zgraph.programs.values()))

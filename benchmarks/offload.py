@@ -4,7 +4,7 @@
 
 One process and no process group, one thread a core. Parameters, gradients, optimizer state (AdamW, clipping) and activations lie in a
 file in `--folder` (of the current file system by default). Each case runs in a process of its own, which counts all that torch's CPU
-allocator holds from before the model is made (`zgraph.allocations`).
+allocator holds from before the model is made (`zgraph.runtime.allocations`).
 
 *example*: the model of examples/train_lm.py, eager and Inductor: losses bit for bit those in memory, measured peaks, and bytes moved a
 step beside those that the plan says.
@@ -95,7 +95,7 @@ def offload(args: argparse.Namespace, where: str) -> dict[str, Any]:
 
 # -- cases --------------------------------------------------------------------------------------------------------------------
 def example(args: argparse.Namespace, backend: str, where: str) -> dict[str, Any]:
-    from zgraph import allocations
+    from zgraph.runtime import allocations
 
     allocations.count()
     import train_lm
@@ -111,7 +111,7 @@ def example(args: argparse.Namespace, backend: str, where: str) -> dict[str, Any
 
 
 def gpt_case(args: argparse.Namespace, where: str) -> dict[str, Any]:
-    from zgraph import allocations
+    from zgraph.runtime import allocations
 
     allocations.count()
     import torch
@@ -135,8 +135,8 @@ def gpt_case(args: argparse.Namespace, where: str) -> dict[str, Any]:
 def steps(model: Any, batches: list[Any], bare: Raw | None = None) -> dict[str, Any]:
     """Train on these batches: losses, the measured and the forecast peak, what a step moved and was to move, and what the `bare`
     disk did before and after each update."""
-    from zgraph.passes.memory import memory_of
-    from zgraph.passes.simulator import simulate
+    from zgraph.passes.analysis.memory import memory_of
+    from zgraph.passes.analysis.simulator import simulate
 
     runtime = model.zgraph.runtime
     losses, moved, seconds, updates = [], [], [], []

@@ -225,7 +225,7 @@ def sizes(args: argparse.Namespace) -> dict[str, int]:
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from zgraph.codegen import products
+    from zgraph.codegen import cpu_gemm
 
     return {
         "date": f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
@@ -233,7 +233,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "products": "oneDNN" if products.onednn() else "MKL",
+        "products": "oneDNN" if cpu_gemm.onednn() else "MKL",
         "command": " ".join(["python benchmarks/overlap.py", *map(shlex.quote, sys.argv[1:])]),
         "rounds": args.rounds,
         "steps": args.steps,

@@ -71,9 +71,9 @@ def measured(layers: int, how: str) -> str:
     import transformers
 
     import zgraph
-    from zgraph.planned_step import captured_program
-    from zgraph.stages.forecast import forecast_of
-    from zgraph.stages.planned import planned_stages
+    from zgraph.build.planned_step import captured_program
+    from zgraph.forecast.pipeline_plan import planned_stages
+    from zgraph.forecast.stages import forecast_of
 
     torch.set_num_threads(1)
     plan = zgraph.Plan(

@@ -1,6 +1,6 @@
 """An update program as few compiled pieces: what is the same for several parameters is compiled once.
 
-Compiled whole, an update of 300 parameters takes Inductor most of a minute. So each of its groups (`zgraph/passes/groups.py`) is a
+Compiled whole, an update of 300 parameters takes Inductor most of a minute. So each of its groups (`zgraph/passes/update/group_updates.py`) is a
 chunk, and chunks with equal graphs share one executable. Moves between groups run operator by operator.
 """
 
@@ -16,11 +16,12 @@ from torch import fx
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import compile_inductor
-from zgraph.passes.aliases import is_write
-from zgraph.passes.groups import groups_of, type_of
-from zgraph.program import moves, torch_private
+from zgraph.passes.update.group_updates import groups_of, type_of
+from zgraph.program import transfers_to_host
+from zgraph.program.aliases import is_write
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
+from zgraph.torch_compat import torch_private
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +91,7 @@ def _late(chunks: list[Chunk], params: Collection[str]) -> list[Chunk]:
 
     def only(chunk: Chunk) -> bool:
         nodes = [n for n in chunk.executable.program.graph.nodes if n.op == "call_function"]
-        return all(info(n).param in params or (moves.is_move(n) and info(n).param is None) for n in nodes)
+        return all(info(n).param in params or (transfers_to_host.is_move(n) and info(n).param is None) for n in nodes)
 
     found = [c for c in chunks if params and only(c)]
     while True:
@@ -126,7 +127,7 @@ def compile_chunk(part: Program, groups: dict[str, str]) -> Executable:
     """Compile a chunk with Inductor, but for moves. On CUDA the updates of several parameters become one kernel; numbers do not (torch
     2.13 fails to combine those of half precision). Muon's iteration in bfloat16 rounds as torch's does: what a kernel
     keeps in float32 would be another 1% of an update."""
-    if any(moves.is_move(n) for n in part.graph.nodes):
+    if any(transfers_to_host.is_move(n) for n in part.graph.nodes):
         return compile_eager(part, groups)
     own = any(info(n).param is not None for n in part.graph.nodes if n.op == "call_function")
     return compile_inductor(part, groups, fix_saved=True, combine=own, round_each=True)
@@ -150,7 +151,8 @@ def _part(program: Program, nodes: list[fx.Node], number: int) -> Program:
     given = [
         n
         for n in nodes
-        if (moves.is_start(n) or not is_write(n)) and (n in results or any(u not in inside for u in n.users))
+        if (transfers_to_host.is_start(n) or not is_write(n))
+        and (n in results or any(u not in inside for u in n.users))
     ]
     graph = fx.Graph()
     memo: dict[fx.Node, fx.Node] = {}

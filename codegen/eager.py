@@ -17,10 +17,10 @@ from torch import fx
 
 from zgraph.codegen.executable import Executable, lowered
 from zgraph.codegen.profiled import run_profiled
-from zgraph.passes.aliases import mutates
-from zgraph.program import torch_private
+from zgraph.program.aliases import mutates
 from zgraph.program.layout import Strides, laid_out, lies_as, promised
 from zgraph.program.program import Program
+from zgraph.torch_compat import torch_private
 
 _KEEP = "zgraph_as_promised"
 _CALL = re.compile(r"    (\w+)(?: : [^=]+)? = ")

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.codegen.transport import fit
+from zgraph.codegen.lower_collectives import fit
 from zgraph.errors import AssertionError
-from zgraph.passes.aliases import mutates, root_of
-from zgraph.program import collectives, moves, ops, place, torch_private
+from zgraph.program import collectives, ops, transfers_to_host
+from zgraph.program.aliases import mutates, root_of
 from zgraph.program.layout import Strides, laid_out, promised
 from zgraph.program.node import info, place_of
 from zgraph.program.program import InputRole, OutputRole, Program
-from zgraph.program.stacks import Line
+from zgraph.ranks import progress
+from zgraph.ranks.stacks import Line
+from zgraph.torch_compat import torch_private
 
 # The user's tensors, what autograd gives, and what was sent: their strides are not a program's.
 _OTHERS_DECIDE = (
@@ -109,7 +111,7 @@ class Executable:
         for at, strides in self._from_outside:
             if values[at].stride() != strides:
                 values[at] = laid_out(values[at], strides)
-        told = place.enter(self)
+        told = progress.enter(self)
         try:
             with (
                 torch_private.below_autograd(),
@@ -120,14 +122,14 @@ class Executable:
                     self._land(outputs)
                 return outputs
         except Exception as error:
-            moves.failed()
+            transfers_to_host.failed()
             raise explain(error, self) from error
         except BaseException:  # (an interrupt)
-            moves.failed()
+            transfers_to_host.failed()
             raise
         finally:
             if told:
-                place.leave()
+                progress.leave()
 
     def _land(self, outputs: Sequence[Any]) -> None:
         """Wait for what is on its way, on CPU: the profile may end before the program that would."""
@@ -147,7 +149,7 @@ def explain(error: Exception, executable: Executable) -> Exception:
         return error
     start = node if collectives.is_start(node) else collectives.start_of(node)
     what = f"collective {start.name!r} over {info(start).mesh_dim!r} failed in {executable.program.name}"
-    return place.failed_collective(what, place_of(start), error, start)
+    return progress.failed_collective(what, place_of(start), error, start)
 
 
 def failing_node(error: BaseException, executable: Executable) -> fx.Node | None:

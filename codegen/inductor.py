@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from zgraph.codegen.cpu_gemm import library
 from zgraph.codegen.executable import Executable, Kernel, lowered
-from zgraph.codegen.products import library
 from zgraph.errors import LayoutError, LoweringError
-from zgraph.program import collectives, moves, torch_private
+from zgraph.program import collectives, transfers_to_host
 from zgraph.program.layout import laid_out
 from zgraph.program.node import has_info, info
 from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.torch_compat import torch_private
 
 # Inputs that whoever runs a program holds no longer than it does.
 _LET_GO = (InputRole.SAVED, InputRole.FLYING, InputRole.RECEIVED, InputRole.RETURNED)
@@ -66,7 +67,7 @@ def compile_inductor(
             combine,
             round_each,
             library=library,
-            reuse=not any(moves.is_move(n) for n in program.graph.nodes),
+            reuse=not any(transfers_to_host.is_move(n) for n in program.graph.nodes),
             turns=tuple(
                 (n.name, turn) for n in ready.graph.nodes if has_info(n) and (turn := info(n).turn) is not None
             ),

@@ -22,10 +22,11 @@ import torch
 from torch import fx
 
 from zgraph.errors import CaptureError
-from zgraph.passes.aliases import is_view
-from zgraph.program import collectives, ops, torch_private
+from zgraph.program import collectives, ops
+from zgraph.program.aliases import is_view
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program, of_backward
+from zgraph.torch_compat import torch_private
 
 _BACKWARD_ONLY = (InputRole.TANGENT, InputRole.ACCUMULATOR, InputRole.SCALE, InputRole.RETURNED)
 

@@ -13,10 +13,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from zgraph.passes.aliases import mutates
-from zgraph.program import collectives, moves, torch_private
+from zgraph.program import collectives, transfers_to_host
+from zgraph.program.aliases import mutates
 from zgraph.program.layout import laid_out, promised
 from zgraph.program.program import Program
+from zgraph.torch_compat import torch_private
 
 aten = torch.ops.aten
 
@@ -34,9 +35,9 @@ def run_stepwise(ready: Program, values: Sequence[Any], seen: Callable[[fx.Node,
             held[node] = _value(ready, node, held, given)
             if not any(map(mutates, (node, *node.users))) and (strides := promised(node)) is not None:
                 held[node] = laid_out(held[node], strides)
-            if node.target is moves.MOVED_IN_PLACE:
-                seen(moves.start_of(node), held[moves.start_of(node)])
-            elif not moves.is_start(node) and node.target is not aten.empty.memory_format:
+            if node.target is transfers_to_host.MOVED_IN_PLACE:
+                seen(transfers_to_host.start_of(node), held[transfers_to_host.start_of(node)])
+            elif not transfers_to_host.is_start(node) and node.target is not aten.empty.memory_format:
                 seen(node, held[node])
             for used in node.all_input_nodes:
                 left[used] -= 1

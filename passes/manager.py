@@ -17,9 +17,9 @@ from zgraph.errors import ContractError, PassError, PlanError
 from zgraph.passes import reproducer
 from zgraph.passes.contract import Contract, Pass
 from zgraph.passes.verifier import ValueCache, verify_program
-from zgraph.program import torch_private
+from zgraph.program.printer import render
 from zgraph.program.program import Program
-from zgraph.program.text import render
+from zgraph.torch_compat import torch_private
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class PassManager:
 
     `verify` checks the program before the first pass and after each. `snapshots` keeps a copy of the graph after each
     pass (fake values are shared): the history and reproducers need them. `recipe` is what a reproducer says of how the
-    passes were made, as JSON (see `zgraph.recipe`).
+    passes were made, as JSON (see `zgraph.build.recipe`).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A folder from which a pass that failed can be run again, on another machine or another day: `zgraph repro FOLDER`.
 
-pipeline.json    the passes from the one that failed on, what it said, and what they were made from (see `zgraph.recipe`)
-program.json     the program before it, as `zgraph.program.serial` writes it
+pipeline.json    the passes from the one that failed on, what it said, and what they were made from (see `zgraph.build.recipe`)
+program.json     the program before it, as `zgraph.program.serialize` writes it
 program.txt      the same for people
 """
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from zgraph.errors import VerifyError
+from zgraph.program.printer import render
 from zgraph.program.program import Program
-from zgraph.program.serial import to_json
-from zgraph.program.text import render
+from zgraph.program.serialize import to_json
 
 FORMAT = 1
 PIPELINE, PROGRAM = "pipeline.json", "program.json"

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from zgraph.errors import MeshError, VerifyError
-from zgraph.passes.aliases import is_random, is_write, mutates, root_of
-from zgraph.program import collectives, moves, ops
+from zgraph.program import collectives, ops, transfers_to_host
+from zgraph.program.aliases import is_random, is_write, mutates, root_of
+from zgraph.program.groups import ranks_in
 from zgraph.program.node import Phase, Role, has_info, info, tensors, value
-from zgraph.program.parts import ranks_in
 from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Port, Program
 
 AROUND = 5  # nodes shown on each side of a fault
@@ -314,12 +314,12 @@ def _starts(node: Any, program: Program) -> bool:
 def check_moves(program: Program) -> None:
     """Each start of a move is waited for once, by a wait that keeps what it moves; nothing else reads what is on its way."""
     for node in program.graph.nodes:
-        if moves.is_start(node):
-            waits = [u for u in node.users if moves.is_wait(u)]
+        if transfers_to_host.is_start(node):
+            waits = [u for u in node.users if transfers_to_host.is_wait(u)]
             # (another part of the update may wait for it)
             handed_on = program.level is Level.EXECUTABLE and not waits and program.output_node() in node.users
             _awaited_once(program, node, waits, "move", handed_on=handed_on)
-            if waits and waits[0].args[1] is not moves.moved_value(node):
+            if waits and waits[0].args[1] is not transfers_to_host.moved_value(node):
                 raise _fault(
                     program,
                     waits[0],
@@ -329,9 +329,13 @@ def check_moves(program: Program) -> None:
         came_in = (
             program.level is Level.EXECUTABLE and node.all_input_nodes and node.all_input_nodes[0].op == "placeholder"
         )
-        if moves.is_wait(node) and not moves.is_start(moves.start_of(node)) and not came_in:
+        if (
+            transfers_to_host.is_wait(node)
+            and not transfers_to_host.is_start(transfers_to_host.start_of(node))
+            and not came_in
+        ):
             raise _fault(program, node, f"node {node.name!r} waits for no move", f"{node.args[0]} starts none")
-        if "offloaded" in program.facts and node.op == "call_function" and not moves.is_move(node):
+        if "offloaded" in program.facts and node.op == "call_function" and not transfers_to_host.is_move(node):
             away = next((a for a in node.all_input_nodes if info(a).home is not None and not _on_host(node, a)), None)
             if away is not None:
                 raise _fault(
@@ -416,7 +420,7 @@ def check_reductions(program: Program) -> None:
             continue
         dims: list[str] = []
         at = node
-        while has_info(at) and (info(at).role in _SERVING or moves.is_move(at)) and at.all_input_nodes:
+        while has_info(at) and (info(at).role in _SERVING or transfers_to_host.is_move(at)) and at.all_input_nodes:
             if info(at).role is Role.REDUCE:
                 dims.append(str(info(at).mesh_dim))
             at = at.all_input_nodes[0]
@@ -514,7 +518,7 @@ def check_mutation(program: Program) -> None:
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
             root = root_of(used)
-            if root in written and not (moves.is_move(node) and used.op != "placeholder"):
+            if root in written and not (transfers_to_host.is_move(node) and used.op != "placeholder"):
                 raise _fault(
                     program,
                     node,

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from zgraph.passes import graph_pass
-from zgraph.passes.in_place import write_in_place
+from zgraph.passes.update.write_in_place import write_in_place
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
 from zgraph.program.program import InputRole, OutputRole, Program

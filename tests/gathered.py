@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zgraph.passes.aliases import aliases_of
 from zgraph.program import collectives
+from zgraph.program.aliases import aliases_of
 from zgraph.program.node import Phase, Role, info, tensor
 from zgraph.program.program import Program
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
-from zgraph.calibration import any_loss
+from zgraph.api.calibration import any_loss
 
 BATCH = 24
 WORDS = 97

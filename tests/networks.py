@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
+from zgraph.build.pass_pipeline import build
+from zgraph.build.planned_step import programs
 from zgraph.passes import PassManager
-from zgraph.passes.costs import Costs, Hardware, Link
+from zgraph.passes.analysis.costs import Costs, Hardware, Link
 from zgraph.passes.manager import History
-from zgraph.passes.virtual import run_virtual
-from zgraph.pipeline import build
-from zgraph.planned_step import programs
 from zgraph.program.program import Program
+from zgraph.verification.virtual_ranks import run_virtual
 
 ROWS = 4
 KINDS = ("linear", "wide", "branch", "again", "tied", "frozen", "norm", "table")

@@ -1,12 +1,12 @@
 """What recomputation of a chain can reach at best: exact, slow, and told apart from the solver by how it is found.
 
 For segments i to j it has the whole frontier of (bytes, seconds) that no other schedule beats in both, with bytes as they are,
-where `zgraph/passes/rotor.py` has a table over slots.
+where `zgraph/passes/remat/solver.py` has a table over slots.
 """
 
 from __future__ import annotations
 
-from zgraph.passes.chain import Segment
+from zgraph.passes.remat.segments import Segment
 
 Point = tuple[int, float]
 

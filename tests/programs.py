@@ -6,7 +6,7 @@ import models
 import torch
 from torch import nn
 
-from zgraph.capture import trace
+from zgraph.capture.capture import trace
 from zgraph.program.program import ParamSpec, Program
 
 

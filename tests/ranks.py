@@ -32,7 +32,7 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "torch._dynamo",
     "torch._inductor.compile_fx",
-    "zgraph.compiler",
+    "zgraph.api.compiler",
 ]
 
 

@@ -21,26 +21,26 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 import zgraph
-from zgraph.calibration import any_loss
-from zgraph.capture import trace
+from zgraph.api.calibration import any_loss
+from zgraph.build.planned_step import split_inputs
+from zgraph.build.step_program import StepProgram
+from zgraph.capture.capture import trace
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.partition import split
-from zgraph.compiled import StepProgram
+from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import verify_program
-from zgraph.passes.aliases import is_random
-from zgraph.passes.anchors import forward_nodes, free_nodes
-from zgraph.passes.costs import CPU, Costs
-from zgraph.passes.cuts import assign, find_cuts
-from zgraph.passes.stages import Stages, cut_stages
-from zgraph.passes.virtual import run_virtual
-from zgraph.planned_step import split_inputs
-from zgraph.program import torch_private
+from zgraph.passes.analysis.costs import CPU, Costs
+from zgraph.passes.stages.cut_stages import Stages, cut_stages
+from zgraph.passes.stages.cuts import assign, find_cuts
+from zgraph.passes.stages.min_cuts import forward_nodes, free_nodes
+from zgraph.program.aliases import is_random
 from zgraph.program.node import tensor, value
 from zgraph.program.program import InputRole, OutputRole, Port, Program
-from zgraph.rounding import Difference
-from zgraph.sharding import planned_layout
-from zgraph.virtual_step import Results, named, virtual_step
+from zgraph.program.tolerance import Difference
+from zgraph.torch_compat import torch_private
+from zgraph.verification.virtual_ranks import run_virtual
+from zgraph.verification.virtual_step import Results, named, virtual_step
 
 COSTS = Costs(CPU, fused=False)
 PASSED = {

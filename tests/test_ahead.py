@@ -10,8 +10,8 @@ from ranks import Ranks
 from sweeps import sweep
 
 import zgraph
+from zgraph.build.planned_step import programs
 from zgraph.codegen.partition import split
-from zgraph.planned_step import programs
 from zgraph.program import collectives
 from zgraph.program.program import InputRole, OutputRole
 

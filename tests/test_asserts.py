@@ -6,10 +6,10 @@ import torch
 from asserting_models import Net, OfGradient
 
 import zgraph
+from zgraph.build.planned_step import programs
 from zgraph.codegen.partition import split
 from zgraph.errors import AssertionError as Failed
 from zgraph.errors import CaptureError
-from zgraph.planned_step import programs
 from zgraph.program.program import OutputRole
 
 GOOD, BAD = torch.ones(4, 4), torch.full((4, 4), 1000.0)

@@ -19,7 +19,7 @@ from zgraph.cli.app import app
 from zgraph.cli.verify import global_batch
 from zgraph.errors import MeshError, ModelError, PassError, PlanError
 from zgraph.inspection.bisect import bisect
-from zgraph.virtual_step import virtual_step
+from zgraph.verification.virtual_step import virtual_step
 
 HERE = Path(__file__).parent
 ADAM = {"name": "AdamW", "lr": 1e-3}
@@ -86,7 +86,7 @@ def test_the_tensors_that_differ_are_named_with_their_errors():
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_faulty_pass_of_the_update_is_found(monkeypatch, world):
-    monkeypatch.setattr("zgraph.pipeline.write_in_place", faults.other_sign)
+    monkeypatch.setattr("zgraph.build.pass_pipeline.write_in_place", faults.other_sign)
     culprit = searched(world, optimizer=ADAM).culprit
     assert (culprit.program, culprit.name) == ("update", "write_in_place")
     assert {(d.what, d.name) for d in culprit.beyond} == {("parameter", "first.weight")} and culprit.bits

@@ -9,10 +9,10 @@ from torch._inductor import config, lowering
 from typer.testing import CliRunner
 
 import zgraph
+from zgraph.api.bisect_runtime import bisect_runtime
 from zgraph.cli.app import app
 from zgraph.codegen import eager
 from zgraph.errors import PlanError
-from zgraph.inspection.bisect_runtime import bisect_runtime
 
 X = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(1))
 

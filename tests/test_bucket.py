@@ -13,12 +13,12 @@ from networks import Case, cases
 from torch import fx, nn
 
 import zgraph
+from zgraph.build.planned_step import programs
 from zgraph.errors import ContractError
 from zgraph.passes import PassManager
-from zgraph.passes.bucket import LATENCY_SHARE, bucket
-from zgraph.passes.costs import Costs, Hardware, Link, size_of
-from zgraph.passes.transfers import layers_of
-from zgraph.planned_step import programs
+from zgraph.passes.analysis.costs import Costs, Hardware, Link, size_of
+from zgraph.passes.analysis.parameter_collectives import layers_of
+from zgraph.passes.overlap.bucket import LATENCY_SHARE, bucket
 from zgraph.program import collectives
 from zgraph.program.node import Role, info, tensor
 from zgraph.program.program import Program

@@ -8,11 +8,11 @@ import refusals
 from sweeps import sweep
 
 from zgraph import SGD, AdamW, Plan
+from zgraph.build.planned_step import programs
 from zgraph.errors import PlanError
-from zgraph.passes.costs import CPU, Costs, Link
-from zgraph.passes.simulator import simulate
-from zgraph.passes.transfers import gathers_of
-from zgraph.planned_step import programs
+from zgraph.passes.analysis.costs import CPU, Costs, Link
+from zgraph.passes.analysis.parameter_collectives import gathers_of
+from zgraph.passes.analysis.simulator import simulate
 from zgraph.program.node import Phase, info
 
 WORLD = 2

@@ -14,17 +14,17 @@ import torch
 from torch import fx, nn
 
 import zgraph
+from zgraph.build.planned_step import programs
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
+from zgraph.codegen.instrumented import Stopwatch, Timed, instrumented, shared
 from zgraph.codegen.partition import split
-from zgraph.codegen.timed import Stopwatch, Timed, instrumented, shared
 from zgraph.errors import PlanError, RankMismatchError
-from zgraph.links import fit_line
-from zgraph.passes.aliases import is_view
-from zgraph.passes.costs import CPU, Costs, Hardware, Link, computes, hardware, signature
-from zgraph.passes.simulator import simulate
-from zgraph.planned_step import programs
+from zgraph.forecast.link_benchmark import fit_line
+from zgraph.passes.analysis.costs import CPU, Costs, Hardware, Link, computes, hardware, signature
+from zgraph.passes.analysis.simulator import simulate
 from zgraph.program import collectives
+from zgraph.program.aliases import is_view
 
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]
 WATCH = Stopwatch(torch.device("cpu"))

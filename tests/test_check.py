@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import zgraph
 from zgraph.cli.app import app
 from zgraph.inspection.check import Checked, Finding, check
-from zgraph.tiers.files import FileStore
+from zgraph.offload.files import FileStore
 
 HERE = Path(__file__).parent
 ALL = [
@@ -236,9 +236,9 @@ def test_a_folder_to_offload_to_must_be_there_and_have_room(tmp_path, monkeypatc
     assert new.ok and "will be made" in of(new, "offload", "note")[0].what and not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     assert "can't be made" in only(offloading(tmp_path / "file" / "b"), "offload").what
-    monkeypatch.setattr("zgraph.tiers.files._free", lambda folder: 100)
+    monkeypatch.setattr("zgraph.offload.files._free", lambda folder: 100)
     assert "has no room for what is to be offloaded" in only(offloading(tmp_path), "offload").what
-    monkeypatch.setattr("zgraph.tiers.files._free", lambda folder: 700)
+    monkeypatch.setattr("zgraph.offload.files._free", lambda folder: 700)
     assert "no room for all ranks" in only(offloading(tmp_path), "offload", "warning").what
     monkeypatch.undo()
     monkeypatch.setattr(FileStore, "_try_direct", lambda self: (self._fd, 1))
@@ -328,7 +328,7 @@ def small(tmp_path):
     """Hardware like an H100, with so many bytes."""
 
     def write(capacity: int) -> str:
-        from zgraph.passes.costs import H100
+        from zgraph.passes.analysis.costs import H100
 
         path = tmp_path / "small.json"
         path.write_text(json.dumps(H100.model_copy(update={"name": "small", "capacity": capacity}).model_dump()))

@@ -14,16 +14,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
+from zgraph.build.planned_step import captured_program, programs
 from zgraph.errors import PlanError, UnsupportedError
 from zgraph.passes import verify_program
-from zgraph.passes.aliases import is_random
-from zgraph.passes.chain import chain_of
-from zgraph.passes.checkpoint import RematerializeOptions, rematerialize
-from zgraph.passes.cleanup import cleanup
-from zgraph.passes.costs import CPU, Costs
-from zgraph.passes.rotor import Rotor, Solver
-from zgraph.passes.simulator import simulate
-from zgraph.planned_step import captured_program, programs
+from zgraph.passes.analysis.costs import CPU, Costs
+from zgraph.passes.analysis.simulator import simulate
+from zgraph.passes.canonicalize.cleanup import cleanup
+from zgraph.passes.remat.checkpoint import RematerializeOptions, rematerialize
+from zgraph.passes.remat.segments import chain_of
+from zgraph.passes.remat.solver import Rotor, Solver
+from zgraph.program.aliases import is_random
 from zgraph.program.node import Phase, info
 
 COSTS = Costs(CPU, fused=False)

@@ -8,13 +8,13 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
+from zgraph.build.planned_step import update_program
 from zgraph.codegen.chunks import compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
-from zgraph.passes.groups import GROUP
-from zgraph.passes.virtual import run_virtual
-from zgraph.planned_step import update_program
+from zgraph.passes.update.group_updates import GROUP
 from zgraph.program.node import value
 from zgraph.program.program import InputRole
+from zgraph.verification.virtual_ranks import run_virtual
 
 pytestmark = pytest.mark.core
 MATRICES, VECTORS = 40, 19

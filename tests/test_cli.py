@@ -177,8 +177,8 @@ def test_dump_filter_keeps_only_nodes_that_match():
 
 def test_dump_json_is_a_program_that_loads_again():
     from zgraph.passes import verify_program
-    from zgraph.program.serial import from_json
-    from zgraph.program.text import render
+    from zgraph.program.printer import render
+    from zgraph.program.serialize import from_json
 
     program = from_json(json.loads(ok("dump", SMALL, "--world", 8, "--json")))
     verify_program(program)

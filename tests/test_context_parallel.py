@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
+from zgraph.build.planned_step import captured_program, programs
 from zgraph.errors import PlanError
-from zgraph.passes.cleanup import cleanup
-from zgraph.passes.context import ContextOptions, divide_context
-from zgraph.passes.costs import Costs, hardware
-from zgraph.passes.simulator import simulate
-from zgraph.planned_step import captured_program, programs
+from zgraph.passes.analysis.costs import Costs, hardware
+from zgraph.passes.analysis.simulator import simulate
+from zgraph.passes.canonicalize.cleanup import cleanup
+from zgraph.passes.spmd.divide_context import ContextOptions, divide_context
 from zgraph.program import collectives
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.program import Program

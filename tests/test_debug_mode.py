@@ -11,8 +11,7 @@ from torch import nn
 from torch._inductor import config, lowering
 
 import zgraph
-from zgraph import debug
-from zgraph.codegen import eager
+from zgraph.codegen import debug_mode, eager
 from zgraph.errors import LayoutError, PlanError, WrongValueError
 
 
@@ -48,23 +47,23 @@ def executables(model: nn.Module) -> list[object]:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_right_program_is_not_accused(backend, monkeypatch):
-    monkeypatch.setenv(debug.VARIABLE, "layout, values")
+    monkeypatch.setenv(debug_mode.VARIABLE, "layout, values")
     plan = zgraph.Plan(backend=backend, optimizer=zgraph.AdamW(lr=1e-2), grad_clip=1.0, micro_batches=2)
     model = zgraph.compile(Model(), plan)
     for _ in range(3):
         model.train_step(X)
-    assert all(isinstance(e.function, debug._Checked) for e in executables(model))
+    assert all(isinstance(e.function, debug_mode._Checked) for e in executables(model))
 
 
 def test_nothing_is_checked_unless_asked_for(monkeypatch):
-    monkeypatch.delenv(debug.VARIABLE, raising=False)
+    monkeypatch.delenv(debug_mode.VARIABLE, raising=False)
     model = zgraph.compile(Model(), zgraph.Plan(backend="eager"))
     model(X).backward()
-    assert not any(isinstance(e.function, debug._Checked) for e in executables(model))
+    assert not any(isinstance(e.function, debug_mode._Checked) for e in executables(model))
 
 
 def test_a_word_that_means_nothing_is_refused(monkeypatch):
-    monkeypatch.setenv(debug.VARIABLE, "layout,valeus")
+    monkeypatch.setenv(debug_mode.VARIABLE, "layout,valeus")
     with pytest.raises(PlanError, match="valeus") as caught:
         zgraph.compile(Model(), zgraph.Plan(backend="eager"))
     assert "layout, values" in caught.value.hint
@@ -72,7 +71,7 @@ def test_a_word_that_means_nothing_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(("kinds", "error"), [("layout", LayoutError), ("values", WrongValueError)])
 def test_strides_that_are_not_kept_are_found(kinds, error, monkeypatch):
-    monkeypatch.setenv(debug.VARIABLE, kinds)
+    monkeypatch.setenv(debug_mode.VARIABLE, kinds)
     monkeypatch.setattr(eager, "laid_out", lambda value, strides: value)
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(5, 6), Norm(), nn.LayerNorm(6), Norm(), nn.Linear(6, 3))
@@ -84,7 +83,7 @@ def test_strides_that_are_not_kept_are_found(kinds, error, monkeypatch):
 
 def test_a_wrong_kernel_is_found(monkeypatch):
     """An operator of Inductor's that computes something else."""
-    monkeypatch.setenv(debug.VARIABLE, "values")
+    monkeypatch.setenv(debug_mode.VARIABLE, "values")
     sin, cos = torch.ops.aten.sin.default, torch.ops.aten.cos.default
     monkeypatch.setitem(lowering.lowerings, sin, lowering.lowerings[cos])
     model = zgraph.compile(Model(), zgraph.Plan())
@@ -95,7 +94,7 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 
 def test_a_written_input_is_compared(monkeypatch):
     """What an update writes is compared as what it gives is."""
-    monkeypatch.setenv(debug.VARIABLE, "values")
+    monkeypatch.setenv(debug_mode.VARIABLE, "values")
     model = zgraph.compile(nn.Linear(3, 3), zgraph.Plan(backend="eager", optimizer=zgraph.SGD(lr=0.1)))
     model(torch.ones(2, 3)).sum().backward()
     model.step()
@@ -120,7 +119,7 @@ def _chunks(model: nn.Module) -> list[object]:
 
 
 def train_checked(backend: str, plan: dict) -> list[float]:
-    os.environ[debug.VARIABLE] = "layout,values"
+    os.environ[debug_mode.VARIABLE] = "layout,values"
     try:
         made = zgraph.Plan(backend=backend, mesh={"dp": 2}, optimizer=zgraph.AdamW(lr=1e-2), grad_clip=1.0, **plan)
         model = zgraph.compile(Model(), made)
@@ -132,7 +131,7 @@ def train_checked(backend: str, plan: dict) -> list[float]:
             model.train_step(X)
         return [float(p.full_tensor().sum()) for p in model.parameters()]
     finally:
-        del os.environ[debug.VARIABLE]
+        del os.environ[debug_mode.VARIABLE]
 
 
 PLANS = [

@@ -3,9 +3,9 @@
 import pytest
 
 import zgraph
-from zgraph.deepspeed import communication, offloading
+from zgraph.build.pass_pipeline import build
+from zgraph.deepspeed.config import communication, offloading
 from zgraph.errors import PlanError
-from zgraph.pipeline import build
 
 SECTION = {
     "stage": 3,

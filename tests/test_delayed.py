@@ -12,11 +12,11 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
+from zgraph.build.planned_step import programs, update_program
 from zgraph.codegen.chunks import compile_chunks
 from zgraph.codegen.eager import compile_eager
 from zgraph.errors import OffloadError, PlanError, StepError
-from zgraph.planned_step import programs, update_program
-from zgraph.update.delayed import refuse_late_collectives
+from zgraph.runtime.delayed import refuse_late_collectives
 
 AWAY = {"optimizer": "cpu", "least_bytes": 1, "sub_group_bytes": 1}
 

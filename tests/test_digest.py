@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import fx
 
-from zgraph.plan import Plan
-from zgraph.planned_step import programs as compiled_programs
+from zgraph.build.planned_step import programs as compiled_programs
+from zgraph.plan.plan import Plan
 from zgraph.program import collectives
 from zgraph.program.digest import collective_order, digest, first_difference, node_digests
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import Level, OutputRole, Port, Program
-from zgraph.program.serial import from_json, to_json
+from zgraph.program.serialize import from_json, to_json
 
 pytestmark = pytest.mark.core
 aten = torch.ops.aten

@@ -14,9 +14,9 @@ from divided_models import LENGTH, OWN, ROWS, WIDTH, Llama, of_transformers, own
 from sweeps import in_turn, sweep
 
 import zgraph
-from zgraph.passes.cleanup import cleanup
-from zgraph.passes.divide import DivideOptions, divide
-from zgraph.planned_step import captured_program
+from zgraph.build.planned_step import captured_program
+from zgraph.passes.canonicalize.cleanup import cleanup
+from zgraph.passes.spmd.divide import DivideOptions, divide
 from zgraph.program import collectives
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.program import Program

@@ -10,23 +10,23 @@ from golden_models import Llama
 from typer.testing import CliRunner
 
 from zgraph import AdamW, Plan
+from zgraph.build.pass_pipeline import costs_of
+from zgraph.build.planned_step import captured_program, update_program
+from zgraph.build.what_if import step_by
 from zgraph.cli.app import app
 from zgraph.cli.dump import rank_place
 from zgraph.errors import PlanError
+from zgraph.forecast.stages import forecast_pipeline
+from zgraph.forecast.symbolic import symbolic_forecast
 from zgraph.inspection import bundle
+from zgraph.inspection.assemble import of_model
 from zgraph.inspection.explain import explain
-from zgraph.inspection.making import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.page.parameters import parameters_of
 from zgraph.inspection.plans import evaluate
-from zgraph.pipeline import costs_of
-from zgraph.planned_step import captured_program, update_program
 from zgraph.program import collectives
 from zgraph.program.node import info
 from zgraph.program.program import Division
-from zgraph.stages.forecast import forecast_pipeline
-from zgraph.symbolic import symbolic_forecast
-from zgraph.what_if import step_by
 
 WEIGHT, NORM = "layers.0.up_proj.weight", "layers.0.input_layernorm.weight"
 DIM, WORDS = 64, 96

@@ -29,11 +29,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
-from zgraph import elasticity
-from zgraph.deepspeed import elastic
-from zgraph.elasticity import divisors
+from zgraph.deepspeed.config import elastic
 from zgraph.errors import MeshError, PlanError, StepError
-from zgraph.plan import DATA_DIMENSIONS, Plan
+from zgraph.plan import elasticity
+from zgraph.plan.elasticity import divisors
+from zgraph.plan.plan import DATA_DIMENSIONS, Plan
 from zgraph.program.program import DATA_DIMS
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_elastic.py"

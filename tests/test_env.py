@@ -108,7 +108,7 @@ def test_the_range_is_that_of_the_package():
 
 
 def test_a_folder_without_direct_access_is_told(monkeypatch, tmp_path):
-    from zgraph.tiers.files import FileStore
+    from zgraph.offload.files import FileStore
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(FileStore, "_try_direct", lambda self: (self._fd, 1))
@@ -137,7 +137,7 @@ def test_devices_are_told_with_their_links(monkeypatch):
     assert "NCCL" in missing and "a CUDA device" not in missing
 
 
-@sweep("gone", ["torch", "zgraph.tiers.files", "zgraph.memory", "rich", "numpy"], quick=2)
+@sweep("gone", ["torch", "zgraph.offload.files", "zgraph.runtime.memory", "rich", "numpy"], quick=2)
 def test_it_answers_without_this_module(gone):
     code = f"""
 import sys

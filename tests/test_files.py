@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from zgraph.errors import OffloadError
-from zgraph.tiers import files as files_module
-from zgraph.tiers.files import BLOCK, PIECE, Backend, FileStore
+from zgraph.offload import files as files_module
+from zgraph.offload.files import BLOCK, PIECE, Backend, FileStore
 
 MIB = 2**20
 SMALL = 2**16  # bytes of a piece where many are wanted
@@ -738,7 +738,7 @@ AT_EXIT = """
 import atexit, sys
 atexit.register(lambda: print(int(home.sum()), flush=True))
 import torch
-from zgraph.tiers.files import FileStore
+from zgraph.offload.files import FileStore
 home = FileStore(sys.argv[1]).tensor((1000,), (1,), torch.uint8).fill_(3)
 """
 
@@ -750,7 +750,7 @@ def test_a_tensor_can_be_used_until_the_process_ends(tmp_path):
 
 KILLED = """
 import sys, torch
-from zgraph.tiers.files import FileStore
+from zgraph.offload.files import FileStore
 store = FileStore(sys.argv[1])
 homes = [store.tensor((2**22,), (1,), torch.uint8) for _ in range(4)]
 print("writing", flush=True)

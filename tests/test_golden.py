@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import zgraph as zg
 from zgraph.cli.app import app
 from zgraph.cli.targets import load_target
-from zgraph.inspection.making import of_model
+from zgraph.inspection.assemble import of_model
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -43,11 +43,11 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def in_tests_folder(monkeypatch):
     """Targets are named from here; each is captured once for all commands."""
-    from zgraph.inspection import making
+    from zgraph.inspection import assemble
 
     monkeypatch.chdir(HERE)
     monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.setattr(making, "of_model", inspected_once)
+    monkeypatch.setattr(assemble, "of_model", inspected_once)
 
 
 def inspected_once(model, plan, inputs, world, *, origin="", edit=None, captured=None):

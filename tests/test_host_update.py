@@ -12,16 +12,16 @@ from test_update_programs import Virtual, gradients, parameters
 from torch import fx, nn
 
 import zgraph
-from zgraph.offloading import KINDS
+from zgraph.build.update_program import whole_update
+from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import verify_program
-from zgraph.passes.costs import H100, Costs
-from zgraph.passes.memory import memory_of
-from zgraph.passes.simulator import simulate
-from zgraph.program import collectives, moves
+from zgraph.passes.analysis.costs import H100, Costs
+from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.simulator import simulate
+from zgraph.plan.offloading import KINDS
+from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import info, tensors
 from zgraph.program.program import Program
-from zgraph.sharding import planned_layout
-from zgraph.update.program import whole_update
 
 HERE, THERE = torch.device("cpu"), torch.device("cuda:0")
 RECORDS = {
@@ -73,7 +73,7 @@ def check_places(program: Program) -> None:
     """Each operator runs where its operands are; nothing of a disk is read but by its fetch."""
     verify_program(program)
     for node in program.graph.nodes:
-        if node.op == "call_function" and not moves.is_move(node):
+        if node.op == "call_function" and not transfers_to_host.is_move(node):
             assert len(devices_of(node)) == 1, f"{node.format_node()} mixes {devices_of(node)}"
             assert all(info(a).home != "nvme" for a in node.all_input_nodes)
         if collectives.is_start(node):
@@ -101,7 +101,11 @@ def test_updates_on_the_host_are_those_of_the_device(name, more, tier):
     plan = plan_of(RECORDS[name], tier, **MORE[more])
     program = built(plan, 1)
     check_places(program)
-    assert any(info(n).home == "cpu" and not moves.is_move(n) for n in program.graph.nodes if n.op == "call_function")
+    assert any(
+        info(n).home == "cpu" and not transfers_to_host.is_move(n)
+        for n in program.graph.nodes
+        if n.op == "call_function"
+    )
     kept = zgraph.Plan(zero=3, backend="eager", optimizer=RECORDS[name], **MORE[more])
     assert same(stepped(program, plan, 1), stepped(built(kept, 1), kept, 1))
 
@@ -157,9 +161,9 @@ def test_states_in_the_hosts_memory_and_gradients_that_came_there_do_not_move():
 
 def test_with_a_device_that_is_the_host_nothing_moves_that_lies_in_its_memory():
     program = built(plan_of(RECORDS["AdamW"], "cpu"), 1, HERE)
-    assert not any(moves.is_move(n) for n in program.graph.nodes)
+    assert not any(transfers_to_host.is_move(n) for n in program.graph.nodes)
     on_device = built(plan_of(RECORDS["AdamW"], "cpu", away={"update_on": "device"}), 1, HERE)
-    assert any(moves.is_move(n) for n in on_device.graph.nodes)
+    assert any(transfers_to_host.is_move(n) for n in on_device.graph.nodes)
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
@@ -167,7 +171,9 @@ def test_on_the_device_if_the_plan_says_so(tier):
     plan = plan_of(RECORDS["AdamW"], tier, away={"update_on": "device"}, grad_clip=0.5)
     program = built(plan, 1)
     check_places(program)
-    assert not any(info(n).home and not moves.is_move(n) for n in program.graph.nodes if n.op == "call_function")
+    assert not any(
+        info(n).home and not transfers_to_host.is_move(n) for n in program.graph.nodes if n.op == "call_function"
+    )
     kept = zgraph.Plan(zero=3, backend="eager", optimizer=RECORDS["AdamW"], grad_clip=0.5)
     assert same(stepped(program, plan, 1), stepped(built(kept, 1), kept, 1))
 
@@ -196,11 +202,11 @@ def test_groups_wait_for_what_they_need_and_no_longer():
     """While a group is computed, what the next one needs comes, and what the last one made goes."""
     program = built(plan_of(RECORDS["AdamW"], "nvme"), 1)
     order = {n: i for i, n in enumerate(program.graph.nodes)}
-    fetched = [n for n in program.graph.nodes if n.target is moves.FETCH and info(n).home == "cpu"]
+    fetched = [n for n in program.graph.nodes if n.target is transfers_to_host.FETCH and info(n).home == "cpu"]
     ahead = 0
     for start in fetched:
-        (wait,) = [u for u in start.users if moves.is_wait(u)]
+        (wait,) = [u for u in start.users if transfers_to_host.is_wait(u)]
         between = [n for n in program.graph.nodes if order[start] < order[n] < order[wait]]
         assert info(start).group != info(wait).group  # (else they would be one piece of code)
-        ahead += any(n.op == "call_function" and not moves.is_move(n) for n in between)
+        ahead += any(n.op == "call_function" and not transfers_to_host.is_move(n) for n in between)
     assert ahead >= len(fetched) // 2

@@ -16,15 +16,15 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zgraph
+from zgraph.build.planned_step import programs
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import adopt_strides, compile_inductor, launches
 from zgraph.codegen.partition import split
 from zgraph.errors import LoweringError
 from zgraph.passes import graph_pass
-from zgraph.passes.costs import size_of
-from zgraph.passes.memory import memory_of
-from zgraph.passes.simulator import bucket_of
-from zgraph.planned_step import programs
+from zgraph.passes.analysis.costs import size_of
+from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.simulator import bucket_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, Program

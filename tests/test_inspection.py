@@ -22,20 +22,20 @@ import zgraph
 from zgraph.cli.app import app
 from zgraph.errors import BundleError, TargetError, ZgraphError
 from zgraph.inspection import bundle
-from zgraph.inspection.against import beside
+from zgraph.inspection.assemble import of_model
+from zgraph.inspection.compare_profile import beside
 from zgraph.inspection.diff import compare
 from zgraph.inspection.formats.dot import dot
 from zgraph.inspection.formats.explorer import explorer, overlays
 from zgraph.inspection.formats.python import python_source
 from zgraph.inspection.inspection import EVALUATION, STEP, UPDATE
-from zgraph.inspection.making import of_model
 from zgraph.inspection.memory import parse_bound, peak_of
 from zgraph.inspection.memory_viz import pickle_of, snapshot_of
 from zgraph.inspection.trace import first_reader, trace_of
-from zgraph.passes.memory import memory_of
+from zgraph.passes.analysis.memory import memory_of
 from zgraph.program import collectives
 from zgraph.program.node import Role, info
-from zgraph.program.serial import from_json, to_json
+from zgraph.program.serialize import from_json, to_json
 
 HERE = Path(__file__).parent
 PLAN = zgraph.Plan(mesh={"dp": -1}, backend="eager", optimizer=zgraph.AdamW(lr=1e-3), hardware="h100-80g")

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from sweeps import in_turn, sweep
 
 import zgraph
+from zgraph.build.pass_pipeline import Edit, build
+from zgraph.build.planned_step import captured_program
 from zgraph.errors import PlanError
-from zgraph.passes.costs import H100, Costs, Hardware, Link
-from zgraph.passes.interleave import InterleaveOptions, interleave
-from zgraph.passes.simulator import simulate
-from zgraph.pipeline import Edit, build
-from zgraph.planned_step import captured_program
+from zgraph.passes.analysis.costs import H100, Costs, Hardware, Link
+from zgraph.passes.analysis.simulator import simulate
+from zgraph.passes.spmd.interleave import InterleaveOptions, interleave
 from zgraph.program import collectives
 from zgraph.program.node import info
 from zgraph.program.program import Program

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from zgraph.passes import labels
-from zgraph.passes.labels import Dims, Rule, operands_of, rule_of
+from zgraph.passes.spmd import sharding_rules
+from zgraph.passes.spmd.sharding_rules import Dims, Rule, operands_of, rule_of
 from zgraph.program import collectives, ops
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -26,7 +26,7 @@ PARTS = 2
 SOURCE = torch.Generator().manual_seed(0)
 
 # Attention on a GPU: a CPU has only their shapes.
-SHAPES_ONLY = {target for target in labels.ATTENTION if "for_cpu" not in str(target)}
+SHAPES_ONLY = {target for target in sharding_rules.ATTENTION if "for_cpu" not in str(target)}
 
 
 @dataclass(frozen=True)
@@ -399,14 +399,14 @@ def test_every_rule_has_an_example_that_it_divides():
         collectives.WAIT,
         *collectives.known_targets(),
     }  # (need ranks: a program divided over two mesh dimensions has them)
-    ruled = {*labels._RULES, *labels._POINTWISE} - between
+    ruled = {*sharding_rules._RULES, *sharding_rules._POINTWISE} - between
     assert not ruled - all_examples
     # (a mean of all has nothing else, a minimum no collective, a loss is divided as its expansion, and a dropout draws for all)
     whole = {aten.amin.default, aten.mean.default, aten.nll_loss_forward.default, aten.native_dropout.default}
     assert ruled - divided == whole
 
 
-@pytest.mark.parametrize("name", labels._NAMED)
+@pytest.mark.parametrize("name", sharding_rules._NAMED)
 def test_an_operator_of_a_library_in_parts_is_the_operator(name):
     pytest.importorskip("transformers.integrations.moe")
     space, _, short = name.partition("::")

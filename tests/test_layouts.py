@@ -12,7 +12,7 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
-from zgraph.rounding import difference
+from zgraph.program.tolerance import difference
 
 KNOWN = [  # (operators of these have other strides than their fake implementations promise)
     ("layer_norm", "transposed"),

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zgraph.errors import PlanError
-from zgraph.loss_scaling import LossScale
+from zgraph.plan.loss_scaling import LossScale
 from zgraph.update import scaler
 
 pytestmark = pytest.mark.core

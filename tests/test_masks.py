@@ -8,10 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph.passes import masks
-from zgraph.passes.cleanup import cleanup
-from zgraph.passes.masks import known_masks
-from zgraph.planned_step import captured_program
+from zgraph.build.planned_step import captured_program
+from zgraph.passes.canonicalize.cleanup import cleanup
+from zgraph.passes.canonicalize.known_masks import known_masks
 from zgraph.program.program import Program
 
 LENGTH, WIDTH = 12, 8
@@ -98,7 +97,7 @@ def test_a_mask_that_is_known_is_left_out_of_the_forward_and_the_backward(monkey
     made, kind = KNOWN[name]
     program = program_of(Masked(made))
     assert all(n.kwargs.get("attn_mask") is not None for n in attention(program)) and len(attention(program)) == 2
-    monkeypatch.setattr(masks, "AT_ONCE", at_once)
+    monkeypatch.setattr("zgraph.passes.canonicalize.known_masks.AT_ONCE", at_once)
     counts = known_masks()(program)
     assert counts == {"causal": 0, "none": 0} | {kind: 2}
     assert not any("attn_mask" in n.kwargs for n in attention(program))
@@ -117,8 +116,8 @@ def test_any_other_mask_stays(name):
 
 def test_a_mask_that_is_too_large_to_be_looked_at_stays_and_says_so(monkeypatch):
     program = program_of(Masked(KNOWN["a triangle"][0]))
-    monkeypatch.setattr(masks, "AT_ONCE", 30)
-    monkeypatch.setattr(masks, "WHOLE", 30)
+    monkeypatch.setattr("zgraph.passes.canonicalize.known_masks.AT_ONCE", 30)
+    monkeypatch.setattr("zgraph.passes.canonicalize.known_masks.WHOLE", 30)
     assert not any(known_masks()(program).values())
     (remark,) = program.remarks
     assert "a mask of 12 x 12" in remark.what and "is_causal=True" in remark.remedy

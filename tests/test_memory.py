@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph.memory import COMPILING, StepMemory, table
-from zgraph.passes.fusion import sources
-from zgraph.passes.memory import memory_of
-from zgraph.planned_step import programs
+from zgraph.build.planned_step import programs
+from zgraph.passes.analysis.fusion import sources
+from zgraph.passes.analysis.memory import memory_of
+from zgraph.runtime.memory import COMPILING, StepMemory, table
 
 ONE = {"mesh": {"dp": 1}, "zero": 0}
 TESTS = Path(__file__).parent
@@ -129,7 +129,7 @@ def test_the_smallest_budget_holds_where_the_end_of_the_step_is_its_peak():
 
 
 def test_only_settled_steps_count(monkeypatch):
-    from zgraph import allocations
+    from zgraph.runtime import allocations
 
     peaks = iter([900, 500, 100, 300, 200])
     monkeypatch.setattr(allocations, "counting", lambda: True)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import zgraph
-from zgraph.budget import measured_rate
+from zgraph.build.memory_search import measured_rate
 from zgraph.errors import PlanError
-from zgraph.tiers.files import FileStore
+from zgraph.offload.files import FileStore
 
 
 def test_a_measured_rate_is_rounded_so_that_a_little_makes_no_difference():

@@ -15,22 +15,22 @@ from ranks import Ranks
 from sweeps import in_turn, sweep
 
 import zgraph
+from zgraph.build.pass_pipeline import costs_of
+from zgraph.build.planned_step import planned_step, programs, update_program
 from zgraph.codegen.partition import split
 from zgraph.errors import OffloadError, PlanError, StepError, VerifyError
+from zgraph.offload.files import Backend, FileStore
+from zgraph.offload.host_gradients import Away
+from zgraph.offload.moves import Tiers, in_flight
+from zgraph.parameters.sharding import layout, shard
 from zgraph.passes import verify_program
-from zgraph.passes.aliases import root_of
-from zgraph.passes.costs import CPU, Costs
-from zgraph.passes.memory import memory_of
-from zgraph.passes.simulator import simulate
-from zgraph.pipeline import costs_of
-from zgraph.planned_step import planned_step, programs, update_program
-from zgraph.program import moves
+from zgraph.passes.analysis.costs import CPU, Costs
+from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.simulator import simulate
+from zgraph.program import transfers_to_host
+from zgraph.program.aliases import root_of
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole
-from zgraph.sharding import layout, shard
-from zgraph.tiers.away import Away
-from zgraph.tiers.files import Backend, FileStore
-from zgraph.tiers.moves import Tiers, in_flight
 
 EVERY = [*models.TRANSFORMERS, *models.PLAIN]
 ALL = ("activations", "optimizer", "parameters")
@@ -172,8 +172,8 @@ def test_evaluation_fetches_weights_and_leaves_nothing_behind(place):
         first, second = model(*case.inputs), model(*case.inputs)
     assert torch.equal(first, second) and in_flight() == 0
     program = model.zgraph.programs["eval1"].history().program
-    assert not any(n.target is moves.OFFLOAD for n in program.nodes) and any(
-        n.target is moves.FETCH for n in program.nodes
+    assert not any(n.target is transfers_to_host.OFFLOAD for n in program.nodes) and any(
+        n.target is transfers_to_host.FETCH for n in program.nodes
     )
 
 
@@ -249,11 +249,11 @@ def test_fetches_start_before_their_readers_within_what_may_be_in_flight(world):
         program = history(world, costs=slow, offload=offloaded("cpu", staging_bytes=staging)).program
         flying = most = apart = 0
         for node in program.nodes:
-            if node.target is moves.FETCH:
+            if node.target is transfers_to_host.FETCH:
                 flying += node.meta["val"].nbytes
                 most = max(most, flying)
-                apart += not moves.is_move(node.next)
-            elif moves.is_wait(node) and moves.start_of(node).target is moves.FETCH:
+                apart += not transfers_to_host.is_move(node.next)
+            elif transfers_to_host.is_wait(node) and transfers_to_host.start_of(node).target is transfers_to_host.FETCH:
                 flying -= node.meta["val"].nbytes
         assert most <= staging and flying == 0
         counts.append(apart)
@@ -262,8 +262,8 @@ def test_fetches_start_before_their_readers_within_what_may_be_in_flight(world):
 
 def test_a_view_is_made_again_of_what_comes_back_and_a_storage_goes_once():
     program = history(case=models.build("llama")).program
-    gone = [n for n in program.nodes if n.target is moves.OFFLOAD and info(n).phase is Phase.FORWARD]
-    assert len({moves.moved_value(n) for n in gone}) == len(gone)
+    gone = [n for n in program.nodes if n.target is transfers_to_host.OFFLOAD and info(n).phase is Phase.FORWARD]
+    assert len({transfers_to_host.moved_value(n) for n in gone}) == len(gone)
     crossing = [
         n
         for n in split(program).forward.output_items()
@@ -281,16 +281,16 @@ def test_an_update_brings_no_more_than_a_sub_group_at_a_time():
         largest = max(sum(m.values()) for m in memory_of(program))
         assert largest < 4 * limit + 8 * 32 * 65 * 4, largest
         assert not any(p.role is OutputRole.MUTATION for p in program.outputs)
-        stored = [n for n in program.nodes if n.target is moves.STORE]
+        stored = [n for n in program.nodes if n.target is transfers_to_host.STORE]
         assert len(stored) == 3 * sum(p.role is InputRole.GRADIENT for p in program.inputs)
 
 
 @pytest.mark.parametrize("fault", ["no wait", "let go", "read early", "read at home"])
 def test_the_verifier_refuses_moves_that_would_give_other_numbers(fault):
     program = history().program
-    fetch = next(n for n in program.nodes if n.target is moves.FETCH)
-    wait = next(u for u in fetch.users if moves.is_wait(u))
-    reader = next(u for u in wait.users if u.op == "call_function" and not moves.is_move(u))
+    fetch = next(n for n in program.nodes if n.target is transfers_to_host.FETCH)
+    wait = next(u for u in fetch.users if transfers_to_host.is_wait(u))
+    reader = next(u for u in wait.users if u.op == "call_function" and not transfers_to_host.is_move(u))
     if fault == "no wait":
         wait.replace_all_uses_with(fetch)
         program.graph.erase_node(wait)
@@ -313,7 +313,7 @@ def planned(world: int, **fields):
 
 def sent(program) -> list[str]:
     """The parameters whose gradients leave the device, in the order in which they start to."""
-    return [str(info(n).param) for n in program.nodes if n.target is moves.OFFLOAD and info(n).param]
+    return [str(info(n).param) for n in program.nodes if n.target is transfers_to_host.OFFLOAD and info(n).param]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -325,7 +325,7 @@ def test_gradients_leave_while_the_backward_runs(world, zero, place):
     assert sorted(sent(program)) == sorted(program.params)
     backward = [n for n in program.nodes if n.op == "call_function" and info(n).phase is Phase.BACKWARD]
     products = [i for i, n in enumerate(backward) if n.target is torch.ops.aten.mm.default]
-    starts = [i for i, n in enumerate(backward) if n.target is moves.OFFLOAD]
+    starts = [i for i, n in enumerate(backward) if n.target is transfers_to_host.OFFLOAD]
     assert starts[0] < products[len(products) // 2] and starts[len(starts) // 2] < products[-1]
 
 
@@ -335,7 +335,7 @@ def test_an_update_fetches_no_gradient_that_came_to_the_host(place):
     verify_program(program)
     gradients = set(program.input_nodes(InputRole.GRADIENT).values())
     assert {info(n).home for n in gradients} == {"cpu"}
-    assert not any(gradients & set(n.all_input_nodes) for n in program.nodes if n.target is moves.FETCH)
+    assert not any(gradients & set(n.all_input_nodes) for n in program.nodes if n.target is transfers_to_host.FETCH)
     assert simulate(program, costs).peak.get("gradients", 0) == 0
 
 
@@ -574,7 +574,7 @@ def test_a_fault_in_the_middle_of_a_step_names_the_folder_and_is_no_wrong_number
 
 def test_a_disk_without_room_is_an_error_when_room_is_taken(monkeypatch, tmp_path):
     case = models.stack(4, dim=16)
-    monkeypatch.setattr("zgraph.tiers.files.TRIAL", 4096)  # (what a preflight writes is room for what comes)
+    monkeypatch.setattr("zgraph.offload.files.TRIAL", 4096)  # (what a preflight writes is room for what comes)
     failing(monkeypatch, "fallocate", 9, raising(errno.ENOSPC))
     with pytest.raises(OffloadError, match="free") as caught:
         trained(case=case, offload=offloaded(f"nvme:{tmp_path}"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zgraph.errors import PlanError
-from zgraph.optimizers import (
+from zgraph.plan.optimizers import (
     LAMB,
     SGD,
     Adagrad,
@@ -208,5 +208,5 @@ def test_records_are_hashable_and_comparable(record):
 
 
 def test_records_need_no_torch():
-    code = "import sys, zgraph.optimizers; sys.exit('torch' in sys.modules)"
+    code = "import sys, zgraph.plan.optimizers; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,8 +13,9 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
-from zgraph import errors, out_of_memory
-from zgraph.memory import Room
+from zgraph import errors
+from zgraph.runtime import out_of_memory
+from zgraph.runtime.memory import Room
 
 
 class TooMuch(nn.Module):

@@ -17,15 +17,15 @@ from ranks import Ranks
 from sweeps import sweep
 
 import zgraph
+from zgraph.build.planned_step import programs
 from zgraph.codegen.partition import split
 from zgraph.errors import PlanError
 from zgraph.passes import verify_program
-from zgraph.passes.costs import Costs, Hardware, Link
+from zgraph.passes.analysis.costs import Costs, Hardware, Link
+from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.parameter_collectives import layers_of
+from zgraph.passes.analysis.simulator import simulate
 from zgraph.passes.manager import History
-from zgraph.passes.memory import memory_of
-from zgraph.passes.simulator import simulate
-from zgraph.passes.transfers import layers_of
-from zgraph.planned_step import programs
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import OutputRole, Program

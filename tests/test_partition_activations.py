@@ -16,21 +16,21 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
-from zgraph import allocations
+from zgraph.build.pass_pipeline import build
+from zgraph.build.planned_step import programs
 from zgraph.errors import PlanError, UnsupportedError
 from zgraph.passes import History
-from zgraph.passes.aliases import root_of
-from zgraph.passes.costs import size_of
-from zgraph.passes.crossing import crossings
-from zgraph.passes.memory import memory_of
-from zgraph.passes.partition_activations import SMALL, same_on_all
-from zgraph.pipeline import build
-from zgraph.planned_step import programs
+from zgraph.passes.analysis.costs import size_of
+from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.saved_values import crossings
+from zgraph.passes.spmd.partition_activations import SMALL, same_on_all
 from zgraph.program import collectives
+from zgraph.program.aliases import root_of
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.program import InputRole, Program
-from zgraph.stages.virtual import VirtualPipeline
-from zgraph.virtual_step import virtual_step
+from zgraph.runtime import allocations
+from zgraph.verification.virtual_stages import VirtualPipeline
+from zgraph.verification.virtual_step import virtual_step
 
 PASS = "partition_activations"
 

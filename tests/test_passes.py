@@ -13,14 +13,14 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
+from zgraph.build.planned_step import programs, update_program
 from zgraph.codegen.partition import split
 from zgraph.errors import ContractError, PassError, PlanError, VerifyError
 from zgraph.passes import PassManager, graph_pass
-from zgraph.passes.aliases import aliases_of
-from zgraph.passes.cleanup import cleanup
-from zgraph.passes.recompute import recompute_all_but
-from zgraph.passes.release import release
-from zgraph.passes.zero import (
+from zgraph.passes.canonicalize.cleanup import cleanup
+from zgraph.passes.remat.recompute import recompute_all_but
+from zgraph.passes.zero.release import release
+from zgraph.passes.zero.shard_parameters import (
     KeepOptions,
     ReduceOptions,
     keep_gathered,
@@ -28,8 +28,8 @@ from zgraph.passes.zero import (
     regather,
     shard_parameters,
 )
-from zgraph.planned_step import programs, update_program
 from zgraph.program import collectives, ops
+from zgraph.program.aliases import aliases_of
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
 from zgraph.program.program import InputRole, Level, OutputRole, Program
 
@@ -529,8 +529,8 @@ def test_facts_that_a_program_has_already_count_as_provided():
 
 @pytest.mark.parametrize("bad,error", [(failing, PassError), (breaking, VerifyError)])
 def test_a_failing_pass_writes_what_is_needed_to_replay_it(tmp_path, monkeypatch, bad, error):
-    from zgraph.program.serial import from_json
-    from zgraph.program.text import render
+    from zgraph.program.printer import render
+    from zgraph.program.serialize import from_json
 
     monkeypatch.setenv("ZGRAPH_REPRO_DIR", str(tmp_path))
     with pytest.raises(error) as caught:

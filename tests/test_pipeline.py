@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import zgraph
 from zgraph.codegen.executable import Executable
 from zgraph.errors import CollectiveError, PlanError, StepError
-from zgraph.stages.actions import Action
+from zgraph.plan.pipeline_schedules.actions import Action
 from zgraph.stages.channels import Channels
 from zgraph.stages.worker import Worker
 
@@ -374,7 +374,7 @@ def warned(use_cache: bool) -> list[str]:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("zgraph.stages.compiling")
+    log = logging.getLogger("zgraph.stages.partition_model")
     log.addHandler(handler)
     model = model_of("llama")
     model.config.use_cache = use_cache

@@ -12,19 +12,19 @@ from sweeps import in_turn, sweep
 from torch import nn
 
 import zgraph
-from zgraph.compiled import StepProgram
-from zgraph.passes.cuts import assign, find_cuts
-from zgraph.passes.stages import Stages, cut_stages
-from zgraph.pipeline import costs_of
-from zgraph.planned_step import captured_program
+from zgraph.build.pass_pipeline import costs_of
+from zgraph.build.planned_step import captured_program
+from zgraph.build.step_program import StepProgram
+from zgraph.build.update_program import outside_of
+from zgraph.passes.stages.cut_stages import Stages, cut_stages
+from zgraph.passes.stages.cuts import assign, find_cuts
+from zgraph.plan.pipeline_schedules.actions import Action, Kind
+from zgraph.plan.pipeline_schedules.by_name import make_schedule
+from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.program.program import InputRole
-from zgraph.stages.actions import Action, Kind
 from zgraph.stages.duties import Duty, duties
-from zgraph.stages.replay import replay
-from zgraph.stages.schedule import Schedule
-from zgraph.stages.schedules import make_schedule
 from zgraph.stages.worker import Worker
-from zgraph.update.program import outside_of
+from zgraph.verification.replay import replay
 
 NAMES = ("gpt2", "llama", "t5", "vit", "unet")
 SCHEDULES = (

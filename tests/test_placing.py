@@ -11,11 +11,11 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
-from zgraph import placing
+from zgraph.build import resolve_offload
+from zgraph.build.planned_step import planned_step, update_program
+from zgraph.build.resolve_offload import placed
 from zgraph.errors import OffloadError, PlanError
-from zgraph.offloading import KINDS
-from zgraph.placing import placed
-from zgraph.planned_step import planned_step, update_program
+from zgraph.plan.offloading import KINDS
 from zgraph.program.node import info
 
 ONE = {"mesh": {"dp": 1}, "backend": "eager", "optimizer": zgraph.AdamW(lr=1e-2)}
@@ -82,7 +82,7 @@ def test_a_budget_may_use_the_memory_of_a_host_that_is_not_the_device(tmp_path):
 
 
 def test_a_host_without_room_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(placing, "host_free", lambda: 4 * MIB)
+    monkeypatch.setattr(resolve_offload, "host_free", lambda: 4 * MIB)
     assert places(DEVICE, memory_budget="64MiB") == ("none",) * 3
     disk = f"nvme:{tmp_path}"
     assert places(DEVICE, memory_budget="64MiB", offload=auto(tmp_path)) == (disk, disk, "none")
@@ -222,7 +222,7 @@ def test_an_update_without_ranks_is_that_of_a_step_within_the_budget(tmp_path):
 
 
 def test_a_disk_without_room_for_the_states_is_refused_when_they_are_to_go(tmp_path, monkeypatch):
-    from zgraph.tiers import files
+    from zgraph.offload import files
 
     model = zgraph.compile(deep(), budget_that_moves_states(tmp_path))
     monkeypatch.setattr(files, "_free", lambda folder: 1000)
@@ -231,7 +231,7 @@ def test_a_disk_without_room_for_the_states_is_refused_when_they_are_to_go(tmp_p
 
 
 def test_a_disk_without_room_for_activations_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    from zgraph.tiers import files
+    from zgraph.offload import files
 
     model = zgraph.compile(deep(), zgraph.Plan(**ONE, offload={"activations": f"nvme:{tmp_path}"}))
     monkeypatch.setattr(files, "_free", lambda folder: 10_000)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zgraph import planfile
 from zgraph.errors import MeshError, PlanError
-from zgraph.plan import MESH_DIMENSIONS, Plan, Record, UserPass
+from zgraph.plan import planfile
+from zgraph.plan.plan import MESH_DIMENSIONS, Plan, Record, UserPass
 
 pytestmark = pytest.mark.core
 
@@ -178,7 +178,7 @@ def test_equality_and_hash_are_of_values_not_of_origins(load):
 
 
 def test_the_hash_does_not_depend_on_the_process():
-    code = "from zgraph.plan import Plan; print(Plan(mesh={'dp': 4, 'replicate': 2}, passes=('a:b',)).hash())"
+    code = "from zgraph.plan.plan import Plan; print(Plan(mesh={'dp': 4, 'replicate': 2}, passes=('a:b',)).hash())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == Plan(mesh={"replicate": 2, "dp": 4}, passes=("a:b",)).hash()
 

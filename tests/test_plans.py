@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import zgraph
 from zgraph.cli.app import app
-from zgraph.inspection.making import of_model
+from zgraph.inspection.assemble import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.plans import evaluate, limit_of, search
 

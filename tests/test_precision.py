@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import zgraph
+from zgraph.build.planned_step import programs
 from zgraph.errors import CaptureError, ModelError, OverflowError, PlanError
-from zgraph.planned_step import programs
 from zgraph.program import collectives
 from zgraph.program.node import info, tensor, tensors
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import zgraph
-from zgraph.codegen import products
-from zgraph.program import torch_private
+from zgraph.codegen import cpu_gemm
+from zgraph.torch_compat import torch_private
 
 pytestmark = pytest.mark.inductor
 
@@ -55,7 +55,7 @@ def close(mine: torch.Tensor, wanted: torch.Tensor, terms: int) -> bool:
 @pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)])
 def test_products_of_all_layouts(product: Any, m: int, k: int, n: int, turned: tuple[bool, bool]) -> None:
     kernels = Kernels()
-    mine: Any = products.Products(kernels, product)
+    mine: Any = cpu_gemm.Products(kernels, product)
     a = torch.randn(k, m).t() if turned[0] else torch.randn(m, k)
     b = torch.randn(n, k).t() if turned[1] else torch.randn(k, n)
     bias, into = torch.randn(n), torch.empty(m, n)
@@ -66,7 +66,7 @@ def test_products_of_all_layouts(product: Any, m: int, k: int, n: int, turned: t
 
 
 def test_a_sum_may_be_written_over_its_own_term(product: Any) -> None:
-    mine: Any = products.Products(Kernels(), product)
+    mine: Any = cpu_gemm.Products(Kernels(), product)
     a, b, rows = torch.randn(256, 256), torch.randn(256, 256), torch.randn(256, 256)
     wanted = rows.double() + a.double() @ b.double()
     assert close(mine.addmm(rows, a, b, alpha=1, beta=1, out=rows), wanted, 256)
@@ -74,7 +74,7 @@ def test_a_sum_may_be_written_over_its_own_term(product: Any) -> None:
 
 def test_all_others_are_torchs(product: Any) -> None:
     kernels = Kernels()
-    mine: Any = products.Products(kernels, product)
+    mine: Any = cpu_gemm.Products(kernels, product)
     a, b, into = torch.randn(256, 256), torch.randn(256, 256), torch.empty(256, 256)
     mine.mm(torch.randn(256, 300)[:, :256], b, out=into)
     mine.mm(a.double(), b.double(), out=into.double())
@@ -101,7 +101,7 @@ def test_a_model_trains_as_with_torchs_products(product: Any, monkeypatch: pytes
         calls.append(args)
         product(*args)
 
-    monkeypatch.setattr(products, "onednn", lambda: counted)
+    monkeypatch.setattr(cpu_gemm, "onednn", lambda: counted)
     torch.manual_seed(0)
     plain, inputs = Wide(), (torch.randn(64, 256), torch.randn(64, 256))
     mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(mesh={"dp": 1}, zero=0, optimizer=zgraph.SGD(lr=0.1)))

@@ -12,14 +12,14 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
+from zgraph.build.planned_step import programs
 from zgraph.errors import UnsupportedError, ZgraphError
 from zgraph.passes import verify_program
-from zgraph.passes.virtual import run_virtual
-from zgraph.plan import Plan
-from zgraph.planned_step import programs
+from zgraph.plan.plan import Plan
 from zgraph.program.node import NodeInfo, Phase, has_info, info, set_info
 from zgraph.program.program import InputRole, OutputRole, Port, Program
-from zgraph.program.serial import FORMAT, MAX_CONSTANT_BYTES, from_json, to_json
+from zgraph.program.serialize import FORMAT, MAX_CONSTANT_BYTES, from_json, to_json
+from zgraph.verification.virtual_ranks import run_virtual
 
 pytestmark = pytest.mark.core
 
@@ -103,8 +103,8 @@ def test_a_loaded_program_computes_the_same_bits(history):
 
 
 def test_a_pipeline_goes_on_from_a_loaded_program():
+    from zgraph.build.pass_pipeline import build
     from zgraph.passes import PassManager
-    from zgraph.pipeline import build
 
     plan = Plan()
     whole = programs(Model(), plan, (torch.arange(8) % 11,), 4)

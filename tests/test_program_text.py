@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from zgraph.build.planned_step import programs as compiled_programs
 from zgraph.errors import FilterError
-from zgraph.plan import Plan
-from zgraph.planned_step import programs as compiled_programs
+from zgraph.plan.plan import Plan
 from zgraph.program.node import NodeInfo, Phase, Role, has_info, info, set_info
+from zgraph.program.printer import diff, render
 from zgraph.program.program import Program
-from zgraph.program.text import diff, render
 
 pytestmark = pytest.mark.core
 

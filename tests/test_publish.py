@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph
 from zgraph.checkpoint import publish as publishing
-from zgraph.checkpoint.opening import open_checkpoint
+from zgraph.checkpoint.detect_format import open_checkpoint
 from zgraph.checkpoint.pretrained import View
 from zgraph.checkpoint.publish import export
 from zgraph.checkpoint.source import Block
-from zgraph.deepspeed import publishing as of_deepspeed
+from zgraph.deepspeed.config import publishing as of_deepspeed
 from zgraph.errors import CheckpointError, PlanError, StepError, UnsupportedError
 
 LOW = {"precision": "bf16", "numerics": "deepspeed"}

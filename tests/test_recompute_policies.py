@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph.planned_step import programs
+from zgraph.build.planned_step import programs
 from zgraph.program.node import info
 
 

@@ -20,18 +20,18 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from zgraph.build.pass_pipeline import Edit
 from zgraph.cli.app import app
 from zgraph.inspection import bundle
+from zgraph.inspection.assemble import of_model
 from zgraph.inspection.inspection import Inspection
-from zgraph.inspection.making import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.page import SCRIPTS
 from zgraph.inspection.page.data import runs, unpack
 from zgraph.inspection.page.parameters import parameters_of
 from zgraph.inspection.report import page_of
-from zgraph.pipeline import Edit
-from zgraph.plan import Plan
-from zgraph.program.text import render
+from zgraph.plan.plan import Plan
+from zgraph.program.printer import render
 
 HERE = Path(__file__).parent
 ASSETS = HERE.parent / "zgraph" / "inspection" / "page"

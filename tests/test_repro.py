@@ -11,12 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 import zgraph
+from zgraph.build.planned_step import programs, update_program
 from zgraph.cli.app import app
 from zgraph.errors import BundleError, PassError, PlanError, VerifyError
 from zgraph.inspection.repro import replay
 from zgraph.passes import PassManager, graph_pass
-from zgraph.passes.cleanup import cleanup
-from zgraph.planned_step import programs, update_program
+from zgraph.passes.canonicalize.cleanup import cleanup
 
 HERE = Path(__file__).parent
 
@@ -96,7 +96,7 @@ def test_a_program_that_a_search_can_make_nothing_of_is_replayed(tmp_path):
 
 
 def test_a_failure_of_an_update_is_replayed(tmp_path, monkeypatch):
-    monkeypatch.setattr("zgraph.pipeline.write_in_place", faults.raises_in_update)
+    monkeypatch.setattr("zgraph.build.pass_pipeline.write_in_place", faults.raises_in_update)
     model, _ = faults.spoilt()
     with pytest.raises(PassError):
         update_program(model, zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(lr=1e-3), grad_clip=1.0), 2)

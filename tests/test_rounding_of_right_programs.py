@@ -81,7 +81,7 @@ def test_numbers_that_are_rounding(model):
 
 def test_what_is_wrong_is_wrong_all_the_same(monkeypatch):
     """A fault in a model that rounds much is found: it is larger than that."""
-    from zgraph.passes.virtual import run_virtual
+    from zgraph.verification.virtual_ranks import run_virtual
 
     def larger(value):
         return value * 1.01 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_wrong_all_the_same(monkeypatch):
     def off(program, given, states=None):
         return [tuple(map(larger, row)) for row in run_virtual(program, given, states)]
 
-    monkeypatch.setattr("zgraph.virtual_step.run_virtual", off)
+    monkeypatch.setattr("zgraph.verification.virtual_step.run_virtual", off)
     torch.manual_seed(1)
     assert not zgraph.verify(NearZero(), zgraph.Plan(backend="eager"), 2, (torch.randn(16, 5),)).ok
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from zgraph.errors import PlanError
-from zgraph.record import Record
-from zgraph.schedules import (
+from zgraph.plan.lr_schedules import (
     AnySchedule,
     Constant,
     Cosine,
@@ -27,6 +26,7 @@ from zgraph.schedules import (
     WarmupDecayLR,
     WarmupLR,
 )
+from zgraph.record import Record
 
 pytestmark = pytest.mark.core
 
@@ -246,7 +246,7 @@ def test_the_schema_has_every_kind():
 
 
 def test_the_module_does_not_import_torch():
-    code = "import sys, zgraph.schedules, zgraph.loss_scaling; sys.exit('torch' in sys.modules)"
+    code = "import sys, zgraph.plan.lr_schedules, zgraph.plan.loss_scaling; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

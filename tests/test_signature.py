@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from zgraph.signature import shared, signature
+from zgraph.capture.cache_key import shared, signature
 
 
 @pytest.mark.core

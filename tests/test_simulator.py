@@ -7,11 +7,11 @@ import torch
 from torch import fx, nn
 
 import zgraph
+from zgraph.build.planned_step import programs, update_program
 from zgraph.errors import PlanError
-from zgraph.passes.costs import KNOWN, Costs, Hardware, Link, flops_of, hardware, signature, size_of
-from zgraph.passes.memory import memory_of
-from zgraph.passes.simulator import simulate
-from zgraph.planned_step import programs, update_program
+from zgraph.passes.analysis.costs import KNOWN, Costs, Hardware, Link, flops_of, hardware, signature, size_of
+from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.simulator import simulate
 from zgraph.program import collectives, ops
 from zgraph.program.node import Phase, Role, info
 

@@ -16,16 +16,17 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
-from zgraph import AdamW, allocations
+from zgraph import AdamW
+from zgraph.build.pass_pipeline import costs_of
 from zgraph.errors import PlanError, UnsupportedError
-from zgraph.passes.chain import chain_of
-from zgraph.passes.rotor import Rotor, WaitingRotor
-from zgraph.pipeline import costs_of
-from zgraph.plan import Plan
-from zgraph.stages.forecast import PipelineForecast, forecast_of, forecast_pipeline, micro_batch
-from zgraph.stages.planned import planned_stages
-from zgraph.stages.virtual import VirtualPipeline
-from zgraph.virtual_step import VirtualStep
+from zgraph.forecast.pipeline_plan import planned_stages
+from zgraph.forecast.stages import PipelineForecast, forecast_of, forecast_pipeline, micro_batch
+from zgraph.passes.remat.segments import chain_of
+from zgraph.passes.remat.solver import Rotor, WaitingRotor
+from zgraph.plan.plan import Plan
+from zgraph.runtime import allocations
+from zgraph.verification.virtual_stages import VirtualPipeline
+from zgraph.verification.virtual_step import VirtualStep
 
 HERE = {"activations": "none", "optimizer": "none", "parameters": "none"}
 PARTS = 4  # micro-batches

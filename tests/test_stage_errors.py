@@ -17,8 +17,8 @@ from torch import nn
 
 import zgraph
 from zgraph.errors import CollectiveError, PeerError, StepError
+from zgraph.runtime.updater import Updater
 from zgraph.stages.worker import Worker
-from zgraph.update.updater import Updater
 
 pytestmark = pytest.mark.gloo
 

@@ -13,20 +13,20 @@ from golden_models import Llama
 from typer.testing import CliRunner
 
 from zgraph import AdamW
+from zgraph.build.planned_step import planned_step, programs
 from zgraph.cli.app import app
 from zgraph.errors import PlanError
-from zgraph.inspection.making import of_stage
+from zgraph.forecast.pipeline_plan import planned_stages
+from zgraph.forecast.stages import PipelineForecast, forecast_of, forecast_pipeline, micro_batch
+from zgraph.forecast.symbolic import symbolic_forecast
+from zgraph.inspection.assemble import of_stage
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.plans import evaluate
-from zgraph.passes.simulator import simulate
-from zgraph.plan import Plan
-from zgraph.planned_step import planned_step, programs
+from zgraph.passes.analysis.simulator import simulate
+from zgraph.plan.pipeline_schedules.actions import Kind
+from zgraph.plan.plan import Plan
 from zgraph.program.program import OutputRole
-from zgraph.stages.actions import Kind
-from zgraph.stages.forecast import PipelineForecast, forecast_of, forecast_pipeline, micro_batch
-from zgraph.stages.planned import planned_stages
-from zgraph.stages.simulated import likeness
-from zgraph.symbolic import symbolic_forecast
+from zgraph.stages.stage_cost import likeness
 
 HERE = Path(__file__).parent
 
@@ -377,11 +377,11 @@ def test_a_bundle_has_no_stages_to_choose_from(plan, tmp_path):
 
 
 def test_hundreds_of_ranks_and_a_model_on_meta_take_one_capture(monkeypatch):
-    from zgraph.stages import planned
+    from zgraph.forecast import pipeline_plan
 
     captures = []
-    original = planned.captured_program
-    monkeypatch.setattr(planned, "captured_program", lambda *given: captures.append(1) or original(*given))
+    original = pipeline_plan.captured_program
+    monkeypatch.setattr(pipeline_plan, "captured_program", lambda *given: captures.append(1) or original(*given))
     with torch.device("meta"):
         model = Llama(layers=8, dim=64, vocabulary=128)
     tokens = torch.zeros(8, 32, dtype=torch.int64)

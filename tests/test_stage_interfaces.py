@@ -22,9 +22,9 @@ from torch.nn.utils import clip_grad_norm_
 import zgraph
 from zgraph.errors import ModelError, PlanError, StepError, UnsupportedError, ZgraphError
 from zgraph.inspection.bundle import read
-from zgraph.program import torch_private
 from zgraph.program.program import InputRole, OutputRole, Port
 from zgraph.stages.buffers import Buffers
+from zgraph.torch_compat import torch_private
 
 pytestmark = pytest.mark.gloo
 ALONE: dict[str, Any] = {"mesh": {"dp": 1}, "micro_batches": 4}

@@ -15,15 +15,15 @@ from sweeps import sweep
 from torch.distributed.pipelining import schedules as torchs
 
 from zgraph.errors import PlanError
+from zgraph.plan.pipeline_schedules.actions import Action, Kind
+from zgraph.plan.pipeline_schedules.by_name import check_name, make_schedule
+from zgraph.plan.pipeline_schedules.needs import Needs, waits
+from zgraph.plan.pipeline_schedules.own_tables import save_csv
+from zgraph.plan.pipeline_schedules.schedule import Schedule
+from zgraph.plan.pipeline_schedules.validity import check, check_table
 from zgraph.program.program import OutputRole
-from zgraph.stages.actions import Action, Kind
-from zgraph.stages.checking import check, check_table
-from zgraph.stages.needs import Needs, waits
-from zgraph.stages.own_schedules import save_csv
-from zgraph.stages.picture import picture
+from zgraph.stages.gantt import picture
 from zgraph.stages.runtime import PipelineRuntime
-from zgraph.stages.schedule import Schedule
-from zgraph.stages.schedules import check_name, make_schedule
 from zgraph.stages.simulation import Times, replay
 from zgraph.stages.stash import stash
 from zgraph.stages.trace import trace_of
@@ -293,7 +293,7 @@ def test_a_users_function_gives_a_schedule_of_text_or_actions(module):
     own = module("return [[f'{r}{k}{m}' for k in 'FB' for m in range(micro_batches)] for r in range(stages)]")
     assert text(make_schedule(own, 3, 4)) == text(make_schedule("gpipe", 3, 4))
     same = module(
-        "from zgraph.stages.schedules import make_schedule as make; return make('zb', ranks, micro_batches, stages // ranks).rows"
+        "from zgraph.plan.pipeline_schedules.by_name import make_schedule as make; return make('zb', ranks, micro_batches, stages // ranks).rows"
     )
     assert make_schedule(same, 3, 6, 2).rows == make_schedule("zb", 3, 6, 2).rows
 
@@ -304,7 +304,10 @@ def test_a_users_function_gives_a_schedule_of_text_or_actions(module):
         ("return None", "gave no table"),
         ("return ['0F0', '0B0']", "gave no table"),
         ("return [[1, 2], [3]]", "rank 0, place 0: '1' is no action but int"),
-        ("from zgraph.stages.actions import Action; return [[Action('F', -1, 0)], []]", "'-1F0' is no action"),
+        (
+            "from zgraph.plan.pipeline_schedules.actions import Action; return [[Action('F', -1, 0)], []]",
+            "'-1F0' is no action",
+        ),
         ("return [['0F0'], ['one']]", "rank 1, place 0: 'one' is no action"),
         ("raise KeyError('no such size')", "failed for 2 ranks, 2 stages and 1 micro-batches"),
         ("return [['0F0', '0B0'], ['1F0', '1B0', '2F0']]", "is of stage 2"),
@@ -328,7 +331,7 @@ def test_a_users_module_that_fails_is_refused_with_what_it_raised(tmp_path, monk
 
 def test_a_users_action_counts_whatever_its_kind_is_written_as(module):
     own = module(
-        "from zgraph.stages.actions import Action; return [[Action(k, r, 0) for k in 'FIW'] for r in range(2)]"
+        "from zgraph.plan.pipeline_schedules.actions import Action; return [[Action(k, r, 0) for k in 'FIW'] for r in range(2)]"
     )
     assert text(make_schedule(own, 2, 1)) == ["0F0 0I0 0W0", "1F0 1I0 1W0"]
 
@@ -616,7 +619,7 @@ def test_a_trace_has_every_action_at_its_time_on_its_ranks_process():
 
 
 def test_names_are_checked_without_torch():
-    code = "import sys; from zgraph.stages.schedules import check_name; check_name('zb'); assert 'torch' not in sys.modules"
+    code = "import sys; from zgraph.plan.pipeline_schedules.by_name import check_name; check_name('zb'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zgraph
+from zgraph.api.verify import Verification
 from zgraph.cli.app import app
 from zgraph.errors import MeshError, PlanError, SignatureError, StepError
-from zgraph.verification import Verification
 
 HERE = Path(__file__).parent
 TIED = {

@@ -22,8 +22,8 @@ import zgraph
 from zgraph.codegen.partition import Parts, split
 from zgraph.errors import PlanError
 from zgraph.passes import verify_program
-from zgraph.passes.anchors import made_again
-from zgraph.passes.stages import Stages
+from zgraph.passes.stages.cut_stages import Stages
+from zgraph.passes.stages.min_cuts import made_again
 from zgraph.program.node import info, tensor
 from zgraph.program.program import InputRole, OutputRole, Program
 

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 
 import zgraph
 from zgraph.errors import ModelError, PlanError, StepError
-from zgraph.timings import uncovered
-from zgraph.train import count_targets, split_batch
+from zgraph.runtime.timings import uncovered
+from zgraph.runtime.train_step import count_targets, split_batch
 
 pytestmark = pytest.mark.core
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zgraph.storages import owned
+from zgraph.capture.storages import owned
 
 
 def test_a_gradient_whose_elements_are_one_in_memory_is_copied():

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import zgraph
+from zgraph.build.planned_step import programs
+from zgraph.codegen.accumulate import summing
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import split
-from zgraph.codegen.summing import summing
-from zgraph.planned_step import programs
 from zgraph.program.program import InputRole, OutputRole
 
 ROLES = {

@@ -13,16 +13,16 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import zgraph
+from zgraph.build.planned_step import programs
+from zgraph.build.update_program import outside_of
 from zgraph.cli.app import app
-from zgraph.communication import Bucket
 from zgraph.errors import MeshError, PlanError, SymbolicError
-from zgraph.formulas import SymbolicForecast
-from zgraph.passes.costs import KNOWN, Costs, Hardware, Link
-from zgraph.passes.simulator import simulate
-from zgraph.planned_step import programs
-from zgraph.samples import Point, Polynomials, SizedInputs, batches, lengths
-from zgraph.symbolic import symbolic_forecast
-from zgraph.update.program import outside_of
+from zgraph.forecast.formulas import SymbolicForecast
+from zgraph.forecast.samples import Point, Polynomials, SizedInputs, batches, lengths
+from zgraph.forecast.symbolic import symbolic_forecast
+from zgraph.passes.analysis.costs import KNOWN, Costs, Hardware, Link
+from zgraph.passes.analysis.simulator import simulate
+from zgraph.plan.communication import Bucket
 
 pytestmark = pytest.mark.core
 

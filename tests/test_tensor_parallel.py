@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import zgraph
 from zgraph.checkpoint.comparison import compare
-from zgraph.checkpoint.opening import open_checkpoint
+from zgraph.checkpoint.detect_format import open_checkpoint
 
 pytestmark = pytest.mark.gloo
 WORDS, WIDTH, ROWS = 24, 8, 8

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
+from zgraph.build.planned_step import programs
 from zgraph.errors import PlanError
-from zgraph.planned_step import programs
 
 WORDS = (torch.zeros(2, 4, dtype=torch.long),)
 

@@ -18,11 +18,11 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
+from zgraph.build.pass_pipeline import build
+from zgraph.build.planned_step import captured_program
 from zgraph.errors import PlanError
 from zgraph.passes import PassManager
-from zgraph.passes.memory import memory_of
-from zgraph.pipeline import build
-from zgraph.planned_step import captured_program
+from zgraph.passes.analysis.memory import memory_of
 from zgraph.program.node import Phase, info, tensors
 from zgraph.program.program import Program
 

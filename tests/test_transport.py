@@ -10,14 +10,15 @@ from networks import ALONE
 from networks import inputs as inputs_of
 
 import zgraph
+from zgraph.build.planned_step import programs
 from zgraph.codegen.executable import lowered
 from zgraph.codegen.partition import split
-from zgraph.passes.simulator import bucket_of
-from zgraph.passes.virtual import run_virtual
-from zgraph.planned_step import programs
-from zgraph.program import collectives, torch_private
+from zgraph.passes.analysis.simulator import bucket_of
+from zgraph.program import collectives
 from zgraph.program.node import Role, info, tensor
 from zgraph.program.program import Program
+from zgraph.torch_compat import torch_private
+from zgraph.verification.virtual_ranks import run_virtual
 
 pytestmark = pytest.mark.core
 MESHES = [{"dp": 3}, {"replicate": 2, "dp": 2}]

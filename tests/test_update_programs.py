@@ -18,17 +18,17 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import zgraph
-from zgraph.loss_scaling import LossScale
-from zgraph.passes.virtual import coordinates, run_virtual
-from zgraph.planned_step import update_program
+from zgraph.build.planned_step import update_program
+from zgraph.build.update_program import update_options
+from zgraph.parameters.sharding import layout
+from zgraph.plan.loss_scaling import LossScale
 from zgraph.program.program import InputRole, OutputRole, Program
-from zgraph.sharding import layout
 from zgraph.update import scaler
-from zgraph.update.blockwise import dequantize, dynamic_map, quantize
+from zgraph.update.adamw8bit import dequantize, dynamic_map, quantize
 from zgraph.update.build import scalar_names, states_of
 from zgraph.update.groups import members_of
-from zgraph.update.program import update_options
-from zgraph.virtual_step import shard_of
+from zgraph.verification.virtual_ranks import coordinates, run_virtual
+from zgraph.verification.virtual_step import shard_of
 
 pytestmark = pytest.mark.core
 

@@ -20,29 +20,29 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import zgraph
+from zgraph.build.pass_pipeline import build_update_passes
+from zgraph.build.update_program import state_bytes, update_history, update_options, whole_update
 from zgraph.codegen.chunks import compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.inductor import launches
 from zgraph.errors import MeshError, PlanError, RankMismatchError, VerifyError
-from zgraph.loss_scaling import LossScale
+from zgraph.parameters.sharding import layout
 from zgraph.passes import History, PassManager, verify_program
-from zgraph.passes.costs import CPU, Costs, Hardware, Link
-from zgraph.passes.simulator import simulate
-from zgraph.passes.virtual import coordinates, group_ranks, run_virtual
-from zgraph.pipeline import build_update_passes
+from zgraph.passes.analysis.costs import CPU, Costs, Hardware, Link
+from zgraph.passes.analysis.simulator import simulate
+from zgraph.plan.loss_scaling import LossScale
 from zgraph.program import collectives
+from zgraph.program.groups import part_of, positions_of
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info
-from zgraph.program.parts import part_of, positions_of
+from zgraph.program.printer import render
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
-from zgraph.program.serial import from_json, to_json
-from zgraph.program.text import render
-from zgraph.sharding import layout
+from zgraph.program.serialize import from_json, to_json
 from zgraph.update import scaler
 from zgraph.update.build import UpdateOptions, scalar_names, states_of
 from zgraph.update.groups import Member, members_of
-from zgraph.update.held import Held, check_meetings, held_at, meetings, mesh_of, specs_here
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.program import state_bytes, update_history, update_options, whole_update
+from zgraph.update.owned_parameters import Held, check_meetings, held_at, meetings, mesh_of, specs_here
+from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virtual
 
 ROUNDING = 1e-6  # a norm summed in another order, in float32 (6e-8 a number)
 CPU_DEVICE = torch.device("cpu")

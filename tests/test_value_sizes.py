@@ -13,7 +13,7 @@ from torch import nn
 import zgraph
 from zgraph.errors import CaptureError, SignatureError, UnsupportedError
 from zgraph.program import ops
-from zgraph.program.serial import from_json, to_json
+from zgraph.program.serialize import from_json, to_json
 
 EAGER = zgraph.Plan(backend="eager")
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

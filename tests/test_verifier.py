@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import zgraph
+from zgraph.build.planned_step import programs, update_program
 from zgraph.codegen.partition import split
 from zgraph.errors import VerifyError
 from zgraph.passes import verifier
 from zgraph.passes.verifier import verify_program, verify_ranks
-from zgraph.planned_step import programs, update_program
 from zgraph.program import collectives, ops
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
 from zgraph.program.program import InputRole, Level, OutputRole, Program

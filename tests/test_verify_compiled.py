@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
-from zgraph import compiled_training, runtime
+from zgraph.api import compiled_training
 from zgraph.errors import MeshError, RankMismatchError, UnsupportedError
-from zgraph.sharding import Shards
+from zgraph.parameters.sharding import Shards
+from zgraph.runtime import runtime
 
 Plan = zgraph.Plan
 ADAMW = zgraph.AdamW(lr=1e-2)
@@ -188,7 +189,7 @@ def test_a_dropped_guard_is_found(monkeypatch):
             return self.layer(x) * self.turn
 
     assert verify(seeded(Turning), Plan(backend="eager")).ok
-    monkeypatch.setattr("zgraph.program.torch_guards.Guards.failing", lambda self, *_: None)
+    monkeypatch.setattr("zgraph.torch_compat.guards.Guards.failing", lambda self, *_: None)
     begins(verify(seeded(Turning), Plan(backend="eager")), "step 1, forward 2", "output")
 
 

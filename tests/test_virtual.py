@@ -8,10 +8,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zgraph.errors import UnsupportedError
-from zgraph.passes.virtual import coordinates, group_ranks, run_virtual
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Phase
 from zgraph.program.program import InputRole, OutputRole, Port, Program
+from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virtual
 
 pytestmark = pytest.mark.core
 aten = torch.ops.aten

@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zgraph
-from zgraph import heartbeat
 from zgraph.errors import CollectiveError, PlanError
-from zgraph.program.stacks import stack_of
+from zgraph.ranks import heartbeat
+from zgraph.ranks.stacks import stack_of
 
 STUCK = 1  # the rank
 LOOP = next(
@@ -152,7 +152,7 @@ def _logged() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zgraph.heartbeat").addHandler(handler)
+    logging.getLogger("zgraph.ranks.heartbeat").addHandler(handler)
     return lines
 
 

@@ -5,8 +5,7 @@
     model = zgraph.compile(model, zgraph.Plan(mesh={"dp": 8}, zero=3))
 
 Names are loaded at first use (PEP 562): `import zgraph` loads neither torch nor pydantic, so the command line
-answers at once. The modules behind `zgraph.compile` and `zgraph.verify` are named otherwise (`compiler`,
-`verification`): importing a submodule of the same name would replace the function by the module.
+answers at once. No module at the top of the package is named as a function is: importing it would replace the function.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from zgraph import errors
 from zgraph._version import __version__
 
 if TYPE_CHECKING:
-    from zgraph.calibration import calibrate
-    from zgraph.compiler import compile
-    from zgraph.elasticity import Elastic
-    from zgraph.loss_scaling import LossScale
-    from zgraph.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, Muon, ParamGroup
-    from zgraph.plan import Plan
-    from zgraph.precision import Precision
-    from zgraph.schedules import (
+    from zgraph.api.calibration import calibrate
+    from zgraph.api.compiler import compile
+    from zgraph.api.verify import verify
+    from zgraph.build.planned_step import programs
+    from zgraph.plan.clipping_and_ema import EMA, GradClip
+    from zgraph.plan.elasticity import Elastic
+    from zgraph.plan.loss_scaling import LossScale
+    from zgraph.plan.lr_schedules import (
         Constant,
         Cosine,
         Linear,
@@ -37,9 +36,10 @@ if TYPE_CHECKING:
         WarmupDecayLR,
         WarmupLR,
     )
-    from zgraph.training import EMA, GradClip
-    from zgraph.verification import verify
-    from zgraph.watching import Watch
+    from zgraph.plan.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, Muon, ParamGroup
+    from zgraph.plan.plan import Plan
+    from zgraph.plan.precision import Precision
+    from zgraph.plan.watchdog import Watch
 
 __all__ = [
     "EMA",
@@ -72,6 +72,7 @@ __all__ = [
     "calibrate",
     "compile",
     "errors",
+    "programs",
     "verify",
 ]
 
@@ -88,23 +89,30 @@ _SCHEDULES = (
     "WarmupLR",
 )
 _LAZY = {
-    "EMA": "zgraph.training",
-    "Elastic": "zgraph.elasticity",
-    "GradClip": "zgraph.training",
-    "LossScale": "zgraph.loss_scaling",
+    "EMA": "zgraph.plan.clipping_and_ema",
+    "Elastic": "zgraph.plan.elasticity",
+    "GradClip": "zgraph.plan.clipping_and_ema",
+    "LossScale": "zgraph.plan.loss_scaling",
     "PerRank": "zgraph.checkpoint.values",
-    "Plan": "zgraph.plan",
-    "Precision": "zgraph.precision",
-    "Watch": "zgraph.watching",
-    "calibrate": "zgraph.calibration",
-    "compile": "zgraph.compiler",
-    "verify": "zgraph.verification",
-    **dict.fromkeys(_OPTIMIZERS, "zgraph.optimizers"),
-    **dict.fromkeys(_SCHEDULES, "zgraph.schedules"),
+    "Plan": "zgraph.plan.plan",
+    "Precision": "zgraph.plan.precision",
+    "Watch": "zgraph.plan.watchdog",
+    "calibrate": "zgraph.api.calibration",
+    "compile": "zgraph.api.compiler",
+    "programs": "zgraph.build.planned_step",
+    "verify": "zgraph.api.verify",
+    **dict.fromkeys(_OPTIMIZERS, "zgraph.plan.optimizers"),
+    **dict.fromkeys(_SCHEDULES, "zgraph.plan.lr_schedules"),
 }
 
 
+# Modules that were at the top of the package before, by the names that documents use.
+_MODULES = {"allocations": "zgraph.runtime.allocations", "symbolic": "zgraph.forecast.symbolic"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name in _LAZY:
         value = globals()[name] = getattr(import_module(_LAZY[name]), name)
         return value

@@ -52,7 +52,7 @@ class Sent:
 class Link:
     """What becomes of transfers.
 
-    Seconds are those of the ring algorithm, as `zgraph.passes.costs` counts them: `rate` in bytes per second and direction
+    Seconds are those of the ring algorithm, as `zgraph.passes.analysis.costs` counts them: `rate` in bytes per second and direction
     (None: no time at all), `latency` in seconds. With `beside` false a collective runs where it starts, on the stream that
     computes. `sent` has the transfers so far.
     """

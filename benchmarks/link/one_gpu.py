@@ -24,10 +24,10 @@ import torch
 import zgraph
 from link import gpt
 from link.emulated import WAITED, Link, emulated
-from zgraph.passes.costs import Costs, Hardware, hardware_like
-from zgraph.passes.costs import Link as LinkCosts
-from zgraph.passes.simulator import StepForecast, simulate_step
-from zgraph.timings import median_step, uncovered
+from zgraph.passes.analysis.costs import Costs, Hardware, hardware_like
+from zgraph.passes.analysis.costs import Link as LinkCosts
+from zgraph.passes.analysis.simulator import StepForecast, simulate_step
+from zgraph.runtime.timings import median_step, uncovered
 
 WARMUP = 3  # steps, of which the first compiles
 SPIN = "spin_kernel"  # the kernel of torch.cuda._sleep: it runs on the link's stream, and nowhere else while it is profiled

@@ -29,7 +29,7 @@ def main(name: str, rank: int, world: int, store: str, core: int, size: dict[str
 
     import torch
 
-    from zgraph import allocations
+    from zgraph.runtime import allocations
 
     allocations.count()
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def memory_of(step: Callable[[], Any]) -> dict[str, int]:
     """Bytes of torch's CPU allocator: held between steps, and at most during the two steps after that."""
     import torch.distributed as dist
 
-    from zgraph import allocations
+    from zgraph.runtime import allocations
 
     gc.collect()
     dist.barrier()

@@ -195,7 +195,7 @@ class _Calibrated:
             handle.runtime.ahead.drop()
             handle.runtime = self.made[rate]
             return
-        from zgraph.links import measure_link
+        from zgraph.forecast.link_benchmark import measure_link
 
         runtime = handle.runtime
         link = measure_link(runtime.groups["dp"], runtime.sizes["dp"], runtime.device, runtime.agreement)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zgraph.native import load
+from zgraph.runtime.native import load
 
 _module = load(Path(__file__).parent / "zlink.cpp")
 _link = [float(os.environ.get("ZLINK_GBPS", "0")), float(os.environ.get("ZLINK_ALPHA_US", "0"))]

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zgraph
+from zgraph.build.planned_step import programs, update_program
 from zgraph.codegen.chunks import compile_chunk, compile_chunks
 from zgraph.codegen.inductor import adopt_strides, compile_inductor, launches
 from zgraph.codegen.partition import split
-from zgraph.passes.simulator import bucket_of
-from zgraph.planned_step import programs, update_program
-from zgraph.program import collectives, moves
+from zgraph.passes.analysis.simulator import bucket_of
+from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import info
 from zgraph.program.program import Program
 
@@ -87,11 +87,11 @@ def lower_offload(world: int, on: str, folder: Path) -> list[dict[str, object]]:
     for executable in (forward, backward, *chunks):
         program = executable.program
         calls = re.findall(r"torch\.ops\.zgraph\.(fetch|offload|store|moved_)\.default\(", executable.source)
-        wanted = [str(n.target).split(".")[1] for n in program.nodes if moves.is_move(n)]
+        wanted = [str(n.target).split(".")[1] for n in program.nodes if transfers_to_host.is_move(n)]
         ends = {
             n.target: {str(n.args[0].meta["val"].device), str(n.meta["val"].device)}
             for n in program.nodes
-            if n.target in (moves.FETCH, moves.OFFLOAD)
+            if n.target in (transfers_to_host.FETCH, transfers_to_host.OFFLOAD)
         }
         found.append({
             "name": program.name, "calls": calls, "wanted": [w.replace("moved", "moved_") for w in wanted],

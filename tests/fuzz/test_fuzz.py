@@ -161,22 +161,22 @@ def test_wrong_numbers_before_an_error_are_wrong() -> None:
 # -- planted faults ---------------------------------------------------------------------------------------------------
 def handed_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that are one tensor stay one."""
-    monkeypatch.setattr("zgraph.runtime.owned", lambda values, *_: list(values))
+    monkeypatch.setattr("zgraph.runtime.runtime.owned", lambda values, *_: list(values))
 
 
 def dropped_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     """What forward reads of Python may change unseen."""
-    monkeypatch.setattr("zgraph.program.torch_guards.Guards.failing", lambda self, *_, **__: None)
+    monkeypatch.setattr("zgraph.torch_compat.guards.Guards.failing", lambda self, *_, **__: None)
 
 
 def unread_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a backward reads may have been overwritten."""
-    monkeypatch.setattr("zgraph.versions.Versions.check", lambda self, *_, **__: None)
+    monkeypatch.setattr("zgraph.runtime.versions.Versions.check", lambda self, *_, **__: None)
 
 
 def lost_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers are not updated."""
-    from zgraph.runtime import Runtime
+    from zgraph.runtime.runtime import Runtime
 
     real = Runtime.run_forward
     monkeypatch.setattr(Runtime, "run_forward", lambda self, *a, **k: real(self, *a, **{**k, "mutate": False}))
@@ -184,7 +184,7 @@ def lost_effect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def strides_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A saved value of two dimensions is read as its own transpose, where it has as many rows as columns."""
-    from zgraph.runtime import Runtime
+    from zgraph.runtime.runtime import Runtime
 
     real = Runtime.run_backward
 
@@ -201,7 +201,7 @@ def another_ranks_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank computes with the shard of the next."""
     import math
 
-    from zgraph import virtual_step
+    from zgraph.verification import virtual_step
 
     real = virtual_step.shard_of
     monkeypatch.setattr(

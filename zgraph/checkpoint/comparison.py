@@ -10,7 +10,7 @@ import torch
 
 from zgraph.checkpoint.contents import chosen
 from zgraph.checkpoint.source import Source
-from zgraph.rounding import same_bits
+from zgraph.program.tolerance import same_bits
 
 COMPARED = ("steps", "skipped", "samples", "loss_scale")
 

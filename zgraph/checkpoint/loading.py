@@ -19,21 +19,21 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from zgraph.checkpoint import state
+from zgraph.checkpoint.detect_format import candidates, open_checkpoint
 from zgraph.checkpoint.native import Checkpoint
-from zgraph.checkpoint.opening import candidates, open_checkpoint
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.checkpoint.values import PerRank, decode
 from zgraph.errors import CheckpointError
 from zgraph.names import did_you_mean
-from zgraph.rounding import bits
-from zgraph.sharding import local_of
+from zgraph.parameters.sharding import local_of
+from zgraph.program.tolerance import bits
 from zgraph.update.build import AHEAD, DERIVED, EMA, MASTER
-from zgraph.update.held import mesh_of
+from zgraph.update.owned_parameters import mesh_of
 from zgraph.update.resume import Last
 from zgraph.update.rules import RULES
 
 if TYPE_CHECKING:
-    from zgraph.runtime import Runtime
+    from zgraph.runtime.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def load(
     optimizer: bool,
     client_state: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """See `zgraph.handle.Handle.load_checkpoint`."""
+    """See `zgraph.api.handle.Handle.load_checkpoint`."""
     agreement = runtime.everyone
     agreement.vote("a checkpoint to load", f"{path} {tag} {fallback} {optimizer}")
     agreement.relax()  # (disks differ)

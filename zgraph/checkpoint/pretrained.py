@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zgraph.checkpoint import state
 from zgraph.checkpoint.source import Block
 from zgraph.errors import CheckpointError, UnsupportedError
-from zgraph.program import torch_private
-from zgraph.sharding import row_by_row
+from zgraph.parameters.sharding import row_by_row
+from zgraph.torch_compat import torch_private
 
 
 @dataclass(frozen=True)

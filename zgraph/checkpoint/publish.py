@@ -28,19 +28,19 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint import pretrained, state
 from zgraph.checkpoint.folder import sync
+from zgraph.checkpoint.master_precision import is_current, is_current_in, tell_changed
 from zgraph.checkpoint.pretrained import View
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Source
 from zgraph.checkpoint.tensorfile import Piece, checksum, data_of, laid_out, refuse_unwritable, write_bytes
-from zgraph.checkpoint.widest import is_current, is_current_in, tell_changed
-from zgraph.communication import parse_bytes
 from zgraph.errors import CheckpointError, PlanError, StepError, ZgraphError
 from zgraph.names import did_you_mean
-from zgraph.rounding import same_bits
-from zgraph.sharding import local_of, row_by_row
+from zgraph.parameters.sharding import local_of, row_by_row
+from zgraph.plan.communication import parse_bytes
+from zgraph.program.tolerance import same_bits
 from zgraph.update.build import AHEAD, EMA, MASTER
 
 if TYPE_CHECKING:
-    from zgraph.runtime import Runtime
+    from zgraph.runtime.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def publish(
     max_shard_size: str | int,
     averaged: bool,
 ) -> None:
-    """See `zgraph.handle.Handle.save_pretrained`."""
+    """See `zgraph.api.handle.Handle.save_pretrained`."""
     agreement, module = runtime.everyone, runtime.module
     agreement.vote("a model to publish", f"{folder} {dtype} {max_shard_size} {averaged}")
     wanted, most = dtype_of(dtype), _size_of(max_shard_size)

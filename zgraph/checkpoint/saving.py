@@ -18,19 +18,20 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.tensor import DTensor
 
-from zgraph.agreement import Agreement
 from zgraph.checkpoint import folder, state
 from zgraph.checkpoint.loading import load
 from zgraph.checkpoint.storage import Writer
 from zgraph.checkpoint.tensorfile import checksum, data_of
 from zgraph.checkpoint.values import KIND, TENSORS, encode
 from zgraph.errors import CheckpointError
-from zgraph.program import place, torch_private
-from zgraph.sharding import local_of
+from zgraph.parameters.sharding import local_of
+from zgraph.ranks import progress
+from zgraph.ranks.agreement import Agreement
+from zgraph.torch_compat import torch_private
 from zgraph.update.resume import Known, Last
 
 if TYPE_CHECKING:
-    from zgraph.runtime import Runtime
+    from zgraph.runtime.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Saver:
         async_: bool,
         keep_last: int | None,
     ) -> str:
-        """See `zgraph.handle.Handle.save_checkpoint`."""
+        """See `zgraph.api.handle.Handle.save_checkpoint`."""
         self.wait()
         agreement = runtime.everyone
         runtime.updater.settle()
@@ -239,7 +240,7 @@ def write(agreement: Agreement, path: Path, tag: str, taken: Snapshot, keep_last
 
 def write_aside(*given: Any) -> None:
     """`write`, beside what the ranks do in common."""
-    with place.aside():
+    with progress.aside():
         write(*given)
 
 

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint.source import MODEL, OPTIMIZER
 from zgraph.errors import CheckpointError, StepError
-from zgraph.sharding import detached
-from zgraph.update.held import mesh_of
+from zgraph.parameters.sharding import detached
+from zgraph.update.owned_parameters import mesh_of
 from zgraph.update.resume import Known
 
 if TYPE_CHECKING:
-    from zgraph.runtime import Runtime
+    from zgraph.runtime.runtime import Runtime
 
 WORDS = 624  # of 32 bits, in a Mersenne twister
 

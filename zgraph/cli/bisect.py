@@ -22,9 +22,9 @@ from zgraph.cli.verify import batch_of_all
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from zgraph.api.bisect_runtime import RuntimeBisection
     from zgraph.inspection.bisect import Bisection, Culprit, Stage
-    from zgraph.inspection.bisect_runtime import RuntimeBisection
-    from zgraph.plan import Plan
+    from zgraph.plan.plan import Plan
 
 SHOWN = 5  # tensors and nodes of a kind, in the text
 
@@ -77,7 +77,7 @@ def bisect(
 def _runtime(target: str, plan: Plan, batch: str | None, output: Path | None, as_json: bool) -> None:
     found = load_target(target, batch, weights=True)
 
-    from zgraph.inspection.bisect_runtime import bisect_runtime
+    from zgraph.api.bisect_runtime import bisect_runtime
 
     with progress(f"running {target} by the backend {plan.backend}"):
         made = bisect_runtime(found.model, plan, found.inputs)

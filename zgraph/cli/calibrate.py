@@ -30,7 +30,7 @@ def calibrate(
 
     import torch.distributed as dist
 
-    from zgraph.calibration import calibrate as run
+    from zgraph.api.calibration import calibrate as run
 
     made = run(found.model, the_plan, found.inputs, path=out, steps=steps)
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -21,8 +21,8 @@ from zgraph.cli.targets import DEFAULT_HARDWARE, load_target, on_path, refuse_bu
 if TYPE_CHECKING:
     from torch import nn
 
+    from zgraph.build.planned_step import Inputs
     from zgraph.inspection.check import Checked, Finding
-    from zgraph.planned_step import Inputs
 
 LEVELS = ("error", "warning", "note")
 

@@ -55,7 +55,7 @@ def inspect(
     from dataclasses import asdict
 
     from zgraph.checkpoint.contents import contents, tags_of
-    from zgraph.checkpoint.opening import open_checkpoint
+    from zgraph.checkpoint.detect_format import open_checkpoint
 
     data = contents(open_checkpoint(path, tag), pattern) | {"tags": [asdict(t) for t in tags_of(path)]}
     give(_plain(data), _inspected(data), as_json, output)
@@ -96,7 +96,7 @@ def _ranks(data: dict[str, Any]) -> str | None:
 
 def _plan(plan: dict[str, Any] | None) -> str | None:
     """What of a plan is not as it is by default."""
-    from zgraph.plan import Plan
+    from zgraph.plan.plan import Plan
 
     default = Plan().model_dump(mode="json")
     return (
@@ -177,7 +177,7 @@ def compare(
     Exits with 1 if they differ. Of a folder the last one is taken; name FOLDER/TAG for another. With --filter only tensors are compared.
     """
     from zgraph.checkpoint.comparison import compare as run
-    from zgraph.checkpoint.opening import open_checkpoint
+    from zgraph.checkpoint.detect_format import open_checkpoint
 
     sources = open_checkpoint(one), open_checkpoint(other)
     with progress("comparing") as say:
@@ -226,7 +226,7 @@ def convert(
     if system not in SYSTEMS:
         raise TargetError(f"nothing is converted to {system!r}", where="--to", hint=did_you_mean(system, SYSTEMS))
     from zgraph.checkpoint.convert import convert as run
-    from zgraph.checkpoint.opening import open_checkpoint
+    from zgraph.checkpoint.detect_format import open_checkpoint
 
     source = open_checkpoint(path, tag)
     chosen = named or f"step{source.known.steps or 0}"
@@ -260,7 +260,7 @@ def export(
 
     A wider dtype than that of the weights is taken from their fp32 masters.
     """
-    from zgraph.checkpoint.opening import open_checkpoint
+    from zgraph.checkpoint.detect_format import open_checkpoint
     from zgraph.checkpoint.publish import export as run
     from zgraph.cli.transformers_target import empty
 

@@ -126,7 +126,7 @@ def dump(
 
     edited = None
     if stop_after is not None or disable:
-        from zgraph.pipeline import Edit
+        from zgraph.build.pass_pipeline import Edit
 
         edited = Edit(frozenset(disable or ()), stop_after)
     found = look(target, plan, world, hardware, batch, edit=edited, stage=stage)
@@ -160,7 +160,7 @@ def _rendered(
     output: Path | None,
 ) -> str:
     if form is Format.JSON:
-        from zgraph.program.serial import to_json
+        from zgraph.program.serialize import to_json
 
         data = to_json(program)
         return json.dumps(data if place is None else {**data, "rank": place}, allow_nan=False)
@@ -174,21 +174,21 @@ def _rendered(
     head = "" if place is None else _rank_text(place)
     if form is Format.DOT:
         from zgraph.inspection.formats.dot import dot
-        from zgraph.program.text import matching
+        from zgraph.program.printer import matching
 
         return "".join(f"//{line[1:]}\n" for line in head.splitlines()) + dot(program, matching(program, filter))
     if form is Format.PYTHON:
         from zgraph.inspection.formats.python import python_source
 
         return head + python_source(program)
-    from zgraph.program.text import render
+    from zgraph.program.printer import render
 
     return head + render(program, color=output is None and use_color(sys.stdout), filter=filter)
 
 
 def _changes(way: Way, changed: Changed, filter: str | None) -> str:
     """Each program that a pass changed, or its difference from the one before, under the pass's name."""
-    from zgraph.program.text import diff, render
+    from zgraph.program.printer import diff, render
 
     parts: list[str] = []
     for before, after in zip(way.snapshots, way.snapshots[1:], strict=False):
@@ -203,7 +203,7 @@ def _changes(way: Way, changed: Changed, filter: str | None) -> str:
 def rank_place(program: Program, rank: int, params: str = "*") -> dict[str, Any]:
     """A rank's place in the mesh, the ranks of its groups; of the parameters that match a glob its part, where ranks divide them, and its
     rows of that."""
-    from zgraph.passes.virtual import coordinates, group_ranks
+    from zgraph.verification.virtual_ranks import coordinates, group_ranks
 
     at = coordinates(program.mesh, rank)
     rows: dict[str, list[int]] = {}

@@ -23,8 +23,8 @@ from zgraph.cli.targets import load_plan, load_target, look, look_at_pipeline, r
 from zgraph.units import shown_bytes
 
 if TYPE_CHECKING:
-    from zgraph.passes.costs import Costs
-    from zgraph.passes.simulator import Forecast
+    from zgraph.passes.analysis.costs import Costs
+    from zgraph.passes.analysis.simulator import Forecast
 
 
 def forecast(
@@ -91,8 +91,8 @@ def _symbolic(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    from zgraph.pipeline import costs_of
-    from zgraph.symbolic import symbolic_forecast
+    from zgraph.build.pass_pipeline import costs_of
+    from zgraph.forecast.symbolic import symbolic_forecast
 
     the_plan = with_hardware(load_plan(plan), hardware)
     ranks, costs = resolve_world(the_plan, world), costs_of(the_plan)

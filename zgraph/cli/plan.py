@@ -18,7 +18,7 @@ from zgraph.units import milliseconds, shown_bytes
 
 if TYPE_CHECKING:
     from zgraph.inspection.plans import Evaluation
-    from zgraph.plan import Plan
+    from zgraph.plan.plan import Plan
 
 INTERRUPTED = 130  # as shells have it
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
@@ -141,8 +141,8 @@ def _row(found: Evaluation, best: Evaluation | None, staged: bool) -> tuple[str,
 
 
 def _bytes(text: str) -> int:
-    from zgraph.communication import parse_bytes
     from zgraph.errors import PlanError
+    from zgraph.plan.communication import parse_bytes
 
     try:
         size = int(text) if text.isdigit() else parse_bytes(text)

@@ -31,12 +31,12 @@ from zgraph.names import did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
+    from zgraph.build.pass_pipeline import Edit
+    from zgraph.build.planned_step import Inputs
+    from zgraph.forecast.stages import PipelineForecast
     from zgraph.inspection.inspection import Inspection, Way
     from zgraph.passes import Pass
-    from zgraph.pipeline import Edit
-    from zgraph.plan import Plan
-    from zgraph.planned_step import Inputs
-    from zgraph.stages.forecast import PipelineForecast
+    from zgraph.plan.plan import Plan
 
 FACTORY = "factory"
 HF = "hf:"
@@ -70,7 +70,7 @@ def load_target(text: str, batch: str | None = None, *, weights: bool = False) -
 
 def load_plan(path: Path | None) -> Plan:
     """The plan in a file, the default one without. Raises `PlanError`."""
-    from zgraph.plan import Plan
+    from zgraph.plan.plan import Plan
 
     return Plan() if path is None else Plan.load(path)
 
@@ -85,7 +85,7 @@ def resolve_world(plan: Plan, world: int | None) -> int:
 
 def planned_passes(plan: Plan, update: bool, *, training: bool = True) -> list[Pass]:
     """The passes that a plan runs over a step, or over its update."""
-    from zgraph.pipeline import build, build_update_passes
+    from zgraph.build.pass_pipeline import build, build_update_passes
 
     return build_update_passes(plan) if update else build(plan, training=training)
 
@@ -131,12 +131,12 @@ def look(
         raise TargetError(f"there is no stage {stage}", where="--stage", why="the plan has no pipeline (mesh.pp)")
     target = load_target(text, batch)
 
-    from zgraph.inspection import making
+    from zgraph.inspection import assemble
 
     with progress(f"compiling {text} for {ranks} ranks"):
         if not staged:
-            return making.of_model(target.model, the_plan, target.inputs, ranks, origin=text, edit=edit).only(program)
-        found = making.of_stage(target.model, the_plan, target.inputs, ranks, stage or 0, origin=text, edit=edit)
+            return assemble.of_model(target.model, the_plan, target.inputs, ranks, origin=text, edit=edit).only(program)
+        found = assemble.of_stage(target.model, the_plan, target.inputs, ranks, stage or 0, origin=text, edit=edit)
     if stage is None:
         typer.echo(f"note: this is {found.origin}; --stage K shows another", err=True)
     return found.only(program)
@@ -159,7 +159,7 @@ def look_at_pipeline(
         return None
     target = load_target(text, batch)
 
-    from zgraph.stages.forecast import forecast_pipeline
+    from zgraph.forecast.stages import forecast_pipeline
 
     with progress(f"compiling the stages of {text} for {ranks} ranks"):
         return forecast_pipeline(target.model, the_plan, target.inputs, ranks)
@@ -190,7 +190,7 @@ def bundle_folder(text: str) -> Path | None:
 
 def with_hardware(plan: Plan, hardware: str | None) -> Plan:
     """The plan with the hardware that is asked for, else its own, else the default: schedules are made for it. Raises `PlanError`."""
-    from zgraph.pipeline import costs_of
+    from zgraph.build.pass_pipeline import costs_of
 
     plan = plan.model_copy(update={"hardware": hardware or plan.hardware or DEFAULT_HARDWARE})
     costs_of(plan)  # (what is wrong with it is said before the capture)

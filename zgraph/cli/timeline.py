@@ -71,7 +71,7 @@ def timeline(
 
         write(json.dumps(trace_of(found, ranks)), output)
         return
-    from zgraph.inspection.against import beside
+    from zgraph.inspection.compare_profile import beside
 
     made = beside(found, read_profile(against))
     worst = sorted(made.rows, key=lambda row: -abs(row.measured - row.forecast))[:SHOWN]

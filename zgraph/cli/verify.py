@@ -22,8 +22,8 @@ from zgraph.cli.output import CHECK_FAILED, give, progress
 from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world, with_hardware
 
 if TYPE_CHECKING:
-    from zgraph.planned_step import Inputs
-    from zgraph.rounding import Difference
+    from zgraph.build.planned_step import Inputs
+    from zgraph.program.tolerance import Difference
 
 CompiledOption = Annotated[
     bool, typer.Option("--compiled", help="Run the generated code on real ranks; under torchrun for more than one.")
@@ -50,7 +50,7 @@ def verify(
     ranks = resolve_world(the_plan, world)
     found = load_target(target, batch, weights=True)
 
-    from zgraph.verification import verify as run
+    from zgraph.api.verify import verify as run
 
     inputs = batch_of_all(found.inputs, the_plan.data_ranks(ranks))
     with progress(f"running {target} on {ranks} {'real' if compiled else 'virtual'} ranks"):

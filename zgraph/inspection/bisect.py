@@ -14,24 +14,24 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from zgraph.build.pass_pipeline import PLAIN, Variant
 from zgraph.errors import PassError, VerifyError
 from zgraph.inspection import diff
 from zgraph.inspection.snapshot import of_record
 from zgraph.passes import History
 from zgraph.passes.verifier import ValueCache, verify_program
-from zgraph.pipeline import PLAIN, Variant
-from zgraph.rounding import Difference, difference, same_bits
-from zgraph.update.virtual import VirtualUpdate
-from zgraph.virtual_step import Results, virtual_step
+from zgraph.program.tolerance import Difference, difference, same_bits
+from zgraph.verification.virtual_step import Results, virtual_step
+from zgraph.verification.virtual_update import VirtualUpdate
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from zgraph.build.planned_step import Inputs
     from zgraph.passes import PassRecord
-    from zgraph.passes.costs import Costs
-    from zgraph.plan import Plan
-    from zgraph.planned_step import Inputs
+    from zgraph.passes.analysis.costs import Costs
+    from zgraph.plan.plan import Plan
 
 STEP, UPDATE = "step", "update"
 SPLIT = "split"  # what comes after the last pass
@@ -128,7 +128,7 @@ def bisect(
     """Run the programs of a step, and of its update, after each pass on `world` virtual ranks, and find the passes to blame.
 
     `inputs` (the global batch) and `loss_fn` are those of `zgraph.verify`, which says what is compared, and raises the same. `bound` is the
-    relative error that is allowed; without, that of the dtype that is computed in (`zgraph.rounding`). Raises `PlanError` for a plan with a
+    relative error that is allowed; without, that of the dtype that is computed in (`zgraph.program.tolerance`). Raises `PlanError` for a plan with a
     pipeline: of the wrong stage `zgraph.verify` says which it is.
     """
     plan.refuse_pipeline(world, "search for a faulty pass")

@@ -125,7 +125,7 @@ def _read_head(folder: Path) -> dict[str, Any]:
 
 
 def _write_way(way: Way, folder: Path) -> None:
-    from zgraph.program.text import render
+    from zgraph.program.printer import render
 
     (folder / way.name).mkdir(exist_ok=True)
     for at, snapshot in enumerate(way.snapshots):

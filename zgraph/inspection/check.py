@@ -18,35 +18,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Embedding, EmbeddingBag
 
-from zgraph import casts, planfile
+from zgraph.build.pass_pipeline import Variant, build, build_update_passes, load_pass, load_policy, unmatched, without
+from zgraph.build.planned_step import captured_program, placed_for, split_inputs
+from zgraph.build.update_program import away_bytes, state_bytes
+from zgraph.build.what_if import what_fits
 from zgraph.errors import OffloadError, PlanError, ZgraphError
-from zgraph.host import host_free
-from zgraph.inspection.making import of_model
+from zgraph.forecast.stages import forecast_pipeline
+from zgraph.inspection.assemble import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.plans import RESERVE, rows_of
+from zgraph.offload.files import FileStore
+from zgraph.parameters import mixed_precision
+from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import PassManager, verify_program
-from zgraph.passes.costs import Costs, Hardware, hardware, hardware_like
-from zgraph.pipeline import Variant, build, build_update_passes, load_pass, load_policy, unmatched, without
-from zgraph.plan import Plan, located
-from zgraph.planned_step import captured_program, placed_for, split_inputs
+from zgraph.passes.analysis.costs import Costs, Hardware, hardware, hardware_like
+from zgraph.plan import planfile
+from zgraph.plan.lr_schedules import TorchSchedule
+from zgraph.plan.plan import Plan, located
 from zgraph.program.node import info
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, Program
-from zgraph.schedules import TorchSchedule
-from zgraph.sharding import planned_layout
-from zgraph.stages.forecast import forecast_pipeline
-from zgraph.tiers.files import FileStore
-from zgraph.train import first_part
+from zgraph.ranks.host import host_free
+from zgraph.runtime.train_step import first_part
 from zgraph.units import shown_bytes
 from zgraph.update.groups import faults_of, members_of
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.program import away_bytes, state_bytes
-from zgraph.update.schedule import torch_scheduler
-from zgraph.what_if import what_fits
+from zgraph.update.torch_schedule import torch_scheduler
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from zgraph.planned_step import Inputs
+    from zgraph.build.planned_step import Inputs
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 NAMED = 3  # parameters, tensors
@@ -241,7 +242,7 @@ class _Checks:
             self.costs = Costs(found, fused=self.plan.backend == "inductor")
 
     def _target(self) -> Iterator[Finding]:
-        from zgraph.compiled_models import is_compiled
+        from zgraph.runtime.compiled_models import is_compiled
 
         self.model, self.inputs = self.find()
         if is_compiled(self.model):
@@ -338,14 +339,14 @@ class _Checks:
     def _precision(self) -> Iterator[Finding]:
         assert self.plan is not None and self.model is not None and self.specs is not None
         precision = self.plan.resolved_precision()
-        faults = list(casts.faults_of(self.model, precision, self.specs))
+        faults = list(mixed_precision.faults_of(self.model, precision, self.specs))
         yield from (_finding("precision", fault) for fault in faults)
         if faults:
-            fitting = casts.without_faults(self.model, precision)
+            fitting = mixed_precision.without_faults(self.model, precision)
             self.plan = self.plan.model_copy(update={"precision": fitting})
-        too_large = casts.refuse_overflow(self.model, precision)
+        too_large = mixed_precision.refuse_overflow(self.model, precision)
         if too_large:
-            yield _finding("precision", casts.overflow_error(too_large))
+            yield _finding("precision", mixed_precision.overflow_error(too_large))
 
     def _optimizer(self) -> Iterator[Finding]:
         assert self.plan is not None and self.model is not None and self.specs is not None

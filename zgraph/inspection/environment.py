@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zgraph._version import __version__
-from zgraph.host import host_free, text_of
+from zgraph.ranks.host import host_free, text_of
 
 PACKAGES = ("torch", "triton", "pydantic", "typer", "rich", "transformers", "numpy")
 SUPPORTED = (2, 11), (2, 14)  # torch, as pyproject.toml has it: from, and before
@@ -135,10 +135,10 @@ def _cpu() -> dict[str, Any]:
     def of_torch() -> dict[str, Any]:
         import torch
 
-        from zgraph.codegen import products
+        from zgraph.codegen import cpu_gemm
 
         found = {"torch's threads": torch.get_num_threads(), "vectors": torch.backends.cpu.get_cpu_capability()}
-        return found | {"products of Inductor's code": "oneDNN" if products.onednn() else "torch's own library"}
+        return found | {"products of Inductor's code": "oneDNN" if cpu_gemm.onednn() else "torch's own library"}
 
     return found | _said(of_torch)
 
@@ -216,7 +216,7 @@ def _disk(folder: Path, kinds: dict[str, str]) -> dict[str, Any]:
     }
 
     def direct() -> dict[str, Any]:
-        from zgraph.tiers.files import FileStore
+        from zgraph.offload.files import FileStore
 
         with FileStore(folder, threads=1) as store:
             return {"direct": store.direct}

@@ -18,15 +18,15 @@ from zgraph.errors import TargetError
 from zgraph.inspection.diff import Difference, compare
 from zgraph.inspection.inspection import Inspection, Way
 from zgraph.inspection.memory import HELD, peak_of
-from zgraph.inspection.waits import exposed_by_transfer, transfer_of
+from zgraph.inspection.stalls import exposed_by_transfer, transfer_of
 from zgraph.names import did_you_mean
-from zgraph.passes.aliases import aliased_input
-from zgraph.passes.costs import size_of
-from zgraph.passes.simulator import Forecast, Span
-from zgraph.program import collectives, moves
+from zgraph.passes.analysis.costs import size_of
+from zgraph.passes.analysis.simulator import Forecast, Span
+from zgraph.program import collectives, transfers_to_host
+from zgraph.program.aliases import aliased_input
 from zgraph.program.node import Phase, Role, has_info, info, value
+from zgraph.program.printer import line, type_text
 from zgraph.program.program import Division, InputRole, OutputRole, ParamSpec
-from zgraph.program.text import line, type_text
 from zgraph.units import milliseconds, shown_bytes
 
 PEAK, MISSED = "peak", "missed"
@@ -377,8 +377,10 @@ def _transfers(inspection: Inspection, way: Way, name: str) -> Iterator[Statemen
             )
         elif record.role is Role.RELEASE:
             yield Statement(f"{node.name} lets the gathered copy go", why="nothing behind it reads it")
-        elif moves.is_start(node):
-            yield Statement(f"{node.name}: {record.role.value} {shown_bytes(size_of(moves.moved_value(node)))}")
+        elif transfers_to_host.is_start(node):
+            yield Statement(
+                f"{node.name}: {record.role.value} {shown_bytes(size_of(transfers_to_host.moved_value(node)))}"
+            )
     if counts[Phase.FORWARD] and not counts[Phase.BACKWARD] and program.params[name].requires_grad:
         yield Statement("it is not gathered again for the backward", why=_why_once(inspection, way, name))
 

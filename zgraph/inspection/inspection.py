@@ -13,10 +13,10 @@ from zgraph.inspection.snapshot import Snapshot
 from zgraph.names import did_you_mean
 
 if TYPE_CHECKING:
-    from zgraph.passes.costs import Costs
-    from zgraph.passes.memory import Life
-    from zgraph.passes.simulator import Forecast, StepForecast
-    from zgraph.plan import Plan
+    from zgraph.passes.analysis.costs import Costs
+    from zgraph.passes.analysis.memory import Life
+    from zgraph.passes.analysis.simulator import Forecast, StepForecast
+    from zgraph.plan.plan import Plan
 
 STEP, UPDATE, EVALUATION = "step", "update", "evaluation"
 
@@ -76,7 +76,7 @@ class Inspection:
 
     @cached_property
     def plan(self) -> Plan:
-        from zgraph.plan import Plan
+        from zgraph.plan.plan import Plan
 
         with self._said():
             return Plan.model_validate(self.plan_data)
@@ -84,7 +84,7 @@ class Inspection:
     @cached_property
     def costs(self) -> Costs:
         """What decisions were made from."""
-        from zgraph.passes.costs import Costs, Hardware
+        from zgraph.passes.analysis.costs import Costs, Hardware
 
         with self._said():
             return Costs(Hardware.model_validate(self.hardware), fused=self.plan.backend == "inductor")
@@ -140,7 +140,7 @@ class Inspection:
     def forecast(self) -> StepForecast:
         """The step with all its micro-batches and its update, simulated by `costs`. The first gathers of the first one run beside the
         update of the step before."""
-        from zgraph.passes.simulator import StepForecast, simulate
+        from zgraph.passes.analysis.simulator import StepForecast, simulate
 
         ways = self.step_ways()
         updates = [simulate(w.last.program, self.costs) for w in ways if w.kind == UPDATE]
@@ -157,14 +157,14 @@ class Inspection:
 
     def lives(self, way: Way) -> list[Life]:
         """What takes memory in a program, and from when to when."""
-        from zgraph.passes.memory import lives
+        from zgraph.passes.analysis.memory import lives
 
         return lives(way.last.program, self.costs.fused)
 
     def remarks(self) -> list[dict[str, Any]]:
         """What passes missed in the step and its update, the costliest first; each says of which program it is. What the update before
         the step hides was not missed: a pass does not know of it."""
-        from zgraph.inspection.waits import exposed_by_transfer, transfer_of
+        from zgraph.inspection.stalls import exposed_by_transfer, transfer_of
         from zgraph.program import collectives
 
         found = []

@@ -7,14 +7,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zgraph.communication import parse_bytes
 from zgraph.errors import PlanError, TargetError
 from zgraph.inspection.inspection import Inspection, Way
 from zgraph.names import did_you_mean
-from zgraph.passes.memory import CATEGORIES, Life
-from zgraph.passes.simulator import Forecast
+from zgraph.passes.analysis.memory import CATEGORIES, Life
+from zgraph.passes.analysis.simulator import Forecast
+from zgraph.plan.communication import parse_bytes
 from zgraph.program.node import info, value
-from zgraph.program.text import type_text
+from zgraph.program.printer import type_text
 
 HELD = "held besides"  # states of the optimizer, and gradients that wait, while forward and backward run
 HOLDERS = 20

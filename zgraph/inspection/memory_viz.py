@@ -12,8 +12,8 @@ from typing import Any
 
 from zgraph.inspection.inspection import UPDATE, Inspection, Way
 from zgraph.inspection.memory import HELD, owner
-from zgraph.passes.memory import Life
-from zgraph.passes.simulator import Forecast
+from zgraph.passes.analysis.memory import Life
+from zgraph.passes.analysis.simulator import Forecast
 from zgraph.program.node import info
 
 ALIGN = 512  # bytes, as torch's allocator rounds

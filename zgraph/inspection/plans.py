@@ -1,7 +1,7 @@
 """Plans compared for one model, and the best looked for: step time and peak by simulation, on the same batch.
 
 Every plan gets the same batch of a rank, cut into its micro-batches. The search goes over ZeRO stages and numbers of micro-batches; what to
-compute again, to offload and to keep gathered is the budget's own search for each of them (`zgraph/budget.py`).
+compute again, to offload and to keep gathered is the budget's own search for each of them (`zgraph/build/memory_search.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from zgraph.build.pass_pipeline import costs_of
+from zgraph.build.planned_step import Inputs
 from zgraph.errors import ZgraphError
-from zgraph.inspection.making import of_model
+from zgraph.forecast.stages import forecast_pipeline
+from zgraph.inspection.assemble import of_model
 from zgraph.inspection.memory import peak_of
-from zgraph.pipeline import costs_of
-from zgraph.plan import Plan
-from zgraph.planned_step import Inputs
-from zgraph.stages.forecast import forecast_pipeline
+from zgraph.plan.plan import Plan
 
 RESERVE = 0.95  # of a device's memory, where no budget is given: the rest is the allocator's and the libraries'
 

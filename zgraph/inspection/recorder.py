@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from zgraph.errors import BundleError
 from zgraph.inspection import bundle
-from zgraph.inspection.making import of_runtime
+from zgraph.inspection.assemble import of_runtime
 
 if TYPE_CHECKING:
-    from zgraph.runtime import Runtime
+    from zgraph.runtime.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Runs a pass that failed once more, from the folder that it left (`zgraph/passes/reproducer.py`).
 
-The passes are made again from the plan and what was decided for it (`zgraph.recipe`); a pass of the user's is imported by its name. The
+The passes are made again from the plan and what was decided for it (`zgraph.build.recipe`); a pass of the user's is imported by its name. The
 program is that of the folder: neither the model nor its ranks are needed.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import fx
 
+from zgraph.build.recipe import passes_of
 from zgraph.errors import BundleError, PassError, PlanError, ZgraphError
 from zgraph.passes import History, Pass, PassManager
 from zgraph.passes.reproducer import FORMAT, PIPELINE, PROGRAM, node_of, told
+from zgraph.program.printer import line
 from zgraph.program.program import Program
-from zgraph.program.serial import from_json
-from zgraph.program.text import line
-from zgraph.recipe import passes_of
+from zgraph.program.serialize import from_json
 
 AROUND = 4  # nodes shown on each side of the one at fault
 NO_REPRODUCER = "a pass that fails writes one, and says where; ZGRAPH_REPRO_DIR names the folder for them"
@@ -136,7 +136,7 @@ def _texts(item: Any) -> bool:
 def _by_hand(names: list[str]) -> str:
     """What can be done with a reproducer that can't be replayed."""
     return (
-        f"program.txt shows the program; in Python, PassManager(passes).run(zgraph.program.serial.from_json(…)) of {PROGRAM}"
+        f"program.txt shows the program; in Python, PassManager(passes).run(zgraph.program.serialize.from_json(…)) of {PROGRAM}"
         f" runs what you make yourself of {', '.join(names)}"
     )
 

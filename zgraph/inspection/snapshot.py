@@ -14,7 +14,7 @@ from zgraph.errors import BundleError
 
 if TYPE_CHECKING:
     from zgraph.passes import Contract, PassRecord
-    from zgraph.passes.costs import Costs
+    from zgraph.passes.analysis.costs import Costs
     from zgraph.program.program import Program
 
 
@@ -59,7 +59,7 @@ class Snapshot:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """The program as JSON, as `zgraph.program.serial` writes it."""
+        """The program as JSON, as `zgraph.program.serialize` writes it."""
         return self.make_data()
 
     @cached_property
@@ -72,7 +72,7 @@ def of_record(record: PassRecord, costs: Costs) -> Snapshot:
     """A snapshot of a pass that has run."""
 
     def data() -> dict[str, Any]:
-        from zgraph.program.serial import to_json
+        from zgraph.program.serialize import to_json
 
         return to_json(record.program, constants=False)
 
@@ -98,7 +98,7 @@ def of_file(facts: dict[str, Any], figures: Figures, path: Path) -> Snapshot:
 
     def program() -> Program:
         from zgraph.errors import ZgraphError
-        from zgraph.program.serial import from_json
+        from zgraph.program.serialize import from_json
 
         try:
             return from_json(snapshot.data)
@@ -112,7 +112,7 @@ def of_file(facts: dict[str, Any], figures: Figures, path: Path) -> Snapshot:
 
 
 def figures_of(program: Program, costs: Costs) -> Figures:
-    from zgraph.passes.simulator import simulate
+    from zgraph.passes.analysis.simulator import simulate
 
     found = simulate(program, costs)
     return Figures(found.seconds, sum(found.exposed.values(), 0.0), sum(found.peak.values()))
@@ -138,7 +138,7 @@ def _fields(options: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 def _shown(option: Any) -> Any:
     """An option as JSON has it, short: hardware by its name, a function by its reference."""
-    from zgraph.passes.costs import Costs
+    from zgraph.passes.analysis.costs import Costs
 
     if option is None or isinstance(option, (bool, int, float, str)):
         return option

@@ -13,10 +13,10 @@ from torch import fx
 
 from zgraph.inspection.inspection import UPDATE, Inspection, Way
 from zgraph.inspection.memory import HELD
-from zgraph.passes.costs import computes
-from zgraph.passes.simulator import Forecast
+from zgraph.passes.analysis.costs import computes
+from zgraph.passes.analysis.simulator import Forecast
 from zgraph.program.node import Role, info, value
-from zgraph.program.text import type_text
+from zgraph.program.printer import type_text
 
 
 def trace_of(inspection: Inspection, ranks: int = 1) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What each collective operator means: which node starts one, which waits for it, over which mesh dimension.
 
 In a program the group argument of a collective is the *name of a mesh dimension* ("dp"), or of a part of one ("pp[0,3]",
-see `zgraph.program.parts`), not of a process group.
+see `zgraph.program.groups`), not of a process group.
 Programs are so the same on every rank and at every launch; code generation puts the groups' names in.
 """
 

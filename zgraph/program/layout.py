@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from zgraph.program import collectives, moves
+from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import value
 
 Strides = tuple[int, ...]
@@ -21,9 +21,11 @@ Strides = tuple[int, ...]
 def in_flight(node: fx.Node) -> bool:
     """Is a transfer still at work on this node's value, which nothing may read before its wait?"""
     if node.op == "placeholder":
-        return any(collectives.is_wait(u) or moves.is_wait(u) for u in node.users)
+        return any(collectives.is_wait(u) or transfers_to_host.is_wait(u) for u in node.users)
     made = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return collectives.is_start(made) or made.target in collectives.COALESCED.values() or moves.is_start(made)
+    return (
+        collectives.is_start(made) or made.target in collectives.COALESCED.values() or transfers_to_host.is_start(made)
+    )
 
 
 def promised(node: fx.Node) -> Strides | None:

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from zgraph.names import around
-from zgraph.program import torch_private
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.remark import Remark
+from zgraph.torch_compat import torch_private
 
 # The mesh dimensions over which ranks see different data, innermost first: gradients are averaged over them.
 DATA_DIMS = ("dp", "replicate")

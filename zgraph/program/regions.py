@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zgraph.program import serial
+from zgraph.program import serialize
 
 
 def written(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> str:
     """The text of a region. Raises `UnsupportedError` for a node that is no call of an operator."""
-    kinds = [serial.type_to_json(node.meta["val"]) for node in outputs]
+    kinds = [serialize.type_to_json(node.meta["val"]) for node in outputs]
     for kind in kinds:
         kind["device"] = torch.device(kind["device"]).type  # (of which rank it is does not matter)
     data = {
         "inputs": [node.name for node in inputs],
-        "nodes": serial.nodes_to_json(nodes),
+        "nodes": serialize.nodes_to_json(nodes),
         "outputs": [node.name for node in outputs],
         "kinds": kinds,
     }
@@ -60,7 +60,7 @@ def _loaded(program: str) -> tuple[Callable[..., Sequence[torch.Tensor]], list[d
     data = json.loads(program)
     graph = fx.Graph()
     given = {name: graph.placeholder(name) for name in data["inputs"]}
-    nodes = serial.nodes_from_json(graph, data["nodes"], given)
+    nodes = serialize.nodes_from_json(graph, data["nodes"], given)
     graph.output(tuple(nodes[name] for name in data["outputs"]))
     return fx.GraphModule(nn.Module(), graph), data["kinds"]
 

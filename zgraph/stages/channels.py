@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.passes.stages import Transfer
-from zgraph.program import place, torch_private
-from zgraph.program.parts import positions_of
+from zgraph.passes.stages.cut_stages import Transfer
+from zgraph.plan.pipeline_schedules.actions import Action, Kind
+from zgraph.plan.pipeline_schedules.schedule import Schedule
+from zgraph.program.groups import positions_of
 from zgraph.program.program import STAGE_DIM
-from zgraph.stages.actions import Action, Kind
-from zgraph.stages.schedule import Schedule
+from zgraph.ranks import progress
+from zgraph.torch_compat import torch_private
 
 AHEAD = 2  # actions of this rank whose values are asked for before they run
 
@@ -216,14 +217,14 @@ class Channels:
         )
         # (the larger rank first: what the two do as part of a larger group is counted under another name)
         both = _Pair(sorted((ranks[message.source], ranks[message.target]), reverse=True), self.heart)
-        told = place.enter(said, both)
+        told = progress.enter(said, both)
         try:
             work.wait()
         except RuntimeError as error:
-            raise place.failed_collective(f"stage {here} has lost rank {ranks[other]}", said, error) from error
+            raise progress.failed_collective(f"stage {here} has lost rank {ranks[other]}", said, error) from error
         finally:
             if told:
-                place.leave()
+                progress.leave()
 
 
 @dataclass

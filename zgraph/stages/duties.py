@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zgraph.stages.actions import Action, Kind
-from zgraph.stages.schedule import Schedule
+from zgraph.plan.pipeline_schedules.actions import Action, Kind
+from zgraph.plan.pipeline_schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zgraph.agreement import Agreement
 from zgraph.errors import CollectiveError, PeerError, PlanError, RankMismatchError, StepError
-from zgraph.program import place, torch_private
-from zgraph.stages.actions import Action, Kind
+from zgraph.plan.pipeline_schedules.actions import Action, Kind
+from zgraph.ranks import progress
+from zgraph.ranks.agreement import Agreement
+from zgraph.torch_compat import torch_private
 
 __all__ = ["Board", "Fault", "Marker"]
 
@@ -152,4 +153,4 @@ def _report(node: Any) -> tuple[str, tuple[int, ...]] | None:
     return f"rank {found.rank} has failed before ({found.where}): {found.said}", (found.rank,)
 
 
-place.report_by(_report, first=True)
+progress.report_by(_report, first=True)

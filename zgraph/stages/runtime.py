@@ -11,31 +11,30 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from zgraph import heartbeat
-from zgraph.compiled import StepProgram
+from zgraph.build.step_program import StepProgram
+from zgraph.build.update_program import outside_of
+from zgraph.capture.cache_key import brief
+from zgraph.capture.former_memory import former_memory
 from zgraph.errors import PlanError, RankMismatchError, StepError, UnsupportedError
-from zgraph.former_memory import former_memory
-from zgraph.program import place
+from zgraph.parameters.sharding import fingerprint, local_of, with_requires_grad
+from zgraph.plan.pipeline_schedules.actions import Kind
+from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole
-from zgraph.runtime import Runtime
-from zgraph.sharding import fingerprint, local_of, with_requires_grad
-from zgraph.signature import brief
-from zgraph.stages.actions import Kind
-from zgraph.stages.budgeting import refuse
+from zgraph.ranks import heartbeat, progress
+from zgraph.runtime.runtime import Runtime
+from zgraph.runtime.timings import model_flops
 from zgraph.stages.buffers import Buffers
 from zgraph.stages.channels import AHEAD, Channels, Line, Routes
 from zgraph.stages.duties import duties
 from zgraph.stages.faults import Board, Marker
-from zgraph.stages.schedule import Schedule
-from zgraph.stages.staged import Capture, Partition, Staged, reduces_once, without_fast_path
+from zgraph.stages.memory_search import refuse
+from zgraph.stages.stage_programs import Capture, Partition, Staged, reduces_once, without_fast_path
 from zgraph.stages.worker import Worker
-from zgraph.timings import model_flops
-from zgraph.update.held import check_meetings, meetings
 from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_tied, compare_updates
-from zgraph.update.program import outside_of
+from zgraph.update.owned_parameters import check_meetings, meetings
 
 if TYPE_CHECKING:
-    from zgraph.stages.compiling import Uncut
+    from zgraph.stages.partition_model import Uncut
 
 Tangents = Callable[[int, list[Any]], dict[int, torch.Tensor]]
 
@@ -363,12 +362,12 @@ class PipelineRuntime(Runtime):
         if dist.get_rank() == source:
             vector = torch.stack([x.detach() for x in losses if x is not None]).to(torch.float64)
         said = "the losses of a step on their way from the rank with the last stage"
-        told = place.enter(said, self.everyone)
+        told = progress.enter(said, self.everyone)
         try:
             dist.broadcast(vector, src=source, group=self.line.whole)
         except RuntimeError as error:
-            raise place.failed_collective(f"{said} did not arrive", said, error) from error
+            raise progress.failed_collective(f"{said} did not arrive", said, error) from error
         finally:
             if told:
-                place.leave()
+                progress.leave()
         return list(vector.unbind())

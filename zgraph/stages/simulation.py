@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from zgraph.stages.actions import Action, Kind
-from zgraph.stages.checking import in_order
-from zgraph.stages.needs import Needs, waits
-from zgraph.stages.schedule import Schedule
+from zgraph.plan.pipeline_schedules.actions import Action, Kind
+from zgraph.plan.pipeline_schedules.needs import Needs, waits
+from zgraph.plan.pipeline_schedules.schedule import Schedule
+from zgraph.plan.pipeline_schedules.validity import in_order
 
 __all__ = ["Durations", "Span", "Timeline", "Times", "replay"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zgraph.stages.actions import Kind
-from zgraph.stages.schedule import Schedule
+from zgraph.plan.pipeline_schedules.actions import Kind
+from zgraph.plan.pipeline_schedules.schedule import Schedule
 
 __all__ = ["stash"]
 

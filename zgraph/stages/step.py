@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
+from zgraph.capture.cache_key import batch_size
 from zgraph.errors import CaptureError, StepError
-from zgraph.replaced import refuse_hooks
-from zgraph.signature import batch_size
-from zgraph.stages.actions import Action, Kind
-from zgraph.stages.runtime import PipelineRuntime
-from zgraph.stages.schedule import Schedule
-from zgraph.stages.staged import Staged
-from zgraph.train import (
+from zgraph.parameters.replaced import refuse_hooks
+from zgraph.plan.pipeline_schedules.actions import Action, Kind
+from zgraph.plan.pipeline_schedules.schedule import Schedule
+from zgraph.runtime.train_step import (
     Call,
     for_forward,
     in_order,
@@ -26,12 +24,14 @@ from zgraph.train import (
     split_batch,
     target_weights,
 )
+from zgraph.stages.runtime import PipelineRuntime
+from zgraph.stages.stage_programs import Staged
 
 
 def train_step(
     runtime: PipelineRuntime, loss_fn: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """See `zgraph.handle.Handle.train_step`."""
+    """See `zgraph.api.handle.Handle.train_step`."""
     plan = runtime.plan
     refuse_hooks(runtime.shards.params())
     kwargs = in_order(runtime, kwargs)

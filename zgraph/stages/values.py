@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zgraph.passes.fusion import sources
-from zgraph.passes.memory import Life, lives
+from zgraph.passes.analysis.fusion import sources
+from zgraph.passes.analysis.memory import Life, lives
+from zgraph.plan.pipeline_schedules.actions import Kind
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
-from zgraph.stages.actions import Kind
 
 _ALWAYS = {InputRole.PARAMETER, InputRole.INPUT, InputRole.KEPT}
 _COMES = {InputRole.RECEIVED, InputRole.RETURNED, InputRole.TANGENT, InputRole.ACCUMULATOR}
@@ -36,7 +36,7 @@ class Values:
 
 
 def values_of(program: Program, fused: bool, first: Collection[str] | None = None, *, adds: bool = False) -> Values:
-    """Those of a joint program of any level. `fused`: see `zgraph.passes.memory.lives`. The names of the nodes in the `first` part of the
+    """Those of a joint program of any level. `fused`: see `zgraph.passes.analysis.memory.lives`. The names of the nodes in the `first` part of the
     backward are given if it has two; does it add to sums in place (`adds`)?"""
     if first is not None:
         program = _second_last(program, first)

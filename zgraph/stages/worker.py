@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zgraph.build.step_program import StepProgram
+from zgraph.capture.storages import owned
 from zgraph.codegen.executable import Executable
-from zgraph.compiled import StepProgram
-from zgraph.out_of_memory import explained
-from zgraph.program import place, torch_private
+from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.program.program import InputRole, OutputRole, Port
-from zgraph.stages.actions import Action, Kind
+from zgraph.ranks import progress
+from zgraph.runtime.out_of_memory import explained
 from zgraph.stages.duties import Duty
-from zgraph.storages import owned
+from zgraph.torch_compat import torch_private
 
 if TYPE_CHECKING:
     from zgraph.stages.runtime import PipelineRuntime
@@ -196,6 +197,6 @@ class Worker:
         runtime = self.runtime
         runtime.clock.ran(executable.program)
         bare = torch_private.without_bases()
-        with bare, place.runs_with(runtime.agreement), explained(runtime, executable, self.step):
+        with bare, progress.runs_with(runtime.agreement), explained(runtime, executable, self.step):
             results = executable.run(values)
         return zip(executable.program.outputs, results, strict=True)

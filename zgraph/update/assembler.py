@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zgraph.program import collectives, torch_private
+from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
 from zgraph.program.program import InputRole, Level, ParamSpec, Port, Program
+from zgraph.torch_compat import torch_private
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zgraph.loss_scaling import LossScale
+from zgraph.plan.loss_scaling import LossScale
 from zgraph.program import collectives
 from zgraph.program.node import tensor
 from zgraph.program.program import DATA_DIMS, STAGE_DIM, TENSOR_DIM, InputRole, OutputRole, ParamSpec, Port, Program

@@ -13,7 +13,7 @@ from zgraph.names import matches, parameter_names
 from zgraph.program.program import ParamSpec
 
 if TYPE_CHECKING:
-    from zgraph.plan import Plan
+    from zgraph.plan.plan import Plan
 
 STEP = "/step"  # the name of the count of updates that all parameters share, as long as all have gradients
 

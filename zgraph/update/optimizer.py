@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.errors import ModelError, PlanError, StepError
-from zgraph.foreign import refuse_foreign
-from zgraph.program import torch_private
+from zgraph.parameters.foreign import refuse_foreign
+from zgraph.torch_compat import torch_private
 from zgraph.update.build import AHEAD, DERIVED
 from zgraph.update.groups import Member
+from zgraph.update.optimizer_state import OfParam, OptimizerState
 from zgraph.update.rules import RULES
-from zgraph.update.shown import OfParam, OptimizerState
 
 
 class Updates(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.update.blockwise import blockwise
+from zgraph.update.adamw8bit import blockwise
 from zgraph.update.muon import MUON
 from zgraph.update.rule import Part, Rule, State
 
@@ -153,4 +153,4 @@ RULES: dict[str, Rule] = {
     "LAMB": Rule(("lr", *_BETAS, "eps", "weight_decay"), _lamb_states, _lamb),
     "Muon": MUON,
 }
-"""Each optimizer's rule, by the name of its record in `zgraph.optimizers`."""
+"""Each optimizer's rule, by the name of its record in `zgraph.plan.optimizers`."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zgraph.loss_scaling import MAX_POWER, LossScale
+from zgraph.plan.loss_scaling import MAX_POWER, LossScale
 
 __all__ = ["advance", "initial"]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from zgraph.program import collectives, moves
+from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import has_info, info, value
+from zgraph.program.printer import type_text
 from zgraph.program.program import Program
-from zgraph.program.text import type_text
 
 _TRANSFER, _MOVE, _INPUT = "#cfe2ff", "#ffe5b4", "#e2e3e5"
 
@@ -52,7 +52,7 @@ def _color(node: fx.Node) -> str:
         return f', fillcolor="{_INPUT}"'
     if collectives.is_start(node) or collectives.is_wait(node):
         return f', fillcolor="{_TRANSFER}"'
-    return f', fillcolor="{_MOVE}"' if moves.is_move(node) else ""
+    return f', fillcolor="{_MOVE}"' if transfers_to_host.is_move(node) else ""
 
 
 def _quoted(text: str) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import fx
 
-from zgraph.passes.costs import Costs, size_of
-from zgraph.passes.simulator import simulate
+from zgraph.passes.analysis.costs import Costs, size_of
+from zgraph.passes.analysis.simulator import simulate
 from zgraph.program.node import has_info, info, value
+from zgraph.program.printer import type_text
 from zgraph.program.program import Program
-from zgraph.program.text import type_text
 
 _GRADIENT = [{"stop": 0.0, "bgColor": "#fff7ec"}, {"stop": 1.0, "bgColor": "#d7301f"}]
 

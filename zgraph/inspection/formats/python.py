@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zgraph.errors import UnsupportedError
-from zgraph.program import collectives, moves
+from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import value
 from zgraph.program.program import Program
 
@@ -26,9 +26,9 @@ import torch
 from torch import device, inf, nan
 
 import zgraph.program.collectives
-import zgraph.program.moves
+import zgraph.program.transfers_to_host
 import zgraph.program.ops
-import zgraph.program.torch_private
+import zgraph.torch_compat.torch_private
 '''
 _NEEDS_RANKS = """
 Its collectives need the process groups that they name: on one process they can be read, and not run."""
@@ -37,7 +37,7 @@ Its collectives need the process groups that they name: on one process they can 
 def python_source(program: Program) -> str:
     """The file. Raises `UnsupportedError` for a constant that is too large to be written down."""
     code = program.graph.python_code("self")
-    ranks = any(collectives.is_start(n) or moves.is_move(n) for n in program.graph.nodes)
+    ranks = any(collectives.is_start(n) or transfers_to_host.is_move(n) for n in program.graph.nodes)
     note = _NEEDS_RANKS if ranks else ""
     head = _HEAD.format(name=program.name, nodes=len(program.graph.nodes), mesh=program.mesh or "none", note=note)
     globals_ = [

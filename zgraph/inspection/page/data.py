@@ -20,11 +20,11 @@ from zgraph.inspection.inspection import Inspection, Way
 from zgraph.inspection.memory import HELD
 from zgraph.inspection.page.parameters import parameters_of
 from zgraph.inspection.snapshot import Snapshot
-from zgraph.passes.costs import size_of
-from zgraph.passes.simulator import Forecast, simulate
+from zgraph.passes.analysis.costs import size_of
+from zgraph.passes.analysis.simulator import Forecast, simulate
 from zgraph.program.node import has_info, info, value
+from zgraph.program.printer import lines, operator_text, type_text
 from zgraph.program.program import Program
-from zgraph.program.text import lines, operator_text, type_text
 
 # The columns of rows that are texts, after the line itself.
 TEXTS = (

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from zgraph.passes.costs import computes, size_of
-from zgraph.program import collectives, moves
+from zgraph.passes.analysis.costs import computes, size_of
+from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
 
@@ -108,7 +108,7 @@ def _uses(program: Program) -> defaultdict[str, _Uses]:
 
 def _count(node: fx.Node, found: _Uses) -> None:
     record = info(node)
-    if node.target is moves.FETCH:
+    if node.target is transfers_to_host.FETCH:
         found.fetches += 1
     elif not collectives.is_start(node):
         return

@@ -120,7 +120,7 @@ def _programs(inspection: Inspection) -> str:
 
 
 def _plan(inspection: Inspection) -> str:
-    from zgraph.plan import Plan
+    from zgraph.plan.plan import Plan
 
     usual = Plan().model_dump(mode="json")
     chosen = {key: value for key, value in inspection.plan_data.items() if value != usual.get(key)}

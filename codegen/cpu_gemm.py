@@ -1,0 +1,95 @@
+"""Which library computes float32 products on a machine's processors.
+
+torch has them computed by MKL, which on processors that are not Intel's leaves a part of them idle: on AMD EPYCs with AVX-512 it reaches
+97 GFLOP/s a core beside oneDNN's 217 (Zen 5), and 94 beside 103 (Zen 4; torch 2.13, products of 512 x 512 x 2048). There oneDNN, which
+torch comes with, computes what Inductor's code calls. The choice follows from the processor alone: a plan gives the same numbers each time
+that it runs on a machine.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.program.node import tensor
+from zgraph.program.program import Program
+from zgraph.torch_compat import torch_private
+
+LEAST = 2**23  # FLOP: below it a call of oneDNN costs as much as it saves
+SCRATCH = 700_000  # bytes that one of its calls takes meanwhile on each thread, at most (673 kB measured, of matrices of all sizes)
+THIN = 16  # rows or columns: products with fewer are bound by memory
+
+
+@functools.cache
+def onednn() -> Any:
+    """oneDNN's product, `product(a, b, into, beta)`, if it is there and this machine's processors are such that it is the faster one; else None."""
+    try:
+        processors = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return None
+    faster = "AuthenticAMD" in processors and torch.cpu._is_avx512_supported()
+    return torch_private.onednn_product() if faster else None
+
+
+def library(kernels: Any) -> Any:
+    """What takes the place of `kernels`, the library calls of Inductor's code; `kernels` itself where these are the fastest."""
+    product = onednn()
+    return kernels if product is None or isinstance(kernels, Products) else Products(kernels, product)
+
+
+def scratch(program: Program) -> int:
+    """Bytes that such a library takes, besides what a program says, while it computes one of the program's products."""
+    if onednn() is None or not any(_large(n) for n in program.graph.nodes):
+        return 0
+    return SCRATCH * torch.get_num_threads()
+
+
+def _large(node: fx.Node) -> bool:
+    if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return False
+    return _worth(tensor(node), tensor(node.all_input_nodes[-1]).shape[0])
+
+
+def _worth(made: torch.Tensor, inner: int) -> bool:
+    """Is this a product of the kind that oneDNN computes faster, of so many terms a number?"""
+    if made.dtype is not torch.float32 or made.device.type != "cpu":
+        return False
+    return min(*made.shape, inner) >= THIN and 2 * made.numel() * inner >= LEAST
+
+
+class Products:
+    """Inductor's `extern_kernels`, with large float32 products on the CPU by `product(a, b, into, beta)`: into = beta * into + a @ b."""
+
+    def __init__(self, kernels: Any, product: Any) -> None:
+        self._kernels = kernels
+        self._product = product
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def mm(self, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        if not _taken(a, b, out):
+            return self._kernels.mm(a, b, out=out)  # type: ignore[no-any-return]
+        self._product(a, b, out, 0.0)
+        return out
+
+    def addmm(
+        self, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float, beta: float, out: torch.Tensor
+    ) -> torch.Tensor:
+        if not (alpha == beta == 1 and _taken(a, b, out)):
+            return self._kernels.addmm(bias, a, b, alpha=alpha, beta=beta, out=out)  # type: ignore[no-any-return]
+        self._product(a, b, out.copy_(bias), 1.0)
+        return out
+
+
+def _taken(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
+    """Is this product one of those? (Of operands with gaps between their rows oneDNN makes copies, which no forecast knows of.)"""
+    return _worth(out, a.shape[1]) and out.is_contiguous() and _dense(a) and _dense(b)
+
+
+def _dense(x: torch.Tensor) -> bool:
+    return x.is_contiguous() or x.t().is_contiguous()

@@ -1,0 +1,138 @@
+"""Fits a program's collectives and moves to what will carry them.
+
+A bucket becomes one coalesced collective: one launch over NCCL, and no tensor is copied for it.
+
+Over gloo the functional gather and reduce-scatter are coalesced ones of one tensor, and gloo's coalesced collectives
+corrupt memory when another is in flight beside them (torch 2.13: of two ranks that kept eight gathers in flight one died
+within 40 s, twice out of twice; see also pytorch#65231). Its other ones do not: 186,000 gathers into a tensor of the caller's and 441,000
+all-reduces side by side ended well. So over gloo no bucket is joined, a gather is into a tensor made for it, and a reduce-scatter is written
+as what it is there, an all-reduce of which a rank keeps its part.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from zgraph.passes.analysis.simulator import bucket_of
+from zgraph.program import collectives, transfers_to_host
+from zgraph.program.aliases import root_of
+from zgraph.program.node import info, set_info, tensor
+from zgraph.program.program import Program
+from zgraph.torch_compat import torch_private
+
+aten = torch.ops.aten
+
+
+def fit(program: Program, groups: dict[str, str]) -> None:
+    """Put the names of the process groups (by mesh dimension, or part of one) and of the stores (by tier) into a program that is about to be
+    compiled, and rewrite what their backends need otherwise. Nodes keep their names: errors and the order read back speak of
+    the same ones."""
+    for start in [n for n in program.graph.nodes if collectives.is_start(n)]:
+        if start._erased:
+            continue
+        bucket = bucket_of(start)
+        name = groups.get(collectives.group_of(start), collectives.group_of(start))
+        backend, rank = torch_private.backend_of(name, tensor(start).device)
+        if start.target is collectives.SHIFT:
+            _as_all_to_all(program, start, name, rank)
+            continue
+        for member in bucket:
+            collectives.set_group(member, name)
+        if backend == "gloo":
+            for member in bucket:
+                if member.target is collectives.REDUCE_SCATTER:
+                    _as_all_reduce(program, member, rank)
+                elif member.target is collectives.ALL_GATHER and _is_input(member.all_input_nodes[0]):
+                    _into_a_tensor(program, member)
+        elif len(bucket) > 1:
+            _coalesce(program, bucket)
+    for node in program.nodes:
+        if node.target is transfers_to_host.OFFLOAD:
+            node.update_arg(1, groups.get(str(node.args[1]), str(node.args[1])))
+            torch_private.fix_strides(transfers_to_host.moved_value(node))
+        elif node.target is transfers_to_host.MOVED:
+            _in_place(program, node)
+
+
+def _in_place(program: Program, wait: fx.Node) -> None:
+    """A wait as the write that it is: whoever reads the value then stands after it, whatever is fused."""
+    start = wait.all_input_nodes[0]
+    with program.graph.inserting_before(wait):
+        landed = program.call(transfers_to_host.MOVED_IN_PLACE, wait.args, info(wait), name="landed")
+    wait.replace_all_uses_with(start)
+    name = wait.name
+    program.graph.erase_node(wait)
+    landed.name = name
+
+
+def _is_input(node: fx.Node) -> bool:
+    """Does a value lie in memory that the program was given? (Inductor would use that of another again while the transfer reads it: of a
+    gather into a tensor it does not know what is on its way.)"""
+    return root_of(node).op == "placeholder"
+
+
+def _as_all_to_all(program: Program, start: fx.Node, group: str, rank: int) -> None:
+    """A transfer to the next rank: all that is sent is sent there, all that comes is of the one before."""
+    given, ranks = start.args[:2]
+    rows = tensor(start).shape[0]
+    sent, taken = ([rows if r == other % ranks else 0 for r in range(ranks)] for other in (rank + 1, rank - 1))  # type: ignore[operator,arg-type]
+    with program.graph.inserting_before(start):
+        made = program.call(
+            collectives.ALL_TO_ALL, (given, taken, sent, group), info(start), name=f"{start.name}_to_next"
+        )
+    start.replace_all_uses_with(made)
+    name = start.name
+    program.graph.erase_node(start)
+    made.name = name
+
+
+def _into_a_tensor(program: Program, start: fx.Node) -> None:
+    whole = tensor(start)
+    with program.graph.inserting_before(start):
+        made = program.call(
+            aten.empty.memory_format,
+            (list(whole.shape),),
+            info(start),
+            kwargs={"dtype": whole.dtype, "device": whole.device},
+            name=f"{start.name}_whole",
+        )
+    start.target = collectives.ALL_GATHER_INTO
+    start.kwargs = {"out": made}
+
+
+def _as_all_reduce(program: Program, start: fx.Node, rank: int) -> None:
+    rows, wait = tensor(start).shape[0], collectives.wait_of(start)
+    assert wait is not None, start.name
+    whole, op, _, group = start.args
+    with program.graph.inserting_before(start):
+        reduced = program.call(collectives.ALL_REDUCE, (whole, op, group), info(start), name=f"{start.name}_whole")
+    wait.meta["val"] = reduced.meta["val"]
+    with program.graph.inserting_after(wait):
+        part = program.call(aten.slice.Tensor, (wait, 0, rank * rows, (rank + 1) * rows), info(wait), name="part")
+    start.replace_all_uses_with(reduced)
+    program.graph.erase_node(start)
+    reduced.name = start.name
+    part.meta["val"] = part.meta["val"].contiguous()
+    with program.graph.inserting_after(part):  # (a copy of its own: a view would keep the whole alive)
+        mine = program.call(aten.clone.default, (part,), info(wait), name="own")
+    wait.replace_all_uses_with(mine, delete_user_cb=lambda user: user is not part)
+
+
+def _coalesce(program: Program, bucket: list[fx.Node]) -> None:
+    target, rest = collectives.COALESCED[bucket[0].target], bucket[0].args[1:]  # type: ignore[index]
+    values = [tensor(member) for member in bucket]
+    with program.graph.inserting_before(bucket[0]):
+        joint = program.graph.call_function(target, ([m.args[0] for m in bucket], *rest))
+        joint.meta["val"] = values
+        set_info(joint, info(bucket[0]))
+        for at, member in enumerate(bucket):
+            part = program.graph.call_function(operator.getitem, (joint, at))
+            part.meta["val"] = values[at]
+            set_info(part, info(member))
+            member.replace_all_uses_with(part)
+    for member in bucket:
+        program.graph.erase_node(member)
+    joint.name = bucket[0].name

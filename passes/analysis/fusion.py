@@ -1,0 +1,118 @@
+"""Which memory a value stands on: itself, what it is a view of, or, inside a kernel that Inductor fuses, what that kernel reads.
+
+Inductor writes a pointwise value into the kernels of its readers, each time anew, and allocates nothing for it; so what it is made of
+has to live as long as they do. It does not where a library call reads the value, where it leaves the program or its phase, or
+where it has several readers and is much to compute (`realize_opcount_threshold`, `realize_reads_threshold` and, on CPU, exponentials).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from zgraph.program import collectives, transfers_to_host
+from zgraph.program.aliases import aliased_input
+from zgraph.program.node import info
+
+OPERATIONS, READS = 30, 4  # Inductor's thresholds, of a value with several readers
+HEAVY = {"exp", "sigmoid"}
+PLACED = {"gather"}  # reads at places that another tensor says, without needing the whole
+CREATORS = {"full", "iota", "scalar_tensor", "arange", "zeros", "ones"}
+REDUCTIONS = {"sum", "mean", "amax", "amin", "any", "var_mean", "var", "_softmax", "_log_softmax"}
+
+
+def fusible(node: fx.Node) -> bool:
+    """Does Inductor put this operator into a kernel with its neighbours?"""
+    return pointwise(node) or _name(node) in REDUCTIONS
+
+
+def pointwise(node: fx.Node) -> bool:
+    """Is each element of the result made of those at its place, or of none?"""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims"):
+        return False
+    return torch.Tag.pointwise in node.target.tags or _name(node) in CREATORS | PLACED
+
+
+def sources(nodes: Sequence[fx.Node], fused: bool) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """The storages that each node's value stands on; of one with its own, the node itself. `fused` says whether the backend
+    fuses."""
+    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    size: dict[fx.Node, tuple[int, int]] = {}  # operations and reads of a value that is inside a kernel
+    for node in nodes:
+        waits = collectives.is_wait(node) or transfers_to_host.is_wait(node)
+        base = node.all_input_nodes[0] if waits else aliased_input(node)
+        if base is not None:
+            found[node] = found[base]
+            size[node] = size.get(base, (0, 1))
+            continue
+        mine = [size.get(a, (0, 1)) for a in node.all_input_nodes]
+        total = 1 + sum(n for n, _ in mine), sum(n for _, n in mine)
+        if fused and _inside(node, total):
+            found[node] = tuple(dict.fromkeys(s for a in node.all_input_nodes for s in found[a]))
+            size[node] = total
+        else:
+            found[node] = (node,)
+    return found
+
+
+def positions(nodes: Sequence[fx.Node], on: dict[fx.Node, tuple[fx.Node, ...]], fused: bool) -> dict[fx.Node, int]:
+    """Where each node runs. Inductor puts a kernel's work into an earlier one of the same size that reads the same value, if all
+    else that it needs is there already."""
+    found = {node: i for i, node in enumerate(nodes)}
+    if not fused:
+        return found
+    kernels: dict[fx.Node, list[fx.Node]] = {}  # that read a storage, in order
+    for node in nodes:
+        if on[node] != (node,) or not fusible(node):
+            continue
+        read = dict.fromkeys(s for a in node.all_input_nodes for s in on[a])
+        ready = max((found[s] for s in read), default=0)
+        large = [s for s in read if _elements(s) == _elements(node)]
+        earlier = (k for s in large for k in kernels.get(s, ()) if found[k] > ready and together(k, node))
+        first = next((k for k in earlier if _elements(k) == _elements(node)), None)
+        if first is not None:
+            found[node] = found[first]
+        for s in large:
+            kernels.setdefault(s, []).append(node)
+    return found
+
+
+def _elements(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    return val.numel() if isinstance(val, torch.Tensor) else -1
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """Who reads a node's memory, also through views."""
+    found: dict[fx.Node, None] = {}
+    stack = list(node.users)
+    while stack:
+        user = stack.pop()
+        if aliased_input(user) is not None:
+            stack.extend(user.users)
+        else:
+            found[user] = None
+    return list(found)
+
+
+def together(a: fx.Node, b: fx.Node) -> bool:
+    """May the two be in one kernel?"""
+    return fusible(a) and fusible(b) and info(a).phase is info(b).phase
+
+
+def _inside(node: fx.Node, total: tuple[int, int]) -> bool:
+    if node.op != "call_function" or node.target is operator.getitem or not pointwise(node):
+        return False
+    found = readers(node)
+    if not found or not all(together(node, reader) for reader in found):
+        return False
+    heavy = _name(node) in HEAVY or total[0] > OPERATIONS or total[1] > READS
+    return len(found) == 1 or not heavy
+
+
+def _name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else ""

@@ -1,0 +1,141 @@
+"""What is on the device at each node of a program, and how many bytes it takes.
+
+Inputs are there for as long as the program runs, other values to their last reader, views with what they look at; what lies in
+other memory or on disk (`NodeInfo.home`) takes none.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import fx
+
+from zgraph.passes.analysis.costs import own_bytes, size_of
+from zgraph.passes.analysis.fusion import pointwise, positions, sources
+from zgraph.program import collectives, transfers_to_host
+from zgraph.program.node import Phase, Role, info
+from zgraph.program.program import InputRole, OutputRole, Port, Program
+
+_INPUTS = {
+    InputRole.PARAMETER: "parameters",
+    InputRole.STATE: "states",
+    InputRole.KEPT: "gathered",
+    InputRole.GRADIENT: "gradients",
+    InputRole.ACCUMULATOR: "gradients",
+    InputRole.SAVED: "activations",
+    InputRole.RECEIVED: "activations",
+    InputRole.RETURNED: "activations",
+}
+
+
+CATEGORIES = (*dict.fromkeys(_INPUTS.values()), "inputs", "fetched", "temporaries", "outputs")
+
+
+@dataclass(frozen=True, eq=False)
+class Life:
+    """The `bytes` that a node's value takes while positions `born` (inclusive) to `gone` (exclusive) of the program run. The last one that
+    reads it is at `read`; its own position if none does."""
+
+    node: fx.Node
+    category: str
+    bytes: int
+    born: int
+    gone: int
+    read: int
+
+
+def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
+    """Live bytes by category after each node, in order. `fused`: see `lives`."""
+    changes: list[Counter[str]] = [Counter() for _ in range(len(program.graph.nodes) + 2)]
+    for life in lives(program, fused):
+        changes[life.born][life.category] += life.bytes
+        changes[life.gone][life.category] -= life.bytes
+    live: Counter[str] = Counter()
+    found = []
+    for change in changes[:-2]:
+        live.update(change)
+        found.append(dict(live))
+    return found
+
+
+def idle_bytes(program: Program) -> int:
+    """The bytes of parameters on the device that a program does not take: they are there all the same."""
+    taken = {port.name for port in program.inputs if port.role is InputRole.PARAMETER}
+    idle = (s for s in program.params.values() if s.name not in taken and s.home is None)
+    return sum(math.prod(s.shard_shape) * s.dtype.itemsize for s in idle)
+
+
+def lives(program: Program, fused: bool = False) -> list[Life]:
+    """What takes memory of the device, in the order of the nodes. `fused` says whether the backend fuses: what stays inside a kernel
+    then takes none, and a kernel's result takes the place of an operand that dies there."""
+    nodes = list(program.graph.nodes)
+    on = sources(nodes, fused)
+    at = positions(nodes, on, fused)
+    last: dict[fx.Node, int] = {}
+    read: dict[fx.Node, int] = {}
+    backward: set[fx.Node] = set()
+    born = dict(at)
+    for node in nodes:
+        if node.target is operator.getitem and on[node] == (node,):  # made by the operator that gives several values
+            born[node] = born[node.all_input_nodes[0]]
+        if fused and on[node] != (node,) and node.op == "call_function":
+            continue  # (a view, or inside of a kernel: its readers read)
+        for used in (s for a in node.all_input_nodes for s in on[a]):
+            last[used] = max(last.get(used, 0), at[node])
+            if node.op != "output":
+                read[used] = last[used]
+            if info(node).phase is Phase.BACKWARD:
+                backward.add(used)
+        for own in on[node]:
+            last.setdefault(own, at[node])
+    categories = {node: _INPUTS.get(port.role, "inputs") for port, node in program.input_items()}  # type: ignore[arg-type]
+    given = {root: p for p, n in program.output_items() if n in on for root in on[n]}
+    found: list[Life] = []
+    for node in nodes:
+        if on[node] != (node,) or node.op == "output" or info(node).home is not None:
+            continue
+        category = categories.get(node) or _category(node, given, node in backward)
+        gone = len(nodes) + 1
+        if node not in categories and last[node] < len(nodes) and node not in given:
+            replaced = fused and _replaced(nodes[last[node]], node, on)
+            gone = last[node] + (not replaced)
+        found.append(Life(node, category, own_bytes(node), born[node], gone, read.get(node, at[node])))
+    return found
+
+
+def _replaced(reader: fx.Node, value: fx.Node, on: dict[fx.Node, tuple[fx.Node, ...]]) -> bool:
+    """Is `value` overwritten by its last reader's result? (Inductor does it within a phase, by a pointwise kernel.)"""
+    if (
+        on[reader] != (reader,)
+        or not pointwise(reader)
+        or value.op == "placeholder"
+        or size_of(reader) != size_of(value)
+    ):
+        return False
+    if info(value).phase is not info(reader).phase:
+        return False
+    dying = [s for a in reader.all_input_nodes for s in on[a] if size_of(s) == size_of(value) and _made_here(s)]
+    return bool(dying) and value is dying[0]
+
+
+def _made_here(value: fx.Node) -> bool:
+    """Is this memory that a kernel of the program was given? (Inductor writes over no other.)"""
+    return value.op != "placeholder" and value.target is not transfers_to_host.FETCH
+
+
+def _category(node: fx.Node, given: dict[fx.Node, Port], read_in_backward: bool) -> str:
+    record = info(node)
+    if node.target is transfers_to_host.FETCH:
+        return "fetched"
+    if collectives.is_start(node) and record.role is Role.GATHER:
+        return "gathered"
+    port = given.get(node)
+    if port is not None and port.role is OutputRole.GRADIENT:
+        return "gradients"
+    saved = port is not None and port.role is OutputRole.SAVED
+    if saved or (record.phase is Phase.FORWARD and read_in_backward):
+        return "activations"
+    return "outputs" if port is not None else "temporaries"

@@ -1,0 +1,90 @@
+"""What crosses from the forward to the backward, by storage; and how it is read there again when it has been elsewhere meanwhile.
+
+A storage crosses once, however many views of it the backward reads: these are made again of what comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zgraph.program import collectives, transfers_to_host
+from zgraph.program.aliases import root_of
+from zgraph.program.node import Phase, Role, info, value
+from zgraph.program.program import Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """A storage of the forward that the backward reads: its `root`, and the readers there of the root and of each view, in graph order."""
+
+    root: fx.Node
+    readers: dict[fx.Node, list[fx.Node]]
+
+    @property
+    def first(self) -> fx.Node:
+        """The first reader."""
+        return min(users[0] for users in self.readers.values())
+
+    def read_instead(self, program: Program, back: fx.Node, made_by: str) -> None:
+        """Let the backward read `back`, which is what the root is, and views of it. Views of the forward that nothing reads then are gone."""
+        copies = {self.root: back}
+
+        def again(view: fx.Node) -> fx.Node:
+            if view not in copies:
+                for used in view.all_input_nodes:
+                    again(used)
+                copies[view] = program.repeat(view, copies, made_by)
+            return copies[view]
+
+        with program.graph.inserting_before(self.first):
+            for view in self.readers:
+                again(view)
+        for view, users in self.readers.items():
+            for user in users:
+                user.replace_input_with(view, copies[view])
+        for view in sorted(copies, reverse=True):
+            if view is not self.root and not view.users:
+                program.graph.erase_node(view)
+
+
+def crossings(program: Program) -> list[Crossing]:
+    """What crosses, but for what the program gives as a result, in graph order of the first value that is read."""
+    given = {root_of(n) for _, n in program.output_items()}
+    found: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = {}
+    for node in program.graph.nodes:
+        if node.op == "output" or info(node).phase is not Phase.FORWARD:
+            continue
+        if (late := sorted(u for u in node.users if _reads_late(u))) and (root := root_of(node)) not in given:
+            found.setdefault(root, {})[node] = late
+    return [Crossing(root, readers) for root, readers in found.items()]
+
+
+def made_by_forward(root: fx.Node) -> bool:
+    """Is this the forward's own dense value, and no weight?"""
+    val = value(root)
+    if root.op != "call_function" or not isinstance(val, torch.Tensor) or transfers_to_host.is_move(root):
+        return False
+    if collectives.is_start(root) or info(root).role is Role.LAYOUT:
+        return False
+    if collectives.is_wait(root) and info(collectives.start_of(root)).role is not Role.EXCHANGE:
+        return False
+    return bool(aten.is_non_overlapping_and_dense(val))
+
+
+def part_phases(program: Program) -> None:
+    """Let the whole forward stand before the backward, as the two programs will."""
+    nodes = [n for n in program.graph.nodes if n.op in ("call_function", "get_attr")]
+    turn = next((n for n in nodes if info(n).phase is Phase.BACKWARD), None)
+    if turn is not None:
+        for node in nodes[nodes.index(turn) :]:
+            if info(node).phase is Phase.FORWARD:
+                turn.prepend(node)
+
+
+def _reads_late(user: fx.Node) -> bool:
+    return user.op != "output" and info(user).phase is Phase.BACKWARD

@@ -1,0 +1,221 @@
+"""Replays a program on streams, without running it: step time, what communication is exposed, memory at every node.
+
+One compute stream runs the nodes in order. A collective runs on its link from its start, or from when the link is free;
+its wait holds the compute stream up until it is done. What the compute stream waits for is exposed. All data-parallel
+collectives share one link, whatever their mesh dimension: a second process group is no second network. Moves to and from
+memory of the host run on a copy engine each way, reads and writes of a disk on the disk, updates there on the host's processors. What
+lies there takes no memory here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zgraph.passes.analysis.costs import Costs, on_host, size_of, tier_of
+from zgraph.passes.analysis.memory import memory_of
+from zgraph.program import collectives, transfers_to_host
+from zgraph.program.groups import dim_of, ranks_in
+from zgraph.program.node import Role, info
+from zgraph.program.program import Program
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The compute stream (or the host, if that is the `lane`) waits at `node` for `seconds`, for a collective or a move with this role."""
+
+    node: str
+    role: Role
+    seconds: float
+    lane: str = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a node does occupies a lane ("compute", "link:dp", "h2d", "d2h", "nvme", "host") from `start` on, in seconds after the
+    program's first node. A bucket's is its first start's."""
+
+    node: str
+    lane: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one run of a program will take.
+
+    `seconds` from the first node to the end of the last one and of every collective; `busy` seconds by stream; `stalls`
+    where communication is exposed, in order. `moved` are bytes between the device and elsewhere: "nvme read", "nvme write", "h2d",
+    "d2h". `memory` has the live bytes by category after each node of the program, in
+    order: inputs count for as long as the program runs, other values to their last reader, views with what they look at.
+    `spans` are what the lanes do, and `clock` is when the device is done with each node of the program, in order.
+    """
+
+    program: str
+    seconds: float
+    busy: dict[str, float]
+    stalls: tuple[Stall, ...]
+    memory: tuple[dict[str, int], ...]
+    moved: dict[str, int] = field(default_factory=dict)
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+    clock: tuple[float, ...] = field(default=(), repr=False)
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds that the compute stream waits, by what for: "gather", "reduce", "fetch", "store"."""
+        found: Counter[str] = Counter()
+        for stall in self.stalls:
+            found[stall.role.value] += stall.seconds  # type: ignore[assignment]
+        return dict(found)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by category where they are most."""
+        return max(self.memory, key=lambda m: sum(m.values()), default={})
+
+    def __str__(self) -> str:
+        whole = self.seconds or 1.0  # (an empty program takes no time, nor does any part of it)
+        lines = [f"{self.program}: {self.seconds * 1e3:.3f} ms"]
+        lines += [f"  {name:12} {t * 1e3:10.3f} ms  {t / whole:6.1%}" for name, t in sorted(self.busy.items())]
+        lines += [f"  exposed {name:4}{t * 1e3:11.3f} ms  {t / whole:6.1%}" for name, t in self.exposed.items()]
+        lines += [f"  moved {name:11}{size / 2**20:10.1f} MiB" for name, size in sorted(self.moved.items())]
+        lines.append(f"  peak memory  {sum(self.peak.values()) / 2**20:10.1f} MiB")
+        lines += [f"    {k:12} {v / 2**20:8.1f} MiB" for k, v in sorted(self.peak.items(), key=lambda i: -i[1]) if v]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """What a step will take: its `programs` (forward and backward of each micro-batch, then the update, if the plan has one) one after
+    another, as often as `runs` says of each (once, if it is empty). A `late` update runs beside the others, as far as the
+    device has time for it. `besides` are seconds of the run time around them, where the hardware was measured."""
+
+    programs: tuple[Forecast, ...]
+    besides: float = 0.0
+    late: bool = False
+    runs: tuple[int, ...] = ()
+
+    def times(self) -> list[tuple[Forecast, int]]:
+        """Each program, and how often it runs."""
+        return list(zip(self.programs, self.runs or (1,) * len(self.programs), strict=True))
+
+    @property
+    def seconds(self) -> float:
+        parts = [p.seconds * runs for p, runs in self.times()]
+        if not self.late:
+            return sum(parts) + self.besides
+        busy = sum(p.busy.get("compute", 0.0) * runs for p, runs in self.times())
+        return max(sum(parts[:-1]), parts[-1], busy) + self.besides
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that nothing hides."""
+        return sum(sum(p.exposed.values()) * runs for p, runs in self.times())
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes between the device and elsewhere, as in `Forecast`."""
+        found: Counter[str] = Counter()
+        for program, runs in self.times():
+            found.update({way: size * runs for way, size in program.moved.items()})
+        return dict(found)
+
+    def __str__(self) -> str:
+        lines = [f"{runs} times {p}" if runs > 1 else str(p) for p, runs in self.times()]
+        if self.besides:
+            lines.append(f"besides: {self.besides * 1e3:.3f} ms")
+        share = self.exposed / self.seconds if self.seconds else 0.0
+        exposed = f"{self.exposed * 1e3:.3f} ms ({share:.1%}) of it exposed communication"
+        return "\n".join([*lines, f"step: {self.seconds * 1e3:.3f} ms, {exposed}"])
+
+
+def simulate_step(program: Program, update: Program | None, costs: Costs, late: bool = False) -> StepForecast:
+    """Replay a step: forward and backward as one `program`, then its `update`, or beside it one that is `late`. The first gathers of
+    the forward run beside the update of the step before. Raises as `simulate`."""
+    after = () if update is None else (simulate(update, costs),)
+    first = simulate(program, costs, lead=0.0 if late else sum(u.seconds for u in after))
+    return StepForecast((first, *after), costs.hardware.step, late)
+
+
+def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
+    """Replay a program of any level. What starts ahead of it (`NodeInfo.ahead`) has `lead` seconds before the first node.
+
+    Raises `PlanError` where the hardware has no link for a mesh dimension.
+    """
+    compute = costs.compute(program)
+    clock = host = 0.0  # how far the device and the host are
+    free = -lead  # when the link is
+    lanes: dict[str, float] = {}  # when each copy engine and disk is
+    done: dict[fx.Node, float] = {}
+    begun: dict[fx.Node, float] = {}  # when what a move takes was there
+    stalls: list[Stall] = []
+    moved: Counter[str] = Counter()
+    spans: list[Span] = []
+    clocks: list[float] = []
+
+    def occupy(node: fx.Node, lane: str, start: float, seconds: float) -> None:
+        if seconds:
+            spans.append(Span(node.name, lane, start, seconds))
+
+    for node in program.graph.nodes:
+        if collectives.is_start(node) and node not in done:  # (else it went with its bucket)
+            starts = bucket_of(node)
+            group = str(info(node).mesh_dim)
+            dim = dim_of(group)
+            name = f"link:{dim if dim in costs.hardware.links else '*'}"
+            seconds, work = costs.transfer(starts, ranks_in(group, program.mesh)), costs.work(starts)
+            occupy(node, "compute", clock, work)
+            clock += work
+            begins = max(clock - lead if info(node).ahead else clock, free)
+            occupy(node, name, begins, seconds)
+            free = begins + seconds
+            done.update(dict.fromkeys(starts, free))
+        elif transfers_to_host.is_start(node):
+            lane, seconds = lane_of(node), costs.move(node)
+            way = f" {'read' if node.target is transfers_to_host.FETCH else 'write'}" if lane == "nvme" else ""
+            moved[lane + way] += size_of(transfers_to_host.moved_value(node))
+            begun[node] = host if on_host(transfers_to_host.moved_value(node)) else max(clock, host)
+            begins = max(begun[node], lanes.get(lane, 0.0))
+            occupy(node, lane, begins, seconds)
+            done[node] = lanes[lane] = begins + seconds
+        elif collectives.is_wait(node) or transfers_to_host.is_wait(node):
+            start = node.all_input_nodes[0]
+            now = host if on_host(node) else clock
+            if done.get(start, 0.0) > now:
+                waited = done[start] - max(now, begun.get(start, 0.0))
+                stalls.append(Stall(node.name, info(start).role, waited, "host" if on_host(node) else "compute"))
+                now = done[start]
+            clock, host = (clock, now) if on_host(node) else (now, host)
+        elif node in compute and on_host(node):
+            occupy(node, "host", host, compute[node])
+            host += compute[node]
+        elif node in compute:
+            clock = max(clock, host)  # (the host starts it)
+            occupy(node, "compute", clock, compute[node])
+            clock += compute[node]
+        clocks.append(max(clock, host))
+    end = max(clock, host, free, *lanes.values())
+    busy: Counter[str] = Counter()
+    for span in spans:
+        busy[span.lane] += span.seconds  # type: ignore[assignment]
+    memory = tuple(memory_of(program, costs.fused))
+    return Forecast(program.name, end, dict(busy), tuple(stalls), memory, dict(moved), tuple(spans), tuple(clocks))
+
+
+def lane_of(start: fx.Node) -> str:
+    """What a move occupies: "nvme" (reads and writes alike), "h2d" or "d2h"."""
+    if tier_of(start) == "nvme":
+        return "nvme"
+    return "h2d" if start.target is transfers_to_host.FETCH and not on_host(start) else "d2h"
+
+
+def bucket_of(start: fx.Node) -> list[fx.Node]:
+    """The starts from this one on that are one transfer with it."""
+    found = [start]
+    name = info(start).bucket
+    while name is not None and collectives.is_start(found[-1].next) and info(found[-1].next).bucket == name:
+        found.append(found[-1].next)
+    return found

@@ -1,0 +1,1 @@
+"""Passes that simplify a captured program."""

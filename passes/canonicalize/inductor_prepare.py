@@ -1,0 +1,126 @@
+"""Inductor's own joint-graph passes, run as one pass of ours before anything is distributed.
+
+They replace random operators by functions of seeds (so a recomputed dropout draws the same numbers), fold constants
+and match attention patterns. Nodes they make get the record of the node they are made from.
+
+*Contract.* A node that stays keeps its record, its fake value and the strides of its operands: torch's passes write the
+meta data of what they remove over that of what takes its place (a forward value for a gradient times one, say), and
+replace a value by one with other strides, for which its readers were not captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.passes.contract import graph_pass
+from zgraph.program.layout import Strides, lies_as, promised
+from zgraph.program.node import NodeInfo, Phase, has_info, info, module_of, set_info, source_of, tensor, value
+from zgraph.program.program import OutputRole, Program
+from zgraph.torch_compat import torch_private
+
+aten = torch.ops.aten
+
+
+@dataclass
+class _Before:
+    """What nodes were before torch's passes: their meta data, and the strides of their operands."""
+
+    meta: dict[fx.Node, dict[str, Any]] = field(default_factory=dict)
+    operands: dict[fx.Node, list[Strides | None]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program) -> _Before:
+        made = cls()
+        for node in program.graph.nodes:
+            made.meta[node] = dict(node.meta)
+            made.operands[node] = [promised(a) for a in _operands(node)]
+        return made
+
+
+@graph_pass(
+    "inductor_prepare",
+    "Inductor's joint-graph passes: seeds, constants, patterns",
+    requires=("clean",),
+    provides=("inductor_ready",),
+    bitwise=False,
+    conflicts=("sharded",),
+)
+def inductor_prepare(program: Program) -> dict[str, int]:
+    before = _Before.of(program)
+    torch_private.inductor_joint_passes(program.module, program.fake_mode)
+    made = 0
+    for node in program.nodes:
+        if node in before.meta:
+            node.meta = before.meta[node]
+            _keep_operands(program, node, before.operands[node])
+        else:
+            _tell(node)
+            node.meta["val"] = program.evaluate(node) if node.op == "call_function" else value(node)
+            made += 1
+    _keep_gradients(program)
+    return {"made": made, "removed": len(before.meta.keys() - set(program.graph.nodes))}
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """What a node reads, in order, as often as it does."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda a: found.append(a) or a)  # type: ignore[func-returns-value]
+    return found
+
+
+def _tell(node: fx.Node) -> None:
+    """Give a node that torch made its record, if it has none of the node that it replaces."""
+    backward = any(has_info(a) and info(a).phase is Phase.BACKWARD for a in node.all_input_nodes)
+    if has_info(node):
+        if backward:
+            set_info(node, info(node).but(phase=Phase.BACKWARD))
+        return
+    backward = backward or node.meta.get("partitioner_tag") == "is_backward"
+    phase = Phase.BACKWARD if backward else Phase.FORWARD
+    set_info(
+        node, NodeInfo(phase, module=module_of(node.meta), source=source_of(node.meta), made_by="inductor_prepare")
+    )
+
+
+def _keep_operands(program: Program, node: fx.Node, strides: list[Strides | None]) -> None:
+    """Let a node read each value with the strides that it was captured for."""
+    operands = _operands(node)
+    if len(operands) != len(strides):  # (it is another call now)
+        if node.op == "call_function":
+            node.meta["val"] = program.evaluate(node)
+        return
+    others = {a: s for a, s in zip(operands, strides, strict=True) if s is not None and not lies_as(tensor(a), s)}
+    if others:
+        with program.graph.inserting_before(node):
+            copies = {a: _laid_out(program, a, s, info(node).phase) for a, s in others.items()}
+        for operand, copied in copies.items():
+            node.replace_input_with(operand, copied)
+
+
+def _laid_out(program: Program, node: fx.Node, strides: Strides, phase: Phase) -> fx.Node:
+    """Insert a copy of a value with these strides."""
+    val = tensor(node)
+    phase = Phase.BACKWARD if info(node).phase is Phase.BACKWARD else phase
+    record = info(node).but(phase=phase, made_by="inductor_prepare")
+    like = {"dtype": val.dtype, "device": val.device}
+    empty = program.call(
+        aten.empty_strided.default, (list(val.shape), list(strides)), record, kwargs=like, name=f"room_for_{node.name}"
+    )
+    return program.call(aten.copy.default, (empty, node), record, name=f"{node.name}_laid_out")
+
+
+def _keep_gradients(program: Program) -> None:
+    """A gradient that has become a value of the forward is copied in the backward."""
+    items = program.output_items()
+    outputs = []
+    for port, node in list(items):
+        if port.role is OutputRole.GRADIENT and info(node).phase is not Phase.BACKWARD:
+            with program.graph.inserting_before(program.output_node()):
+                record = info(node).but(phase=Phase.BACKWARD, made_by="inductor_prepare")
+                node = program.call(aten.clone.default, (node,), record, name=f"own_{node.name}")
+        outputs.append((port, node))
+    program.set_outputs(outputs)

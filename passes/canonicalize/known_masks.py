@@ -1,0 +1,179 @@
+"""Masks of attention that are known before anything runs: those that show everything are left out, and causal ones become `is_causal`.
+
+*Contract.* A mask is known if nothing but constants goes into it (positions, fills): transformers makes one for every model, whatever its
+batch. Such a mask is computed here, some rows at a time where the rules of its operators let it, and each of its elements is looked at; what
+is neither stays as it is. Without the mask attention rounds otherwise, takes half the time, and can be computed by a ring. Those
+operators that have an argument `attn_mask` are looked at: that is the CPU's. (On CUDA a mask chooses another operator than attention without.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.passes.analysis.axes import Axes, Axis
+from zgraph.passes.analysis.slices import rows_of, sliced
+from zgraph.passes.contract import graph_pass
+from zgraph.passes.spmd.divide import SIZES
+from zgraph.passes.tiling.chunks import elements
+from zgraph.program.aliases import is_random
+from zgraph.program.node import tensor
+from zgraph.program.program import Program
+from zgraph.program.remark import Remark
+
+aten = torch.ops.aten
+
+# Where, among an operator's arguments, its queries and keys are.
+_READ: dict[object, tuple[int, int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 2),
+}
+
+AT_ONCE = 2**24
+"""How many elements of a mask's rows are computed at once."""
+WHOLE = 2**28
+"""How many elements a value may have that can't be computed by rows."""
+LARGEST = 2**34
+"""Of a mask, how many elements are looked at: that of 128k tokens takes minutes."""
+
+
+@graph_pass(
+    "known_masks",
+    "masks of attention that show everything, or what is before each query, are no longer computed",
+    requires=("clean",),
+    bitwise=False,
+)
+def known_masks(program: Program) -> dict[str, int]:
+    counts = {"causal": 0, "none": 0}
+    kinds: dict[fx.Node, str | None] = {}
+    for node in program.nodes:
+        mask = node.kwargs.get("attn_mask")
+        if node.target not in _READ or not isinstance(mask, fx.Node):
+            continue
+        if mask not in kinds:
+            kinds[mask] = _kind(program, mask)
+        kind = kinds[mask]
+        sizes = tuple(tensor(node.args[at]).shape[-2] for at in _READ[node.target])  # type: ignore[arg-type]
+        if kind is None or (kind == "causal" and tensor(mask).shape[-2:] != sizes):
+            continue
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "attn_mask"}
+        if kind == "causal":
+            arguments = node.target._schema.arguments  # type: ignore[union-attr]
+            at = [a.name for a in arguments].index("is_causal")
+            defaults = [a.default_value for a in arguments[len(node.args) : at]]
+            node.args = (*node.args[:at], *defaults, True, *node.args[at + 1 :])
+        counts[kind] += 1
+    if any(counts.values()):
+        program.graph.eliminate_dead_code()
+    return counts
+
+
+def _kind(program: Program, mask: fx.Node) -> str | None:
+    """ "causal" for a mask that shows each query what is not behind it, "none" for one that shows everything."""
+    made = _made_of(mask)
+    if made is None or tensor(mask).dim() < 2 or not 0 < tensor(mask).numel() <= LARGEST:
+        return None
+    queries, keys = tensor(mask).shape[-2:]
+    found = {"none"} | ({"causal"} if queries == keys else set())
+    try:
+        for first, rows in _rows(program, mask, sorted(made)):
+            seen = _shown(rows)
+            before = torch.arange(keys) <= torch.arange(first, first + rows.shape[-2]).unsqueeze(1)
+            if seen is None or not seen.all():
+                found.discard("none")
+            if seen is None or not (seen == before).all():
+                found.discard("causal")
+            if not found:
+                return None
+    except _TooLarge:
+        what = f"a mask of {queries} x {keys} is computed, and is not looked at"
+        why = f"it is made of constants, but not row by row, of more than {WHOLE} elements"
+        program.remarks.append(
+            Remark("known_masks", mask.name, what, why, 0.0, "is_causal=True, if that is what it is")
+        )
+        return None
+    return max(found)  # (one query that sees its only key is both)
+
+
+def _made_of(mask: fx.Node) -> set[fx.Node] | None:
+    """All that goes into a mask; None where something is an input, or random."""
+    found: set[fx.Node] = set()
+    stack = [mask]
+    while stack:
+        node = stack.pop()
+        if node.op != "call_function" or is_random(node):
+            return None
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _shown(rows: torch.Tensor) -> torch.Tensor | None:
+    """Which keys a mask shows; None where it does not only show or hide."""
+    if rows.dtype is torch.bool:
+        return rows
+    if not rows.is_floating_point():
+        return None
+    shown = rows == 0
+    hidden = rows <= torch.finfo(rows.dtype).min
+    return shown if bool((shown | hidden).all()) else None
+
+
+def _rows(program: Program, mask: fx.Node, made: list[fx.Node]) -> Iterator[tuple[int, torch.Tensor]]:
+    """A mask's rows, some at a time, with the number of the first of them. Raises `_TooLarge`."""
+    axes = Axes(program, made)
+    dims = axes.shape(mask)[-2]
+    queries = tensor(mask).shape[-2]
+    shapes = [dim for n in made for shape in axes.shapes(n) for dim in shape]
+    if len(dims) != 1 or any(dims[0] in dim and len(dim) != 1 for dim in shapes):
+        yield 0, _Values(axes, None).value(mask, None, {})
+        return
+    values = _Values(axes, dims[0])
+    step = max(1, AT_ONCE * queries // tensor(mask).numel())
+    for first in range(0, queries, step):
+        yield first, values.value(mask, (first, min(first + step, queries)), {})
+
+
+class _TooLarge(Exception):
+    """A value of too many elements to be computed whole."""
+
+
+class _Values:
+    """What constants are, on the CPU: whole, or some of the rows along an axis."""
+
+    def __init__(self, axes: Axes, axis: Axis | None) -> None:
+        self.axes, self.axis = axes, axis
+        self.whole: dict[fx.Node, Any] = {}
+
+    def value(self, node: fx.Node, rows: tuple[int, int] | None, now: dict[fx.Node, Any]) -> Any:
+        """Whole, or these rows of it; `now` are those that are known by now. Raises `_TooLarge`."""
+        if rows is None or self.axis is None or not rows_of(self.axes, node, self.axis):
+            if node not in self.whole:
+                if elements(node) > WHOLE:
+                    raise _TooLarge
+                self.whole[node] = self._made(node, None, now)
+            return self.whole[node]
+        if node not in now:
+            filled = node.target in SIZES and not node.all_input_nodes
+            if filled or (node.all_input_nodes and sliced(self.axes, node, self.axis) == (True,)):
+                now[node] = self._made(node, rows, now)
+            else:
+                dim = next(d for d, dim in enumerate(self.axes.shape(node)) if self.axis in dim)
+                now[node] = self.value(node, None, now).narrow(dim, rows[0], rows[1] - rows[0])
+        return now[node]
+
+    def _made(self, node: fx.Node, rows: tuple[int, int] | None, now: dict[fx.Node, Any]) -> Any:
+        given = {o: self.value(o, rows, now) for o in node.all_input_nodes}
+        args: Any = fx.node.map_arg(node.args, given.__getitem__)
+        kwargs: Any = dict(fx.node.map_arg(node.kwargs, given.__getitem__))  # type: ignore[call-overload]
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        at = SIZES.get(node.target)
+        if at is not None and rows is not None:
+            sizes = zip(tensor(node).shape, self.axes.shape(node), strict=True)
+            args = (*args[:at], [rows[1] - rows[0] if self.axis in dim else n for n, dim in sizes], *args[at + 1 :])
+        return node.target(*args, **kwargs)  # type: ignore[operator]

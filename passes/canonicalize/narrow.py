@@ -1,0 +1,229 @@
+"""Rows of logits that a loss leaves out are left out before the product that gives the logits.
+
+    logits = product(x, w)[:, :-1]        ->   logits = product(x[:, :-1], w)
+
+and in the backward, where the gradient of the logits is filled up with rows of zeros, the sums over rows leave these out, and the gradient
+of x is filled up instead. So the rows of the loss are those of its product, and both can run in turns (`zgraph.passes.tiling.tile`). Safe
+because a row of a product is made of that row alone, and because zeros add nothing to a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from zgraph.passes.analysis.losses import normalised
+from zgraph.passes.contract import graph_pass
+from zgraph.passes.spmd.sharding_rules import argument
+from zgraph.program.node import Phase, info, sequence, tensor
+from zgraph.program.program import Program
+
+aten = torch.ops.aten
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default}
+_CASTS = {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+_TURNS = {aten.t.default, aten.permute.default, aten.transpose.int}
+_FILLS = {aten.slice_backward.default, aten.slice_scatter.default}
+
+
+def _product(node: fx.Node) -> bool:
+    """Is this a product whose rows can be left out in its operand? (What is added may have a row for each of its own.)"""
+    if node.target is aten.addmm.default:
+        return not node.kwargs and tensor(node.args[0]).dim() == 1  # type: ignore[arg-type]
+    return node.target is aten.mm.default
+
+
+@graph_pass(
+    "narrow",
+    "rows that a loss leaves out are left out before the logits",
+    requires=("clean",),
+    provides=("narrowed",),
+    conflicts=("sharded", "divided"),
+    bitwise=False,
+)
+def narrow(program: Program) -> dict[str, int]:
+    losses = [n for n in program.graph.nodes if _of_forward(n) and normalised(n) is not None]
+    counts = {"forward": 0, "backward": 0}
+    for node in program.nodes:
+        if _product(node) and _of_forward(node) and _reaches(node, losses):
+            narrowed = _Narrowed(program, node)
+            counts["forward"] += narrowed.forward()
+            counts["backward"] += narrowed.backward()
+    program.graph.eliminate_dead_code()
+    return counts
+
+
+def _of_forward(node: fx.Node) -> bool:
+    return node.op == "call_function" and info(node).phase is Phase.FORWARD
+
+
+def _reaches(node: fx.Node, others: Sequence[fx.Node]) -> bool:
+    """Is one of them computed from a node without another product between?"""
+    stack, seen = [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            if user in others:
+                return True
+            if user not in seen and _of_forward(user) and user.target not in (aten.mm.default, aten.addmm.default):
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+class _Narrowed:
+    """One product, and the cuts of its rows."""
+
+    def __init__(self, program: Program, product: fx.Node) -> None:
+        self.program, self.product = program, product
+        self.rows: fx.Node = product.args[-2]  # type: ignore[assignment]
+        self.cuts: list[fx.Node] = []
+        self.casts: list[fx.Node] = []
+        self.node = product  # what the loss goes on from
+
+    def forward(self) -> int:
+        classes = tensor(self.product).shape[-1]
+        while len(self.node.users) == 1:
+            (user,) = self.node.users
+            shape = tensor(user).shape if _of_forward(user) and isinstance(user.meta.get("val"), torch.Tensor) else ()
+            if not shape or shape[-1] != classes:
+                break
+            if user.target in _CASTS:
+                self.casts.append(user)
+            elif user.target is aten.slice.Tensor and _dim(user) < len(shape) - 1 and argument(user, 4, 1) == 1:
+                self.cuts += [user] if shape != tensor(self.node).shape else []
+            elif user.target not in _VIEWS:
+                break
+            self.node = user
+        if not self.cuts:
+            return 0
+        with self.program.graph.inserting_before(self.product):
+            given = self._cut(self.rows)
+            made = self._like(
+                self.product, self.product.target, (*self.product.args[:-2], given, self.product.args[-1])
+            )
+            for cast in self.casts:
+                made = self._like(cast, cast.target, (made, *cast.args[1:]), cast.kwargs)
+            made = self._view(made, tensor(self.node).shape, self.node)
+        self.node.replace_all_uses_with(made)
+        self._refresh(made)
+        return len(self.cuts)
+
+    def _cut(self, rows: fx.Node) -> fx.Node:
+        """The rows that the loss reads, of a matrix that has a row for each of the product's."""
+        width = tensor(rows).shape[-1]
+        for cut in self.cuts:
+            rows = self._view(rows, [*tensor(cut.all_input_nodes[0]).shape[:-1], width], cut)
+            rows = self._like(cut, aten.slice.Tensor, (rows, *cut.args[1:]))
+        return self._view(rows, [math.prod(tensor(rows).shape[:-1]), width], self.cuts[-1])
+
+    # -- the backward -------------------------------------------------------------------------------------------------
+    def backward(self) -> int:
+        numbers = {sequence(cut) for cut in self.cuts} - {None}
+        fills = [
+            n for n in self.program.graph.nodes if n.target in _FILLS and sequence(n) in numbers and not _of_forward(n)
+        ]
+        if not self.cuts or len(fills) != len(self.cuts):
+            return 0
+        first = fills[0]
+        grad = _given(first)
+        ends = self._ends(first, set(fills))
+        if ends is None:
+            return 0
+        for node, end, casts in ends:
+            with self.program.graph.inserting_before(end):
+                mine = grad
+                for cast in casts:
+                    mine = self._like(cast, cast.target, (mine, *cast.args[1:]), cast.kwargs)
+                width = tensor(grad).shape[-1]
+                mine = self._view(mine, [math.prod(tensor(mine).shape[:-1]), width], end)
+                if end.target is not aten.mm.default:
+                    made = self._like(end, end.target, (mine, *end.args[1:]), end.kwargs)
+                elif node is end.args[0] and node.target not in _TURNS:
+                    made = self._filled(self._like(end, end.target, (mine, end.args[1])), fills)
+                else:
+                    turned = self._like(node, node.target, (mine, *node.args[1:]))
+                    rows: fx.Node = end.args[1]  # type: ignore[assignment]
+                    made = self._like(end, end.target, (turned, self._cut(rows)))
+            end.replace_all_uses_with(made)
+            self._refresh(made)
+        return len(fills)
+
+    def _ends(self, first: fx.Node, fills: set[fx.Node]) -> list[tuple[fx.Node, fx.Node, list[fx.Node]]] | None:
+        """What reads the gradient of the whole logits: (the operand, its reader, the casts before); None where something else does."""
+        ends: list[tuple[fx.Node, fx.Node, list[fx.Node]]] = []
+        stack: list[tuple[fx.Node, list[fx.Node]]] = [(first, [])]
+        while stack:
+            node, casts = stack.pop()
+            for user in node.users:
+                matrix = len(tensor(node).shape) == 2
+                if user.target in _VIEWS or user in fills:
+                    stack.append((user, casts))
+                elif user.target in _CASTS:
+                    stack.append((user, [*casts, user]))
+                elif matrix and (_sums_rows(user) or (user.target is aten.mm.default and user.args[0] is node)):
+                    ends.append((node, user, casts))
+                elif (
+                    user.target in _TURNS
+                    and matrix
+                    and all(r.target is aten.mm.default and r.args[0] is user for r in user.users)
+                ):
+                    ends += [(user, r, casts) for r in user.users]
+                else:
+                    return None
+        return ends
+
+    def _filled(self, rows: fx.Node, fills: Sequence[fx.Node]) -> fx.Node:
+        """A matrix with zeros for the rows that the loss leaves out."""
+        width = tensor(rows).shape[-1]
+        for fill in fills:
+            rows = self._view(rows, [*tensor(_given(fill)).shape[:-1], width], fill)
+            sizes = [*tensor(fill).shape[:-1], width]
+            if fill.target is aten.slice_backward.default:
+                rows = self._like(fill, fill.target, (rows, sizes, *fill.args[2:]))
+            else:
+                kind = {"dtype": tensor(rows).dtype, "device": tensor(rows).device}
+                zeros = self._like(fill, aten.full.default, (sizes, 0), kind)
+                rows = self._like(fill, fill.target, (zeros, rows, *fill.args[2:]))
+        return self._view(rows, [math.prod(tensor(rows).shape[:-1]), width], fills[-1])
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+    def _view(self, node: fx.Node, shape: Sequence[int], like: fx.Node) -> fx.Node:
+        if list(tensor(node).shape) == list(shape):
+            return node
+        if not tensor(node).is_contiguous():
+            node = self._like(like, aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+        return self._like(like, aten.view.default, (node, list(shape)))
+
+    def _like(
+        self, node: fx.Node, target: object, args: Sequence[object], kwargs: Mapping[str, object] | None = None
+    ) -> fx.Node:
+        """An operator that does what a node did: for the same module and line, and of the same operation of autograd's."""
+        record = info(node).but(made_by="narrow")
+        made = self.program.call(target, tuple(args), record, name=node.name, kwargs=dict(kwargs or {}))
+        for key, note in node.meta.items():
+            if key not in ("tensor_meta", "original_aten"):
+                made.meta.setdefault(key, note)
+        return made
+
+    def _refresh(self, made: fx.Node) -> None:
+        """What reads a value that lies otherwise in memory than the one before may do so as well."""
+        changed = {made}
+        for node in self.program.graph.nodes:
+            if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
+                node.meta["val"] = self.program.evaluate(node)
+                changed.add(node)
+
+
+def _sums_rows(node: fx.Node) -> bool:
+    return node.target is aten.sum.dim_IntList and argument(node, 1) == [0]
+
+
+def _given(fill: fx.Node) -> fx.Node:
+    """What is filled up."""
+    return fill.args[0 if fill.target is aten.slice_backward.default else 1]  # type: ignore[return-value]
+
+
+def _dim(cut: fx.Node) -> int:
+    return int(argument(cut, 1, 0)) % len(tensor(cut).shape)

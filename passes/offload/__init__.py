@@ -1,0 +1,1 @@
+"""Passes that keep values elsewhere than on the device."""

@@ -1,0 +1,1 @@
+"""Passes that decide when transfers start and end."""

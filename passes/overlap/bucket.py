@@ -1,0 +1,164 @@
+"""Puts transfers together that are needed, or ready, one after another: each start of a transfer costs the link's latency.
+
+*Contract.* On entry every parameter is gathered and every gradient reduced by a transfer of its own. On exit starts of
+the same `bucket` stand side by side, and code generation makes one coalesced collective of them, where the transport can: no tensor is copied.
+
+A bucket has one phase, one dtype and one mesh dimension, and never spans two layers: what ZeRO-3 lets go after a layer
+is not held for the next one. It grows until it has so many bytes that the latency is 5% of the transfer (or as many as the
+plan says), so most consist of a few small tensors and a large one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from torch import fx
+
+from zgraph.passes.analysis.costs import CPU, Costs, Link, size_of
+from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, layers_of, reductions_of
+from zgraph.passes.contract import graph_pass
+from zgraph.program.node import info, set_info, tensor
+from zgraph.program.program import Program
+
+LATENCY_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class BucketOptions:
+    """Bytes that a bucket of gathers and one of reductions grow to; None: by the link. `costs` know the links."""
+
+    gather: int | None = None
+    reduce: int | None = None
+    costs: Costs = field(default_factory=lambda: Costs(CPU))
+
+
+@graph_pass(
+    "bucket",
+    "small transfers of a layer become one",
+    options=BucketOptions,
+    requires=("sharded", "reduced"),
+    provides=("bucketed",),
+    conflicts=("bucketed",),
+)
+def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
+    layers = layers_of(program)
+    gathers = sorted(gathers_of(program), key=_first_reader)
+    reductions = reductions_of(program)
+    found = [_grown(list(g), options.gather, options, program) for g in _alike(gathers, layers)]
+    buckets = [b for group in found for b in group]
+    for number, members in enumerate(buckets):
+        _join(members, f"gathers{number}", _together_before)
+    waits = {t.wait for t in reductions}
+    chained: dict[fx.Node | None, Transfer] = {
+        t.source: t for t in reductions if t.source in waits
+    }  # over the second dimension, by where it starts
+    later: list[list[Transfer]] = []
+    for stage in ([t for t in reductions if t.source not in waits], list(chained.values())):
+        stage.sort(key=lambda t: t.start)
+        grown = [b for g in _alike(stage, layers) for b in _grown(list(g), options.reduce, options, program)]
+        for members in grown:
+            _join(members, f"reductions{len(later)}", lambda members: _together_after(members, chained))
+            later.append(members)
+    return {
+        "gathers": len(gathers),
+        "gather_buckets": len(buckets),
+        "reductions": len(reductions),
+        "reduction_buckets": len(later),
+    }
+
+
+def _first_reader(gather: Transfer) -> fx.Node:
+    return min(gather.readers(), default=gather.last)
+
+
+def _alike(transfers: Iterable[Transfer], layers: dict[str, str]) -> list[list[Transfer]]:
+    """Runs of transfers, in their order, that may share a bucket."""
+    groups: list[list[Transfer]] = []
+    last: tuple[object, ...] | None = None
+    for transfer in transfers:
+        start = transfer.start
+        key = (info(start).phase, info(start).mesh_dim, start.target, tensor(start).dtype, _layer(transfer, layers))
+        if key != last:
+            groups.append([])
+        groups[-1].append(transfer)
+        last = key
+    return groups
+
+
+def _layer(transfer: Transfer, layers: dict[str, str]) -> str:
+    return layers.get(transfer.name, transfer.name.rpartition(".")[0])
+
+
+def _grown(
+    transfers: list[Transfer], wanted: int | None, options: BucketOptions, program: Program
+) -> list[list[Transfer]]:
+    dim = str(info(transfers[0].start).mesh_dim)
+    sizes = [max(size_of(t.wait), size_of(t.start.all_input_nodes[0])) for t in transfers]
+    rest = iter(transfers)
+    return [list(islice(rest, n)) for n in cut(sizes, wanted, options.costs.hardware.link(dim), program.mesh[dim])]
+
+
+def cut(sizes: Sequence[int], wanted: int | None, link: Link, ranks: int) -> list[int]:
+    """How many members each bucket of a run has: `sizes` are their bytes, and buckets grow to the `wanted` ones.
+
+    None: until the link's latency is a small part of the transfer; what is left over then joins the last.
+    """
+    if wanted == 0:
+        return [1] * len(sizes)
+    enough = int(link.latency * link.bandwidth / LATENCY_SHARE) * ranks
+    counts = [0]
+    size = 0
+    for mine in sizes:
+        if wanted is not None and counts[-1] and size + mine > wanted:
+            counts.append(0)
+            size = 0
+        counts[-1] += 1
+        size += mine
+        if wanted is None and size >= enough:
+            counts.append(0)
+            size = 0
+    if not counts[-1]:
+        counts.pop()
+    elif wanted is None and len(counts) > 1 and size < enough:
+        rest = counts.pop()
+        counts[-1] += rest
+    return counts
+
+
+def _join(members: list[Transfer], name: str, together: Callable[[list[Transfer]], None]) -> None:
+    if len(members) == 1:
+        return
+    together(members)
+    for member in members:
+        set_info(member.start, info(member.start).but(bucket=name))
+
+
+def _together_before(members: list[Transfer]) -> None:
+    """All starts where the first one is: gathers start from shards, which are there at any time."""
+    first = min(members, key=lambda t: t.start)
+    _place(first.before[0].prev if first.before else first.start.prev, members)
+
+
+def _together_after(members: list[Transfer], chained: dict[fx.Node | None, Transfer]) -> None:
+    """All starts where the last one is, and behind them their waits and what starts from these."""
+    last = max(members, key=lambda t: t.start)
+    cursor = _place(last.before[0].prev if last.before else last.start.prev, members)
+    for member in members:
+        if member.wait < cursor:
+            following = chained.get(member.wait)
+            for node in (member.wait, *member.after, *(following.nodes if following is not None else ())):
+                cursor.append(node)
+                cursor = node
+
+
+def _place(cursor: fx.Node, members: list[Transfer]) -> fx.Node:
+    """Put what the members' operands need, then their starts, after `cursor`; returns the last start."""
+    moved = [n for m in members for n in m.before] + [m.start for m in members]
+    while cursor in moved:
+        cursor = cursor.prev
+    for node in moved:
+        cursor.append(node)
+        cursor = node
+    return cursor

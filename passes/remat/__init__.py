@@ -1,0 +1,1 @@
+"""Passes that compute values again in place of keeping them."""

@@ -1,0 +1,139 @@
+"""Computes parts of the forward again in the backward instead of saving them.
+
+Which values are saved is torch's min-cut (Zheng et al.'s and functorch's "min-cut rematerialization"): with kernels
+that fuse, writing and reading a cheap value costs more than making it again. Recomputed nodes are copies in the
+backward phase just before their first use; random operators and collectives are never copied.
+
+Min-cut speaks of a graph in which equal nodes are one, and in which all that does not depend on a tangent may be
+computed, and saved, by the forward. Both are made so here first: where it saves a value that autograd made in the
+backward (a layer norm's 1 / n of the saved statistics), its own operands would otherwise be missing and be
+computed again from far up, through matrix products.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.passes.contract import graph_pass
+from zgraph.program.aliases import is_view, made_once, mutates
+from zgraph.program.node import Phase, info, set_info
+from zgraph.program.program import InputRole, Program, of_backward
+from zgraph.torch_compat import torch_private
+
+
+@graph_pass(
+    "recompute",
+    "cheap values are computed again in the backward, as torch's min-cut chooses",
+    requires=("clean", "inductor_ready"),
+    provides=("recomputed",),
+    conflicts=("sharded",),
+)
+def recompute(program: Program) -> dict[str, int]:
+    forward_outputs = sum(not of_backward(*item) for item in program.output_items())
+    if forward_outputs == len(program.outputs):
+        return {"recomputed": 0}
+    merged = merge_equal(program)
+    program.recompile()
+    late = [n.name for p, n in program.input_items() if p.role in (InputRole.TANGENT, InputRole.RETURNED)]
+    saved = torch_private.min_cut_saved(program.module, forward_outputs, late)
+    hoisted = hoist_saved(program, saved)
+    return {"merged": merged, "hoisted": hoisted, "recomputed": recompute_all_but(program, saved)}
+
+
+def merge_equal(program: Program) -> int:
+    """Let the first of several equal nodes (same operator, same arguments) stand for all; returns how many went.
+
+    Safe for operators that neither draw numbers nor write: they give the same value bit for bit.
+    """
+    first: dict[Any, fx.Node] = {}
+    merged = 0
+    for node in program.nodes:
+        if node.op != "call_function" or (
+            not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem
+        ):
+            continue
+        if made_once(node) or mutates(node) or node.is_impure():
+            continue
+        key = (node.target, _key(node.args), _key(node.kwargs))
+        known = first.setdefault(key, node)
+        if known is node or (info(known).phase is Phase.BACKWARD and info(node).phase is Phase.FORWARD):
+            continue
+        node.replace_all_uses_with(known)
+        program.graph.erase_node(node)
+        merged += 1
+    return merged
+
+
+def _key(arg: Any) -> Any:
+    if isinstance(arg, (tuple, list)):
+        return tuple(_key(a) for a in arg)
+    if isinstance(arg, dict):
+        return tuple(sorted((k, _key(v)) for k, v in arg.items()))
+    return arg if isinstance(arg, fx.Node) else (type(arg).__name__, str(arg))
+
+
+def hoist_saved(program: Program, saved: set[str]) -> int:
+    """Let the forward compute those of the `saved` values that the backward does; returns how many nodes moved.
+
+    Each is made right after the last of its operands. Views of inputs stay where they are: they cost nothing there.
+    """
+    moved = 0
+
+    def hoist(node: fx.Node) -> None:
+        nonlocal moved
+        if node.op != "call_function" or info(node).phase is not Phase.BACKWARD:
+            return
+        for used in node.all_input_nodes:
+            hoist(used)
+        set_info(node, info(node).but(phase=Phase.FORWARD))
+        max([last_input, *node.all_input_nodes]).append(node)
+        moved += 1
+
+    last_input = program.placeholders()[-1]
+    results = set(program.output_values())
+    for node in program.nodes:
+        if (
+            node.name in saved
+            and node not in results
+            and info(node).phase is Phase.BACKWARD
+            and not _view_of_input(node)
+        ):
+            hoist(node)
+    return moved
+
+
+def _view_of_input(node: fx.Node) -> bool:
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def recompute_all_but(program: Program, saved: set[str], by: str = "recompute") -> int:
+    """Copy into the backward every forward node that it reads and that is not named in `saved`; returns the copies. `by` is the
+    pass that makes them."""
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def again(node: fx.Node, before: fx.Node) -> fx.Node:
+        if node in copies or node.op != "call_function" or node.name in saved or info(node).phase is Phase.BACKWARD:
+            return copies.get(node, node)
+        if made_once(node):
+            return node
+        for used in node.all_input_nodes:
+            again(used, before)
+        if node.target is operator.getitem and node.args[0] not in copies:
+            return node  # (an operator with several outputs was kept: these are kept, since it is no tensor itself)
+        with program.graph.inserting_before(before):
+            copies[node] = program.repeat(node, copies, by)
+        return copies[node]
+
+    for node in program.nodes:  # (a list from before: copies are not among them)
+        if node.op == "output" or info(node).phase is not Phase.BACKWARD:
+            continue
+        for used in node.all_input_nodes:
+            if info(used).phase is Phase.FORWARD and (fresh := again(used, node)) is not used:
+                node.replace_input_with(used, fresh)
+    return len(copies)

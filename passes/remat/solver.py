@@ -1,0 +1,369 @@
+"""Which segments of a chain keep what, and which are computed again, how often: the fastest order within a memory.
+
+A dynamic program over segments i to j with `m` bytes to spend. Segment i's values are kept by one of its ways, and the segments
+behind it get what is left; or it is computed up to some segment k, of which only the input is kept, and once k to j are done
+all over again. This is Rotor (Beaumont et al., 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural
+networks with limited memory"), with ways as in Rockmate, and with gradients, which grow while the backward goes on. What comes
+into segment i is held from outside; or the `m` bytes have to do for it too, as long as it is read. Bytes are counted in slots, so
+that a table has as many columns for a large model as for a small one.
+
+In a pipeline other micro-batches wait between their forward and their backward (`WaitingRotor`): what the first run of the forward keeps is
+there once for each of them, what is made again only once. So tables of the first run have a second dimension: what it keeps at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.remat.segments import Chain, Segment, Way, chain_of
+from zgraph.program.program import Program
+
+SLOTS = 1500
+ROWS = 48  # sizes of what a forward keeps, where others wait
+SLOWEST = 2.0  # of the time that keeping all takes: no schedule that takes longer is of use
+APART = (2.0, 1.0)  # of the cuts of coarse and of fine chains (see `chain_of`)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Run a segment's forward and leave what its `way` keeps; then `rest`, of the segments behind it (None: there are none); then
+    its backward."""
+
+    segment: int
+    way: int
+    rest: Schedule | None
+
+
+@dataclass(frozen=True)
+class Again:
+    """Run the forward up to segment `until` and keep nothing but what comes into it; then `rest`, which begins there; then the
+    segments before it all over, as `later` says. Without a rest (None) the forward is run to its end, and nothing is kept of it."""
+
+    until: int
+    rest: Schedule | None
+    later: Schedule
+
+
+Schedule = Keep | Again
+
+
+class _Key(NamedTuple):
+    """A table: segments `i` to `j`, in the forward's `first` run or later, with what comes into i `held` from outside or not."""
+
+    i: int
+    j: int
+    first: bool
+    held: bool
+
+
+class _Choice(NamedTuple):
+    """What may be done with the segments of a table: "keep" segment i by the way of that `number`, or compute up to the segment
+    of that number and "again" later. `seconds` are its own, `least` the fewest slots that it needs,
+    and `parts` the tables that it goes on with, each with the slots that this one does not get."""
+
+    kind: str
+    number: int
+    seconds: float
+    least: int
+    parts: list[tuple[_Key, int]]
+
+
+class Rotor:
+    """The table for one chain. `bytes` is the most that any schedule has a use for. One that is not `strict` counts only what is held
+    from one segment to another, not what segments need while they run, which is known less well."""
+
+    def __init__(self, segments: Sequence[Segment], strict: bool = True, slots: int = SLOTS) -> None:
+        self.segments = segments
+        self.strict = strict
+        n = len(segments)
+        self.bytes = _most(segments)
+        self.slot = max(self.bytes / slots, 1.0)
+        self.slots = slots + 2 * n + 2  # (sizes are rounded to slots: what keeps all may take so many more)
+        self.enter = [self._in_slots(s.input_bytes) for s in segments] + [0]
+        self.cost = np.concatenate([[0.0], np.cumsum([s.seconds for s in segments])])
+        grads = itertools.accumulate((s.gradients for s in segments), initial=0)
+        self.grads = [self._in_slots(size) for size in grads]  # (sums are rounded: they add up, however parted)
+        self.tangents = [self._in_slots(s.tangents) for s in segments]
+        self.tables: dict[_Key, NDArray[np.float64]] = {}
+        for length in range(1, n + 1):
+            for i in range(n - length + 1):
+                self._fill(i, i + length - 1, first=False)
+        for i in range(n - 1, -1, -1):
+            self._fill(i, n - 1, first=True)
+        self.whole = _Key(0, n - 1, first=True, held=True)
+
+    def sizes(self) -> list[int]:
+        """The bytes from which on there is a schedule, and from which on there is a faster one, ascending."""
+        found = self.tables[self.whole]
+        faster = np.flatnonzero(found < np.concatenate([[np.inf], found[:-1]]))
+        return [int(column * self.slot) + 1 for column in faster] or [self.bytes]
+
+    def least(self) -> int:
+        """The fewest bytes for which there is a schedule."""
+        return self.sizes()[0]
+
+    def seconds(self, size: int) -> float:
+        """What the best schedule within `size` bytes takes; infinite if there is none."""
+        return float(self.tables[self.whole][self._column(size)])
+
+    def schedule(self, size: int) -> Schedule | None:
+        """The best schedule within `size` bytes of what lives between the forward and the backward."""
+        column = self._column(size)
+        return None if np.isinf(self.tables[self.whole][column]) else self._read(self.whole, column)
+
+    # -- the table -------------------------------------------------------------------------------------------------------
+    def _in_slots(self, size: int) -> int:
+        return round(size / self.slot)
+
+    def _column(self, size: int) -> int:
+        return max(0, min(int(size / self.slot), self.slots))
+
+    def _fill(self, i: int, j: int, first: bool) -> None:
+        for held in (True, False):
+            key = _Key(i, j, first, held)
+            self.tables[key] = best = np.full(self.slots + 1, np.inf)
+            for choice in self._choices(key):
+                total = np.full(self.slots + 1, choice.seconds)
+                for table, spent in choice.parts:
+                    total[:spent] = np.inf
+                    total[spent:] += self.tables[table][: self.slots + 1 - spent]
+                total[: min(self._least(choice), self.slots + 1)] = np.inf
+                np.minimum(best, total, out=best)
+
+    def _least(self, choice: _Choice) -> int:
+        return choice.least if self.strict else 0
+
+    def _choices(self, key: _Key) -> Iterator[_Choice]:
+        i, j, first, held = key
+        segment = self.segments[i]
+        behind = 0 if first else self.tangents[j]
+        comes = 0 if held else self.enter[i]
+        ways = list(enumerate(segment.ways))
+        if i == j:  # of the last segment the forward goes over into the backward
+            ways = ways[-1:] if first else ways[:1]
+        for number, way in ways:
+            if number == 0 and i < j and len(ways) > 1 and not way.kept:
+                continue  # (to keep nothing is to compute all again)
+            forward = self._in_slots(way.forward) + comes + behind if i < j or first else 0
+            grown = self.grads[j + 1] - self.grads[i + 1]
+            least = max(forward, self._in_slots(way.backward if held else way.whole) + grown)
+            own = segment.seconds if i < j or first else 0.0
+            again = way.seconds if i < j or not first else 0.0
+            for parts in self._behind(key, way) if i < j else [[]]:
+                yield _Choice("keep", number, own + again + segment.backward_seconds, least, parts)
+        least = 0
+        for k in range(i + 1, j + 1):
+            passed = self.segments[k - 1]
+            passes = self.enter[k - 1] if k - 1 > i else 0
+            least = max(least, self._in_slots(passed.ways[0].forward) + comes + passes + behind)
+            grown = self.grads[j + 1] - self.grads[k]
+            parts = [(_Key(k, j, first, held=False), comes), (_Key(i, k - 1, first=False, held=held), grown)]
+            yield _Choice("again", k, float(self.cost[k] - self.cost[i]), least, parts)
+
+    def _behind(self, key: _Key, way: Way) -> list[list[tuple[_Key, int]]]:
+        """How the segments behind one that is kept this way may go on: what it shares with their input counts once."""
+        rest = key._replace(i=key.i + 1, held=False)
+        spent = self._in_slots(way.bytes) + (0 if key.held or way.alone else self.enter[key.i])
+        if not way.shared:
+            return [[(rest, spent)]]
+        shared = self._in_slots(way.shared)
+        return [[(rest._replace(held=True), spent + self.enter[key.i + 1])], [(rest, spent + shared)]]
+
+    def _read(self, key: _Key, column: int) -> Schedule:
+        """The schedule behind a cell of the table."""
+        best, chosen = np.inf, None
+        for choice in self._choices(key):
+            if column < self._least(choice) or any(column < spent for _, spent in choice.parts):
+                continue
+            total = choice.seconds + sum(float(self.tables[table][column - spent]) for table, spent in choice.parts)
+            if total < best:
+                best, chosen = total, choice
+        assert chosen is not None, (key, column)
+        rests = [self._read(table, column - spent) for table, spent in chosen.parts]
+        if chosen.kind == "keep":
+            return Keep(key.i, chosen.number, rests[0] if rests else None)
+        return Again(chosen.number, *rests)
+
+
+class WaitingRotor(Rotor):
+    """The table for a chain whose forward runs for so many `others` before its backward does. All bytes are those of the
+    schedule's own values and of what the forward has kept for the others."""
+
+    def __init__(self, segments: Sequence[Segment], others: int, strict: bool = True, slots: int = SLOTS) -> None:
+        super().__init__(segments, strict, slots)
+        self.row = -(-self.slots // ROWS)  # (slots)
+        self.kept: dict[_Key, NDArray[np.float64]] = {}
+        for i in range(len(segments) - 1, -1, -1):
+            for held in (True, False):
+                self._fill_kept(_Key(i, len(segments) - 1, first=True, held=held))
+        step = others * self.row
+        whole = self.kept[self.whole]
+        self.totals = np.full(whole.shape[1] + step * ROWS, np.inf)
+        self.rows = np.zeros(self.totals.size, dtype=np.int64)
+        for row, seconds in enumerate(whole):
+            there = slice(row * step, row * step + seconds.size)
+            self.rows[there][seconds < self.totals[there]] = row
+            self.totals[there] = np.minimum(self.totals[there], seconds)
+        self.best = np.minimum.accumulate(self.totals)
+        self.step = step
+        self.bytes += int(others * self.row * ROWS * self.slot)
+
+    def sizes(self) -> list[int]:
+        faster = np.flatnonzero(self.best < np.concatenate([[np.inf], self.best[:-1]]))
+        return [int(column * self.slot) + 1 for column in faster] or [self.bytes]
+
+    def seconds(self, size: int) -> float:
+        return float(self.best[self._total(size)])
+
+    def schedule(self, size: int) -> Schedule | None:
+        best = self.best[self._total(size)]
+        if np.isinf(best):
+            return None
+        column = int(np.argmax(self.totals == best))
+        row = int(self.rows[column])
+        return self._read_kept(self.whole, row, column - row * self.step)
+
+    def _total(self, size: int) -> int:
+        return max(0, min(int(size / self.slot), self.best.size - 1))
+
+    def _fill_kept(self, key: _Key) -> None:
+        self.kept[key] = best = np.full((ROWS + 1, self.slots + 1), np.inf)
+        for choice, kept in self._first_choices(key):
+            total = np.full_like(best, choice.seconds)
+            for table, spent in choice.parts:
+                rest = self._table(table, kept)
+                total[:, :spent] = np.inf
+                total[:, spent:] += rest[..., : self.slots + 1 - spent]
+            total[:kept] = np.inf
+            total[:, : min(self._least(choice), self.slots + 1)] = np.inf
+            np.minimum(best, total, out=best)
+
+    def _table(self, key: _Key, kept: int) -> NDArray[np.float64]:
+        """A table as one sees it that has kept so many rows before; [row, column], or all rows alike."""
+        if not key.first:
+            return self.tables[key][None]
+        found = np.full_like(self.kept[key], np.inf)
+        found[kept:] = self.kept[key][: ROWS + 1 - kept]
+        return found
+
+    def _first_choices(self, key: _Key) -> Iterator[tuple[_Choice, int]]:
+        """What may be done in the first run, and how many rows of bytes that keeps for the backward."""
+        i, j, _, held = key
+        comes = 0 if held else self.enter[i]
+        for choice in self._choices(key):
+            if choice.parts:
+                yield choice, self._in_rows(choice.parts[0][1])
+        forwards = [self._in_slots(s.ways[0].forward) + self.enter[at] for at, s in enumerate(self.segments[i:], i)]
+        if i == j:  # (what the last segment keeps is there as long as the others')
+            for number, way in enumerate(self.segments[i].ways):
+                spent = self._in_slots(way.bytes) + (0 if held or way.alone else self.enter[i])
+                needed = self._in_slots(way.backward if held else way.whole)
+                seconds = self.segments[i].seconds + way.seconds + self.segments[i].backward_seconds
+                least = max(self._in_slots(way.forward) + comes, needed, spent)
+                yield _Choice("keep", number, seconds, least, []), self._in_rows(spent)
+        else:
+            later = [(_Key(i, j, first=False, held=held), 0)]
+            seconds = float(self.cost[j + 1] - self.cost[i])
+            yield _Choice("again", j + 1, seconds, comes + max(forwards), later), self._in_rows(comes)
+
+    def _in_rows(self, slots: int) -> int:
+        return min(round(slots / self.row), ROWS + 1)
+
+    def _read_kept(self, key: _Key, row: int, column: int) -> Schedule:
+        best, chosen, left = np.inf, None, 0
+        for choice, kept in self._first_choices(key):
+            if row < kept or column < self._least(choice) or any(column < spent for _, spent in choice.parts):
+                continue
+            total = choice.seconds
+            for table, spent in choice.parts:
+                seen = self.kept[table][row - kept] if table.first else self.tables[table]
+                total += float(seen[column - spent])
+            if total < best:
+                best, chosen, left = total, choice, row - kept
+        assert chosen is not None, (key, row, column)
+        rests = [
+            self._read_kept(table, left, column - spent) if table.first else self._read(table, column - spent)
+            for table, spent in chosen.parts
+        ]
+        if chosen.kind == "keep":
+            return Keep(key.i, chosen.number, rests[0] if rests else None)
+        return Again(chosen.number, rests[0], rests[1]) if len(rests) > 1 else Again(chosen.number, None, rests[0])
+
+
+class Solver:
+    """The best schedules of a program, whose forward is cut both coarsely and finely: of fine segments fewer values need be there at
+    once, but more values cross their cuts. For fewer bytes than those that segments seem to need, less is held between fine ones:
+    it may be that they do not need so many. `sizes` are the bytes from which on there is a schedule, and from which on there is a
+    faster one, ascending; `least()` is one of them. Where so many micro-batches are `waiting` besides, bytes are those of all of them."""
+
+    def __init__(self, program: Program, costs: Costs, waiting: int = 0) -> None:
+        def rotor(chain: Chain, strict: bool = True) -> Rotor:
+            return WaitingRotor(chain.segments, waiting, strict) if waiting else Rotor(chain.segments, strict)
+
+        chains = [chain_of(program, costs, apart) for apart in APART]
+        self.rotors = [(chain, rotor(chain)) for chain in chains]
+        self.lax = (chains[-1], rotor(chains[-1], strict=False))
+        self.bytes = self.rotors[0][1].bytes
+        self.known = min(rotor.least() for _, rotor in self.rotors)
+        self.sizes = self._sizes()
+
+    def least(self) -> int:
+        """The fewest bytes for which there is a schedule, as far as segments' needs are known."""
+        return self.known
+
+    def seconds(self, size: int) -> float:
+        """What the best schedule within `size` bytes takes."""
+        return min(rotor.seconds(size) for _, rotor in self._those_for(size))
+
+    def schedule(self, size: int) -> tuple[Chain, Schedule]:
+        """The best schedule within `size` bytes, or the least that there is one for, and the chain that it is of."""
+        size = max(size, self.sizes[0])
+        chain, rotor = min(self._those_for(size), key=lambda way: way[1].seconds(size))
+        found = rotor.schedule(size)
+        assert found is not None
+        return chain, found
+
+    def _those_for(self, size: int) -> list[tuple[Chain, Rotor]]:
+        return self.rotors if size >= self.known else [self.lax]
+
+    def _sizes(self) -> list[int]:
+        found: list[int] = []
+        best, known = SLOWEST * self.seconds(self.bytes), self.seconds(self.known)
+        for size in sorted({size for _, rotor in (*self.rotors, self.lax) for size in rotor.sizes()}):
+            seconds = self.seconds(size)
+            if size == self.known or (seconds < best and (size > self.known or seconds > known)):
+                found.append(size)
+                best = seconds
+        return found
+
+
+def _most(segments: Sequence[Segment]) -> int:
+    """The bytes at the peak of the schedule that computes nothing again."""
+    most = held = gradients = 0
+    kept = []
+    for segment, later in zip(segments, [*segments[1:], None], strict=True):
+        way = segment.ways[-1]
+        most = max(most, held + way.forward + (segment.input_bytes if way.alone else 0))
+        kept.append(way.bytes + (way.shared if later is None or later.ways[-1].alone else segment.output_bytes))
+        held += kept[-1]
+    for segment, size in zip(reversed(segments), reversed(kept), strict=True):
+        way = segment.ways[-1]
+        held -= size
+        most = max(most, held - (0 if way.alone else segment.input_bytes) + way.whole + gradients)
+        gradients += segment.gradients
+    return most
+
+
+def every_segment_again(segments: Sequence[Segment], first: int = 0) -> Schedule:
+    """The schedule of full activation checkpointing: what comes into each segment is kept, and nothing else."""
+    last = len(segments) - 1
+    if first == last:
+        return Keep(last, len(segments[last].ways) - 1, None)
+    return Again(first + 1, every_segment_again(segments, first + 1), Keep(first, 0, None))

@@ -1,0 +1,233 @@
+"""Lets the ranks of a mesh dimension each work on a part of the sequence (context parallelism).
+
+*Contract.* As `divide`, but weights are whole on every rank: what is divided are the tokens. Which axis is the sequence's follows from the
+graph: that of the products of activations with weights which is not the batch's. From there on each value lies as its operators let
+it. Attention needs whole sequences, and gets them for a part of the heads (all_to_all before and behind it: Ulysses, Jacobs et al. 2023)
+where heads are to be had, or sees them pass by in a ring (`zgraph.passes.spmd.ring`). Masks, positions and the loss's mean are those of the whole
+sequence, as they stand in the graph; gradients are sums over ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zgraph.errors import PlanError
+from zgraph.passes.analysis.axes import Axes, Axis
+from zgraph.passes.contract import graph_pass
+from zgraph.passes.spmd.divide import DivideOptions, Divider
+from zgraph.passes.spmd.ring import RINGS, ROWS, RingDivider, can_ring, is_causal
+from zgraph.passes.spmd.sharding_rules import ATTENTION, RANKS, operands_of
+from zgraph.program import collectives
+from zgraph.program.node import Phase, info, tensor, value
+from zgraph.program.program import CONTEXT_DIM, InputRole, Level, Program
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+SHARE = 0.1
+"""Of all products' operations, those that run along an axis for it to be a sequence that has to be divided."""
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """`dim` is the mesh dimension, `sequence_dim` the inputs' dimension that is the sequence's (None: found from the graph); attention is
+    computed by "heads", in a "ring", or "auto"."""
+
+    dim: str = CONTEXT_DIM
+    sequence_dim: int | None = None
+    attention: str = "auto"
+
+
+@graph_pass(
+    "divide_context",
+    "the ranks of a mesh dimension each compute a part of the sequence",
+    options=ContextOptions,
+    requires=("clean",),
+    provides=("divided",),
+    conflicts=("sharded",),
+    bitwise=False,
+    level=Level.DISTRIBUTED,
+)
+def divide_context(program: Program, options: ContextOptions) -> dict[str, int]:
+    if program.mesh.get(options.dim, 1) == 1:
+        return {}
+    axes = Axes(program)
+    along = sequences(program, axes, options)
+    batch = batch_axes(program, axes) - along
+    folded = _folded(program, axes, along, program.mesh[options.dim])
+    rings = _by_ring(program, axes, along, batch, folded, options)
+    divide = DivideOptions(options.dim)
+    if rings:
+        return RingDivider(program, divide, axes, along, batch, folded).run()
+    return Divider(program, divide, axes, along, batch).run()
+
+
+def _folded(program: Program, axes: Axes, along: frozenset[Axis], ranks: int) -> frozenset[Axis]:
+    """The sequences whose queries see only what is before them, where ranks can have two pieces each."""
+    causal = [n for n in program.nodes if n.target in RINGS and is_causal(n) and can_ring(n, axes, along, along)]
+    rows = {axes.shape(operands_of(n)[1])[ROWS][0] for n in causal}
+    return frozenset(axis for axis in rows if axes.size(axis) % (2 * ranks) == 0)
+
+
+def _by_ring(
+    program: Program,
+    axes: Axes,
+    along: frozenset[Axis],
+    batch: frozenset[Axis],
+    folded: frozenset[Axis],
+    options: ContextOptions,
+) -> bool:
+    """Is attention computed by a ring where it can be? Tells of what is computed whole on every rank. Raises `PlanError` where no attention
+    can be and the plan asks for it."""
+    ranks = program.mesh[options.dim]
+    found = [n for n in program.nodes if n.target in ATTENTION and info(n).phase is Phase.FORWARD]
+    found = [n for n in found if any(a in along for dim in axes.shape(operands_of(n)[0]) for a in dim)]
+    able = [n for n in found if can_ring(n, axes, along, folded)]
+
+    def by_heads(node: fx.Node) -> bool:
+        rule = axes.rules.get(node)
+        heads = axes.under(node, rule, "h") if rule is not None and "h" in rule.sizes else ()
+        return any(axes.size(a) % ranks == 0 for a in heads if a not in batch)
+
+    stuck = [n for n in found if not by_heads(n)]
+    if options.attention == "ring" and not able:
+        raise PlanError(
+            "no attention of the model can be computed by a ring",
+            where="context_attention",
+            why=f"{len(found)} are calls of scaled_dot_product_attention on the sequence; a mask, dropout, or other lengths than "
+            f"multiples of {2 * ranks} where it is causal stand against it",
+            hint='context_attention="heads", or is_causal=True in place of a mask',
+        )
+    ring = options.attention == "ring" or (options.attention == "auto" and any(n in able for n in stuck))
+    whole = [n for n in stuck if not (ring and n in able)]
+    if whole:
+        logger.warning(
+            "attention of %d modules (%s, …) is computed whole on each rank of %r: %d does not divide its heads, and %s",
+            len(whole),
+            info(whole[0]).module or "(root)",
+            options.dim,
+            ranks,
+            "the plan says so" if whole[0] in able else "a mask, dropout or an odd length stand against a ring",
+        )
+    return ring
+
+
+def batch_axes(program: Program, axes: Axes) -> frozenset[Axis]:
+    """The axes of inputs' first dimension; of inputs of one dimension (positions, flat labels) only if it is as long as the others'."""
+    inputs = [n for n in _inputs(program) if tensor(n).dim()]
+    rows = {tensor(n).shape[0] for n in inputs if tensor(n).dim() > 1}
+    inputs = [n for n in inputs if tensor(n).dim() > 1 or not rows or tensor(n).shape[0] in rows]
+    return frozenset(axis for n in inputs for axis in axes.shape(n)[0])
+
+
+def sequences(program: Program, axes: Axes, options: ContextOptions) -> frozenset[Axis]:
+    """The axes that ranks divide: one for each sequence (an encoder's, a decoder's). Raises `PlanError` where there is none, where values
+    have several at once, and where the ranks don't divide one."""
+    ranks = program.mesh[options.dim]
+    if options.sequence_dim is not None:
+        found = _told(program, axes, options.sequence_dim)
+    else:
+        found = _found(program, axes, ranks)
+    chosen = set()
+    for dim, needed in found.items():
+        fits = [a for a in dim if axes.size(a) % ranks == 0]
+        if fits:
+            chosen.add(fits[0])
+        elif needed:
+            raise PlanError(
+                f"a sequence of {math.prod(axes.size(a) for a in dim)} can't be divided among {ranks} ranks",
+                where=f"mesh.{options.dim}",
+                why="each has an equal part of it",
+                hint=f"pad it to a multiple of {ranks}, or another number of ranks",
+            )
+    return frozenset(chosen)
+
+
+def _inputs(program: Program) -> list[fx.Node]:
+    return [n for p, n in program.input_items() if p.role is InputRole.INPUT and isinstance(value(n), torch.Tensor)]
+
+
+Sequence = tuple[Axis, ...]
+"""A dimension's axes, outermost first."""
+
+
+def _told(program: Program, axes: Axes, dim: int) -> dict[Sequence, bool]:
+    shapes = [axes.shape(n) for n in _inputs(program)]
+    found = {shape[dim]: True for shape in shapes if -len(shape) <= dim < len(shape) and shape[dim]}
+    if not found:
+        raise PlanError(
+            f"no input has a dimension {dim} of more than one element",
+            where="sequence_dim",
+            hint="the dimension of inputs that runs over the sequence, 1 where it is behind the batch",
+        )
+    return found
+
+
+def _found(program: Program, axes: Axes, ranks: int) -> dict[Sequence, bool]:
+    batch = batch_axes(program, axes)
+    among_ranks = {a for n, rule in axes.rules.items() if RANKS in rule.sizes for a in axes.under(n, rule, RANKS)}
+    one = {dim for n in axes.rules for shape in axes.shapes(n) for dim in shape}  # (what is one dimension somewhere)
+    work: dict[Sequence, float] = {}
+    several: dict[fx.Node, float] = {}
+    total = 0.0
+    for node, free in _products(program, axes):
+        operations = float(math.prod(tensor(node).shape)) * _depth(node)
+        total += operations
+        free = tuple(a for a in free if a not in batch and a not in among_ranks)
+        if len(free) > 1 and free not in one:
+            several[node] = operations
+            continue
+        if free:
+            work[free] = work.get(free, 0.0) + operations
+    unknown = "which dimension of the inputs is the sequence can't be told"
+    if sum(several.values()) > sum(work.values()):
+        module = info(max(several, key=lambda n: several[n])).module or "(root)"
+        raise PlanError(
+            unknown,
+            where=f"mesh.{CONTEXT_DIM}",
+            why=f"weights are multiplied with values that have several dimensions besides the batch's (in module {module})",
+            hint="say sequence_dim=1 if it is the one behind the batch",
+        )
+    if not work:
+        raise PlanError(
+            unknown,
+            where=f"mesh.{CONTEXT_DIM}",
+            why="no weight is multiplied with values that have another dimension than the batch's",
+            hint='the ranks may be those of "dp" or "tp"',
+        )
+    return {dim: operations >= SHARE * total for dim, operations in work.items()}
+
+
+def _depth(node: fx.Node) -> int:
+    """The length of the sum in each element of a product."""
+    first: fx.Node = node.args[1 if node.target is aten.addmm.default else 0]  # type: ignore[assignment]
+    return int(tensor(first).shape[-1])
+
+
+_PRODUCTS = {aten.mm.default: "m", aten.addmm.default: "m", aten.bmm.default: "bm"}
+
+
+def _products(program: Program, axes: Axes) -> Iterator[tuple[fx.Node, Sequence]]:
+    """Products of activations with weights in the forward, and the axes of the rows."""
+    weights: set[fx.Node] = set(program.input_nodes(InputRole.PARAMETER).values())
+    for node in program.nodes:
+        read = node.all_input_nodes
+        if node.op != "call_function" or info(node).phase is not Phase.FORWARD or not read:
+            continue
+        if collectives.is_start(node) and read[0] not in weights:
+            continue
+        if all(n in weights for n in read):
+            weights.add(node)
+        elif node.target in _PRODUCTS and node in axes.rules:
+            one, other = operands_of(node)[-2:]
+            if other in weights and one not in weights:
+                labels = _PRODUCTS[node.target]
+                rule = axes.rules[node]
+                known = [axes.under(node, rule, x) for x in labels if x in rule.sizes]
+                yield node, tuple(a for under in known for a in under)

@@ -1,0 +1,170 @@
+"""Activations that each of several ranks would keep whole for the backward are kept in parts (partition_activations of DeepSpeed, after
+ZeRO-R: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models").
+
+*Contract.* On entry the ranks of a mesh dimension compute the program together, and what crosses from the forward to the backward is decided. On
+exit of each value that crosses, and is the same on all these ranks, a rank keeps an equal part of the elements:
+
+    x  ->  part, behind its last reader in the forward          part  ->  all_gather -> wait -> x, before its first reader in the backward
+
+That a value is the same follows from the graph: inputs are, but for the parts that ranks hold of divided weights and for a rank's
+position; what is computed from such values is; and so is what an all_gather or an all_reduce over these ranks gives. All else has its own
+part on each rank already, and stays as it is. A gather starts when its link has to, if no reader is to wait for it, with two of the largest
+values in flight at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zgraph.passes.analysis.costs import CPU, Costs, size_of
+from zgraph.passes.analysis.saved_values import Crossing, crossings, made_by_forward, part_phases
+from zgraph.passes.contract import graph_pass
+from zgraph.passes.offload.offload import Move, place
+from zgraph.program import collectives
+from zgraph.program.aliases import aliases_of
+from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
+from zgraph.program.program import TENSOR_DIM, InputRole, Port, Program
+from zgraph.program.remark import Remark
+
+aten = torch.ops.aten
+
+_CAST = torch.ops.prims.convert_element_type.default
+
+SMALL = 0.01
+"""Of all bytes that are the same on all ranks, those of the smallest values that are left as they are: many gathers for little memory."""
+
+
+@dataclass(frozen=True)
+class PartitionOptions:
+    """`dim` is the mesh dimension whose ranks share values. `costs` say how long operators and gathers take."""
+
+    dim: str = TENSOR_DIM
+    costs: Costs = field(default_factory=lambda: Costs(CPU))
+
+
+@graph_pass(
+    "partition_activations",
+    "ranks that would keep the same activations keep a part of them each",
+    options=PartitionOptions,
+    requires=("divided", "reduced"),
+    provides=("partitioned",),
+    conflicts=("scheduled",),
+)
+def partition_activations(program: Program, options: PartitionOptions) -> dict[str, int]:
+    ranks = program.mesh.get(options.dim, 1)
+    if ranks == 1:
+        return {}
+    part_phases(program)
+    same = same_on_all(program, options.dim)
+    received = set(program.input_nodes(InputRole.RECEIVED).values())
+    found = [c for c in crossings(program) if c.root in same and (c.root in received or made_by_forward(c.root))]
+    worth = _worthwhile(found)
+    divisible = [c for c in worth if tensor(c.root).numel() % ranks == 0]
+    program.remarks += [_indivisible(c, options.dim, ranks) for c in worth if c not in divisible]
+    if not divisible:
+        return {"gathers": 0, "whole_bytes": 0, "kept_bytes": 0}
+    position = program.position(options.dim, "partition_activations")
+    gathers = [_partition(program, c, position, options, ranks) for c in divisible]
+    seconds = options.costs.compute(program)
+    place(program, Phase.BACKWARD, gathers, [], seconds, staging=2 * max(g.bytes for g in gathers))
+    whole = sum(g.bytes for g in gathers)
+    return {"gathers": len(gathers), "whole_bytes": whole, "kept_bytes": whole // ranks}
+
+
+def same_on_all(program: Program, dim: str) -> set[fx.Node]:
+    """The nodes whose values are the same on all ranks of a mesh dimension."""
+    found: set[fx.Node] = set()
+    ports = dict(zip(program.placeholders(), program.inputs, strict=True))
+    for node in program.graph.nodes:
+        if node in ports:
+            same = not _is_own(program, ports[node], dim)
+        elif collectives.is_start(node) and collectives.group_of(node) == dim:
+            same = collectives.kind(node) in ("all_gather", "all_reduce")
+        else:
+            same = node.op != "output" and found.issuperset(node.all_input_nodes)
+        if same:
+            found.add(node)
+    return found
+
+
+def _is_own(program: Program, port: Port, dim: str) -> bool:
+    """Does each rank have a value of its own at this input?"""
+    if port.role is InputRole.INDEX:
+        return port.name == dim
+    division = program.params[port.name].division if port.name in program.params else None
+    return division is not None and division.mesh_dim == dim
+
+
+def _worthwhile(found: list[Crossing]) -> list[Crossing]:
+    """All but the smallest, in the order in which they are."""
+    room = SMALL * sum(size_of(c.root) for c in found)
+    small: set[Crossing] = set()
+    for crossing in sorted(found, key=lambda c: size_of(c.root)):
+        room -= size_of(crossing.root)
+        if room < 0:
+            break
+        small.add(crossing)
+    return [c for c in found if c not in small]
+
+
+def _partition(program: Program, crossing: Crossing, position: fx.Node, options: PartitionOptions, ranks: int) -> Move:
+    root, first = crossing.root, crossing.first
+    shape, stride = tensor(root).shape, tensor(root).stride()
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
+    record = info(root).but(role=Role.COMPUTE, param=None, copy_of=None, made_by="partition_activations")
+    with program.graph.inserting_before(first):
+        cut = list(_cut(program, root, order, position, record, ranks))
+        there = record.but(phase=Phase.BACKWARD, module=info(first).module)
+        over = there.but(role=Role.EXCHANGE, mesh_dim=options.dim, stream=f"comm:{options.dim}")
+        start = program.call(collectives.ALL_GATHER, (cut[-1], ranks, options.dim), over, name=f"gather_{root.name}")
+        wait = program.call(collectives.WAIT, (start,), over.but(role=Role.WAIT), name=f"whole_{root.name}")
+        back = program.call(aten.view.default, (wait, [shape[d] for d in order]), there, name=f"back_{root.name}")
+        if tensor(root).dtype is torch.bool:
+            back = program.call(_CAST, (back, torch.bool), there, name=f"true_{root.name}")
+        if order != sorted(order):
+            back = program.call(
+                aten.permute.default, (back, list(map(order.index, sorted(order)))), there, name="turned"
+            )
+    crossing.read_instead(program, back, "partition_activations")
+    _behind_last_reader(program, root, cut)
+    return Move(start, wait, size_of(root), options.costs.transfer([start], ranks))
+
+
+def _cut(
+    program: Program, root: fx.Node, order: list[int], position: fx.Node, record: NodeInfo, ranks: int
+) -> Iterator[fx.Node]:
+    """What makes this rank's part of the elements, in the order in which they lie in memory; the last of these nodes is the part."""
+    elements = tensor(root).numel() // ranks
+    rows = root
+    if order != sorted(order):
+        yield (rows := program.call(aten.permute.default, (root, order), record, name=f"rows_{root.name}"))
+    yield (parts := program.call(aten.view.default, (rows, [ranks, elements]), record, name=f"parts_{root.name}"))
+    yield (mine := program.call(aten.index.Tensor, (parts, [position]), record, name=f"mine_{root.name}"))
+    yield (part := program.call(aten.view.default, (mine, [elements]), record, name=f"part_{root.name}"))
+    if tensor(root).dtype is torch.bool:  # (Inductor would make each an int64 for a collective)
+        yield program.call(_CAST, (part, torch.uint8), record, name=f"bytes_{root.name}")
+
+
+def _behind_last_reader(program: Program, root: fx.Node, cut: list[fx.Node]) -> None:
+    """Put what makes a part behind all that the forward reads the whole for: it is free from there on."""
+    readers = [root, *(n for alias in aliases_of(root) for n in alias.users if n not in cut)]
+    at = max(program.behind(n) for n in readers if n.op != "output" and info(n).phase is Phase.FORWARD)
+    for node in cut:
+        at.append(node)
+        at = node
+
+
+def _indivisible(crossing: Crossing, dim: str, ranks: int) -> Remark:
+    root = crossing.root
+    return Remark(
+        "partition_activations",
+        root.name,
+        f"{root.name} is kept whole on each rank of {dim!r}",
+        f"its {tensor(root).numel()} elements are no multiple of {ranks}",
+        0.0,
+        "sizes of the batch that these ranks divide",
+    )

@@ -1,0 +1,1 @@
+"""Where a program is cut into pipeline stages, and the stages that it becomes."""

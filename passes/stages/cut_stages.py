@@ -1,0 +1,254 @@
+"""One joint program becomes one joint program for each pipeline stage.
+
+*Contract.* On entry the program is captured: plain, whole parameters, forward and backward in one graph, and each operator of its forward
+has a stage, none smaller than that of its operands. On exit each stage has a captured program of its own:
+
+    parameters, inputs, values of earlier stages (RECEIVED)         -> outputs, values for later stages (SENT)
+    those, tangents, values that come back from later (RETURNED)    -> gradients, values for earlier stages (RETURNED)
+
+Where each value is made, and who reads it, `zgraph.passes.stages.stage_assignment` says. What is made in one stage and read in another is a
+`Transfer`, past the stages between. It arrives without gaps and with memory of its own. Every stage has the gradient of each parameter that
+it holds: of one that several hold these are parts, whose sum is the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.errors import PlanError
+from zgraph.passes.stages.stage_assignment import Homes
+from zgraph.program.aliases import root_of
+from zgraph.program.node import NodeInfo, Phase, info, set_info, tensor, value
+from zgraph.program.program import InputRole, OutputRole, Port, Program, of_backward
+from zgraph.torch_compat import torch_private
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A value that stage `source` sends to stage `target` for each micro-batch, in the forward or (`back`) in the backward. `like` is
+    its fake value as it arrives: shape, strides and dtype."""
+
+    name: str
+    source: int
+    target: int
+    back: bool
+    like: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """What crosses, in bytes."""
+        return self.like.numel() * self.like.element_size()
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages' programs in order, what crosses between them (in the order in which each stage makes it), and for each parameter
+    the stages that hold it."""
+
+    programs: tuple[Program, ...]
+    transfers: tuple[Transfer, ...]
+    holders: dict[str, tuple[int, ...]]
+
+
+def cut_stages(joint: Program, forward: Mapping[fx.Node, int], count: int) -> Stages:
+    """Cut `joint`, which is not changed, into `count` programs; `forward` has the stage of each operator of its forward.
+
+    Raises `PlanError` for a buffer that one stage changes and another reads, for an input that wants a gradient, for a Python number that
+    crosses a cut, and for `as_strided` on a value that comes from another stage in another layout.
+    """
+    homes = Homes(joint, forward, count)
+    transfers = _transfers(homes)
+    programs = tuple(_StageProgram(homes, transfers, stage).build() for stage in range(count))
+    return Stages(programs, tuple(transfers), homes.holders)
+
+
+def _transfers(homes: Homes) -> list[Transfer]:
+    found = []
+    for node in (*homes.ports, *homes.nodes):
+        if homes.everywhere(node):
+            continue
+        source = homes.home[node]
+        for target in sorted(homes.readers[node] - {source}):
+            if target > source and info(node).phase is Phase.BACKWARD:
+                raise AssertionError(f"{node.name}: a gradient would flow from stage {source} to stage {target}")
+            found.append(Transfer(node.name, source, target, target < source, _as_sent(node, homes.joint)))
+    return found
+
+
+def _as_sent(node: fx.Node, joint: Program) -> torch.Tensor:
+    """The fake value that arrives: the one that was sent, or, if that is a part of something or has gaps, one that is not."""
+    val = value(node)
+    if not isinstance(val, torch.Tensor):
+        raise PlanError(
+            "the model turns a tensor into a Python number that another stage reads",
+            where="partition",
+            why=f"{node.name!r} is known only when the forward runs{f' ({info(node).source})' if info(node).source else ''}",
+            hint="keep it a tensor (leave out .item(), float(), int()), or cut elsewhere: partition=[module paths]",
+        )
+    dense = bool(aten.is_non_overlapping_and_dense(val))
+    if dense and not val.storage_offset() and val.untyped_storage().nbytes() == val.numel() * val.element_size():
+        return val
+    with joint.fake_mode:
+        if dense:
+            return torch.empty_strided(val.size(), val.stride(), dtype=val.dtype, device=val.device)
+        return torch.empty(val.size(), dtype=val.dtype, device=val.device)
+
+
+class _StageProgram:
+    """Builds the program of one stage."""
+
+    def __init__(self, homes: Homes, transfers: list[Transfer], stage: int) -> None:
+        self.homes = homes
+        self.stage = stage
+        self.coming = [t for t in transfers if t.target == stage]
+        self.leaving = [t for t in transfers if t.source == stage]
+        self.by_name = {n.name: n for n in (*homes.ports, *homes.nodes)}
+        self.results = [r for r in homes.results if r.stage == stage]
+        self.graph = fx.Graph()
+        self.inputs: list[Port] = []
+        self.here: dict[fx.Node, fx.Node] = {}  # the joint program's nodes, in this one
+
+    def build(self) -> Program:
+        joint = self.homes.joint
+        self._take()
+        for node in self.homes.nodes:
+            if self.stage in self.homes.made_in(node):
+                self.here[node] = self.graph.node_copy(node, lambda n: self.here[n])
+                self.here[node].meta = dict(node.meta)
+        set_info(self.graph.output(()), info(joint.output_node()))
+        self.program = Program(
+            name=f"{joint.name}.stage{self.stage}",
+            module=torch_private.lazy_module(joint.module, self.graph),
+            inputs=self.inputs,
+            outputs=[],
+            mesh=dict(joint.mesh),
+            params={n: s for n, s in joint.params.items() if self.stage in self.homes.holders[n]},
+            fake_mode=joint.fake_mode,
+            aliases=joint.aliases,
+        )
+        self._evaluate_again()
+        made = [(r.port, self.here[r.node]) for r in self.results if r.port.role is not OutputRole.GRADIENT]
+        given = [item for item in made if not of_backward(*item)]
+        checked = [item for item in made if of_backward(*item)]
+        sent, returned = self._give(OutputRole.SENT), self._give(OutputRole.RETURNED)
+        self.program.set_outputs([*given, *sent, *self._gradients(), *checked, *returned])
+        self.program.recompile()
+        return self.program
+
+    def _take(self) -> None:
+        """The inputs: the joint program's, and what other stages send."""
+        for node, port in self.homes.ports.items():
+            if port.role is InputRole.PARAMETER:
+                here = self.stage in self.homes.holders[port.name]
+            elif port.role is InputRole.TANGENT:
+                here = self.stage == self.homes.home[node]
+            else:
+                here = self.stage in self.homes.readers[node]
+            if here:
+                self._place(node, port, info(node), tensor(node))
+        for transfer in self.coming:
+            node = self.by_name[transfer.name]
+            role = InputRole.RETURNED if transfer.back else InputRole.RECEIVED
+            phase = Phase.BACKWARD if transfer.back else Phase.FORWARD
+            record = NodeInfo(phase, module=info(node).module, source=info(node).source, made_by="cut_stages")
+            self._place(node, Port(role, transfer.name), record, transfer.like)
+
+    def _place(self, node: fx.Node, port: Port, record: NodeInfo, fake: torch.Tensor) -> None:
+        placed = self.here[node] = self.graph.placeholder(node.name)
+        placed.meta = {**node.meta, "val": fake}
+        set_info(placed, record)
+        self.inputs.append(port)
+
+    def _evaluate_again(self) -> None:
+        """What is made of a value that came in another layout may have another one, too."""
+        received = [self.here[self.by_name[t.name]] for t in self.coming if t.like is not value(self.by_name[t.name])]
+        other = set(received)
+        for node in self.program.nodes if other else ():
+            if node.op != "call_function" or not any(a in other for a in node.all_input_nodes):
+                continue
+            if node.target is aten.as_strided.default:
+                raise PlanError(
+                    "as_strided looks at a value of another stage by its place in memory",
+                    where="partition",
+                    why=f"{node.name!r} ({info(node).source}): what arrives lies otherwise",
+                    hint="use slices and views, or cut elsewhere: partition=[module paths]",
+                )
+            before, node.meta["val"] = value(node), self.program.evaluate(node)
+            if not _same_layout(before, node.meta["val"]):
+                other.add(node)
+
+    def _give(self, role: OutputRole) -> list[tuple[Port, fx.Node]]:
+        """What leaves for other stages."""
+        likes = {t.name: t.like for t in self.leaving if t.back is (role is OutputRole.RETURNED)}
+        return [(Port(role, name), self._as_it_leaves(self.by_name[name], like)) for name, like in likes.items()]
+
+    def _as_it_leaves(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
+        """A value in the layout that is awaited, and no part of a buffer that is about to change."""
+        here, record = self.here[node], info(node).but(made_by="cut_stages")
+        changed = {(p.of, p.name) for p in self.homes.joint.outputs if p.role is OutputRole.MUTATION}
+        root = self.homes.ports.get(root_of(node))
+        if _same_strides(tensor(here), like) and (root is None or (root.role, root.name) not in changed):
+            return here
+        order = sorted(range(like.dim()), key=lambda d: (-like.stride()[d], d))
+        if order == sorted(order):
+            return self._copied(here, record, f"dense_{node.name}")
+        packed = self._call(aten.permute.default, (here, order), record, f"packed_{node.name}")
+        packed = self._copied(packed, record, f"dense_{node.name}")
+        back = [order.index(d) for d in range(like.dim())]
+        return self._call(aten.permute.default, (packed, back), record, f"unpacked_{node.name}")
+
+    def _gradients(self) -> list[tuple[Port, fx.Node]]:
+        """The gradients of this stage's parameters: the sums of the terms that are here, zeros where there is none."""
+        found = []
+        for port, gradient in self.homes.joint.output_items():
+            if port.role is not OutputRole.GRADIENT or self.stage not in self.homes.holders[port.name]:
+                continue
+            terms = [self.here[r.node] for r in self.results if r.port is port]
+            record = info(gradient).but(made_by="cut_stages")
+            total = terms[0] if terms else self._zeros(gradient, record)
+            for term in terms[1:]:
+                total = self._call(aten.add.Tensor, (total, term), record, gradient.name)
+            if info(total).phase is Phase.FORWARD:  # (a gradient is made in the backward, if only as a copy)
+                total = self._copied(total, record, f"own_{gradient.name}")
+            found.append((port, total))
+        return found
+
+    def _zeros(self, gradient: fx.Node, record: NodeInfo) -> fx.Node:
+        val = tensor(gradient)
+        like = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
+        return self._call(aten.full.default, (list(val.shape), 0), record, f"no_{gradient.name}", like)
+
+    def _copied(self, node: fx.Node, record: NodeInfo, name: str) -> fx.Node:
+        rows = {"memory_format": torch.contiguous_format}
+        return self._call(aten.clone.default, (node,), record, name, rows)
+
+    def _call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        record: NodeInfo,
+        name: str,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        with self.program.graph.inserting_before(self.program.output_node()):
+            return self.program.call(target, args, record, name=name, kwargs=kwargs)
+
+
+def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """(That of a dimension of size 1 means nothing.)"""
+    return all(a == b for a, b, n in zip(one.stride(), other.stride(), one.shape, strict=True) if n != 1)
+
+
+def _same_layout(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _same_strides(one, other) and one.storage_offset() == other.storage_offset()
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return all(map(_same_layout, one, other))
+    return one == other

@@ -1,0 +1,1 @@
+"""Regions that run in chunks, over slices of their rows."""

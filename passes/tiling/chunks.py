@@ -1,0 +1,219 @@
+"""A region of a program that runs in turns: each turn computes a slice of its rows, so that nothing inside of it is ever whole.
+
+`sort` finds what the nodes of a region are, of the axis that is sliced:
+
+    part    each turn makes its slice of the rows           -> put together (cat), if anything outside reads it
+    share   each turn makes a term of a sum over the rows   -> added up, turn by turn
+    late    reads a sum, or works on all rows               -> stays behind the turns
+    early   has no rows                                     -> stays before them
+
+(A mean is a sum, and a division behind it.) `build` writes the turns one after another: a turn's own values die with it. The turns of a
+backward make the forward's values that they read again, from what comes into the region, by copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zgraph.passes.analysis.axes import Axes, Axis
+from zgraph.passes.analysis.slices import Slices, rows_of, sliced
+from zgraph.passes.spmd.sharding_rules import getitem_of
+from zgraph.program.aliases import made_once
+from zgraph.program.node import NodeInfo, Phase, info, set_info, tensor, tensors
+from zgraph.program.program import Program
+
+
+@dataclass
+class Sorted:
+    """The nodes of a region, in order: `parts` and `shares` are made in turns, in the order of `nodes` (which has what both are taken from, too);
+    `late` are those, of the region or not, that have to stand behind, and `rows` those of them that are not only made of sums."""
+
+    axis: Axis
+    nodes: dict[fx.Node, None] = field(default_factory=dict)
+    parts: dict[fx.Node, None] = field(default_factory=dict)
+    shares: dict[fx.Node, None] = field(default_factory=dict)
+    late: dict[fx.Node, None] = field(default_factory=dict)
+    rows: set[fx.Node] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """A node that works on all rows, where what it makes is large: it would be whole. `before` is what there was before it."""
+
+    node: fx.Node
+    before: Sorted
+
+
+def elements(node: fx.Node) -> int:
+    """Those of the largest of a node's tensors."""
+    return max((t.numel() for t in tensors(node)), default=0)
+
+
+def sort(
+    program: Program, axes: Axes, region: Collection[fx.Node], axis: Axis, bound: int, small: int
+) -> Sorted | Obstacle:
+    """What the nodes of a region are. Those that can't be sliced stay before or behind the turns if they have no more than `bound` elements; and
+    before them, where turns may need them, sums of what has no more than `small`."""
+    region = set(region)
+    while True:
+        made = _sort(program, axes, region, axis, bound)
+        early = _small_sums(made if isinstance(made, Sorted) else made.before, small)
+        if not early:
+            return made
+        region -= early
+
+
+def _small_sums(made: Sorted, small: int) -> set[fx.Node]:
+    """Sums over rows of what has no more than `small` elements, with all that they are made of."""
+    found: set[fx.Node] = set()
+    for share in made.shares:
+        of, stack = {share}, [share]
+        while stack:
+            new = [o for o in stack.pop().all_input_nodes if o in made.nodes and o not in of]
+            of.update(new)
+            stack += new
+        if all(elements(o) <= small for n in of for o in (n, *n.all_input_nodes)):
+            found |= of
+    return found
+
+
+def _sort(program: Program, axes: Axes, region: Collection[fx.Node], axis: Axis, bound: int) -> Sorted | Obstacle:
+    made = Sorted(axis)
+    left = len(region)
+    for node in program.graph.nodes:
+        if not left:
+            break
+        if node.op != "call_function":
+            continue
+        left -= node in region
+        behind = any(o in made.late or o in made.shares for o in node.all_input_nodes)
+        reads = any(o in made.parts or o in made.rows for o in node.all_input_nodes)
+        if node not in region:
+            if behind or reads:
+                made.late[node] = None
+            if reads:
+                made.rows.add(node)
+            continue
+        rows = rows_of(axes, node, axis) or any(rows_of(axes, o, axis) for o in node.all_input_nodes)
+        source = node.args[0] if getitem_of(node) is not None else None
+        if source in made.nodes and not behind:
+            summed = not axes.shapes(node) or not rows_of(axes, node, axis)
+            made.nodes[node] = (made.shares if summed else made.parts)[node] = None
+            continue
+        kinds = sliced(axes, node, axis) if rows and not behind else None
+        if kinds is not None:
+            if not all(kinds) and info(node).phase is Phase.FORWARD and elements(node) > bound:
+                return Obstacle(node, made)  # (of sums only a backward's are large: weights' gradients)
+            made.nodes[node] = None
+            if getattr(node.meta.get("val"), "shape", None) is not None:
+                (made.parts if kinds[0] else made.shares)[node] = None
+            continue
+        if (reads or rows_of(axes, node, axis)) and elements(node) > bound:
+            return Obstacle(_first_in_the_way(node, made, region), made)
+        if behind or reads:
+            made.late[node] = None
+        if reads:
+            made.rows.add(node)
+    return made
+
+
+def _first_in_the_way(node: fx.Node, made: Sorted, region: Collection[fx.Node]) -> fx.Node:
+    """The operator that needs all rows, where a node only reads what comes of it."""
+    while True:
+        before = next((o for o in node.all_input_nodes if o in made.late and o in region), None)
+        if before is None:
+            return node
+        node = before
+
+
+class Turns(Slices):
+    """Writes the turns of one region: of its forward, then of its backward, if it has one. The turns of a phase are named "`name` forward 0"
+    and so on, in `NodeInfo.turn`."""
+
+    def __init__(
+        self, program: Program, axes: Axes, name: str, count: int, forward: Sorted, backward: Sorted | None
+    ) -> None:
+        super().__init__(program, axes, forward.axis, count)
+        self.name, self.forward, self.backward = name, forward, backward
+        self.taken = {**forward.nodes, **(backward.nodes if backward is not None else {})}
+        # By turn, what the forward's nodes are in it.
+        self.made: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
+        self.copies = 0
+
+    def build(self) -> int:
+        """Returns how many nodes of the backward are copies of the forward's."""
+        self._write(self.forward)
+        if self.backward is not None:
+            self._write(self.backward)
+        for node in [
+            *reversed(self.backward.nodes if self.backward is not None else {}),
+            *reversed(self.forward.nodes),
+        ]:
+            self.program.graph.erase_node(node)
+        return self.copies
+
+    def _write(self, region: Sorted) -> None:
+        """Write a phase's turns where the last of its nodes stands."""
+        graph = self.program.graph
+        last = max(region.nodes)
+        behind = last.next
+        results = {*self.program.output_values()}
+        read = [n for n in region.parts if n in results or any(u not in self.taken for u in n.users)]
+        sums: dict[fx.Node, fx.Node] = {}
+        parts: dict[fx.Node, list[fx.Node]] = {n: [] for n in read}
+        with graph.inserting_before(behind):
+            for turn in range(self.count):
+                made = self._turn(region, turn, sums)
+                for node in read:
+                    parts[node].append(made[node])
+            finals = {n: self.joined(pieces, n, _made(n)) for n, pieces in parts.items()}
+            finals |= {n: self.cast(total, tensor(n).dtype, _made(n)) for n, total in sums.items()}
+        for node, final in finals.items():
+            self.axes.alias(final, node)
+            for user in list(node.users):
+                if node in region.shares or user not in self.taken:
+                    user.replace_input_with(node, final)
+        for node in [n for n in graph.nodes if n in region.late and n < last]:
+            behind.prepend(node)
+
+    # -- one turn -----------------------------------------------------------------------------------------------------
+    def _turn(self, region: Sorted, turn: int, sums: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        made = self.made[turn] if region is self.forward else {}
+        slices: dict[fx.Node, fx.Node] = {}  # by what they are of
+        copies: dict[fx.Node, fx.Node] = {}  # (the forward's own slices, of the same values, are among what is copied)
+        for node in region.nodes:
+            record = _made(node).but(turn=f"{self.name} {info(node).phase} {turn}")
+
+            def now(operand: fx.Node, record: NodeInfo = record) -> fx.Node:
+                if operand in made:
+                    return made[operand]
+                if operand in self.forward.nodes:
+                    return self._again(self.made[turn][operand], copies, str(record.turn))
+                if operand not in slices and rows_of(self.axes, operand, self.axis):
+                    slices[operand] = self.slice(operand, turn, record)
+                return slices.get(operand, operand)
+
+            if node in region.shares:
+                sums[node] = self.total(node, turn, now, record, sums.get(node))
+            else:
+                made[node] = self.one(node, turn, now, record)
+        return made
+
+    def _again(self, node: fx.Node, copies: dict[fx.Node, fx.Node], turn: str) -> fx.Node:
+        """What the forward has made in a turn, made again in the backward's."""
+        if node.op != "call_function" or info(node).turn is None or made_once(node):
+            return node
+        if node not in copies:
+            for used in node.all_input_nodes:
+                self._again(used, copies, turn)
+            copies[node] = self.program.repeat(node, copies, "tile")
+            set_info(copies[node], info(copies[node]).but(turn=turn))
+            self.copies += 1
+        return copies[node]
+
+
+def _made(node: fx.Node) -> NodeInfo:
+    return info(node).but(made_by="tile", copy_of=None)

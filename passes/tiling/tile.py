@@ -1,0 +1,390 @@
+"""Regions of the model run in turns, over slices of their rows: the logits of a long sequence, or what is inside of an MLP, is never whole.
+
+A region is a module, with its backward, or the classification loss with the product that gives its logits. Its rows (tokens) are an axis that
+all of its operators can be sliced along. Inside it nothing is kept for the backward but what comes in: the backward's turns compute the rest
+again. Nothing is rounded but the order of sums over rows. (TiledMLP and the tiled loss of Bekman et al. 2025, "Arctic Long Sequence Training";
+of the loss also Hsu et al. 2024, "Liger Kernel", and Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models".)
+
+*Contract.* As `zgraph.passes.tiling.chunks`: nothing outside of a region is changed. It comes before what decides about memory and transfers, but
+behind `recompute`, whose min-cut would save what turns are to compute again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from zgraph.errors import PlanError
+from zgraph.names import did_you_mean, matches
+from zgraph.passes.analysis.axes import Axes, Axis
+from zgraph.passes.analysis.losses import LOOK_UPS, normalised
+from zgraph.passes.analysis.slices import PRODUCTS, rows_of
+from zgraph.passes.contract import graph_pass
+from zgraph.passes.spmd.sharding_rules import getitem_of, operands_of
+from zgraph.passes.tiling.chunks import Obstacle, Sorted, Turns, elements, sort
+from zgraph.program.aliases import is_random, is_view
+from zgraph.program.node import Phase, info, sequence
+from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.program.remark import Remark
+from zgraph.record import joined
+
+aten = torch.ops.aten
+LOSS = "loss"
+_OF_STAGES = {InputRole.RECEIVED, OutputRole.SENT}
+_MEAN, _SUM = 1, 2  # torch's numbers for a loss's reduction
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """`tiles` are patterns of module paths, or "loss", each with a number of turns."""
+
+    tiles: tuple[tuple[str, int], ...] = ()
+
+
+@graph_pass(
+    "tile",
+    "regions run in turns over slices of their rows",
+    options=TileOptions,
+    requires=("clean",),
+    provides=("tiled",),
+    conflicts=("sharded", "checkpointed", "rematerialized"),
+    bitwise=False,
+)
+def tile(program: Program, options: TileOptions) -> dict[str, int]:
+    return _Tiler(program, options).run()
+
+
+def check_names(program: Program, tiles: Collection[str]) -> None:
+    """Raises `PlanError` for a name in a plan's `tiles` that a whole model's program has nothing of. (A stage of it may lack what others have.)"""
+    faults = _wrong_names(program, tiles)
+    if faults:
+        raise joined(faults)
+
+
+def _wrong_names(program: Program, tiles: Collection[str]) -> list[PlanError]:
+    faults: list[PlanError] = []
+    forward = [n for n in program.graph.nodes if _of(Phase.FORWARD, n)]
+    if LOSS in tiles and not any(normalised(n) is not None for n in forward):
+        faults.append(_no_loss())
+    paths = dict.fromkeys(path for n in forward for path in program.modules_around(n))
+    for pattern in tiles:
+        if pattern != LOSS and not matches(paths, [pattern]):
+            what = f"tiles has a pattern {pattern!r} that matches no module"
+            faults.append(PlanError(what, where=f"tiles.{pattern}", hint=did_you_mean(pattern, paths)))
+    return faults
+
+
+def _no_loss() -> PlanError:
+    return PlanError(
+        "there is no classification loss that is computed from a product with a weight",
+        where=f"tiles.{LOSS}",
+        hint="let the model's forward compute the cross entropy of its logits, and return it",
+    )
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A forward's nodes, which run in so many turns. `name` is what the plan calls it, `path` what turns are named by. What is in it may be
+    whole if it has no more elements than `bound` (None: than what comes in and goes out), and sums of it made at once if it has no more
+    than `small` (None: as many)."""
+
+    name: str
+    path: str
+    count: int
+    nodes: dict[fx.Node, None]
+    bound: int | None = None
+    small: int | None = None
+    given: fx.Node | None = None  # logits that are an output of the model
+
+    def error(self, what: str, why: str, hint: str) -> PlanError:
+        return PlanError(what, where=f"tiles.{self.name}", why=why, hint=hint)
+
+
+class _Tiler:
+    def __init__(self, program: Program, options: TileOptions) -> None:
+        self.program, self.tiles = program, dict(options.tiles)
+        self.trained = any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)
+        roles = {p.role for p in (*program.inputs, *program.outputs)}
+        self.whole = self.trained and roles.isdisjoint(_OF_STAGES)  # (a forward for its own sake may have no loss)
+        self.counts = {"regions": 0, "turns": 0, "recomputed": 0}
+        if LOSS in self.tiles:
+            _sum_losses(program)
+        self.axes = Axes(program)
+        self.done: set[fx.Node] = set()
+        self.results = set(program.output_values())
+        # Parameters, and what is computed from them alone.
+        self.weights = set(program.input_nodes(InputRole.PARAMETER).values())
+        for node in program.graph.nodes:
+            if node.all_input_nodes and self.weights.issuperset(node.all_input_nodes) and node.op == "call_function":
+                self.weights.add(node)
+
+    def run(self) -> dict[str, int]:
+        faults = _wrong_names(self.program, self.tiles) if self.whole else []
+        losses = [] if any(f.where == f"tiles.{LOSS}" for f in faults) else self._losses()
+        for region, rows in [*losses, *self._modules()]:
+            try:
+                self._tile(region, rows)
+            except PlanError as error:
+                if self.trained:  # (of a pattern the first: its other regions have the same fault)
+                    faults += [error] if error.where not in {f.where for f in faults} else []
+                    continue
+                # (what a model is asked for beside its training may be whole logits)
+                why, hint = str(error.why), str(error.hint)
+                self.program.remarks.append(Remark("tile", next(iter(region.nodes)).name, error.what, why, 0.0, hint))
+        if faults:
+            raise joined(faults)
+        self.program.graph.eliminate_dead_code()
+        return self.counts
+
+    def _forward(self) -> list[fx.Node]:
+        return [n for n in self.program.graph.nodes if _of(Phase.FORWARD, n)]
+
+    # -- the loss -----------------------------------------------------------------------------------------------------
+    def _losses(self) -> list[tuple[_Region, list[Axis]]]:
+        """The forward from each product that gives logits on, and the axes of its rows."""
+        if LOSS not in self.tiles:
+            return []
+        found: dict[fx.Node, fx.Node] = {}
+        for node in self._forward():
+            logits = normalised(node)
+            product = self._product(logits) if logits is not None and _picks(self.program, node) else None
+            if logits is not None and product is not None:
+                found.setdefault(product, logits)
+        if not found and self.whole:
+            raise _no_loss()
+        regions = []
+        for product, logits in found.items():
+            nodes = _behind(self.program, product)
+            classes = set(self._axes_of(w for w in product.all_input_nodes if w in self.weights))
+            bound = max(elements(o) for o in operands_of(product) if o not in self.weights)
+            given = next((n for n in nodes if n in self.results and not classes.isdisjoint(self._axes_of([n]))), None)
+            regions.append(
+                (
+                    _Region(LOSS, LOSS, self.tiles[LOSS], nodes, bound, elements(product) - 1, given),
+                    self._axes_of([logits]),
+                )
+            )
+        return regions
+
+    def _product(self, logits: fx.Node) -> fx.Node | None:
+        """The product with a weight that logits come from, through what is as large."""
+        size, stack = elements(logits), [logits]
+        while stack:
+            node = stack.pop()
+            if node.target in PRODUCTS and any(o in self.weights for o in operands_of(node)):
+                return node
+            stack += [o for o in node.all_input_nodes if o.op == "call_function" and elements(o) >= size]
+        return None
+
+    # -- modules ------------------------------------------------------------------------------------------------------
+    def _modules(self) -> list[tuple[_Region, list[Axis]]]:
+        patterns = {p: n for p, n in self.tiles.items() if p != LOSS}
+        nodes: dict[tuple[str, str], list[fx.Node]] = {}
+        for node in self._forward():
+            hits = _named(self.program, node, patterns)
+            if len(hits) > 1:
+                (one, _), (other, path) = [*hits.items()][:2]
+                raise PlanError(
+                    f"two patterns name the module {path!r} or what is around it: {one!r} and {other!r}",
+                    where=f"tiles.{other}",
+                    hint="let one pattern name a module",
+                )
+            for hit in hits.items():
+                if node not in self.weights:
+                    nodes.setdefault(hit, []).append(node)
+        regions = []
+        for (pattern, path), all_of_it in nodes.items():
+            calls = [(call, self._given(call)) for call in _calls(all_of_it)]
+            calls = [(call, given) for call, given in calls if given]  # (others are constants)
+            for number, (call, given) in enumerate(calls, 1):
+                name = path if len(calls) == 1 else f"{path} (call {number})"
+                regions.append((_Region(pattern, name, patterns[pattern], call), self._axes_of(given)))
+        return regions
+
+    def _given(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
+        """What comes into a region, but for weights."""
+        return [o for n in nodes for o in n.all_input_nodes if o not in nodes and o not in self.weights]
+
+    # -- any of them --------------------------------------------------------------------------------------------------
+    def _axes_of(self, nodes: Iterable[fx.Node]) -> list[Axis]:
+        return [*dict.fromkeys(a for n in nodes for shape in self.axes.shapes(n) for dim in shape for a in dim)]
+
+    def _tile(self, region: _Region, rows: list[Axis]) -> None:
+        """Rows that divide into equal turns come first, and of these the outermost. What weights have that the region reads is no axis of rows."""
+        if region.given is not None:
+            raise region.error(
+                "the logits are an output of the model: they would have to be whole",
+                f"{region.given.name!r} of {_place(region.given)} leaves the program",
+                "let the model return only the loss",
+            )
+        if not self.done.isdisjoint(region.nodes):
+            region = replace(region, nodes={n: None for n in region.nodes if n not in self.done})
+        if not region.nodes:
+            raise region.error(
+                f"all of {region.path!r} runs in turns already",
+                "another key names what it is part of",
+                "let one key name it",
+            )
+        columns = set(self._axes_of(o for n in region.nodes for o in n.all_input_nodes if o in self.weights))
+        enough = [a for a in rows if self.axes.size(a) >= region.count and a not in columns]
+        enough.sort(key=lambda a: self.axes.size(a) % region.count != 0)
+        obstacles = []
+        for axis in enough:
+            found = self._sorted(region, axis)
+            if isinstance(found, Obstacle):
+                obstacles.append(found)
+            if found is None or isinstance(found, Obstacle):
+                continue
+            self.done |= {n for half in found if half is not None for n in half.nodes}
+            self.counts["recomputed"] += Turns(self.program, self.axes, region.path, region.count, *found).build()
+            self.counts["regions"] += 1
+            self.counts["turns"] += region.count
+            return
+        if obstacles:
+            raise self._refusal(region, obstacles[0].node)
+        if not enough:
+            most = max((self.axes.size(a) for a in rows if a not in columns), default=0)
+            raise region.error(
+                f"{region.path!r} can't run in {region.count} turns",
+                f"no dimension that comes into it has so many rows; the longest has {most}",
+                "a smaller number, or more rows",
+            )
+        raise region.error(
+            f"{region.path!r} would run in turns for nothing",
+            "what is inside of it is smaller than what comes in or goes out",
+            "leave it out, or name the module around it",
+        )
+
+    def _refusal(self, region: _Region, node: fx.Node) -> PlanError:
+        if is_random(node):
+            why, hint = (
+                f"{node.target} at {_place(node)} draws its numbers for all rows at once",
+                "name a module without it",
+            )
+        else:
+            why = f"{node.target} at {_place(node)} walks the rows' dimension as a whole, or can't be cut along it"
+            hint = (
+                "name a smaller module, without this operator, or write it with operators that take each row for itself"
+            )
+        return region.error(f"{region.path!r} can't be tiled", why, hint)
+
+    def _sorted(self, region: _Region, axis: Axis) -> tuple[Sorted, Sorted | None] | Obstacle | None:
+        """The forward and the backward of a region, along an axis; None where nothing would run in turns."""
+        bound = self._bound(region.nodes, axis) if region.bound is None else region.bound
+        small = bound if region.small is None else min(bound, region.small)
+        forward = self._grown(region.nodes, axis, bound, small, Phase.FORWARD)
+        if isinstance(forward, Obstacle):
+            return forward
+        inner = [n for n in forward.parts if not self._escapes(n, forward.nodes)]
+        if region.bound is None and sum(elements(n) for n in inner if not is_view(n)) < bound:
+            return None
+        numbers = {sequence(n) for n in forward.nodes} - {None}
+        seeds = {n for n in self.program.graph.nodes if _of(Phase.BACKWARD, n) and sequence(n) in numbers}
+        seeds |= {u for n in inner for u in n.users if _of(Phase.BACKWARD, u)}
+        backward = self._grown(_between(self.program, seeds), axis, bound, small, Phase.BACKWARD)
+        if isinstance(backward, Obstacle):
+            return backward
+        return forward, backward if backward.nodes else None
+
+    def _bound(self, nodes: Collection[fx.Node], axis: Axis) -> int:
+        """The elements of the largest value that comes in or goes out."""
+        given = {o for n in nodes for o in n.all_input_nodes if o not in nodes}
+        given |= {n for n in nodes if self._escapes(n, nodes)}
+        return max((elements(n) for n in given if rows_of(self.axes, n, axis)), default=0)
+
+    def _escapes(self, node: fx.Node, nodes: Collection[fx.Node]) -> bool:
+        """Does the rest of the forward read it, or does it leave the program?"""
+        return node in self.results or any(_of(Phase.FORWARD, u) and u not in nodes for u in node.users)
+
+    def _grown(self, nodes: Collection[fx.Node], axis: Axis, bound: int, small: int, phase: Phase) -> Sorted | Obstacle:
+        """A region with all of its phase that makes, or reads, what is larger than the bound."""
+        region = {n for n in nodes if info(n).turn is None}
+        while True:
+            found = sort(self.program, self.axes, region, axis, bound, small)
+            if isinstance(found, Obstacle):
+                return found
+            read = {o for n in found.nodes for o in n.all_input_nodes if rows_of(self.axes, o, axis)}
+            near = {*read, *(u for n in found.parts if elements(n) > bound for u in n.users)}
+            more = {n for n in near - region if _of(phase, n) and (n not in read or elements(n) > bound)}
+            if not more:
+                return found
+            region |= more
+
+
+def _place(node: fx.Node) -> str:
+    record = info(node)
+    return f"{record.source or 'an unknown line'} (module {record.module or 'root'})"
+
+
+def _of(phase: Phase, node: fx.Node) -> bool:
+    return node.op == "call_function" and info(node).phase is phase
+
+
+def _named(program: Program, node: fx.Node, patterns: Collection[str]) -> dict[str, str]:
+    """By pattern: the outermost module around a node that it names."""
+    hits: dict[str, str] = {}
+    for path in program.modules_around(node):
+        for pattern in patterns:
+            if matches([path], [pattern]):
+                hits.setdefault(pattern, program.first_name(path))
+    return hits
+
+
+def _behind(program: Program, first: fx.Node) -> dict[fx.Node, None]:
+    """A forward's node and all that is computed from it."""
+    found = {first: None}
+    for node in program.graph.nodes:
+        if _of(Phase.FORWARD, node) and any(o in found for o in node.all_input_nodes):
+            found[node] = None
+    return found
+
+
+def _between(program: Program, seeds: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes and those of the backward on any way from one of them to another."""
+    below, above = set(seeds), set(seeds)
+    for node in program.graph.nodes:
+        if _of(Phase.BACKWARD, node) and any(o in below for o in node.all_input_nodes):
+            below.add(node)
+    for node in reversed(program.graph.nodes):
+        if _of(Phase.BACKWARD, node) and any(u in above for u in node.users):
+            above.add(node)
+    return below & above
+
+
+def _calls(nodes: Sequence[fx.Node]) -> list[dict[fx.Node, None]]:
+    """The nodes of a module's calls: those of one read each other's values, those of two don't (or the calls would be one region)."""
+    call: dict[fx.Node, list[fx.Node]] = {n: [n] for n in nodes}
+    for node in nodes:
+        for used in node.all_input_nodes:
+            if used in call and call[used] is not call[node]:
+                call[used] += call[node]
+                call.update(dict.fromkeys(call[node], call[used]))
+    return [dict.fromkeys(sorted(c)) for c in {id(c): c for c in call.values()}.values()]
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+def _picks(program: Program, node: fx.Node) -> bool:
+    """Is of each row one class looked up, of what is computed from this node?"""
+    return any(n.target in LOOK_UPS for n in _behind(program, node))
+
+
+def _sum_losses(program: Program) -> None:
+    """A mean over targets is written as their sum, divided behind it by their number: the sum can be computed in turns."""
+    for node in program.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
+        results = {getitem_of(user): user for user in node.users}
+        if node.args[3] != _MEAN or 0 not in results:
+            continue
+        node.update_arg(3, _SUM)
+        mean = results[0]
+        record = info(mean).but(made_by="tile")
+        with program.graph.inserting_after(max(results.values())):
+            total = results.get(1) or program.call(operator.getitem, (node, 1), record, name=f"{node.name}_total")
+        with program.graph.inserting_after(max(total, mean)):
+            made = program.call(aten.div.Tensor, (mean, total), record, name=f"{node.name}_mean")
+        for user in list(mean.users):
+            if user is not made:
+                user.replace_input_with(mean, made)

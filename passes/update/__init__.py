@@ -1,0 +1,1 @@
+"""Passes over the program of an update."""

@@ -1,0 +1,1 @@
+"""ZeRO as passes: weights are gathered, gradients reduce-scattered."""

@@ -1,0 +1,1 @@
+"""What a user calls: compile, verify, calibrate, and `model.zgraph`."""

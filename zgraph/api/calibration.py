@@ -1,0 +1,304 @@
+"""`zgraph.calibrate`: what schedules and forecasts are made from, measured on this machine with this model.
+
+A copy of the model is compiled by the plan and trained for a few steps, with every call of its programs timed
+(`zgraph.codegen.instrumented`); the links are timed by themselves (`zgraph.forecast.link_benchmark`). Between ranks every other few steps let their
+transfers run beside the kernels: what these take longer is what transfers take from a rank's computing. The ranks' tables
+become one, so that all of them schedule alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from zgraph.api.compiler import compile
+from zgraph.build.planned_step import Inputs, split_inputs
+from zgraph.capture.capture import find_loss
+from zgraph.codegen.executable import Executable
+from zgraph.codegen.instrumented import Run, Stopwatch, Timed
+from zgraph.errors import PlanError
+from zgraph.forecast.link_benchmark import measure_link
+from zgraph.passes.analysis.costs import Costs, Hardware, Link, bytes_of, dtype_of, flops_of, hardware_like, signature
+from zgraph.plan.plan import Plan
+from zgraph.program import collectives
+from zgraph.program.program import Program
+from zgraph.ranks.agreement import Agreement
+from zgraph.runtime.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+WARM = 3  # steps before those that are counted: the first ones compile, and make what is made once
+STEPS = 12
+TURN = 3  # steps in one way before the other has its turn: the machine may have other things to do meanwhile
+LARGE = 2**20  # bytes: kernels that move more than this tell the rate of the memory
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One node, timed; what it does, for the rates of those that were not."""
+
+    key: str
+    seconds: float
+    flops: int
+    moved: int
+    dtype: str
+
+
+def calibrate(
+    model: nn.Module,
+    plan: Plan | None = None,
+    inputs: Inputs = (),
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    path: str | os.PathLike[str] | None = None,
+    steps: int = STEPS,
+) -> Hardware:
+    """Measure what a step of `model` by `plan` consists of, and return it for `Plan(hardware=…)`.
+
+    The model is not compiled and is not changed: a copy of it takes `steps` training steps on `inputs` (as for
+    `zgraph.compile`: this rank's own batch, of one micro-batch), so there must be room for two. `loss_fn` and `mesh` are those of
+    `zgraph.compile`; an output without a loss is summed. All ranks must call it, with the same arguments; all get the same
+    record, and rank 0 writes it to `path` as JSON. Raises what `compile` and `train_step` do, and `PlanError` where the
+    file can't be written, and for a plan with a pipeline (a step without stages has the same operators).
+    """
+    plan = (plan or Plan()).model_copy(update={"hardware": None, "elastic": None, "micro_batches": 1})
+    plan.refuse_pipeline(
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")), "calibration"
+    )
+    args, kwargs = split_inputs(inputs)
+    twin: Any = compile(copy.deepcopy(model), plan, loss_fn=loss_fn or any_loss, mesh=mesh)
+    runtime: Runtime = twin.zgraph.runtime
+    with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
+        links = _links(runtime)
+        mine = _time_steps(twin.zgraph, args, kwargs, steps)
+    runtime.ahead.drop()
+    name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
+    base = hardware_like(runtime.device.type, name)
+    views = runtime.everyone.gather("times of operators", mine)
+    found = _hardware(f"{name}, measured", base, _with_work(links, views), views)
+    if path is not None:
+        _write(found, Path(path), runtime.everyone)
+    return found
+
+
+# -- running ------------------------------------------------------------------------------------------------------------
+def _links(runtime: Runtime) -> dict[str, Link]:
+    """Each mesh dimension's link; those with one rank have none."""
+    found = {}
+    for dim, ranks in runtime.sizes.items():
+        if ranks > 1:
+            found[dim] = measure_link(runtime.groups[dim], ranks, runtime.device, runtime.agreement)
+            logger.info("link %r: %s", dim, found[dim])
+    return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that was timed: the seconds of all of it, and the runs of its programs."""
+
+    settled: bool
+    wall: float
+    runs: list[tuple[Timed, Run]]
+
+    @property
+    def besides(self) -> float:
+        """Seconds outside of the programs."""
+        return self.wall - sum(run.seconds for _, run in self.runs)
+
+    @property
+    def started(self) -> tuple[float, int]:
+        """(seconds in starts of transfers, how many)."""
+        found = [each.starts(run) for each, run in self.runs]
+        return sum(s for s, _ in found), sum(n for _, n in found)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank measured: every node of the programs that ran, seconds of a step besides them, the bytes of all transfers
+    of a step (as `Costs.work` counts them), seconds that these took from its computing, and seconds of a start of one."""
+
+    samples: list[_Sample]
+    besides: float
+    sent: int = 0
+    stolen: float = 0.0
+    start: float = 0.0
+
+
+def _observe(timed: Sequence[Timed], step: Callable[[], float], ways: tuple[bool, ...], steps: int) -> list[_Step]:
+    """`steps` steps in each of these ways (is every transfer waited for where it starts?), which take turns."""
+    found: list[_Step] = []
+    for each in timed:
+        each.install()
+    try:
+        for turn in range(-(-steps // TURN)):
+            for settled in ways:
+                for each in timed:
+                    each.settles = settled
+                for number in range(min(TURN, steps - turn * TURN) + 1):
+                    wall = step()
+                    runs = [(each, run) for each in timed for run in each.take()]
+                    if number:  # (the first one still has what the other way left on its way)
+                        found.append(_Step(settled, wall, runs))
+    finally:
+        for each in timed:
+            each.remove()
+    return found
+
+
+def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> _Found:
+    runtime: Runtime = handle.runtime
+    watch = Stopwatch(runtime.device)
+
+    def step() -> float:
+        start = watch.now()
+        handle.train_step(*args, **kwargs)
+        end = watch.now()
+        if runtime.plan.optimizer is None:
+            for param in runtime.shards.params().values():
+                param.grad = None
+        return watch.between(start, end)
+
+    for _ in range(WARM):
+        step()
+    timed = {Timed(executable, watch): whole for executable, whole in _executables(runtime)}
+    sends = any(ranks > 1 for ranks in runtime.sizes.values())
+    observed = _observe(list(timed), step, (True, False) if sends else (True,), steps)
+    alone, beside = [s for s in observed if s.settled], [s for s in observed if not s.settled]
+    costs = Costs(runtime.costs.hardware, fused=runtime.plan.backend == "inductor")
+    samples: list[_Sample] = []
+    stolen = 0.0
+    wholes = {}
+    for each, whole in timed.items():
+        runs = [run for s in alone for own, run in s.runs if own is each]
+        if not runs:  # (of a signature, or for outputs, that training does not have)
+            continue
+        wholes[id(whole)] = whole
+        by_name = {n.name: n for n in whole.graph.nodes}  # (a split program's inputs may have other strides)
+        for node, seconds in each.seconds(runs, costs).items():
+            samples.append(_sample(by_name.get(node.name, node), seconds, costs))
+        stolen += each.longer(runs, [run for s in beside for own, run in s.runs if own is each])
+    besides = max(statistics.median(s.besides for s in beside or alone), 0.0)
+    if not beside:
+        return _Found(samples, besides)
+    sent = sum(bytes_of(n) for whole in wholes.values() for n in whole.graph.nodes if collectives.is_start(n))
+    start = statistics.median(seconds / max(count, 1) for seconds, count in (s.started for s in beside))
+    return _Found(samples, besides, sent, max(stolen, 0.0), start)
+
+
+def _executables(runtime: Runtime) -> Iterable[tuple[Executable, Program]]:
+    """What a step runs, each with the program that it is a part of."""
+    for entry in runtime.entries.values():
+        for step in entry.programs():
+            for executable in step.executables():
+                yield executable, step.history().program
+    for update in runtime.updater.compiled():
+        for chunk in update.executable.chunks:
+            yield chunk.executable, update.history.program
+
+
+def any_loss(output: Any, *_: Any, **__: Any) -> torch.Tensor:
+    """The loss of an output, or the sum of all that can be differentiated in it."""
+    loss = find_loss(output)
+    if loss is not None:
+        return loss
+    leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+    return torch.stack([x.sum().to(torch.float32) for x in leaves]).sum()
+
+
+# -- the table ------------------------------------------------------------------------------------------------------------
+def _sample(node: fx.Node, seconds: float, costs: Costs) -> _Sample:
+    return _Sample(signature(node), seconds, flops_of(node), costs.traffic(node), dtype_of(node))
+
+
+def _with_work(links: dict[str, Link], ranks: Sequence[_Found]) -> dict[str, Link]:
+    """Links with what a transfer takes from computing: nothing less than none, nor more than all of its time."""
+    stolen, start = statistics.median(r.stolen for r in ranks), statistics.median(r.start for r in ranks)
+    sent = max(ranks[0].sent, 1)  # (ranks run the same programs)
+    return {
+        dim: link.model_copy(update={"work": min(stolen / sent, 1 / link.bandwidth), "start": start})
+        for dim, link in links.items()
+    }
+
+
+def _hardware(name: str, base: Hardware, links: dict[str, Link], ranks: Sequence[_Found]) -> Hardware:
+    """One record of what every rank measured: of the slowest rank, since the others wait for it; means over nodes of equal
+    signature."""
+    by_key: dict[str, list[float]] = {}
+    rows: list[_Sample] = []
+    for same in zip(*(r.samples for r in ranks), strict=True):  # (ranks run the same programs)
+        seconds = max(s.seconds for s in same)
+        by_key.setdefault(same[0].key, []).append(seconds)
+        rows.append(_Sample(same[0].key, seconds, same[0].flops, same[0].moved, same[0].dtype))
+    rates = _rates(rows)
+    return base.model_copy(
+        update={
+            "name": name,
+            "flops": {**base.flops, **rates},
+            "memory": _memory(rows) or base.memory,
+            "launch": _launch(rows, base.launch),
+            "links": {**base.links, **{d: _rounded(link) for d, link in links.items()}},
+            "operators": {key: _short(statistics.fmean(seconds)) for key, seconds in sorted(by_key.items())},
+            "step": _short(min(r.besides for r in ranks)),  # (the last rank to come waits for nobody)
+        }
+    )
+
+
+def _rates(rows: list[_Sample]) -> dict[str, float]:
+    """FLOP/s of products by dtype."""
+    flops: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for row in rows:
+        if row.flops and row.seconds:
+            flops[row.dtype] = flops.get(row.dtype, 0) + row.flops
+            seconds[row.dtype] = seconds.get(row.dtype, 0.0) + row.seconds
+    return {dtype: _short(flops[dtype] / seconds[dtype]) for dtype in flops}
+
+
+def _memory(rows: list[_Sample]) -> float | None:
+    """Bytes per second of all that is no product and large; None without any."""
+    large = [r for r in rows if not r.flops and r.moved > LARGE and r.seconds]
+    return _short(sum(r.moved for r in large) / sum(r.seconds for r in large)) if large else None
+
+
+def _launch(rows: list[_Sample], base: float) -> float:
+    """Seconds of what moves next to nothing."""
+    small = [r.seconds for r in rows if not r.flops and 0 < r.moved < LARGE // 256]
+    return _short(statistics.median(small)) if small else base
+
+
+def _rounded(link: Link) -> Link:
+    return Link.model_validate({k: v if isinstance(v, bool) else _short(v) for k, v in link.model_dump().items()})
+
+
+def _short(value: float) -> float:
+    """Four digits: more were not measured."""
+    return float(f"{value:.4g}")
+
+
+def _write(hardware: Hardware, path: Path, agreement: Agreement) -> None:
+    """Rank 0 writes; none returns before the file is whole."""
+    problem: str | None = None
+    if not agreement.ranks or dist.get_rank() == agreement.ranks[0]:
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(hardware.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            problem = str(error)
+            part.unlink(missing_ok=True)
+    problem = agreement.gather("a file", problem)[0]
+    if problem is not None:
+        raise PlanError("the table of costs can't be written", where=str(path), why=problem)

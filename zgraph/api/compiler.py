@@ -1,0 +1,220 @@
+"""`zgraph.compile`: a plain module becomes a sharded, compiled one, in place."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zgraph.api.deferred import Undivided
+from zgraph.api.handle import attach, started
+from zgraph.build.pass_pipeline import refuse_unmatched
+from zgraph.build.planned_step import Inputs, device_of, split_inputs
+from zgraph.build.resolve_offload import placed
+from zgraph.capture.former_memory import refuse_shared_memory
+from zgraph.capture.forwards import unbound
+from zgraph.capture.inputs import refuse_state
+from zgraph.codegen import debug_mode
+from zgraph.errors import MeshError, ModelError
+from zgraph.parameters.mixed_precision import check, overflow_error, prepare, refuse_overflow
+from zgraph.parameters.replaced import refuse_unmovable
+from zgraph.parameters.sharding import fingerprint, planned_layout, shard
+from zgraph.plan.lr_schedules import TorchSchedule
+from zgraph.plan.plan import Plan
+from zgraph.program.program import STAGE_DIM, TENSOR_DIM, ParamSpec
+from zgraph.ranks.agreement import Agreement
+from zgraph.runtime.compiled_models import free_dropped_models, is_compiled
+from zgraph.runtime.runtime import Runtime, agreed_costs, opened_tiers
+from zgraph.stages.partition_model import Uncut
+from zgraph.stages.runtime import PipelineRuntime
+from zgraph.stages.step import compile_first
+from zgraph.update.groups import members_of, refuse_complex_clipping
+from zgraph.update.optimizer import PlanOptimizer
+from zgraph.update.torch_schedule import torch_scheduler
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def compile(
+    model: M,
+    plan: Plan | None = None,
+    *,
+    inputs: Inputs | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> M:
+    """Shard `model` as `plan` says and let its forward and backward run as compiled programs.
+
+    Returns the same module object: the same class, the same parameter names, parameters now `DTensor` shards (plain
+    tensors in one process without a process group). With `inputs` (a tuple of args or a dict of kwargs of this rank's
+    own batch) it captures and compiles now, else at the first call; each new input signature is compiled once.
+    `mesh` is a DeviceMesh whose dimension names and sizes are those of the plan; by default one is made over all
+    ranks. Under torchrun without a process group, one is initialised. Parameters and buffers that differ between ranks
+    become rank 0's, and a warning says so; those on the meta device are initialised shard by shard. `loss_fn(output, …)` gives
+    `train_step` the loss where the model's output has none: after the output it gets what was given to `train_step` and
+    `forward` has no room for, or the arguments of `forward`, as many as it needs.
+
+    All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices), `MeshError` (a mesh
+    that is not the world), `RankMismatchError` (ranks with different plans or models), `UnsupportedError` (lazy
+    modules). With `inputs`, else at the first call: `CaptureError` with the user's file and line (a model that can't
+    be captured whole), `UnsupportedError` (a forward that changes a parameter in place), `PlanError` (a pass of the
+    user's that can't be loaded), `PassError` (a pass that failed, or left a program that the verifier refuses),
+    `LoweringError` (Inductor can't compile an operator).
+
+    Make optimizers, and lists of parameters, after it: they must hold the shards. One that was made before raises `StepError` at its first use
+    (but for reading values, which stay those of before); without a process group it goes on working. Hooks of parameters stay: they are
+    called with the reduced gradient of each backward, a `DTensor`.
+    """
+    debug_mode.wanted()  # (a word that means nothing is refused now)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"zgraph.compile takes an nn.Module, not {type(model).__name__}")
+    if is_compiled(model):
+        raise ModelError(
+            "the model is compiled already",
+            hint="model.zgraph.recompile(plan) runs the same weights by another plan",
+        )
+    inner = next((name for name, child in model.named_modules() if is_compiled(child)), None)
+    if inner is not None:
+        raise ModelError(f"module {inner!r} of the model is compiled already", hint="compile only the outermost module")
+    free_dropped_models()
+    plan = plan or Plan()
+    device = device_of(model)
+    init_process_group(device)
+    mesh, sizes = _mesh(plan, mesh, device)
+    plan = plan.for_world(math.prod(sizes.values()))
+    if mesh is not None and dist.get_rank() != 0:
+        logging.getLogger("zgraph").setLevel(logging.WARNING)
+    agreement = Agreement(mesh)
+    precision = plan.resolved_precision()
+    agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
+    plan = placed(plan, model, sizes, device, lambda mine: agreement.any("room in the host's memory", mine))
+    specs = planned_layout(model, sizes, plan)
+    refuse_state(model)
+    agreement.vote(
+        "the model",
+        "; ".join(f"{s.name}: {s.dtype}{list(s.shape)}{'' if s.requires_grad else ' frozen'}" for s in specs.values()),
+    )
+    _same_values(model, agreement)
+    seed = (
+        agreement.broadcast(torch.initial_seed())
+        if any(p.is_meta for p in [*model.parameters(), *model.buffers()])
+        else 0
+    )
+    forward = unbound(model, model.forward)
+    check(model, precision, specs)
+    refuse_unmatched(plan, model)
+    refuse_shared_memory(model, moved_parameters(model, specs, mesh), updates=plan.optimizer is not None)
+    refuse_unmovable(model, replaces=mesh is not None, in_stages=sizes.get(STAGE_DIM, 1) > 1)
+    refuse_complex_clipping(plan, specs)
+    if plan.optimizer is not None:  # (what can be refused is refused while the model is as it was)
+        optimizer = PlanOptimizer(members_of(model, specs, plan.optimizer), dict(model.named_parameters()), None)
+        if isinstance(plan.lr_schedule, TorchSchedule):
+            torch_scheduler(plan.lr_schedule, optimizer)
+    too_large = refuse_overflow(model, precision)
+    if agreement.any("weights beyond the range of the low dtype", bool(too_large)):
+        raise overflow_error(too_large or ["(of another rank)"])
+    if sizes.get(STAGE_DIM, 1) > 1 or sizes.get(TENSOR_DIM, 1) > 1:
+        assert mesh is not None
+        made = Uncut if sizes.get(STAGE_DIM, 1) > 1 else Undivided
+        uncut = made(model, forward, plan, sizes, mesh, specs, device, agreement, seed, loss_fn)
+        first = started(uncut.runtime(*split_inputs(inputs))) if inputs is not None else uncut
+        attach(model, first, loss_fn)  # (where that was refused the model is as it was)
+        if inputs is not None and isinstance(first, PipelineRuntime):
+            compile_first(first, *split_inputs(inputs))
+        elif inputs is not None and isinstance(first, Runtime):
+            first.entry(*split_inputs(inputs))
+        return model
+    tiers = opened_tiers(model, plan, specs, device, agreement)
+    costs = agreed_costs(plan, device, agreement, tiers)
+    shards = shard(model, specs, mesh, device, seed, tiers.of("parameters"))
+    prepare(model, precision, specs)
+    runtime = started(Runtime(model, forward, plan, sizes, mesh, shards, device, agreement, costs, tiers))
+    attach(model, runtime, loss_fn)
+    if inputs is not None:
+        args, kwargs = split_inputs(inputs)
+        runtime.entry(args, kwargs)
+    return model
+
+
+def moved_parameters(model: nn.Module, specs: dict[str, ParamSpec], mesh: DeviceMesh | None) -> set[str]:
+    """The parameters that get memory of their own: all where there are ranks, else those that are stored otherwise from now on."""
+    return {
+        name
+        for name, param in model.named_parameters()
+        if mesh is not None
+        or specs[name].home is not None
+        or (param.stride(), param.dtype) != (specs[name].whole_stride, specs[name].dtype)
+    }
+
+
+def init_process_group(device: torch.device) -> None:
+    """Under torchrun's variables and without a process group, make one; else touch nothing global."""
+    if dist.is_initialized() or not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend)
+    logger.info("initialised a process group of %d ranks over %s", dist.get_world_size(), backend)
+
+
+def _mesh(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh | None, dict[str, int]]:
+    if mesh is not None:
+        names = mesh.mesh_dim_names
+        if not names:
+            raise MeshError("the mesh's dimensions have no names", hint="init_device_mesh(…, mesh_dim_names=('dp',))")
+        sizes = plan.resolve_mesh(mesh.size())
+        given = dict(zip(names, mesh.shape, strict=True))
+        if given != sizes:
+            raise MeshError(
+                f"the mesh given is {given}, the plan's is {sizes}",
+                hint="give one of the plan's sizes, or change plan.mesh",
+            )
+        return mesh, sizes
+    if not dist.is_initialized():
+        return None, plan.resolve_mesh(1)
+    sizes = plan.resolve_mesh(dist.get_world_size())
+    if not sizes:
+        raise MeshError("the plan's mesh is empty", hint='mesh={"dp": -1} is all ranks')
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), sizes
+
+
+def _same_values(model: nn.Module, agreement: Agreement) -> None:
+    """Give every rank rank 0's parameters and buffers where they differ, as DDP does; equal ones cost one integer each."""
+    if agreement.group is None:
+        return
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {n: t.detach() for n, t in tensors.items() if not t.is_meta}
+    agreement.vote(
+        "the model's tensors",
+        "; ".join(f"{n}: {t.dtype}{list(t.shape)}" for n, t in tensors.items()),
+        hint="build the same model on every rank",
+    )
+    if not tensors:
+        return
+    bits = torch.stack([fingerprint(t) for t in tensors.values()])
+    both = torch.stack([bits, -bits])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=agreement.group)
+    names = [n for n, d in zip(tensors, (both[0] != -both[1]).tolist(), strict=True) if d]
+    if names:
+        logger.warning("%d tensors of the model differ between ranks (%s …): taking rank 0's", len(names), names[0])
+    for name in names:
+        _take_first_ranks(tensors[name], agreement)
+
+
+def _take_first_ranks(tensor: torch.Tensor, agreement: Agreement) -> None:
+    """Write the first rank's values into a tensor, of whatever dtype and strides; elements of an expanded one are written once."""
+    once = tensor[tuple(slice(0, 1) if s == 0 else slice(None) for s in tensor.stride())]
+    whole = once.clone(memory_format=torch.contiguous_format)
+    group = agreement.group if tensor.device.type == "cpu" else None
+    dist.broadcast(whole.reshape(-1).view(torch.uint8), src=agreement.ranks[0], group=group)
+    once.copy_(whole)

@@ -1,0 +1,53 @@
+"""A compiled model with tensor parallelism before its first call: which weights are divided is known when it was captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zgraph.build.pass_pipeline import costs_of
+from zgraph.capture.tensor_parallel_layout import divided_layout
+from zgraph.errors import PlanError
+from zgraph.parameters.mixed_precision import prepare
+from zgraph.parameters.sharding import shard, with_requires_grad
+from zgraph.program.program import ParamSpec
+from zgraph.runtime.runtime import Runtime, agreed_costs, opened_tiers
+from zgraph.runtime.train_step import in_order
+from zgraph.stages.partition_model import Uncut, as_in_training
+
+
+class Undivided(Uncut):
+    """Likewise to `Uncut`, for a plan without a pipeline."""
+
+    def runtime(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
+        """Capture the model by a call with these arguments and put this rank's parts of its parameters in their places. All ranks must
+        call it. Raises what `zgraph.compile` does with inputs."""
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        specs = with_requires_grad(self.specs, params)
+        precision = self.plan.resolved_precision()
+
+        def attempt() -> dict[str, ParamSpec]:
+            with prepare(self.module, precision, specs), as_in_training(self.module) as trains:
+                found = self.to_cut_by(args, in_order(self, kwargs), trains)
+            return divided_layout(found.joint, self.plan, costs_of(self.plan, self.device), self.module)
+
+        def refused(rank: int, said: str) -> PlanError:
+            return PlanError(f"rank {rank} can't divide the model", where="tensor_parallel", why=said)
+
+        specs = self.everyone.together("the division of weights", attempt, refused)
+        self.everyone.vote("the division of weights", repr({n: s.division for n, s in specs.items()}))
+        tiers = opened_tiers(self.module, self.plan, specs, self.device, self.everyone)
+        costs = agreed_costs(self.plan, self.device, self.everyone, tiers)
+        shards = shard(self.module, specs, self.mesh, self.device, self.seed, tiers.of("parameters"))
+        prepare(self.module, precision, specs)
+        return Runtime(
+            self.module,
+            self.forward_function,
+            self.plan,
+            self.sizes,
+            self.mesh,
+            shards,
+            self.device,
+            self.everyone,
+            costs,
+            tiers,
+        )

@@ -1,0 +1,557 @@
+"""`model.zgraph`: what a user asks of a compiled model, and how the model itself is made to run compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.build.step_program import StepProgram
+from zgraph.capture.forwards import Forward
+from zgraph.checkpoint.loading import load
+from zgraph.checkpoint.pretrained import is_pretrained
+from zgraph.checkpoint.publish import publish
+from zgraph.checkpoint.saving import Saver
+from zgraph.errors import ModelError, StepError
+from zgraph.inspection.assemble import of_runtime
+from zgraph.inspection.explain import Explanation, explain
+from zgraph.inspection.inspection import Inspection
+from zgraph.inspection.recorder import record
+from zgraph.inspection.run_report import Report
+from zgraph.parameters.foreign import watch_loads
+from zgraph.passes import History
+from zgraph.passes.analysis.simulator import StepForecast, simulate_step
+from zgraph.plan.plan import Plan
+from zgraph.program.program import STAGE_DIM, TENSOR_DIM
+from zgraph.program.remark import Remark
+from zgraph.runtime.compiled_models import Compiled, remember
+from zgraph.runtime.runtime import Runtime
+from zgraph.runtime.timings import Timings
+from zgraph.runtime.train_step import train_step
+from zgraph.stages.partition_model import Uncut, made_again
+from zgraph.stages.runtime import PipelineRuntime, refuse_gradients
+from zgraph.stages.step import train_step as train_step_in_stages
+from zgraph.update.optimizer import PlanOptimizer
+from zgraph.update.owned_parameters import mesh_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# What a compiled module carries on top of its class, unless it owns such a name already (see `_owns`).
+_METHODS = (
+    "no_sync",
+    "step",
+    "train_step",
+    "eval_step",
+    "zero_grad",
+    "save_checkpoint",
+    "load_checkpoint",
+    "save_pretrained",
+)
+
+
+class Handle(Compiled):
+    """What is known of a compiled module, and what can be asked of it: `model.zgraph`."""
+
+    def __init__(self, runtime: Runtime | Uncut, loss_fn: Callable[..., Any] | None = None) -> None:
+        self._runtime = runtime
+        self.loss_fn = loss_fn
+        self.forward: Forward  # (set by `attach`)
+
+    @property
+    def runtime(self) -> Runtime:
+        """What runs it. Raises `StepError` for a model in stages, or with divided weights, that was not called yet: how is not known."""
+        if isinstance(self._runtime, Uncut):
+            staged = self._runtime.staged
+            raise StepError(
+                "the model is not cut into stages yet" if staged else "the model's weights are not divided yet",
+                where=f"mesh.{STAGE_DIM if staged else TENSOR_DIM}",
+                why="where, and so which parameters this rank holds, is found in its first call",
+                hint="zgraph.compile(model, plan, inputs=…) does it at once",
+            )
+        return self._runtime
+
+    @runtime.setter
+    def runtime(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @property
+    def saver(self) -> Saver:
+        """Who saves this model's checkpoints."""
+        saver = self.runtime.saver
+        assert isinstance(saver, Saver)
+        return saver
+
+    @property
+    def uncut(self) -> Uncut | None:
+        """What a model in stages, or with divided weights, is before its first call; None for every other."""
+        return self._runtime if isinstance(self._runtime, Uncut) else None
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
+        """The run time; a model in stages or with divided weights is cut now if it was not, for a call with these arguments. All ranks must
+        call it."""
+        if isinstance(self._runtime, Uncut):
+            self._runtime = started(self._runtime.runtime(args, kwargs))
+        return self._runtime
+
+    def adopt_forward(self, function: Callable[..., Any]) -> None:
+        """Capture another forward (which takes the module first) from the next call on. Raises `ModelError` for a model that was cut into stages."""
+        if isinstance(self._runtime, PipelineRuntime):
+            raise ModelError(
+                "the forward of a model in stages was replaced",
+                where=f"mesh.{STAGE_DIM}",
+                why="where it is cut, and which parameters each rank holds, was found in the forward before",
+                hint="replace it before zgraph.compile",
+            )
+        self._runtime.forward_function = function
+        if isinstance(self._runtime, Runtime):
+            self._runtime.forwards_replaced += 1
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the model runs by now (see `recompile`), for the ranks that there are: of an elastic one, `elastic.rows` are those of a
+        step on each rank, and `micro_batches` how many they are cut into."""
+        return self._runtime.plan
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The device mesh; None in one process without a process group."""
+        return self._runtime.everyone.mesh
+
+    @property
+    def samples(self) -> int:
+        """The rows that the run has been trained on, over all ranks: saved in checkpoints and loaded from them. Where a run that goes on has
+        to go on in its data, on however many ranks.
+
+        Counted are the rows of every forward in train mode with gradients, those of steps that were skipped for an overflow too. The same on all
+        ranks.
+        """
+        return self.runtime.samples
+
+    @property
+    def programs(self) -> dict[str, StepProgram]:
+        """The programs made so far, by name: "train0", "eval1", … in the order of their first call.
+
+        `.history()` of one gives the program after every pass, `.executables()` what of it is compiled, with its source.
+        """
+        return {step.name: step for entry in self.runtime.entries.values() for step in entry.programs()}
+
+    @property
+    def updates(self) -> dict[str, History]:
+        """The way of each update program through its passes: "update0", … (one for each set of parameters with gradients)."""
+        return self.runtime.updater.histories()
+
+    def report(self) -> Report:
+        """What was compiled: layouts, passes, collectives, and the kernels with the operators that each fused. `str()` of it is text, in a
+        notebook it is the page that `zgraph report` writes."""
+        return Report(self.runtime)
+
+    def inspect(self) -> Inspection:
+        """All that the command line looks at: the programs after every pass, what they take, what was missed, what was measured."""
+        return of_runtime(self.runtime)
+
+    def explain(self, what: str) -> Explanation:
+        """Why a node, a parameter, a pass or the "peak" is as it is, or what was "missed": reason, cost, remedy. Raises `TargetError` with
+        the nearest name for one that there is none of, `StepError` before the first program is compiled."""
+        found = self.inspect()
+        if not found.ways:
+            raise StepError("there is no program yet", hint="zgraph.compile(…, inputs=…), or a first step")
+        return explain(found, what)
+
+    def remarks(self) -> list[Remark]:
+        """What passes would have liked to do and could not, with reason, cost and remedy; the costliest first."""
+        return self.runtime.remarks()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the next one outside reduces the sum.
+
+        At stages 0 and 1 `.grad` is meanwhile a DTensor of placement `Partial("avg")`: this rank's own sum. Stages 2
+        and 3 keep only shards of gradients, so they reduce each time, inside as well; the numbers are the same.
+        """
+        with self.runtime.no_sync():
+            yield
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+    def step(self) -> torch.Tensor | None:
+        """Update the weights from the gradients of the backward passes since the last step, and zero these. (A model in stages has none
+        outside of `train_step`, which does it all.)
+
+        By the plan's `optimizer`, after clipping (`grad_clip`), with the learning rate of `lr_schedule`. Returns the norm
+        of all gradients before clipping (0-dim float32, on the device) where the plan clips by it, else None. All ranks
+        must call it. Raises `StepError` without a backward before it or an optimizer in the plan, `OverflowError` when
+        fp16's loss scale can't get smaller, and `PlanError` where a field of the optimizer was changed that can't be: then
+        the gradients are still there, for another `step()`.
+        """
+        return self.runtime.updater.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throw the gradients away, as the module's own `zero_grad` does; what they were of is then no part of the next step (`on_nonfinite`)."""
+        module = self._runtime.module
+        type(module).zero_grad(module, set_to_none)
+        if self.uncut is None:
+            self.runtime.updater.zeroed()
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, backward, accumulation over the plan's `micro_batches`, reduction, clipping, update, zeroing.
+
+        The arguments are those of the model's forward for this rank's whole batch, whose tensors are cut on dimension 0
+        into micro-batches; what forward does not take goes to `loss_fn` (see `zgraph.compile`). Returns what the model
+        returns, detached: scalars averaged over micro-batches, tensors joined on dimension 0. Without an optimizer in
+        the plan the gradients are left in `.grad`. With `loss_average="token"` each micro-batch and rank counts by its
+        number of targets (`zgraph.runtime.train_step.count_targets`). Raises `StepError` for a batch that the micro-batches do not
+        divide (unless by token) or that has not the rows of an elastic plan, and for an output without a loss. With an optimizer in the
+        plan a step that raises, whatever it raises, leaves no gradients: the next one begins anew.
+        """
+        self.forward.settle(self.plan.mesh.get(STAGE_DIM, 1) != 1)
+        runtime = self.cut(args, kwargs)
+        if isinstance(runtime, PipelineRuntime):
+            return train_step_in_stages(runtime, self.loss_fn, args, kwargs)
+        return train_step(runtime, runtime.module, self.loss_fn, args, kwargs)
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output in eval mode and without gradients; modes are as before afterwards."""
+        module = self._runtime.module
+        modules = [m for m in module.modules() if m.training]
+        module.eval()
+        try:
+            with torch.no_grad():
+                return module(*args, **kwargs)
+        finally:
+            for module in modules:
+                module.training = True
+
+    def finish(self) -> None:
+        """Let an update end that runs late (`offload.delayed_after`), and the weights be those after it: before they are used for anything
+        but the next step. Let a checkpoint be complete that is saved in the background, and raise what went wrong with it. Raise what the next
+        step would where the last one was not finite (`on_nonfinite`). All ranks must call it."""
+        self.runtime.updater.finish()
+        self.runtime.updater.settle()
+        self.saver.wait()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+    def save_checkpoint(
+        self,
+        dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        async_: bool = False,
+        *,
+        keep_last: int | None = None,
+    ) -> str:
+        """Save all that a run needs to go on from here, into the folder `tag` ("step100", say) of `dir`; returns the tag.
+
+        Weights, buffers (rank 0's, of a pipeline those that a stage changes from there), optimizer state wherever it lies, counters, loss
+        scale, averages, each rank's random states, the plan.
+        `client_state` is what you add: plain values, arrays, tensors, objects with `state_dict()`; it may differ between ranks. Each rank
+        writes what it holds. The checkpoint is complete, on disk and named by `latest` when this returns, or there is none.
+
+        With `async_` it returns once everything was copied to the host's memory; what goes wrong later is raised by the next save or load,
+        or by `finish()`. `keep_last`: remove all but so many of the newest checkpoints. All ranks must call it. Raises
+        `CheckpointError` if it can't be written (the run can go on), `StepError` while gradients wait for `step()`.
+        """
+        return self.saver.save(
+            self.runtime, Path(dir).absolute(), tag, client_state, async_=async_, keep_last=keep_last
+        )
+
+    def load_checkpoint(
+        self,
+        dir: str | PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        fallback: bool = False,
+        optimizer: bool = True,
+    ) -> dict[str, Any]:
+        """Go on from a checkpoint, saved by whatever plan on however many ranks; returns the client state that was saved with it.
+
+        `tag`: by default the one that was saved last. `dir` may be a checkpoint itself. All of it is read and checked before anything is
+        changed. `client_state`: objects with `load_state_dict()`, each of which is given the saved value of its key. With
+        `fallback`, where a checkpoint is damaged, the newest one that is not is loaded, and a warning says so. `optimizer=False`: weights alone.
+        Random states are those of each rank; ranks that there were none of keep theirs. All ranks must call it. Raises
+        `CheckpointError` for one that is damaged, of another model or of another optimizer: then nothing was changed.
+        """
+        self.saver.wait()
+        return load(
+            self.runtime,
+            Path(dir).absolute(),
+            tag,
+            fallback=fallback,
+            optimizer=optimizer,
+            client_state=client_state,
+        )
+
+    def save_pretrained(
+        self,
+        dir: str | PathLike[str],
+        *,
+        dtype: str | torch.dtype | None = None,
+        max_shard_size: str | int = "5GB",
+        averaged: bool = False,
+    ) -> None:
+        """Write the weights as safetensors that `from_pretrained` reads, with the config of a model of transformers'.
+
+        Names and tensors are those of transformers' own `save_pretrained`; a plain module's are those of its state dict, tied ones under the
+        first. No rank gathers weights: each writes its rows where they belong. Weights are those of the last step, in the dtype that
+        the model holds each in; `dtype` ("fp32", "bf16", "fp16", or one of torch's) casts what is floating-point, from the fp32 masters where
+        there are some. `averaged`: the plan's moving average (`ema`) instead. `max_shard_size`: bytes of tensors in a file at most, as
+        a number or "5GB"; a larger tensor has a file of its own.
+
+        All is written beside what is in `dir`, and then put in place by renames; other files there stay. All ranks must call it. Raises
+        `CheckpointError` on every rank if it can't be written, `UnsupportedError` for quantized models and adapters, `StepError` for
+        `averaged` without `ema` and after an update that failed.
+        """
+        publish(self.runtime, Path(dir).absolute(), dtype=dtype, max_shard_size=max_shard_size, averaged=averaged)
+
+    @property
+    def optimizer(self) -> PlanOptimizer | None:
+        """The plan's optimizer as a `torch.optim.Optimizer`: its groups' numbers can be read and set. None without one."""
+        return self.runtime.updater.optimizer
+
+    @property
+    def loss_scale(self) -> torch.Tensor | None:
+        """fp16's loss scale, 0-dim float32 on the device; None without loss scaling."""
+        return self.runtime.updater.states.scale("scale")
+
+    @property
+    def skipped_steps(self) -> torch.Tensor | None:
+        """How many steps were skipped because a gradient (or, by the plan's `on_nonfinite`, the loss) was not finite: 0-dim int64 on the
+        device; None where none ever is."""
+        return self.runtime.updater.states.skipped()
+
+    def grad_norms(self) -> dict[str, torch.Tensor]:
+        """The 2-norm of each parameter's gradient over all ranks, by name; all ranks must call it. Of a model in stages it has those of
+        this rank's.
+
+        Gradients are there from a backward to `step()`: call it between them, or in a hook of `on_gradients`.
+        """
+        return self.runtime.updater.grad_norms()
+
+    def on_gradients(self, hook: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[], None]:
+        """Call `hook(gradients by name)` before each update, with averaged gradients; returns what removes it. Of a model in stages it is
+        given those of this rank's, of a parameter that several stages use their own part."""
+        hooks = self.runtime.updater.hooks
+        hooks.append(hook)
+        return lambda: hooks.remove(hook)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the model's weights are their moving averages (the plan's `ema`). Raises `StepError` without one."""
+        with self.runtime.updater.averaged():
+            yield
+
+    def timings(self, *, tokens: int | None = None, peak_flops: float | None = None) -> Timings:
+        """Where the time of the last steps went, on every rank; all ranks must call it. See `zgraph.runtime.timings.Timings`.
+
+        `tokens`: how many of them one rank's step has, for tokens/s. `peak_flops`: FLOP/s of one device, for the model
+        FLOP/s utilisation. The next step runs under torch's profiler, for the communication that is waited for.
+        """
+        return self.runtime.timings(tokens, peak_flops)
+
+    def forecast(self) -> StepForecast:
+        """What a step of one micro-batch takes by the costs that the model is scheduled by (the plan's `hardware`).
+
+        Of the training program that was made last and the update that was. With the hardware of `zgraph.calibrate` it is
+        what the machine will take, else a lower bound. Raises `StepError` before the first training program is compiled, and of a model in
+        stages.
+        """
+        if isinstance(self.runtime, PipelineRuntime):
+            raise StepError(
+                "a forecast of one rank of a pipeline",
+                where="mesh.pp",
+                why="what a step takes depends on all stages and their schedule",
+                hint="zgraph forecast TARGET --plan PLAN --world N shows all of it",
+            )
+        trained = [step for step in self.programs.values() if step.differentiated]
+        if not trained:
+            raise StepError("there is no training program yet", hint="zgraph.compile(…, inputs=…), or a first step")
+        updates = [history.program for history in self.updates.values()]
+        update, late = updates[-1] if updates else None, bool(self.runtime.updater.options.late())
+        return simulate_step(trained[-1].history().program, update, self.runtime.costs, late)
+
+    def recompile(self, plan: Plan) -> None:
+        """Run the same weights by another plan (another stage, backend, passes or micro-batches) on the same mesh.
+
+        The optimizer's states, the step's count, the loss scale and the learning rates go on where they are. A model in stages keeps its
+        stages: micro-batches and schedule may change, as far as each rank has the same stages by it.
+
+        All ranks must call it. Programs are compiled again at the next calls; parameters stay the same objects, so
+        optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would be another (stages 1
+        to 3 share one), `RankMismatchError` if ranks give different plans.
+        """
+        from zgraph.build.pass_pipeline import refuse_unmatched
+        from zgraph.build.resolve_offload import placed_as
+        from zgraph.capture.tensor_parallel_layout import as_divided
+        from zgraph.parameters.sharding import planned_layout
+        from zgraph.runtime.runtime import agreed_costs
+
+        old = self.runtime
+        world = max(1, len(old.everyone.ranks))
+        plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
+        kept = mesh_of(old.sizes, old.updater.held)
+        if sizes != kept:
+            raise ModelError(
+                f"recompile keeps the mesh {kept}, the plan has {sizes}",
+                hint="compile a fresh model, and load a state dict",
+            )
+        refuse_unmatched(plan, old.module)
+        plan = placed_as(plan, old.plan)
+        if not plan.offload.same(old.plan.offload):
+            raise ModelError(
+                "the plan offloads otherwise", where="offload", hint="compile a fresh model, and load a state dict"
+            )
+        wanted = as_divided(planned_layout(old.module, old.sizes, plan), old.shards.specs, old.sizes)
+        if wanted != old.shards.specs:
+            raise ModelError(
+                "the plan lays parameters out in another way",
+                why="an optimizer holds the parameters as they are now",
+                hint="stages 1, 2 and 3 share a layout; for stage 0 or another threshold compile a fresh model, and load a state dict",
+            )
+        old.everyone.vote("the plan of recompile", plan.hash())
+        made: Runtime
+        if isinstance(old, PipelineRuntime):
+            made = made_again(old, old.module, old.shards, plan)
+        else:
+            made = Runtime(
+                old.module,
+                old.forward_function,
+                plan,
+                sizes,
+                old.mesh,
+                old.shards,
+                old.device,
+                old.agreement,
+                agreed_costs(plan, old.device, old.agreement, old.tiers),
+                old.tiers,
+            )
+        made.updater.adopt(old.updater, copies=False)
+        made.samples, made.turns = old.samples, old.turns
+        made.saver = old.saver
+        made.recorder = old.recorder.of(made) if old.recorder is not None else None
+        old.ahead.drop()
+        self.runtime = made
+
+
+def started(runtime: Runtime) -> Runtime:
+    """A new run time with what the rooms below it do not know: who saves its checkpoints, and who records it. All ranks must call it."""
+    runtime.saver = Saver()
+    record(runtime)
+    return runtime
+
+
+def attach(module: nn.Module, runtime: Runtime | Uncut, loss_fn: Callable[..., Any] | None = None) -> Handle:
+    """Let the module's own `forward` run compiled. Its class and its parameters' names stay."""
+    handle = Handle(runtime, loss_fn)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if handle.uncut is not None and handle.uncut.staged:
+            refuse_gradients()
+        return handle.cut(args, kwargs)(*args, **kwargs)
+
+    handle.forward = Forward(module, run, handle.adopt_forward)
+
+    for name in _METHODS:
+        if not _owns(module, name):
+            module.__dict__[name] = getattr(handle, name)
+    module.__dict__["zgraph"] = handle
+    module.__dict__["forward"] = handle.forward.compiled
+    module.__dict__["_call_impl"] = handle.forward
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotForDDP()
+    module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
+    module.__dict__["__reduce_ex__"] = _refuse_pickle
+    if handle.mesh is not None:
+        watch_loads(module)
+    remember(module)
+    return handle
+
+
+def _owns(module: nn.Module, name: str) -> bool:
+    """Does a module have a method of this name that stays? (transformers' own `save_pretrained` would gather the weights on one rank; its
+    `zero_grad` is called by ours.)"""
+    if name == "zero_grad":
+        return False
+    if name == "save_pretrained" and is_pretrained(module):
+        return not str(getattr(type(module), name).__module__).startswith("transformers.")
+    return hasattr(module, name)
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A compiled copy with weights of its own; its programs are compiled when it is first called."""
+    handle: Handle = module.__dict__["zgraph"]
+    handle.forward.refuse_copy()
+    own = (
+        "zgraph",
+        "forward",
+        "_call_impl",
+        "_ddp_params_and_buffers_to_ignore",
+        "__deepcopy__",
+        "__reduce_ex__",
+        *_METHODS,
+    )
+    names = [n for n in own if _is_ours(module, n)]
+    ours = {n: module.__dict__.pop(n) for n in names}
+    try:
+        twin: nn.Module = copy.deepcopy(module, memo)
+    finally:
+        module.__dict__.update(ours)
+    if handle.uncut is not None:
+        attach(twin, replace(handle.uncut, module=twin), handle.loss_fn)
+        return twin
+    old = handle.runtime
+    shards = old.shards.adopt(twin)
+    runtime: Runtime
+    if isinstance(old, PipelineRuntime):
+        runtime = made_again(old, twin, shards, old.plan)
+    else:
+        runtime = Runtime(
+            twin,
+            old.forward_function,
+            old.plan,
+            old.sizes,
+            old.mesh,
+            shards,
+            old.device,
+            old.agreement,
+            old.costs,
+            old.tiers,
+        )
+    runtime.updater.adopt(old.updater, copies=True)
+    runtime.samples, runtime.turns = old.samples, old.turns
+    runtime.saver = Saver()
+    attach(twin, runtime, handle.loss_fn)
+    return twin
+
+
+def _is_ours(module: nn.Module, name: str) -> bool:
+    value = module.__dict__.get(name)
+    return value is not None and (name not in _METHODS or getattr(value, "__self__", None) is module.__dict__["zgraph"])
+
+
+class _NotForDDP:
+    """What DistributedDataParallel asks a module for first: the names of parameters that it leaves out."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ModelError(
+            "DistributedDataParallel around a compiled model",
+            where="the model",
+            why="its programs average gradients over the ranks of the plan's mesh themselves",
+            hint="leave it out: model(…), loss.backward() and model.step(), or model.train_step(…)",
+        )
+
+
+def _refuse_pickle(protocol: int) -> Callable[..., Any]:
+    raise ModelError(
+        "a compiled model can't be pickled, nor copied by copy.copy",
+        where="the model",
+        why="its process groups and kernels belong to this process, and its run time to one model",
+        hint="copy.deepcopy(model) is a compiled copy; to store it save model.state_dict(), and compile the model again after loading",
+    )

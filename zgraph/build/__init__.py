@@ -1,0 +1,1 @@
+"""From a plan and a captured program to finished programs: no ranks, nothing compiled."""

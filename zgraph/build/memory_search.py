@@ -1,0 +1,478 @@
+"""A program within the plan's memory budget: what is computed again, how early gathers start, which weights are held.
+
+The budget is for the peak of the simulated step at every position. Where the plainest schedule does not fit, values are computed
+again, no more than it takes (`zgraph/passes/remat/solver.py`). What is left of the budget goes, first, to transfers in flight, as
+long as that makes the step shorter; then to weights that are kept from the forward to the backward instead of being gathered
+again, those first whose second gather costs most time per byte (DeepCompile's selective unsharding; Tanaka et al., 2025,
+"DeepCompile: A Compiler-Driven Approach to Optimizing Distributed Deep Learning Training").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from zgraph.build.pass_pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant, build
+from zgraph.build.recipe import to_recipe
+from zgraph.codegen import cpu_gemm
+from zgraph.errors import PlanError
+from zgraph.passes import History, Pass, PassManager
+from zgraph.passes.analysis.costs import Costs, size_of
+from zgraph.passes.analysis.memory import idle_bytes
+from zgraph.passes.analysis.parameter_collectives import gathers_of, largest_layer
+from zgraph.passes.analysis.simulator import Forecast, simulate
+from zgraph.passes.remat.solver import Solver
+from zgraph.plan.plan import Plan
+from zgraph.program.node import Phase, info
+from zgraph.program.program import InputRole, OutputRole, Program, with_gradients_in
+from zgraph.program.remark import Remark
+from zgraph.units import shown_bytes
+
+TURNS = 10  # of the search for the bytes that activations may take
+BELOW = 4  # steps below what segments seem to need
+WORTH = 0.01  # of a step: so much waiting is worth a search
+CLOSE = 0.0002  # of a step: so much less computed again is worth a look
+LEAST = Choice(room=0, spare=0, reduce=0)
+
+
+def run_passes(
+    captured: Program,
+    plan: Plan,
+    costs: Costs,
+    variant: Variant = PLAIN,
+    *,
+    training: bool = True,
+    outsides: Outsides | None = None,
+    choice: Choice | None = None,
+    edit: Edit = EVERYTHING,
+) -> tuple[History, Choice]:
+    """The plan's pipeline over a captured program, which is changed; and what was decided. `outsides` are what lives besides
+    it. With a `choice` (another variant's: both must save the same values) nothing is decided again. An `edit` leaves passes out.
+
+    Raises `PlanError` with the smallest budget that works if the plan's does not.
+    """
+    outsides = outsides or Outsides()
+    if plan.memory_budget is None:
+        captured.params = with_gradients_in(outsides.at(None).homes, captured.params)
+        return by_choice(captured, plan, costs, variant, Choice(), training=training, edit=edit), Choice()
+    search = Search(captured, plan, costs, variant, training, outsides, edit)
+    return search.run() if choice is None else search.follow(choice)
+
+
+def by_choice(
+    captured: Program,
+    plan: Plan,
+    costs: Costs,
+    variant: Variant,
+    choice: Choice,
+    *,
+    training: bool,
+    edit: Edit = EVERYTHING,
+    solver: Solver | None = None,
+) -> History:
+    """The plan's pipeline over a captured program, which is changed, as was decided already. `solver`: see `build`."""
+    passes = build(plan, variant, training=training, costs=costs, choice=choice, solver=solver, edit=edit)
+    recipe = to_recipe(plan, costs, variant, training, choice, edit)
+    return PassManager(edit.cut(passes), verify=edit.verified, recipe=recipe).run(captured)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What there is besides forward and backward: bytes `held` all the time, `waiting` of them gradients between micro-batches, all
+    bytes at the peak of the `update`, and the seconds that it takes, `late` beside the next step or between two. `homes` are the tiers
+    that gradients go to, by their parameters' names."""
+
+    held: int = 0
+    waiting: int = 0
+    update: int = 0
+    seconds: float = 0.0
+    late: bool = False
+    homes: Mapping[str, str] = field(default_factory=dict)
+
+    def step(self, seconds: float) -> float:
+        """The seconds of a whole step whose forward and backward take so many."""
+        return max(seconds, self.seconds) if self.late else seconds + self.seconds
+
+
+class Outsides:
+    """The `Outside` for each of the `shares` of the optimizer's states that may be offloaded, made when it is asked for."""
+
+    def __init__(
+        self, shares: tuple[float, ...] = (0.0,), make: Callable[[float], Outside] = lambda share: Outside()
+    ) -> None:
+        self.shares = shares
+        self._made = functools.cache(make)
+
+    def at(self, share: float | None) -> Outside:
+        """That for a share, by default the first."""
+        return self._made(self.shares[0] if share is None else share)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a program takes by a `choice`: bytes at the `peak` of all that it is part of, and its seconds."""
+
+    choice: Choice
+    peak: int
+    seconds: float
+    forecast: Forecast
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What a search has chosen, how any variant is made by it, and what is said of it."""
+
+    choice: Choice
+    search: Search
+    remark: Remark | None = None
+
+    def history(self, variant: Variant = PLAIN) -> History:
+        """All passes, verified, of a variant by the choice."""
+        found = self.search.history(self.choice, variant)
+        if self.remark is not None and variant == self.search.variant:
+            found.program.remarks.append(self.remark)
+        return found
+
+
+def measured_rate(rate: float) -> float:
+    """A measured rate as decisions are made from it: the nearest power of two. What is measured a little otherwise in the next run must not
+    lead to another program."""
+    return float(2.0 ** round(math.log2(rate)))
+
+
+class Search:
+    """Looks for the fastest program within `budget` bytes, by default those of the plan. What a program takes of them is said by
+    `_weighed`; `waiting` other micro-batches are there between its forward and its backward."""
+
+    waiting = 0
+
+    def __init__(
+        self,
+        captured: Program,
+        plan: Plan,
+        costs: Costs,
+        variant: Variant,
+        training: bool,
+        outsides: Outsides,
+        edit: Edit,
+    ) -> None:
+        assert plan.memory_budget is not None
+        self.captured = captured
+        self.plan = plan
+        self.costs = costs
+        self.variant = variant
+        self.training = training
+        self.outsides = outsides
+        self.edit = edit
+        self.offloads = training and plan.offload.tier("activations") is not None
+        self.least = LEAST.but(away=0) if self.offloads else LEAST
+        self.budget: int = plan.memory_budget
+        passes = self._passes(LEAST)
+        self.cut = [p.name for p in passes].index("shard_parameters")
+        self.start = self._run(passes[: self.cut], captured.snapshot(), LEAST)  # what all choices have in common
+        self.idle = idle_bytes(captured)
+        if plan.backend == "inductor":
+            self.idle += cpu_gemm.scratch(captured)
+        self.share = outsides.shares[0]
+        self.tried: dict[Choice, Outcome] = {}
+        self.simulated: dict[Choice, tuple[Forecast, int, int]] = {}
+
+    def run(self) -> tuple[History, Choice]:
+        best, missed = self._best_of_all()
+        made = Decision(best.choice.but(states=self.share), self, missed)
+        return made.history(self.variant), made.choice
+
+    def _best_of_all(self) -> tuple[Outcome, Remark | None]:
+        """The fastest step with its update, over all shares of the states that may be offloaded: the more is, the less has to be
+        done for activations. Raises `PlanError` where none fits."""
+        found: list[tuple[float, float, Outcome, Remark | None]] = []
+        refused: list[PlanError] = []
+        for share in self.outsides.shares:
+            least = min((f.seconds for f, _, _ in self.simulated.values()), default=0.0)
+            if any(outcome.seconds <= least for _, _, outcome, _ in found):
+                break  # (no step is faster, and the update hardly)
+            self._turn_to(share)
+            if found and self.outside.step(least) >= min(found, key=lambda way: way[0])[0]:
+                continue
+            try:
+                outcome, missed = self._best()
+            except PlanError as error:
+                refused.append(error)
+            else:
+                found.append((self.outside.step(outcome.seconds), share, outcome, missed))
+        if not found:
+            refused[-1].hint = self._hint(self._least_at_any_rate())
+            raise refused[-1]
+        _, share, outcome, missed = min(found, key=lambda way: way[:2])
+        self._turn_to(share)
+        return outcome, missed
+
+    def _turn_to(self, share: float) -> None:
+        self.share, self.tried = share, {}
+
+    @property
+    def outside(self) -> Outside:
+        return self.outsides.at(self.share)
+
+    def _best(self) -> tuple[Outcome, Remark | None]:
+        """The fastest for one share. Raises `PlanError` where none fits."""
+        plain = self._try(self.least)
+        base = plain if plain.peak <= self.budget else self._smaller(plain)
+        layer = largest_layer(self.start)
+        found = [base]
+        for n in (1, 2, 4):
+            spare = max(self.budget - base.peak - layer * n, 0)
+            found += self._fitted(base.choice.but(room=layer * n // 2, spare=spare, reduce=layer * n))
+        best = min(found, key=lambda o: (o.seconds, o.peak))
+        ways = [self._keep(outcome) for outcome in dict.fromkeys((best, base, *self._with_room(base)))]
+        return min(ways, key=lambda way: (way[0].seconds, way[0].peak))
+
+    def follow(self, choice: Choice) -> tuple[History, Choice]:
+        """Another variant's decisions. Raises `PlanError` if it does not fit with them."""
+        if choice.states is not None:
+            self._turn_to(choice.states)
+        outcome = self._try(choice)
+        if outcome.peak > self.budget:
+            raise self._refusal(outcome, f"{self.captured.name} with the gradients and weights of other micro-batches")
+        return self.history(choice), choice
+
+    def history(self, choice: Choice, variant: Variant | None = None) -> History:
+        """All passes, verified, by a choice; of another variant if one is given."""
+        return by_choice(
+            self._snapshot(self.captured, choice),
+            self.plan,
+            self.costs,
+            self.variant if variant is None else variant,
+            choice,
+            training=self.training,
+            edit=self.edit,
+            solver=self._solver if choice.activations is not None else None,
+        )
+
+    # -- trying -----------------------------------------------------------------------------------------------------------
+    def _passes(self, choice: Choice, variant: Variant | None = None) -> list[Pass]:
+        solver = self._solver if choice.activations is not None else None
+        return build(
+            self.plan,
+            self.variant if variant is None else variant,
+            training=self.training,
+            costs=self.costs,
+            choice=choice,
+            solver=solver,
+            edit=self.edit,
+        )
+
+    def _try(self, choice: Choice) -> Outcome:
+        # (programs of all shares are the same as long as no gradient goes)
+        choice = choice.but(waiting=self.waiting, states=self.share if self.outside.homes else None)
+        if choice not in self.tried:
+            self.tried[choice] = self._weighed(choice)
+        return self.tried[choice]
+
+    def _weighed(self, choice: Choice) -> Outcome:
+        if choice not in self.simulated:
+            program = self._after_cut(choice)
+            with self._failures_of(choice):
+                found = simulate(program, self.costs)
+            came = sum(size_of(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values())
+            self.simulated[choice] = found, max(sum(found.peak.values()), _after(program)), came
+        found, peak, came = self.simulated[choice]
+        # (`came` is counted by the program)
+        peak = max(peak + max(self.outside.held - came, 0) + self.idle, self.outside.update)
+        return Outcome(choice, peak, found.seconds, found)
+
+    def _after_cut(self, choice: Choice, until: int | None = None, variant: Variant | None = None) -> Program:
+        return self._run(self._passes(choice, variant)[self.cut : until], self._snapshot(self.start, choice), choice)
+
+    def _snapshot(self, program: Program, choice: Choice) -> Program:
+        """A copy in which gradients lie where the share of the states says."""
+        made = program.snapshot()
+        made.params = with_gradients_in(self.outsides.at(choice.states).homes, made.params)
+        return made
+
+    def _run(self, passes: list[Pass], program: Program, choice: Choice) -> Program:
+        with self._failures_of(choice):
+            return PassManager(passes, verify=False, snapshots=False).run(program).program
+
+    @contextlib.contextmanager
+    def _failures_of(self, choice: Choice) -> Iterator[None]:
+        """Without snapshots and the verifier a search is fast, but what fails leaves no reproducer: it is run again with both."""
+        try:
+            yield
+        except PlanError:
+            raise
+        except Exception:
+            self.history(choice)
+            raise
+
+    @cached_property
+    def _solver(self) -> Solver:
+        return Solver(self.start, self.costs, self.waiting)
+
+    def _smaller(self, plain: Outcome) -> Outcome:
+        """The fastest way to take less: fewest offloaded, fewest computed again, or some of both. Raises `PlanError` where the
+        smallest is too much."""
+        if not self.offloads:
+            return self._recompute(plain)
+        found: list[Outcome] = []
+        every = self._try(LEAST)
+        if every.peak <= self.budget:
+            total = sum(plain.forecast.peak.values())
+            self._bisect(2**TURNS, lambda stays: LEAST.but(away=total - total * stays // 2**TURNS))
+            found += [o for o in self.tried.values() if o.peak <= self.budget]
+        for away in (0, plain.forecast.peak.get("activations", 0) // 2, None) if self.plan.recompute == "auto" else ():
+            with contextlib.suppress(PlanError):
+                found.append(self._recompute(every, LEAST.but(away=away)))
+        if not found:
+            smallest = min(self.tried.values(), key=lambda o: o.peak)
+            raise self._refusal(smallest, f"{self.captured.name}, with all offloaded or computed again that can be")
+        return min(found, key=lambda o: (o.seconds, sum(o.forecast.moved.values()), o.peak))
+
+    def _recompute(self, plain: Outcome, least: Choice = LEAST) -> Outcome:
+        """The least that must be computed again, near enough. What is tried next depends on the budget only by what fitted: so one
+        that has more room has tried all that a smaller one found. Raises `PlanError` where the smallest is too much."""
+        if self.plan.recompute != "auto" or not self.training:
+            raise self._refusal(plain, f"{self.captured.name}, with nothing kept and nothing gathered ahead")
+        solver = self._solver
+        sizes = solver.sizes
+
+        def outcome(at: int) -> Outcome:
+            return self._try(least.but(activations=sizes[at]))
+
+        def seconds(at: int) -> float:
+            return solver.seconds(sizes[min(at, len(sizes) - 1)])
+
+        known, high = sizes.index(solver.least()), len(sizes)
+        for low in dict.fromkeys(known * part // BELOW for part in range(BELOW, -1, -1)):
+            best = outcome(low)
+            if best.peak <= self.budget:
+                break
+            high = low
+        else:
+            smallest = min(self.tried.values(), key=lambda o: o.peak)
+            raise self._refusal(smallest, f"{self.captured.name}, with all computed again that can be")
+        while high - low > 1 and seconds(low) - seconds(high) > CLOSE * best.seconds:
+            middle = (low + high) // 2
+            found = outcome(middle)
+            if found.peak <= self.budget:
+                low, best = middle, min(best, found, key=lambda o: (o.seconds, o.peak))
+            else:
+                high = middle
+        return best
+
+    def _with_room(self, base: Outcome) -> list[Outcome]:
+        """Where a step waits for gathers: more is computed again than must be, so that weights can be kept instead."""
+        used = base.choice.activations
+        if used is None or base.forecast.exposed.get("gather", 0.0) < WORTH * base.seconds:
+            return []
+        least = self._solver.least()
+        return [self._try(base.choice.but(activations=at)) for at in sorted({least, (least + used) // 2} - {used})]
+
+    def _fitted(self, choice: Choice) -> list[Outcome]:
+        """The outcome of a choice, with fewer bytes for activations if it needs them for transfers; none if it does not fit."""
+        outcome = self._try(choice)
+        if outcome.peak > self.budget and choice.activations is not None:
+            outcome = self._try(choice.but(activations=choice.activations - (outcome.peak - self.budget)))
+        return [outcome] if outcome.peak <= self.budget else []
+
+    def _refusal(self, outcome: Outcome, what: str) -> PlanError:
+        holds = sorted(((v, k) for k, v in outcome.forecast.peak.items() if v), reverse=True)
+        there = ", ".join(f"{k} {shown_bytes(v)}" for v, k in holds[:4])
+        held = self.outside.held
+        outside = f"; {shown_bytes(held)} of it are optimizer states and gradients" if held else ""
+        if self.outside.update == outcome.peak:
+            outside = "; at the update, which brings states to the device: offload.sub_group_bytes may be smaller"
+        return PlanError(
+            f"a step does not fit into {shown_bytes(self.budget)}",
+            where="memory_budget",
+            why=f"{what}, needs {shown_bytes(outcome.peak)} at its peak ({there}{outside}), and takes "
+            f"{outcome.seconds * 1e3:.4g} ms by the plan's hardware",
+            hint=self._hint(outcome.peak),
+        )
+
+    def _hint(self, least: int) -> str:
+        return (
+            f"the smallest that works is {least} bytes; or more ranks, a smaller batch, a higher ZeRO stage"
+            + ("" if self.plan.recompute == "auto" else ', recompute="auto"')
+            + ("" if self.plan.offload.tiers() else ", or offload")
+        )
+
+    def _least_at_any_rate(self) -> int:
+        """The bytes of the smallest program of those tried. When values come back from a disk depends on its rate, which is measured anew in
+        each run: it is the most that this takes at the rate next to this one either way (see `measured_rate`)."""
+        if not self.tried:
+            return 0
+        least = min(o.peak for o in self.tried.values())
+        if not self.offloads or self.plan.offload.tier("activations") != "nvme":
+            return least
+        for factor in (0.5, 2.0):
+            other = copy.copy(self)
+            rate = self.costs.hardware.nvme * factor
+            other.costs = replace(self.costs, hardware=self.costs.hardware.model_copy(update={"nvme": rate}))
+            other.simulated, other.tried = {}, {}
+            least = max(least, min(other._try(choice).peak for choice in self.tried))
+        return least
+
+    # -- kept weights -----------------------------------------------------------------------------------------------------
+    def _keep(self, base: Outcome) -> tuple[Outcome, Remark | None]:
+        """As many weights as fit, in the order of what their second gather costs; and what is said of the first that
+        does not."""
+        ranked = self._candidates(base.choice)
+        order = [name for _, name in ranked]
+        some = self._bisect(len(order), lambda n: base.choice.but(keep=frozenset(order[:n])))
+        best = self._try(base.choice.but(keep=frozenset(order[:some])))
+        if best.seconds > base.seconds:
+            best, some = base, 0
+        if some == len(order):
+            return best, None
+        more = self._try(base.choice.but(keep=frozenset(order[: some + 1]))).peak
+        return best, Remark(
+            "regather",
+            order[some],
+            f"{order[some]} and {len(order) - some - 1} other weights are gathered again for the backward",
+            f"kept, the peak would reach {shown_bytes(more)}, budget {shown_bytes(self.budget)}",
+            sum(seconds for seconds, _ in ranked[some:]),
+            f"memory_budget={more} has room for the first of them",
+        )
+
+    def _bisect(self, most: int, choice: Callable[[int], Choice]) -> int:
+        """The largest number up to `most` of which the choice fits; 0 is known to."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self._try(choice(middle)).peak <= self.budget
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def _candidates(self, choice: Choice) -> list[tuple[float, str]]:
+        """The weights that both phases gather, with the seconds of the second gather: most per byte first, then those whose uses
+        are closest."""
+        names = [p.name for p in self._passes(choice)]
+        if "regather" not in names:
+            return []
+        made = self._after_cut(choice, until=names.index("regather") + 1)
+        found: dict[str, tuple[float, int]] = {}
+        for at, gather in enumerate(gathers_of(made)):
+            if info(gather.start).phase is Phase.BACKWARD:
+                ranks = made.mesh[str(info(gather.start).mesh_dim)]
+                seconds, place = found.get(gather.name, (0.0, at))
+                found[gather.name] = (seconds + self.costs.transfer([gather.start], ranks), place)
+        sizes = {g.name: max(g.bytes, 1) for g in gathers_of(made)}
+        ranked = sorted(found.items(), key=lambda i: (-round(i[1][0] / sizes[i[0]] * 1e12), i[1][1]))
+        return [(seconds, name) for name, (seconds, _) in ranked]
+
+
+def _after(program: Program) -> int:
+    """Bytes at the end of the update: parameters, gradients, and the first gathers of the next step with what was sent."""
+    params = program.input_nodes(InputRole.PARAMETER).values()
+    grads = [n for p, n in program.output_items() if p.role is OutputRole.GRADIENT]
+    held = sum(size_of(n) for n in (*params, *grads) if info(n).home is None)
+    for gather in gathers_of(program):
+        if info(gather.start).ahead:
+            held += gather.bytes + sum(size_of(a) for a in gather.start.all_input_nodes)
+    return held

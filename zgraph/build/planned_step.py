@@ -1,0 +1,162 @@
+"""A step and its update as a plan makes them of a model: captured, through all passes, with no ranks and nothing compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zgraph.build.pass_pipeline import EVERYTHING, Edit, costs_of, refuse_unmatched
+from zgraph.build.resolve_offload import placed
+from zgraph.build.step_program import StepProgram
+from zgraph.build.update_program import outside_of, whole_update
+from zgraph.capture.capture import trace
+from zgraph.capture.forwards import unbound
+from zgraph.capture.tensor_parallel_layout import divided_layout
+from zgraph.errors import ModelError, PlanError
+from zgraph.parameters.mixed_precision import check, prepare
+from zgraph.parameters.sharding import planned_layout
+from zgraph.passes import History
+from zgraph.passes.analysis.costs import Costs
+from zgraph.plan.plan import Plan
+from zgraph.program.program import TENSOR_DIM, OutputRole, Program
+from zgraph.torch_compat import torch_private
+from zgraph.update.owned_parameters import within
+
+Inputs = tuple[Any, ...] | dict[str, Any]
+
+
+def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of example inputs, which are a tuple of args or a dict of kwargs."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    raise TypeError(f"inputs are a tuple of args or a dict of kwargs, not {type(inputs).__name__}")
+
+
+def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Costs | None = None) -> History:
+    """Capture `model` (not compiled, on any device) and run the plan's pipeline for `world` ranks, without any.
+
+    `inputs` are one rank's own batch; decisions are made from `costs` (by default the plan's).
+    The history's first record is the captured program, the last one the finished
+    program, not yet split into forward and backward; it is the same on every rank. Raises what `compile` does, but
+    for `LoweringError`: nothing is compiled, and the model is not changed.
+    """
+    return planned_step(model, plan, inputs, world, costs).step.history()
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step as a plan makes it for some ranks: its programs, and those of its update."""
+
+    step: StepProgram
+    update: Callable[[], History | None]  # None where nothing is updated; a budget says what of it lies elsewhere
+    late: bool  # does it run beside the next step?
+
+
+def planned_step(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Inputs,
+    world: int,
+    costs: Costs | None = None,
+    edit: Edit = EVERYTHING,
+    captured: Program | None = None,
+) -> PlannedStep:
+    """What `programs` makes, and the update that belongs to it. `inputs` are those of a micro-batch. An `edit` leaves passes out of the
+    step's pipeline. What was `captured` of the model by this plan already is not captured again (and not changed). Raises `PlanError`
+    for a plan with a pipeline, of which `zgraph.forecast.pipeline_plan` has the programs."""
+    plan.refuse_pipeline(world, "program for all ranks")
+    plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
+    costs = costs or costs_of(plan, device_of(model))
+    plan, device = placed_for(model, plan, sizes, costs)
+    captured = captured_program(model, plan, inputs, world) if captured is None else captured
+    reached = {p.name for p in captured.outputs if p.role is OutputRole.GRADIENT}
+    specs = {
+        n: replace(s, requires_grad=n in reached) for n, s in captured.params.items()
+    }  # (what has no gradient is not updated)
+    outsides = outside_of(model, specs, plan, sizes, device, costs)
+    step = StepProgram(captured.name, captured, plan, {}, costs, outsides, lambda program: None, edit)
+
+    def update() -> History | None:
+        step.history()
+        return whole_update(model, specs, plan, sizes, device, step.states) if step.differentiated else None
+
+    return PlannedStep(step, update, plan.offload.late)
+
+
+def placed_for(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs) -> tuple[Plan, torch.device]:
+    """The plan with its places, and the device that its programs are for: where something is offloaded, that of the hardware."""
+    device = torch.device("cuda", 0) if costs.hardware.device == "cuda" else device_of(model)
+    plan = placed(plan, model, sizes, device)
+    return plan, device if plan.offload.tiers() else device_of(model)
+
+
+def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Program:
+    """What `programs` runs the plan's pipeline over: "train", or "eval" for a model that can't be differentiated. Of a plan with a pipeline
+    it is the whole model, for the ranks of one stage."""
+    sizes = within(plan.resolve_mesh(world))
+    precision = plan.resolved_precision()
+    specs = planned_layout(model, sizes, plan)
+    device = device_of(model)
+    args, kwargs = split_inputs(inputs)
+    forward = unbound(model, model.forward)
+    check(model, precision, specs)
+    refuse_unmatched(plan, model)
+    with prepare(model, precision, specs):
+        traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)
+    decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
+    joint = traced.joint(traced.pattern, decompositions, "train" if traced.pattern else "eval")
+    joint.params = divided_layout(joint, plan, costs_of(plan, device), model)
+    return joint
+
+
+def update_program(model: nn.Module, plan: Plan, world: int) -> History:
+    """The update of all of `model`'s parameters that train, by the plan's optimizer, for `world` ranks, without any.
+
+    The model is not compiled, may be on the meta device, and is not changed. Where a budget decides how many states are offloaded, none
+    are here that need not be: that depends on the step's memory (`planned_step`). Raises `PlanError` if the plan has no
+    optimizer, groups that do not fit the model, stages, or ranks that divide weights.
+    """
+    if plan.optimizer is None:
+        raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
+    plan.refuse_pipeline(world, "update for all ranks")
+    plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
+    if sizes.get(TENSOR_DIM, 1) > 1:
+        raise PlanError(
+            "an update alone, of weights that ranks divide",
+            where=f"mesh.{TENSOR_DIM}",
+            why="which they divide is known when the model was captured",
+            hint="planned_step captures it, and has the update as well",
+        )
+    plan, device = placed_for(model, plan, sizes, costs_of(plan, device_of(model)))
+    found = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device)
+    if found is None:
+        raise ModelError("no parameter of the model trains", hint="requires_grad_() on those that are to")
+    return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of the model (where it will be, for a model on the meta device)."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    by_device: dict[torch.device, str] = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_meta:
+            by_device.setdefault(tensor.device, name)
+    if len(by_device) > 1:
+        shown = ", ".join(f"{name!r} on {device}" for device, name in by_device.items())
+        raise ModelError(
+            "the model's tensors are on several devices",
+            why=shown,
+            hint="move the model to one device: model.to(device)",
+        )
+    if by_device:
+        return next(iter(by_device))
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device("cpu")

@@ -1,0 +1,48 @@
+"""How a pipeline was made, as JSON and back: what a reproducer needs besides the program, to run its passes again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from zgraph.build.pass_pipeline import Choice, Edit, Variant, build, build_update_passes
+from zgraph.passes import Pass
+from zgraph.passes.analysis.costs import Costs, Hardware
+
+if TYPE_CHECKING:
+    from zgraph.plan.plan import Plan
+
+
+def to_recipe(plan: Plan, costs: Costs, variant: Variant, training: bool, choice: Choice, edit: Edit) -> dict[str, Any]:
+    """What `build` was given for a step's pipeline, as JSON."""
+    return {
+        "plan": plan.model_dump(mode="json"),
+        "hardware": costs.hardware.model_dump(mode="json"),
+        "variant": asdict(variant),
+        "training": training,
+        "choice": asdict(choice) | {"keep": sorted(choice.keep)},
+        "without": sorted(edit.without),
+    }
+
+
+def to_update_recipe(plan: Plan, first: tuple[str, ...]) -> dict[str, Any]:
+    """What `build_update_passes` was given."""
+    return {"plan": plan.model_dump(mode="json"), "first": list(first)}
+
+
+def passes_of(recipe: dict[str, Any]) -> list[Pass]:
+    """The pipeline that was made from a recipe, made again. Raises `PlanError` where what it names is not there."""
+    from zgraph.plan.plan import Plan
+
+    plan = Plan.model_validate(recipe["plan"])
+    if "first" in recipe:
+        return build_update_passes(plan, tuple(recipe["first"]))
+    choice = Choice(**{**recipe["choice"], "keep": frozenset(recipe["choice"]["keep"])})
+    return build(
+        plan,
+        Variant(**recipe["variant"]),
+        training=recipe["training"],
+        costs=Costs(Hardware.model_validate(recipe["hardware"]), fused=plan.backend == "inductor"),
+        choice=choice,
+        edit=Edit(frozenset(recipe["without"])),
+    )

@@ -1,0 +1,333 @@
+"""One input signature of a model, compiled: its capture, and the programs that serve it.
+
+Which outputs a user differentiates is known only in the backward; a program is made for one such choice (the model's
+own loss, if it gives one, else all). Of each program there are variants (see `zgraph.build.pass_pipeline.Variant`), made when
+they are first needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zgraph.build.memory_search import Decision, Outside, Outsides, run_passes
+from zgraph.build.pass_pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant
+from zgraph.capture.cache_key import batch_size
+from zgraph.capture.capture import Trace, trace
+from zgraph.capture.storages import Sharing
+from zgraph.codegen.accumulate import summing
+from zgraph.codegen.debug_mode import checked
+from zgraph.codegen.eager import compile_eager
+from zgraph.codegen.executable import Executable
+from zgraph.codegen.inductor import adopt_strides, compile_inductor
+from zgraph.codegen.partition import Parts, split
+from zgraph.passes import History, verify_program
+from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.analysis.memory import idle_bytes
+from zgraph.plan.plan import Plan
+from zgraph.program.aliases import is_random, is_view
+from zgraph.program.node import Phase, info
+from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
+from zgraph.torch_compat import torch_private
+
+logger = logging.getLogger(__name__)
+
+
+def is_differentiated(program: Program) -> bool:
+    """Has a captured program a backward?"""
+    return any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)
+
+
+def _read_by_backward(captured: Program) -> frozenset[str]:
+    """The parameters that a captured program's backward reads, or a view of."""
+    found = set()
+    for name, node in captured.input_nodes(InputRole.PARAMETER).items():
+        stack = [node]
+        while stack and name not in found:
+            for user in stack.pop().users:
+                if user.op == "output":
+                    continue
+                if info(user).phase is Phase.BACKWARD:
+                    found.add(name)
+                elif is_view(user):
+                    stack.append(user)
+    return frozenset(found)
+
+
+class StepProgram:
+    """The programs for one signature and one choice of differentiated outputs. `agree` is told of each before it is compiled. An
+    `edit` is for programs that are looked at, and not run by ranks. Of a stage under a memory budget its rank decides what is chosen:
+    `decide` gives that, and may raise `PlanError`."""
+
+    def __init__(
+        self,
+        name: str,
+        captured: Program,
+        plan: Plan,
+        groups: dict[str, str],
+        costs: Costs,
+        outsides: Outsides,
+        agree: Callable[[Program], None],
+        edit: Edit = EVERYTHING,
+        decide: Callable[[], Decision] | None = None,
+    ) -> None:
+        self.name = name
+        self.agree = agree
+        self.decide = decide
+        self.edit = edit
+        self.captured = captured
+        self.plan = plan
+        self.groups = groups
+        self.costs = costs
+        self.outsides = outsides
+        self.random = any(is_random(n) for n in captured.graph.nodes)
+        self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
+        self._histories: dict[Variant, History] = {}
+        self._choice: Choice | None = None
+        self._parts: dict[tuple[Variant, bool], Parts] = {}
+        self._ahead: list[Executable] | None = None
+        self._forwards: dict[bool, Executable] = {}
+        self._backwards: dict[tuple[bool, bool], Executable] = {}
+        self._apart: dict[tuple[bool, bool], tuple[Executable | None, Executable | None]] = {}
+        self._summing: dict[tuple[bool, bool], Executable] = {}
+        self.sharing: dict[bool, Sharing] = {}  # of its forwards, from their first runs
+        self.apart = False  # has it run with tensors of the model that were seen to be apart in memory?
+
+    @property
+    def differentiated(self) -> bool:
+        return is_differentiated(self.captured)
+
+    @property
+    def keeps(self) -> bool:
+        """Do whole weights outlive the program?"""
+        return any(p.role is OutputRole.KEPT for p in self.history().program.outputs)
+
+    def history(self, variant: Variant = PLAIN) -> History:
+        """The way of this program through the pipeline."""
+        if variant not in self._histories:
+            if variant is not PLAIN:
+                self.history()  # (it decides for all)
+            if self.decide is not None:
+                self._histories[variant] = self.decide().history(variant)
+                return self._histories[variant]
+            self._histories[variant], self._choice = run_passes(
+                self.captured.snapshot(),
+                self.plan,
+                self.costs,
+                variant,
+                training=self.differentiated,
+                outsides=self.outsides,
+                choice=self._choice,
+                edit=self.edit,
+            )
+        return self._histories[variant]
+
+    @property
+    def choice(self) -> Choice | None:
+        """What was decided under a memory budget. Of a stage it is decided now if need be; else None before the search."""
+        return self.decide().choice if self.decide is not None else self._choice
+
+    @property
+    def states(self) -> float | None:
+        """The share of the optimizer's states that a budget's search has let be offloaded; None before it."""
+        return self.choice.states if self.choice is not None else None
+
+    @property
+    def outside(self) -> Outside:
+        """What a rank holds besides."""
+        found = self.outsides.at(self.states)
+        return replace(found, held=found.held + idle_bytes(self.captured))
+
+    def runs(self) -> list[tuple[str, Variant, int]]:
+        """What a training step runs: ("first", …) for the first micro-batch, ("next", …) for those that follow, ("last", …) for one that
+        adds up what they left; each with its variant and how often it runs."""
+        micro = self.plan.micro_batches
+        if micro == 1:
+            return [("first", PLAIN, 1)]
+        if self.plan.zero >= 2:  # (each micro-batch reduces)
+            return [("first", PLAIN, 1), ("next", Variant(self.keeps), micro - 1)]
+        found = [("first", Variant(reduce=False), 1), ("next", Variant(self.keeps, reduce=False), micro - 2)]
+        return [run for run in (*found, ("last", Variant(self.keeps, accumulated=True), 1)) if run[2]]
+
+    def variants(self) -> list[Variant]:
+        """Those that a training step of this plan takes, the plain one first."""
+        found = [PLAIN, *([Variant(gathered_before=True)] if self.keeps else [])]
+        if self.plan.zero < 2 and self.plan.micro_batches > 1:
+            found += [Variant(self.keeps, reduce=False), Variant(self.keeps, accumulated=True)]
+        return found
+
+    def parts(self, variant: Variant = PLAIN, *, apart: bool = False) -> Parts:
+        if (variant, apart) not in self._parts:
+            parts = split(self.history(variant).program, apart=apart)
+            for part in (*parts.ahead, parts.forward, parts.backward, parts.weights):
+                if part is not None:
+                    verify_program(part)
+            self._parts[variant, apart] = parts
+        return self._parts[variant, apart]
+
+    @functools.cached_property
+    def read_late(self) -> tuple[frozenset[int], frozenset[str]]:
+        """The flat inputs, and the parameters, that the backward takes as they are when it runs. A parameter that plain PyTorch's backward would
+        read counts as well where a gathered copy of it was saved: a change is the same error at every ZeRO stage."""
+        part = self.parts().backward
+        ports = [] if part is None else part.inputs
+        weights = (InputRole.PARAMETER, InputRole.KEPT)
+        others = (*weights, InputRole.TANGENT)
+        return (
+            frozenset(p.index for p in ports if p.index is not None and p.role not in others),
+            frozenset(p.name for p in ports if p.role in weights) | _read_by_backward(self.captured),
+        )
+
+    def forward(self, gathered_before: bool = False) -> Executable:
+        if gathered_before not in self._forwards:
+            program = self.parts(Variant(gathered_before=gathered_before)).forward
+            self._forwards[gathered_before] = self._compile(program, is_backward=False)
+        return self._forwards[gathered_before]
+
+    def backward(self, reduce: bool = True, accumulated: bool = False) -> Executable:
+        if (reduce, accumulated) not in self._backwards:
+            part = self.parts(Variant(self.keeps, reduce, accumulated)).backward
+            assert part is not None
+            self._backwards[reduce, accumulated] = self._compile_backward(part, [self.forward()])
+        return self._backwards[reduce, accumulated]
+
+    def backward_apart(
+        self, reduce: bool = True, accumulated: bool = False
+    ) -> tuple[Executable | None, Executable | None]:
+        """The backward in two: what gives gradients to earlier stages, and what gives those of the weights; None for one that has
+        nothing to give."""
+        if (reduce, accumulated) not in self._apart:
+            parts = self.parts(Variant(self.keeps, reduce, accumulated), apart=True)
+            made = [self.forward()]
+            first = second = None
+            if parts.backward is not None:
+                first = self._compile_backward(parts.backward, made)
+                made.append(first)
+            if parts.weights is not None:
+                second = self._compile_backward(parts.weights, made)
+            self._apart[reduce, accumulated] = first, second
+        return self._apart[reduce, accumulated]
+
+    def summing_backward(self, reduce: bool = True, *, apart: bool = False) -> Executable:
+        """The backward, or of one in two the second part, that adds its gradients to sums that come in (see `summing`). It must have some."""
+        if (reduce, apart) not in self._summing:
+            parts = self.parts(Variant(self.keeps, reduce), apart=apart)
+            first = self.backward_apart(reduce)[0] if apart else None
+            part = parts.weights if apart else parts.backward
+            assert part is not None
+            earlier = [self.forward(), *([first] if first is not None else [])]
+            self._summing[reduce, apart] = self._compile_backward(summing(part), earlier)
+        return self._summing[reduce, apart]
+
+    def _compile_backward(self, part: Program, earlier: list[Executable]) -> Executable:
+        saved = {p.name for e in earlier for p in e.program.outputs if p.role is OutputRole.SAVED}
+        missing = {p.name for p in part.inputs if p.role is InputRole.SAVED} - saved
+        if missing:
+            raise AssertionError(f"{self.name}: {part.name} takes {missing}, which nothing before it saves")
+        for executable in earlier:
+            adopt_strides(part, executable)
+        return self._compile(part, is_backward=True)
+
+    def ahead(self) -> list[Executable]:
+        """What starts the first gathers, in order. A cast and a start are nothing that compiling could make faster."""
+        if self._ahead is None:
+            for program in self.parts().ahead:
+                self.agree(program)
+            self._ahead = [checked(compile_eager(p, self.groups), self.groups) for p in self.parts().ahead]
+        return self._ahead
+
+    def executables(self) -> list[Executable]:
+        """Those compiled so far."""
+        apart = [e for pair in self._apart.values() for e in pair if e is not None]
+        return [
+            *(self._ahead or ()),
+            *self._forwards.values(),
+            *self._backwards.values(),
+            *apart,
+            *self._summing.values(),
+        ]
+
+    def _compile(self, program: Program, *, is_backward: bool) -> Executable:
+        self.agree(program)
+        start = time.perf_counter()
+        with torch_private.ONE_AT_A_TIME:
+            if self.plan.backend == "eager":
+                made = compile_eager(program, self.groups)
+            else:
+                # Two forwards share one backward where weights are kept: what they save must have the same strides.
+                made = compile_inductor(program, self.groups, is_backward=is_backward, fix_saved=self.keeps)
+        logger.info("%s: %s compiled in %.2f s", program.name, self.plan.backend, time.perf_counter() - start)
+        return checked(made, self.groups)
+
+
+class Entry:
+    """One input signature."""
+
+    def __init__(
+        self,
+        name: str,
+        shown: str,
+        module: nn.Module,
+        forward: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        specs: dict[str, ParamSpec],
+        mesh: dict[str, int],
+        plan: Plan,
+        groups: dict[str, str],
+        costs: Costs,
+        outsides: Outsides,
+        device: torch.device,
+        agree: Callable[[Program], None] = lambda program: None,
+    ) -> None:
+        start = time.perf_counter()
+        self.name = name
+        self.shown = shown
+        self.plan = plan
+        self.groups = groups
+        self.costs = costs
+        self.outsides = outsides
+        self.agree = agree
+        self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device, plan.resolved_precision())
+        returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
+        self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
+        self.pattern = self.trace.pattern
+        self._programs: dict[frozenset[int], StepProgram] = {}
+        rows = batch_size(args, kwargs)
+        self.rows = 1 if rows is None else rows  # of this rank's batch
+        self.capture_seconds = time.perf_counter() - start
+        # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
+        self.settled = self.unsettled = self.unsettled_before = False
+        self.batch_known = False  # was it seen that what is cut into micro-batches is the batch?
+
+    def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
+        """The program in which these flat outputs are differentiated (by default those that were the last time)."""
+        if (
+            pattern is None
+            and self.pattern != self.trace.differentiable
+            and not self._program(self.pattern).differentiated
+        ):
+            self.pattern = (
+                self.trace.differentiable
+            )  # (what looked like the loss has no gradient: the sign of a determinant, say)
+        return self._program(self.pattern if pattern is None else pattern)
+
+    def _program(self, chosen: frozenset[int]) -> StepProgram:
+        if chosen not in self._programs:
+            decompositions = torch_private.inductor_decompositions() if self.plan.backend == "inductor" else {}
+            name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
+            captured = self.trace.joint(chosen, decompositions, name)
+            self._programs[chosen] = StepProgram(
+                name, captured, self.plan, self.groups, self.costs, self.outsides, self.agree
+            )
+        return self._programs[chosen]
+
+    def programs(self) -> list[StepProgram]:
+        return list(self._programs.values())

@@ -1,0 +1,217 @@
+"""From a plan to its update program, ready to be compiled: for the run time, the command line and tests alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from zgraph.build.memory_search import Outside, Outsides
+from zgraph.build.pass_pipeline import build_update_passes
+from zgraph.build.recipe import to_update_recipe
+from zgraph.passes import History, PassManager
+from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.analysis.simulator import simulate
+from zgraph.program.program import ParamSpec, with_gradients_in
+from zgraph.torch_compat import torch_private
+from zgraph.update.build import UpdateOptions, build_update, state_bytes_of
+from zgraph.update.groups import Member, members_of
+from zgraph.update.owned_parameters import Held, mesh_of, specs_here
+
+if TYPE_CHECKING:
+    from zgraph.plan.plan import Plan
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the optimizer's states, for a budget to choose from
+
+
+def update_options(
+    plan: Plan,
+    members: Sequence[Member],
+    specs: dict[str, ParamSpec],
+    share: float | None = None,
+    held: Held | None = None,
+) -> UpdateOptions:
+    """What of a plan the update program of `members` depends on, besides its optimizer. `share` is that of the states which is
+    offloaded, by default the plan's; `held` what this rank of a pipeline holds, None without one."""
+    clip = plan.grad_clip
+    options = UpdateOptions(
+        clip_norm=clip.norm if clip else None,
+        norm_type=clip.norm_type if clip else 2.0,
+        clip_value=clip.value if clip else None,
+        factor=plan.loss_average == "token",
+        ema=plan.ema.decay if plan.ema and plan.optimizer else None,
+        loss_scale=plan.loss_scale() if plan.optimizer else None,
+        finite_norm=clip is not None and clip.error_if_nonfinite,
+        nonfinite=plan.on_nonfinite != "ignore",
+        state_dtype=plan.resolved_precision().state_dtype(),
+        delayed=plan.offload.delayed_after is not None,
+        tied=dict(held.tied) if held is not None else {},
+        uncounted=held.uncounted if held is not None else frozenset(),
+    )
+    return replace(options, homes=_homes(plan, members, specs, options, shares_of(plan)[0] if share is None else share))
+
+
+def shares_of(plan: Plan) -> tuple[float, ...]:
+    """The shares of the optimizer's states that may be offloaded: the plan's, or what a budget may choose from."""
+    ratio, decides = plan.offload.ratio, plan.memory_budget is not None and plan.offload.tier("optimizer") is not None
+    return SHARES if ratio is None and decides else (1.0 if ratio is None else ratio,)
+
+
+def _homes(
+    plan: Plan, members: Sequence[Member], specs: dict[str, ParamSpec], options: UpdateOptions, share: float
+) -> dict[str, str]:
+    """The tier of each parameter whose states are offloaded: this share of all their bytes at least, the largest first."""
+    tier = plan.offload.tier("optimizer")
+    if tier is None:
+        return {}
+    sizes = {m.name: state_bytes_of(m, specs[m.name], options) for m in members if m.record is not None}
+    wanted = share * sum(sizes.values())
+    found: dict[str, str] = {}
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        if wanted <= 0 or sizes[name] < plan.offload.least_bytes:
+            break
+        found[name] = tier
+        wanted -= sizes[name]
+    return found
+
+
+def gradient_homes(plan: Plan, options: UpdateOptions, device: torch.device) -> dict[str, str]:
+    """The tier that each gradient goes to as it is made, by its parameter's name: the memory of the host that updates it. (Where that is
+    the device's as well, gradients for states on a disk are in the right place.)"""
+    there = {"cpu"} if device.type == "cpu" else {"cpu", "nvme"}
+    return {n: "cpu" for n, tier in options.homes.items() if plan.offload.gradients and tier in there}
+
+
+def outside_of(
+    module: torch.nn.Module,
+    specs: dict[str, ParamSpec],
+    plan: Plan,
+    sizes: dict[str, int],
+    device: torch.device,
+    costs: Costs,
+    shares: tuple[float, ...] | None = None,
+    held: Held | None = None,
+) -> Outsides:
+    """What a rank holds besides what forward and backward take and make, by the share of the states that is offloaded (`shares`,
+    by default `shares_of` the plan); where a budget lets the update bring states to the device, and in a pipeline, its own peak as well.
+    `specs` are those of the whole model, `sizes` those of the mesh without stages; `held` is what a rank of a pipeline holds, None
+    without one."""
+    whole, specs = specs, specs_here(specs, held)
+    shares = shares or shares_of(plan)
+
+    def at(share: float) -> Outside:
+        members, options = trained(module, whole, plan, share, held)
+        size = sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name not in options.homes)
+        homes = gradient_homes(plan, options, device)
+        laid = with_gradients_in(homes, specs)
+        waiting = waiting_bytes(laid, plan)
+        late = (laid[m.name] for m in members if m.name in options.late() and laid[m.name].grad_home is None)
+        size += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the step before)
+        if plan.memory_budget is None or not members or (held is None and not plan.offload.tiers()):
+            return Outside(size + waiting, waiting, homes=homes)
+        found = simulate(update_history(plan, members, specs, mesh_of(sizes, held), device, options).program, costs)
+        if options.late():  # (what it brings to the device is there beside a step)
+            kept = sum(found.peak.get(k, 0) for k in ("parameters", "gradients", "states"))
+            size += sum(found.peak.values()) - kept
+        return Outside(size + waiting, waiting, sum(found.peak.values()), found.seconds, bool(options.late()), homes)
+
+    return Outsides(shares, at)
+
+
+def whole_update(
+    module: torch.nn.Module,
+    specs: dict[str, ParamSpec],
+    plan: Plan,
+    sizes: dict[str, int],
+    device: torch.device,
+    share: float | None = None,
+    held: Held | None = None,
+) -> History | None:
+    """The update of every parameter that trains; None for a plan without an optimizer, or a model without such parameters. `share`: see
+    `update_options`; `specs`, `sizes` and `held`: see `outside_of`. A stage of a pipeline that trains nothing has an update all the same:
+    it takes part in what all decide together."""
+    members, options = trained(module, specs, plan, share, held)
+    if not members and (held is None or plan.optimizer is None):
+        return None
+    return update_history(plan, members, specs_here(specs, held), mesh_of(sizes, held), device, options)
+
+
+def state_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
+    """Bytes of a rank's optimizer states, wherever they lie. `specs` and `held`: see `outside_of`."""
+    members, options = trained(module, specs, plan, held=held)
+    return sum(state_bytes_of(m, specs[m.name], options) for m in members)
+
+
+def trained(
+    module: torch.nn.Module,
+    specs: dict[str, ParamSpec],
+    plan: Plan,
+    share: float | None = None,
+    held: Held | None = None,
+) -> tuple[list[Member], UpdateOptions]:
+    """What the plan's optimizer updates of the parameters that have gradients, and how. `share`: see `update_options`; `specs` and `held`:
+    see `outside_of`."""
+    members, options = _updated(module, specs, plan, share, held)
+    return [m for m in members if specs[m.name].requires_grad], options
+
+
+def _updated(
+    module: torch.nn.Module,
+    specs: dict[str, ParamSpec],
+    plan: Plan,
+    share: float | None = None,
+    held: Held | None = None,
+) -> tuple[list[Member], UpdateOptions]:
+    """What the plan's optimizer updates (nothing without one) of what this rank holds, and how."""
+    found = members_of(module, specs, plan.optimizer) if plan.optimizer is not None else []
+    members = [m for m in found if held is None or m.name in held.own]
+    return members, update_options(plan, members, specs, share, held)
+
+
+def waiting_bytes(specs: Mapping[str, ParamSpec], plan: Plan) -> int:
+    """Bytes of gradients between micro-batches, on the device."""
+    total = 0
+    if plan.micro_batches > 1:
+        # (stages 0 and 1 keep them whole until the last micro-batch, and there)
+        shapes = [
+            (s.shard_shape if plan.zero > 1 else s.shape, s.grad_dtype)
+            for s in specs.values()
+            if s.requires_grad and (plan.zero < 2 or s.grad_home is None)
+        ]
+        total += sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+    return total
+
+
+def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
+    """Bytes that a rank keeps on disk from step to step: what lies there of weights, gradients and states. `specs` and `held`: see
+    `outside_of`."""
+    total = 0
+    if plan.offload.tier("parameters") == "nvme":
+        total += sum(s.rank_bytes for s in specs_here(specs, held).values() if s.home is not None)
+    if plan.offload.tier("optimizer") == "nvme" and len(shares_of(plan)) == 1:  # (else it is not known yet)
+        members, options = _updated(module, specs, plan, held=held)
+        total += sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name in options.homes)
+    return total
+
+
+def update_history(
+    plan: Plan,
+    members: Sequence[Member],
+    specs: dict[str, ParamSpec],
+    sizes: dict[str, int],
+    device: torch.device,
+    options: UpdateOptions,
+    name: str = "update",
+    first: Sequence[str] = (),
+    verified: bool = True,
+) -> History:
+    """Build the update of `members` and run the passes for it; parameters named in `first` are updated as early as they can be. Is what
+    each pass leaves `verified`? `specs` are those of the parameters that this rank holds; `sizes` has "pp" where there are other stages."""
+    decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
+    specs = with_gradients_in(gradient_homes(plan, options, device), specs)
+    program = build_update(members, specs, sizes, device, options, decompositions, name)
+    recipe = to_update_recipe(plan, tuple(first))
+    return PassManager(build_update_passes(plan, tuple(first)), verify=verified, recipe=recipe).run(program)

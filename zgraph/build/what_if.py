@@ -1,0 +1,106 @@
+"""A model's step by another plan, simulated: what it would take, without compiling it, and which plans would fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zgraph.build.memory_search import run_passes
+from zgraph.build.pass_pipeline import PLAIN
+from zgraph.build.resolve_offload import placed
+from zgraph.build.update_program import outside_of, whole_update
+from zgraph.capture.tensor_parallel_layout import as_divided
+from zgraph.errors import ZgraphError
+from zgraph.parameters.sharding import planned_layout
+from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.analysis.simulator import simulate_step
+from zgraph.plan.plan import Plan
+from zgraph.program.program import STAGE_DIM, Program
+from zgraph.record import Record
+from zgraph.units import shown_bytes
+
+CHANGES = 3  # that are told
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step takes: seconds, and bytes of the device at its peak."""
+
+    seconds: float
+    peak: int
+
+
+def step_by(plan: Plan, module: nn.Module, captured: Program, costs: Costs, device: torch.device) -> Taken:
+    """What a training step of `captured` (which is not changed) would take by this plan, on the mesh that it was captured for.
+
+    Raises `PlanError` where it does not fit into the plan's memory budget.
+    """
+    plan = placed(plan, module, captured.mesh, device)
+    specs = as_divided(planned_layout(module, captured.mesh, plan), captured.params, captured.mesh)
+    program = captured.snapshot()
+    program.params = {n: replace(specs[n], requires_grad=s.requires_grad) for n, s in captured.params.items()}
+    costs = replace(costs, fused=plan.backend == "inductor")
+    outsides = outside_of(module, program.params, plan, captured.mesh, device, costs)
+    history, choice = run_passes(program, plan, costs, PLAIN, outsides=outsides)
+    update = whole_update(module, program.params, plan, captured.mesh, device, choice.states)
+    late = plan.offload.late
+    step = simulate_step(history.program, update.program if update is not None else None, costs, late)
+    peaks = [sum(f.peak.values()) for f in step.programs]
+    peaks[0] += outsides.at(choice.states).held
+    return Taken(step.seconds, max(peaks))
+
+
+def what_fits(plan: Plan, module: nn.Module, captured: Program, costs: Costs, device: torch.device, budget: int) -> str:
+    """The changes of the plan by which a step would take no more than `budget` bytes, the fastest first; or that there are none."""
+
+    def tried(other: Plan) -> Taken | None:
+        """(None where it does not fit, or can't be.)"""
+        try:
+            return step_by(other, module, captured, costs, device)
+        except ZgraphError:
+            return None
+
+    now = tried(plan)
+    found: list[tuple[float, int, str]] = []  # (with equal times, the smaller change first)
+    whole = plan.mesh.get(STAGE_DIM, 1) == 1  # (of a stage a budget is for more than its program)
+    for changes in _candidates(plan, captured.mesh, device):
+        within = {"memory_budget": budget} if whole and (plan.recompute == "auto" or "recompute" in changes) else {}
+        for more in ({}, within) if changes else (within,):
+            taken = tried(plan.model_copy(update=changes | more))
+            smaller = taken is not None and (now is None or taken.peak < now.peak)
+            if taken is not None and smaller and taken.peak <= budget:
+                slower = taken.seconds / now.seconds - 1 if now is not None else 0.0
+                said = f"{shown_bytes(taken.peak)}, {slower:+.0%} time by the plan's hardware"
+                found.append((round(slower, 2), len(found), f"{_written(changes | more)}: {said}"))
+                break
+    if not found:
+        return f"nothing of what a plan can change fits into {shown_bytes(budget)}: a smaller batch, or more ranks"
+    return "\n".join(
+        [
+            f"what fits into {shown_bytes(budget)}, the fastest first:",
+            *(f"  {line}" for _, _, line in sorted(found)[:CHANGES]),
+        ]
+    )
+
+
+def _candidates(plan: Plan, sizes: dict[str, int], device: torch.device) -> list[dict[str, Any]]:
+    """Changes of the plan's fields that take less memory, by themselves or within a budget; none is the budget alone."""
+    place = "cpu" if device.type == "cuda" else f"nvme:{plan.offload.folder() or 'FOLDER'}"
+    found: list[dict[str, Any]] = [{} if plan.recompute == "auto" else {"recompute": "auto"}]
+    for kinds in (("activations",), ("optimizer",), ("activations", "optimizer")):
+        here = all(plan.offload.tier(k) is None for k in kinds)
+        if here and not ("optimizer" in kinds and plan.optimizer is None):
+            found.append({"offload": plan.offload.model_copy(update=dict.fromkeys(kinds, place))})
+    if sizes.get("dp", 1) > 1:
+        found += [{"zero": stage} for stage in range(plan.zero + 1, 4)]
+    return found
+
+
+def _written(changes: dict[str, Any]) -> str:
+    """Changes as a plan is written."""
+    shown = {k: v.model_dump(exclude_defaults=True) if isinstance(v, Record) else v for k, v in changes.items()}
+    return ", ".join(f"{k}={json.dumps(v)}" for k, v in shown.items())

@@ -1,0 +1,739 @@
+"""From a plain module and example inputs to a captured `Program`.
+
+Dynamo captures the module's forward whole, on fake tensors: parameters have their full shapes there, whatever a
+rank really holds, so a model on the meta device or one that is sharded already is captured the same way.
+AOTAutograd then makes the joint forward+backward graph. Both speak of flat inputs; which of these are parameters,
+buffers or the user's is read from the identity of what dynamo's bytecode hands over, never from positions or names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import operator
+import random
+import re
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from zgraph.capture.asserts import keep_asserts, name_asserts
+from zgraph.capture.dynamic_sizes import fold_dynamic_sizes, fold_effects, pad_outputs
+from zgraph.capture.former_memory import Former, FormerMemory, former_memory, insert, moved, seen_as
+from zgraph.capture.inputs import refuse_state
+from zgraph.capture.storages import PlainStorages, written_twice
+from zgraph.capture.targets import Ignores, ignored_in
+from zgraph.errors import CaptureError, SignatureError, UnsupportedError
+from zgraph.names import module_names
+from zgraph.plan.precision import Precision
+from zgraph.program import ops
+from zgraph.program.aliases import root_of
+from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
+from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
+from zgraph.torch_compat import torch_private
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FlatInput:
+    """One flat input of the captured forward."""
+
+    role: InputRole
+    name: str
+
+
+@dataclass
+class Trace:
+    """A forward that dynamo captured for one input signature.
+
+    `inputs` say what the flat inputs are; `differentiable` are the flat outputs that can carry a gradient; `loss` is
+    the flat output that is the model's own loss (also where nothing is differentiated), None where it gives none. `casts` has the dtype of
+    each flat input that the program casts to the compute dtype, `output_dtype` what it casts floating-point outputs to (None: nothing).
+    `from_start` are the flat inputs of which `as_strided` looks at the storage: they must begin where it begins.
+    `former` are the flat inputs that are read from a parameter in whose former memory they lie.
+    `aliases` has all names of each module that the model has under several, by each of them.
+    """
+
+    flat: torch_private.FlatCapture
+    inputs: list[FlatInput]
+    differentiable: frozenset[int]
+    loss: int | None
+    params: dict[str, ParamSpec]
+    mesh: dict[str, int]
+    casts: dict[int, torch.dtype]
+    output_dtype: torch.dtype | None
+    from_start: set[int] = field(default_factory=set)
+    former: dict[int, Former] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def pattern(self) -> frozenset[int]:
+        """The flat outputs that a step starts its backward from: the loss, of a model that gives none all that it can."""
+        return frozenset(i for i in self.differentiable if i == self.loss) or self.differentiable
+
+    @functools.cached_property
+    def ignored(self) -> set[Ignores]:
+        """What the model's classification losses leave out, and those of `loss_fn` as far as they were seen."""
+        return ignored_in(self.flat.graph_module)
+
+    @functools.cached_property
+    def storages(self) -> PlainStorages:
+        """Which flat inputs and outputs are on one storage in the plain model."""
+        graph = self.flat.graph_module.graph
+
+        def key(value: Any) -> int | None:
+            value = value.meta.get("example_value") if isinstance(value, fx.Node) else None
+            return torch_private.storage_key(value) if isinstance(value, torch.Tensor) else None
+
+        inputs = tuple(key(n) for n in graph.find_nodes(op="placeholder"))
+        return PlainStorages(inputs, tuple(key(n) for n in graph.output_node().args[0]))  # type: ignore[union-attr]
+
+    def source(self, index: int) -> str:
+        """What the user calls a flat input."""
+        port = self.inputs[index]
+        if port.role in (InputRole.BUFFER, InputRole.PARAMETER) and index not in self.former:
+            return f"self.{port.name}"
+        return torch_private.user_source(self.flat.graph_module.graph.find_nodes(op="placeholder")[index])
+
+    def refuse_moved(self, flat: Sequence[Any], memory: FormerMemory) -> None:
+        """Raises `StepError` for a flat input that lies in a replaced parameter's former memory now and did not at the capture, or not any more.
+        (A program reads it from the parameter, or as it is.)"""
+        for at, former in self.former.items():
+            if not memory.holds(flat[at]) or memory.former_of(flat[at], self.source(at)) is not former:
+                raise moved(self.source(at), former.name)
+        if memory.is_empty:
+            return
+        for at, (port, value) in enumerate(zip(self.inputs, flat, strict=True)):
+            others = port.role is not InputRole.PARAMETER and at not in self.former and isinstance(value, torch.Tensor)
+            if others and memory.holds(value) and memory.former_of(value, self.source(at)) is not None:
+                raise moved(self.source(at), "")
+
+    def refuse_overlap(self, written: Collection[int], flat: Sequence[Any], *, whole: bool) -> None:
+        """Raises `SignatureError` where the forward writes to a flat input that has memory in common with another one. Only pairs with a tensor
+        of the call's are looked at, unless the `whole` is to be."""
+        kinds = (InputRole.INPUT, InputRole.CONSTANT)
+        others = range(len(flat)) if whole else [i for i, p in enumerate(self.inputs) if p.role in kinds]
+        pair = written_twice(written, flat, others)
+        if pair is not None:
+            one, other = (self.source(at) for at in pair)
+            raise SignatureError(
+                f"forward writes to {one}, which shares memory with {other}",
+                why="a program takes each tensor for one by itself: what is written to one would not reach the other",
+                hint=f"give or register a copy ({other}.clone()), or take the view in forward ({one}[…])",
+            )
+
+    def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
+        """The captured program in which just the `differentiated` flat outputs have tangents.
+
+        With none (or under no_grad) it is the forward alone.
+        """
+        graph_module = _with_output_marks(self.flat.graph_module, differentiated, self)
+        fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+        context = torch.enable_grad() if differentiated else torch.no_grad()
+        with context, torch_private.ONE_AT_A_TIME:
+            try:
+                joint = torch_private.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
+            except torch_private.ValueDependent as error:
+                raise _capture_error(error) from error
+        return _program(joint, self, name)
+
+
+def trace(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    params: dict[str, ParamSpec],
+    mesh: dict[str, int],
+    device: torch.device,
+    precision: Precision | None = None,
+) -> Trace:
+    """Capture `forward` (the class's own, unbound) of `module` for inputs of this signature.
+
+    `params` gives the whole shapes of the parameters by name, `device` is where the program will run. With mixed
+    `precision` the forward sees inputs of the compute dtype; casts of inputs and outputs are part of the graph. Raises
+    `CaptureError` with the user's file and line if the model can't be captured whole.
+    """
+    refuse_state(module)
+    fake_mode = torch_private.capture_mode()
+    precision = precision or Precision()
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
+            return x
+        where = device if x.device.type == "meta" else x.device
+        with fake_mode:
+            y = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where)
+        return _hung(x, y.requires_grad_(x.requires_grad))
+
+    compute = precision.dtype("compute") if precision.cast_inputs else None
+    given_dtypes: dict[int, torch.dtype] = {}
+    # By the ids of real tensors: one that is given twice, or registered too, is one for dynamo.
+    made: dict[int, Any] = {}
+    made_inputs: dict[int, Any] = {}
+
+    def fake_input(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
+            return x
+        if id(x) not in made_inputs:
+            made_inputs[id(x)] = _hung(x, lowered(made[id(x)] if id(x) in made else fake(x)))
+        return made_inputs[id(x)]
+
+    def lowered(y: Any) -> Any:
+        if compute is None or not y.is_floating_point() or y.dtype is compute:
+            return y
+        with fake_mode:
+            low = torch.empty_strided(y.size(), y.stride(), dtype=compute, device=y.device).requires_grad_(
+                y.requires_grad
+            )
+        given_dtypes[id(low)] = y.dtype
+        return low
+
+    def fake_parameter(name: str) -> nn.Parameter:
+        return _fake_parameter(params[name], fake_mode, device)
+
+    memory = former_memory(module)
+    with (
+        torch_private.ONE_AT_A_TIME,
+        _fake_state(module, fake, fake_parameter, made) as names,
+        memory.readable(),
+        _same_draws(),
+    ):
+        fake_args, fake_kwargs = _mapped(fake_input, (args, kwargs), {})
+        flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
+        name_asserts(flat.graph_module)
+        flat.crops = pad_outputs(flat.graph_module)
+        given = flat.flatten(module, fake_args, fake_kwargs)
+        inputs = _roles(given, names, fake_args, fake_kwargs)
+        former = _read_from_parameters(
+            flat.graph_module.graph,
+            given,
+            inputs,
+            memory,
+            fake_parameter,
+        )
+        values = flat_values(flat)
+        grad = torch.is_grad_enabled()
+        differentiable = frozenset(
+            i for i, v in enumerate(values) if grad and isinstance(v, torch.Tensor) and v.requires_grad
+        )
+        loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
+        casts = {i: given_dtypes[id(x)] for i, x in enumerate(given) if id(x) in given_dtypes}
+    output = precision.dtype("output")
+    aliases = _aliases(module, flat.graph_module.graph)
+    return Trace(flat, inputs, differentiable, loss, params, mesh, casts, output, former=former, aliases=aliases)
+
+
+def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+    """All names of each module that has several, by each of them, and by a path on which forward comes to one that is registered elsewhere
+    (an item of a plain list)."""
+    names = module_names(module)
+    found = {n: every for n, every in names.items() if every[1:]}
+    first = {id(child): n for n, child in module.named_modules()}
+    for path in {module_of(node.meta) for node in graph.nodes} - names.keys():
+        inner: Any = module
+        for part in path.split("."):
+            with contextlib.suppress(LookupError, TypeError, ValueError):
+                inner = getattr(inner, part) if hasattr(inner, part) else inner[int(part) if part.isdigit() else part]
+        if id(inner) in first and inner is not module:
+            found[path] = names[first[id(inner)]]
+    return found
+
+
+def _roles(given: Sequence[Any], names: dict[int, FlatInput], args: Any, kwargs: Any) -> list[FlatInput]:
+    """What the flat inputs are: registered (by their ids in `names`), the user's own, or something else that the model holds."""
+    user = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
+    found = []
+    for i, x in enumerate(given):
+        port = names.get(id(x))
+        if port is None:
+            own = id(x) in user or _inside(x, args, kwargs)
+            role = InputRole.INPUT if own else InputRole.CONSTANT
+            port = FlatInput(role, f"{role}_{i}")
+        found.append(port)
+    return found
+
+
+def _read_from_parameters(
+    graph: fx.Graph,
+    given: Sequence[Any],
+    inputs: list[FlatInput],
+    memory: FormerMemory,
+    made: Callable[[str], nn.Parameter],
+) -> dict[int, Former]:
+    """Let the graph read each flat input that lies in the former memory of a parameter from that parameter; which these are. Where the
+    graph does not read the parameter itself, the first such input becomes it."""
+    nodes = graph.find_nodes(op="placeholder")
+    held = {p.name: node for p, node in zip(inputs, nodes, strict=True) if p.role is InputRole.PARAMETER}
+    found: dict[int, Former] = {}
+    for at, (value, node) in enumerate(zip(given, nodes, strict=True)):
+        if inputs[at].role is not InputRole.CONSTANT or not isinstance(value, torch.Tensor):
+            continue
+        former = memory.former_of(value, torch_private.user_source(node))
+        if former is None:
+            continue
+        found[at], memory.is_read = former, True
+        if former.name not in held:
+            inputs[at] = FlatInput(InputRole.PARAMETER, former.name)
+            held[former.name] = node
+            node.meta["example_value"] = made(former.name)
+        source = held[former.name]
+        insert(graph, node, source, seen_as(source.meta["example_value"], former.form, value))
+    return found
+
+
+def _mapped(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> Any:
+    """A tree with a function applied to its leaves. What is one list or dict in it stays one. (`pytree.tree_map` makes several.)"""
+    if id(value) in made:
+        return made[id(value)]
+    if type(value) is tuple:
+        return tuple(_mapped(function, v, made) for v in value)
+    if type(value) is list:
+        items = made[id(value)] = []
+        items += [_mapped(function, v, made) for v in value]
+        return items
+    if type(value) is dict:
+        table = made[id(value)] = {}
+        table |= {k: _mapped(function, v, made) for k, v in value.items()}
+        return table
+    if isinstance(value, torch.Size):  # (it would become a plain tuple, which forward may tell from it)
+        return value
+    return pytree.tree_map(function, value)
+
+
+@contextlib.contextmanager
+def _same_draws() -> Iterator[None]:
+    """Leave Python's and numpy's generators as they are: what a capture draws, the call itself draws again."""
+    numpy = sys.modules.get("numpy")
+    python, other = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(other)
+
+
+def _captured(
+    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode
+) -> torch_private.FlatCapture:
+    """Capture such that the numbers that forward itself changes, and the lists that it appends to, are no constants.
+
+    (They would be others at each call.) Where a number has to be a constant, because it is a size say, it is one.
+    """
+    flat = _capture(bound, args, kwargs, fake_mode)
+    if flat.draws_floats():
+        raise CaptureError(
+            "the model's forward draws a float from Python's random module",
+            why="it comes into a program as a float64 tensor, which promotes what it meets",
+            hint="draw from torch (torch.rand), or outside of forward, and give it as an argument",
+        )
+    if flat.effects.consumed:
+        raise CaptureError(
+            "the model's forward takes from an iterator, or draws from a random.Random, that outlives the call",
+            where=flat.effects.consumed[0] or None,
+            why="what is left in it can't be compared before a call, nor put back after a capture",
+            hint="take from it outside of forward, and give what it gave as an argument",
+        )
+    numbers: list[str] = []
+    lists: list[Any] = []
+    for _ in range(3):  # (a branch not taken before may change others)
+        changed = _changed_numbers(flat, bound, args, kwargs)
+        longer = [x for x in flat.effects.containers if isinstance(x, (list, deque)) and not any(x is y for y in lists)]
+        if not changed and not longer:
+            break
+        numbers, lists = [*numbers, *changed], [*lists, *longer]
+        flat, numbers = _with_numbers(bound, args, kwargs, numbers, lists)
+    return flat
+
+
+def _with_numbers(
+    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[str], lists: list[Any]
+) -> tuple[torch_private.FlatCapture, list[str]]:
+    """(a capture, those of the numbers that are no constants of it)."""
+
+    def attempt(chosen: list[str]) -> torch_private.FlatCapture | None:
+        try:
+            with torch_private.quiet():
+                return torch_private.capture_flat(bound, args, kwargs, chosen, lists)
+        except Exception as error:  # (whatever dynamo says of a number that it can't leave open)
+            logger.debug("numbers %s have to be constants: %s", chosen, error)
+            return None
+
+    flat = attempt(numbers)
+    if flat is None and len(numbers) > 1:
+        numbers = [n for n in numbers if attempt([n]) is not None]
+        flat = attempt(numbers)
+    if flat is not None:
+        return flat, numbers
+    return torch_private.capture_flat(bound, args, kwargs, (), lists), []
+
+
+def _changed_numbers(
+    flat: torch_private.FlatCapture, bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[str]:
+    """The numbers that a replay of forward's side effects changes."""
+    values = flat_values(flat)
+    with contextlib.suppress(Exception), flat.effects.undone():
+        flat.bind(lambda *_: values)(bound.__self__, *args, **kwargs)
+        return flat.changed_numbers(bound.__self__, args, kwargs)
+    return []
+
+
+def flat_values(flat: torch_private.FlatCapture) -> tuple[Any, ...]:
+    """The fake flat outputs of a capture."""
+    returned: Any = flat.graph_module.graph.output_node().args[0]
+    return tuple(n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in returned)
+
+
+def _capture(
+    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode
+) -> torch_private.FlatCapture:
+    """Capture; where that fails, run the forward once on fake tensors and try again.
+
+    Some models finish their construction in their first forward (under locks, with hooks), which can't be traced.
+    """
+    try:
+        return torch_private.capture_flat(bound, args, kwargs)
+    except Exception:  # (dynamo's own errors are of many types)
+        with contextlib.suppress(Exception), fake_mode, torch.no_grad():
+            bound(*args, **kwargs)
+        try:
+            return torch_private.capture_flat(bound, args, kwargs)
+        except Exception as error:
+            raise _capture_error(error) from error
+
+
+def _inside(x: Any, args: Any, kwargs: Any) -> bool:
+    """Is `x` held by an object among the arguments that is no pytree (a dataclass, a cache)?"""
+    stack = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if hasattr(leaf, "__dict__")]
+    seen: set[int] = set()
+    while stack:
+        item = stack.pop()
+        if item is x:
+            return True
+        if id(item) in seen or isinstance(item, (torch.Tensor, nn.Module, type)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif hasattr(item, "__dict__"):
+            stack.extend(vars(item).values())
+    return False
+
+
+@contextlib.contextmanager
+def _fake_state(
+    module: nn.Module,
+    fake: Callable[[Any], Any],
+    fake_parameter: Callable[[str], nn.Parameter],
+    made: dict[int, Any],
+) -> Iterator[dict[int, FlatInput]]:
+    """Put fake tensors of whole shapes in place of all parameters and buffers; yields what each fake one is. They are noted in `made`."""
+    held: list[tuple[dict[str, Any], str, Any]] = []
+    names: dict[int, FlatInput] = {}
+    try:
+        for path, child in module.named_modules(remove_duplicate=False):
+            for table, role in ((child._parameters, InputRole.PARAMETER), (child._buffers, InputRole.BUFFER)):
+                for key, real in list(table.items()):
+                    if real is None or isinstance(real, FakeTensor):
+                        continue
+                    name = f"{path}.{key}" if path else key
+                    if id(real) not in made:
+                        kept = fake_parameter(name) if role is InputRole.PARAMETER else fake(real)
+                        made[id(real)] = _hung(real, kept)
+                        names[id(made[id(real)])] = FlatInput(role, name)
+                    held.append((table, key, real))
+                    table[key] = made[id(real)]
+        yield names
+    finally:
+        for table, key, real in reversed(held):
+            table[key] = real
+
+
+def _fake_parameter(spec: ParamSpec, fake_mode: FakeTensorMode, device: torch.device) -> nn.Parameter:
+    with fake_mode:
+        whole = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.compute_dtype, device=device)
+    return nn.Parameter(whole, requires_grad=spec.requires_grad)
+
+
+def _hung(real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """Give a fake tensor what the user hangs on the real one: forward may read it."""
+    hung = vars(real).items() if type(real) in (torch.Tensor, nn.Parameter, DTensor) else ()
+    made.__dict__.update({k: v for k, v in hung if k not in ("_spec", "_local_tensor")})  # (these are DTensor's own)
+    return made
+
+
+def _find_loss(
+    flat: torch_private.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]
+) -> int | None:
+    """The flat output that is the loss: the output itself if it is a scalar, `.loss`, `["loss"]`, or the first element."""
+    with contextlib.suppress(Exception), flat.effects.undone():
+        loss = find_loss(flat.bind(lambda *_: tuple(values))(module, *args, **kwargs))
+        return next((i for i, v in enumerate(values) if v is loss), None) if loss is not None else None
+    return None
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The loss in a model's output, None if there is none: a scalar itself, `.loss`, `["loss"]`, the first element."""
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, dict):
+        candidates.append(output.get("loss"))
+    if isinstance(output, (tuple, list)) and output:
+        candidates.append(output[0])
+    for item in candidates:
+        if isinstance(item, torch.Tensor) and item.dim() == 0 and item.is_floating_point():
+            return item
+    return None
+
+
+def _with_output_marks(graph_module: fx.GraphModule, differentiated: frozenset[int], trace: Trace) -> fx.GraphModule:
+    """A copy whose outputs are each marked (see `zgraph.program.ops`), and detached unless differentiated; with casts."""
+    graph = fx.Graph()
+    memo: dict[fx.Node, fx.Node] = {}
+    returned = graph.graph_copy(graph_module.graph, memo)
+    for old, new in memo.items():
+        new.meta = dict(old.meta)
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        if i in trace.casts:
+            _cast_input(graph, node, trace.casts[i], trace.flat.fake_mode)
+    marked = []
+    for i, item in enumerate(returned):  # type: ignore[arg-type]
+        if isinstance(item, fx.Node) and isinstance(item.meta.get("example_value"), torch.Tensor):
+            low = item.meta["example_value"].dtype
+            if trace.output_dtype is not None and low.is_floating_point and low is not trace.output_dtype:
+                item = graph.call_method("to", (item, trace.output_dtype))
+            if i not in differentiated:
+                item = graph.call_method("detach", (item,))
+            item = graph.call_function(ops.OUTPUT, (item,))
+        marked.append(item)
+    graph.output(tuple(marked))
+    return fx.GraphModule(graph_module, graph)
+
+
+def _cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, fake_mode: FakeTensorMode) -> None:
+    """Let a placeholder take `dtype`, and cast it to what the captured forward computes in."""
+    low = node.meta["example_value"]
+    with fake_mode:
+        wide = torch.empty_strided(low.size(), low.stride(), dtype=dtype, device=low.device)
+    node.meta["example_value"] = wide.requires_grad_(low.requires_grad)
+    last = graph.find_nodes(op="placeholder")[-1]
+    users = list(node.users)
+    with graph.inserting_after(last):
+        cast = graph.call_method("to", (node, low.dtype))
+    for user in users:
+        user.replace_input_with(node, cast)
+
+
+def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
+    graph = joint.graph
+    graph.set_codegen(fx.graph.CodeGen())  # flat: roles, not a pytree, say what inputs and outputs are
+    _annotate(graph)
+    fold_effects(graph)
+    fold_dynamic_sizes(graph)
+    _note_as_strided(graph, trace)
+    inputs: list[Port] = []
+    outputs: list[tuple[Port, fx.Node]] = []
+    for node in graph.find_nodes(op="placeholder"):
+        kind, at = torch_private.describe_input(node.meta.get("desc"))
+        if kind == "input":
+            flat = trace.inputs[at]
+            inputs.append(Port(flat.role, flat.name, at))
+        elif kind == "tangent":
+            inputs.append(Port(InputRole.TANGENT, f"output_{at}", at))
+        elif kind == "mutation_tangent" and trace.inputs[at].role is InputRole.PARAMETER:
+            raise _changed_parameter(trace.inputs[at].name)
+        else:
+            raise UnsupportedError(
+                "the model's autograd graph has an input that zgraph does not know",
+                why=f"{node.name}: {kind}",
+                hint="if the model changes a tensor that requires a gradient in place, write it without",
+            )
+    seen: set[tuple[str, int]] = set()
+    output = graph.output_node()
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if not isinstance(node, fx.Node):
+            continue
+        kind, at = torch_private.describe_output(desc)
+        if (kind, at) in seen:
+            continue
+        seen.add((kind, at))
+        outputs.append((_output_port(kind, at, trace), node))
+    program = Program(
+        name=name,
+        module=torch_private.lazy_module(joint, graph),
+        inputs=inputs,
+        outputs=[],
+        mesh=dict(trace.mesh),
+        params=dict(trace.params),
+        fake_mode=trace.flat.fake_mode,
+        aliases=trace.aliases,
+    )
+    _refuse_mixed_products(graph)
+    if any(port.role is InputRole.TANGENT for port in inputs):
+        _refuse_changed_twice(graph, outputs)
+    checks = keep_asserts(program)
+    outputs = [*outputs, *checks]
+    outputs.sort(key=lambda item: of_backward(*item))  # (what the forward gives is first)
+    program.set_outputs([(port, _own_gradient(program, port, node)) for port, node in outputs])
+    for port, node in program.input_items():
+        node._rename(_identifier(f"tangent_{port.name}" if port.role is InputRole.TANGENT else port.name))
+    for node in graph.nodes:
+        node.meta.pop("desc", None)
+    program.recompile()
+    return program
+
+
+def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:
+    """Note of which inputs `as_strided` looks at the storage. Raises `UnsupportedError` where it looks beyond the input itself."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        source = root_of(node)
+        kind, at = torch_private.describe_input(source.meta.get("desc"))
+        if kind != "input":
+            continue
+        trace.from_start.add(at)
+        size, stride = node.meta["val"].shape, node.meta["val"].stride()
+        last = node.meta["val"].storage_offset() + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        if 0 not in size and last >= source.meta["val"].untyped_storage().nbytes() // source.meta["val"].itemsize:
+            raise UnsupportedError(
+                "as_strided looks beyond the tensor that it is given",
+                where=info(node).source or None,
+                why=f"{trace.inputs[at].name!r} has {source.meta['val'].numel()} elements, and element {last} of its storage is read",
+                hint="give the model the tensor that has the whole storage",
+            )
+
+
+def _own_gradient(program: Program, port: Port, node: fx.Node) -> fx.Node:
+    """A gradient that is a value of the forward (a weight, say, as that of its square is) is copied in the backward."""
+    if port.role is not OutputRole.GRADIENT or info(node).phase is Phase.BACKWARD:
+        return node
+    with program.graph.inserting_before(program.output_node()):
+        return program.call(
+            torch.ops.aten.clone.default, (node,), info(node).but(phase=Phase.BACKWARD), name=f"own_{node.name}"
+        )
+
+
+def _identifier(path: str) -> str:
+    """ "layer.SelfAttention.q" -> "layer_self_attention_q": FX would change any other name of an input when it copies it."""
+    return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path)).lower()
+
+
+def _changed_parameter(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the model's forward changes its parameter {name!r} in place",
+        where=name,
+        why="a sharded parameter has no whole tensor to change",
+        hint="keep such state in a buffer; in place of an embedding's max_norm, scale what was looked up, or the weights after each step",
+    )
+
+
+def _output_port(kind: str, at: int, trace: Trace) -> Port:
+    if kind == "output":
+        return Port(OutputRole.OUTPUT, f"output_{at}", at)
+    flat = trace.inputs[at] if at >= 0 else None
+    if kind == "mutation" and flat is not None:
+        if flat.role is InputRole.PARAMETER:
+            raise _changed_parameter(flat.name)
+        return Port(OutputRole.MUTATION, flat.name, at, of=flat.role)
+    if kind == "gradient" and flat is not None:
+        return Port(OutputRole.GRADIENT, flat.name, at, of=flat.role)
+    raise UnsupportedError("the model's autograd graph has an output that zgraph does not know", why=kind)
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv", "dot")
+
+
+def _refuse_mixed_products(graph: fx.Graph) -> None:
+    """torch multiplies matrices of one dtype only, but its fake operators do not say so before the program runs."""
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") != "aten" or node.target.overloadpacket.__name__ not in _PRODUCTS:
+            continue
+        dtypes = list(dict.fromkeys(n.meta["val"].dtype for n in node.all_input_nodes))
+        if len(dtypes) > 1:
+            shown = " and ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise CaptureError(
+                f"a product of {shown}",
+                where=info(node).source or None,
+                why="torch multiplies values of one dtype; a buffer, a constant or an input has another than the weights",
+                hint="cast it in the model (x.to(weight.dtype)), or give precision a dtype for buffers, or cast_inputs",
+            )
+
+
+def _refuse_changed_twice(graph: fx.Graph, outputs: Sequence[tuple[Port, fx.Node]]) -> None:
+    """What a torch.utils.checkpoint region changes in place, plain PyTorch changes again in the backward, which here changes nothing.
+
+    (It matters where the new value is made of the old one; what the region itself reads of it is another then, too.)
+    """
+    again = {n for n in graph.nodes if torch_private.users_region(n) is not None}
+    for port, last in outputs if again else ():
+        if port.role is not OutputRole.MUTATION:
+            continue
+        of_old: set[fx.Node] = set()
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                same = torch_private.describe_input(node.meta.get("desc")) == ("input", port.index)
+                of_old |= {node} if same else set()
+            elif any(a in of_old for a in node.all_input_nodes):
+                of_old.add(node)
+        stack, seen = [last], set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node not in of_old:
+                continue
+            seen.add(node)
+            stack += node.all_input_nodes
+            if node in again:
+                what = "buffer" if port.of is InputRole.BUFFER else "tensor"
+                raise UnsupportedError(
+                    f"a region of torch.utils.checkpoint changes {what} {port.name!r} in place",
+                    where=info(node).source or None,
+                    why="plain PyTorch runs the region, and so the change, a second time in the backward (BatchNorm counts each batch twice)",
+                    hint="keep the layer out of the region; or call it without checkpoint, and name it in the plan's recompute: "
+                    "zgraph computes it again without changing anything twice",
+                )
+
+
+def _annotate(graph: fx.Graph) -> None:
+    """Give each captured node its record. What depends on a tangent is backward, whatever its tag says."""
+    for node in graph.nodes:
+        backward = node.meta.get("partitioner_tag") == "is_backward" or node.name.startswith("tangents_")
+        if node.target is operator.getitem:  # part of the node that made the tuple
+            backward = False
+        backward = backward or any(info(a).phase is Phase.BACKWARD for a in node.all_input_nodes)
+        phase = Phase.BACKWARD if backward else Phase.FORWARD
+        set_info(node, NodeInfo(phase=phase, module=module_of(node.meta), source=source_of(node.meta)))
+
+
+_USER_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _capture_error(error: BaseException) -> CaptureError:
+    """The user's own line, the reason and a way out, from what dynamo says."""
+    text = str(error)
+    _, _, user = text.partition("from user code:")
+    frames = _USER_FRAME.findall(user or text)
+    where = f"{frames[-1][0]}:{frames[-1][1]}" if frames else None
+    reason = text.split("\n\n")[0].split("Developer debug context")[0].split("from user code")[0].strip()
+    hints = [line.strip()[6:] for line in text.splitlines() if line.strip().startswith("Hint: ")]
+    hint = "write this part without control flow that depends on tensor values (torch.where, masks) or calls that can't be traced"
+    if hints:
+        hint += f"; torch says: {hints[0]}"
+    return CaptureError(
+        "the model can't be captured as one graph",
+        where=where,
+        why=f"{type(error).__name__}: {reason}",
+        hint=hint,
+    )

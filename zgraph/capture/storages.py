@@ -1,0 +1,172 @@
+"""Who shares memory with whom, among what goes into a program, what it keeps, and what it hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from zgraph.program.program import OutputRole, Program
+from zgraph.torch_compat import torch_private
+
+K = TypeVar("K")
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins: the same number for all tensors on one storage, as long as one of them lives. 0 if it has none."""
+    return torch_private.storage_address(tensor)
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and of the one behind its last."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Have two spans a byte in common?"""
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def owned(
+    values: Sequence[torch.Tensor], others: Collection[int], transferred: Collection[int] = ()
+) -> list[torch.Tensor]:
+    """The tensors that a backward gives, each in memory that nothing else reads or writes: those that have none of their own are copied.
+
+    Whoever gets one may write to it: `.grad` is added to, clipped and scaled in place, and torch looks only at the tensor, not at its memory.
+    `others` are the ids of tensors that stay where they are: a program may give an input back as it is. What came out of a collective
+    (`transferred`, by position) is in memory that was made for it, which the transport may hold a little longer. The `values` were made
+    without bases of views (`torch_private.without_bases`): a base would count as one more tensor on their memory.
+    """
+    taken = set(others)
+    made: list[torch.Tensor] = []
+    for at, value in enumerate(values):
+        own = id(value) not in taken and torch_private.elements_are_apart(value)
+        if own and torch_private.holders(value) > 1:
+            own = _beside(value, values, made, at in transferred)
+        if not own:
+            value = value.clone()
+        taken.add(id(value))
+        made.append(value)
+    return made
+
+
+def _beside(
+    value: torch.Tensor, values: Sequence[torch.Tensor], made: Sequence[torch.Tensor], transferred: bool
+) -> bool:
+    """Is the memory of `value` shared with other `values` alone, and its part of it with none of those that are `made` already?"""
+    here, mine = address(value), span(value)
+    sharing = {id(v) for v in values if address(v) == here}
+    known = transferred or torch_private.holders(value) == len(sharing)
+    return known and not any(overlap(mine, span(m)) for m in made)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """With whom the values share memory that one forward program gives: the same at each run.
+
+    `copied` are the positions of those that are copied before anything else happens: an output that the plain model gives by itself, a saved
+    value, or a buffer's new one, that the forward's own writes would reach. Flat outputs that are views of each other in the plain model
+    too are `linked`, those of its inputs `lent`. The backward reads the memory of the flat inputs and outputs, and of the parameters, that
+    are `read`: it is wrong if these are written to before it.
+    """
+
+    copied: frozenset[int]
+    linked: frozenset[int]
+    lent: frozenset[int]
+    read_inputs: frozenset[int]
+    read_outputs: tuple[int, ...]
+    read_params: frozenset[str]
+
+    def handed(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """A flat output as a user gets it. Autograd lets a user write to what is no view; of what is a view it must know the base."""
+        if index in self.linked or index in self.lent:
+            return value.view_as(value)
+        return value.detach() if value._is_view() else value
+
+
+def sharing(
+    program: Program,
+    values: Sequence[Any],
+    flat: Sequence[Any],
+    params: Mapping[str, torch.Tensor],
+    kept: Iterable[torch.Tensor],
+    plain: PlainStorages,
+) -> Sharing:
+    """What a forward `program` shares, from one run of it: its outputs' `values`, its flat inputs, what it took for `params`, and the whole
+    weights that are `kept` for later forwards."""
+    inputs = _by_address({i: v for i, v in enumerate(flat) if isinstance(v, torch.Tensor)})
+    weights, gathers = _by_address(params), _by_address(dict(enumerate(kept)))
+    mutated = {p.index for p in program.outputs if p.role is OutputRole.MUTATION}
+    given: dict[int, set[int]] = {}  # flat outputs by address
+    saved: set[int] = set()
+    copied: set[int] = set()
+    for at, (port, value) in enumerate(zip(program.outputs, values, strict=True)):
+        here = address(value)
+        written = inputs.get(here, set()) & mutated
+        if here == 0:
+            continue
+        if port.role is OutputRole.OUTPUT and port.index is not None:
+            lent = (here in inputs or here in weights) and not plain.of_inputs(port.index)
+            mixed = any(not plain.same(port.index, other) for other in given.get(here, ()))
+            if lent or mixed or here in gathers:
+                copied.add(at)
+            else:
+                given.setdefault(here, set()).add(port.index)
+        elif (port.role is OutputRole.SAVED and written) or (
+            port.role is OutputRole.MUTATION and written - {port.index}
+        ):
+            copied.add(at)
+        elif port.role is OutputRole.SAVED:
+            saved.add(here)
+    return Sharing(
+        copied=frozenset(copied),
+        linked=frozenset(i for group in given.values() if len(group) > 1 for i in group),
+        lent=frozenset(i for here, group in given.items() if here in inputs or here in weights for i in group),
+        read_inputs=frozenset(i for here, group in inputs.items() if here in saved for i in group),
+        read_outputs=tuple(sorted(i for here, group in given.items() if here in saved for i in group)),
+        read_params=frozenset(n for here, group in weights.items() if here in saved for n in group),
+    )
+
+
+def _by_address(tensors: Mapping[K, torch.Tensor]) -> dict[int, set[K]]:
+    found: dict[int, set[K]] = {}
+    for key, tensor in tensors.items():
+        if (here := address(tensor)) != 0:
+            found.setdefault(here, set()).add(key)
+    return found
+
+
+@dataclass(frozen=True)
+class PlainStorages:
+    """Which flat inputs and outputs of the plain model are on one storage: a number for each, the same for those that are."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+    def of_inputs(self, output: int) -> bool:
+        return self.outputs[output] is not None and self.outputs[output] in self.inputs
+
+    def same(self, output: int, other: int) -> bool:
+        return self.outputs[output] == self.outputs[other]
+
+
+def written_twice(written: Collection[int], flat: Sequence[Any], others: Collection[int]) -> tuple[int, int] | None:
+    """Positions of two flat inputs that have memory in common, of which the first is `written`, and one is among the `others`: a program
+    writes to each of its inputs as if it were alone. None where there are none."""
+    places: dict[int, list[int]] = {}
+    for at in {*written, *others}:
+        if isinstance(flat[at], torch.Tensor) and (here := address(flat[at])):
+            places.setdefault(here, []).append(at)
+    for group in places.values():
+        for one in group if len(group) > 1 else ():
+            for other in group:
+                pair = one in written and one != other and (one in others or other in others)
+                if pair and overlap(span(flat[one]), span(flat[other])):
+                    return one, other
+    return None

@@ -1,0 +1,1 @@
+"""What a step will take at other sizes, worlds and plans."""

@@ -1,0 +1,174 @@
+"""What a forecast counts in one program, before it is made seconds: operators, transfers, saved values.
+
+Bytes of what the model computes depend on the batch and the sequence; those of shards, of what is gathered from them and of
+padded gradients on the number of ranks that share the parameter. They are told apart here, at a number of ranks that divides
+no parameter's rows: then a shard, the whole parameter and the padded one all have different rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.passes.analysis.costs import Costs, bytes_of, flops_of, size_of
+from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.simulator import bucket_of
+from zgraph.program import collectives
+from zgraph.program.aliases import is_view, root_of
+from zgraph.program.node import Role, info, tensors
+from zgraph.program.program import ParamSpec, Program
+
+_PAD = torch.ops.aten.constant_pad_nd.default
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """`fixed` bytes, and those of rows: (a parameter's rows, whether of all ranks, bytes of one row), any number of them.
+
+    Of n rows each rank has ceil(n / ranks), all of them together ranks times as many.
+    """
+
+    fixed: int = 0
+    rows: tuple[tuple[int, bool, int], ...] = ()
+
+    @classmethod
+    def sum(cls, parts: Iterable[Bytes]) -> Bytes:
+        fixed, rows = 0, Counter[tuple[int, bool]]()
+        for part in parts:
+            fixed += part.fixed
+            for n, whole, size in part.rows:
+                rows[n, whole] += size
+        return cls(fixed, tuple(sorted((n, whole, size) for (n, whole), size in rows.items())))
+
+    @classmethod
+    def of_shard(cls, shape: tuple[int, ...], itemsize: int, spec: ParamSpec) -> Bytes:
+        """A tensor that has this shape on the rank that holds `spec`'s shard."""
+        size = itemsize * torch.Size(shape).numel()
+        if spec.shard_dim is None or not shape or shape[0] != spec.rows:
+            return cls(size)
+        return cls(0, ((spec.shape[0], False, size // spec.rows),))
+
+    def at(self, ranks: int) -> int:
+        return self.fixed + sum(-(-n // ranks) * (ranks if whole else 1) * size for n, whole, size in self.rows)
+
+    def formula(self, ranks: Any, fixed: Any = None) -> Any:
+        """In sympy, over `ranks`; `fixed` stands for the bytes that are no rows."""
+        import sympy
+
+        rows = (sympy.ceiling(n / ranks) * (ranks if whole else 1) * size for n, whole, size in self.rows)
+        return sympy.Add(self.fixed if fixed is None else fixed, *rows)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator that takes time. `padding` is the number of rows that it pads to a multiple of the ranks: it is there
+    only where they are none already."""
+
+    node: str
+    target: str
+    flops: int
+    moved: Bytes
+    rate: float
+    padding: int | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Transfers of one kind over one mesh dimension that may share buckets: their bytes, in order."""
+
+    dim: str
+    kind: str
+    sizes: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """What must be equal for two programs to have the same operators. Views are none: they take no time, and a slice is
+    left out at the size where it is all of its input."""
+
+    name: str
+    target: str
+    phase: str
+    inputs: tuple[int, ...]
+
+    def like(self, other: Node) -> bool:
+        return (self.target, self.phase, self.inputs) == (other.target, other.phase, other.inputs)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """One program: all its nodes but views, in order, what takes time on the device and on links, bytes saved for the backward."""
+
+    nodes: tuple[Node, ...]
+    operators: tuple[Operator, ...]
+    runs: tuple[Run, ...]
+    activations: int
+
+
+def count(program: Program, costs: Costs, shared: int | None) -> Counts:
+    """Count in a program whose buckets are runs. `shared` is the number of ranks over which "dp" shards, None where that
+    never changes: then no bytes depend on it."""
+    order = {n: at for at, n in enumerate(n for n in program.graph.nodes if not is_view(n))}
+    nodes = tuple(
+        Node(
+            n.name,
+            _target(n),
+            str(info(n).phase) if n.op != "output" else "",
+            tuple(dict.fromkeys(order[root_of(a)] for a in n.all_input_nodes)),
+        )
+        for n in order
+    )
+
+    def size(node: fx.Node) -> Bytes:
+        return _size(node, program, shared)
+
+    operators = tuple(
+        Operator(
+            n.name,
+            _target(n),
+            flops_of(n),
+            Bytes.sum(size(m) for m in costs.moved(n)),
+            costs.rate(n),
+            _padded_rows(n, program) if shared is not None else None,
+        )
+        for n in costs.compute(program)
+    )
+    runs: list[Run] = []
+    seen: set[fx.Node] = set()
+    for node in order:
+        if collectives.is_start(node) and node not in seen:
+            starts = bucket_of(node)
+            seen.update(starts)
+            sizes = tuple(size(s) if size_of(s) == bytes_of(s) else size(s.all_input_nodes[0]) for s in starts)
+            runs.append(Run(collectives.group_of(node), collectives.kind(node), sizes))
+    activations = max((m.get("activations", 0) for m in memory_of(program)), default=0)
+    return Counts(nodes, operators, tuple(runs), activations)
+
+
+def _target(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_function" else node.op
+
+
+def _size(node: fx.Node, program: Program, shared: int | None) -> Bytes:
+    spec = program.params.get(str(info(node).param))
+    made = list(tensors(node))
+    if shared is None or spec is None or spec.shard_dim is None or len(made) != 1 or not made[0].dim():
+        return Bytes(size_of(node))
+    found = made[0].shape[0]
+    if found == spec.rows:
+        return Bytes(0, ((spec.shape[0], False, size_of(node) // found),))
+    if found == spec.rows * shared:
+        return Bytes(0, ((spec.shape[0], True, size_of(node) // found),))
+    return Bytes(size_of(node))
+
+
+def _padded_rows(node: fx.Node, program: Program) -> int | None:
+    record = info(node)
+    if node.target is not _PAD or record.role is not Role.LAYOUT or record.param is None:
+        return None
+    return program.params[record.param].shape[0]

@@ -1,0 +1,208 @@
+"""A forecast as formulas: what it holds, what it gives at some sizes, how it reads.
+
+`zgraph.forecast.symbolic` makes it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zgraph.errors import SymbolicError
+from zgraph.forecast.samples import Point
+from zgraph.passes.analysis.costs import Hardware, ring, rounds
+from zgraph.plan.plan import Plan
+
+if TYPE_CHECKING:
+    import sympy
+
+SHOWN = 16  # kinds of operators in a text
+
+
+def symbols() -> dict[str, sympy.Symbol]:
+    """What formulas are in: "world", "batch" and "sequence"."""
+    import sympy
+
+    return {n: sympy.Symbol(n, integer=True, positive=True) for n in ("world", "batch", "sequence")}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`count` operators of equal cost: seconds of each are Max(flops / rate, bytes / memory) + launch."""
+
+    operator: str
+    count: sympy.Expr
+    flops: sympy.Expr
+    bytes: sympy.Expr
+    rate: float
+
+    def seconds(self, hardware: Hardware) -> sympy.Expr:
+        """Of all of them together."""
+        import sympy
+
+        moved = self.bytes / hardware.memory
+        if self.flops == 0:
+            return self.count * (moved + (hardware.launch if self.bytes != 0 else 0))
+        longer = sympy.Max(self.flops / self.rate, moved, evaluate=False)
+        return self.count * (longer + (hardware.launch if self.bytes != 0 else 0))
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """All collectives of one `kind` over one mesh dimension: how many, and their bytes before they are cut to ranks."""
+
+    dim: str
+    kind: str
+    ranks: sympy.Expr
+    count: sympy.Expr
+    bytes: sympy.Expr
+
+    def seconds(self, hardware: Hardware) -> sympy.Expr:
+        import sympy
+
+        return sympy.sympify(ring(hardware.link(self.dim), self.kind, self.bytes, self.ranks, self.count))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A forecast at some sizes: seconds, and bytes on each rank. A step takes between `lower` and `upper` seconds."""
+
+    compute: float
+    communication: float
+    lower: float
+    upper: float
+    parameters: int
+    gradients: int
+    states: int
+    activations: int
+
+    def __str__(self) -> str:
+        memory = ", ".join(f"{n} {getattr(self, n) / 2**20:.1f} MiB" for n in _MEMORY)
+        return (
+            f"step {self.lower * 1e3:.3f} to {self.upper * 1e3:.3f} ms "
+            f"(compute {self.compute * 1e3:.3f} ms, communication {self.communication * 1e3:.3f} ms); {memory}"
+        )
+
+
+_SECONDS = ("compute", "communication", "lower", "upper")
+_MEMORY = ("parameters", "gradients", "states", "activations")
+
+
+@dataclass(frozen=True)
+class SymbolicForecast:
+    """sympy expressions in `world` (ranks), `batch` (rows of one rank) and `sequence`.
+
+    Seconds: `compute`, `communication` (of all links, one after the other; `links` has each), `lower` (the busiest of
+    them) and `upper` (all of them, one after the other). Bytes of one rank: `parameters`, `gradients`, `states` (of the
+    plan's optimizer, for each parameter), `activations` (saved from the forward for the backward). Where a
+    mesh has no free dimension `world` is in none of them. `kinds` and `transfers` are what the seconds are made of
+    on more than the fewest ranks. `sizes` are those of the inputs it was made from; `sizes.sequence` is None for a model
+    without a sequence.
+    """
+
+    plan: Plan
+    hardware: Hardware
+    sizes: Point
+    kinds: tuple[Kind, ...]
+    transfers: tuple[Transfers, ...]
+    compute: sympy.Expr
+    links: dict[str, sympy.Expr]
+    communication: sympy.Expr
+    lower: sympy.Expr
+    upper: sympy.Expr
+    parameters: sympy.Expr
+    gradients: sympy.Expr
+    states: sympy.Expr
+    activations: sympy.Expr
+
+    def at(self, *, world: int, batch: int, sequence: int | None = None) -> Figures:
+        """Numbers. Raises `MeshError` for a world that the plan's mesh does not divide, `SymbolicError` for sizes below 1,
+        or a sequence where there is none (and the other way round)."""
+        self.plan.resolve_mesh(world)
+        given = {"batch": batch, "sequence": sequence}
+        if (sequence is None) != (self.sizes.sequence is None):
+            has = "no sequence" if self.sizes.sequence is None else "a sequence"
+            raise SymbolicError(
+                f"the forecast is of a model with {has}", hint="give `at` a sequence just if it has one"
+            )
+        for name, size in given.items():
+            if size is not None and size < 1:
+                raise SymbolicError(f"{name} is {size}", hint="sizes are 1 or more")
+        known = symbols()
+        values = {known[n]: v for n, v in {"world": world, **given}.items() if v is not None}
+        compute, parts = float(self.compute.subs(values)), [float(e.subs(values)) for e in self.links.values()]
+        memory = {n: int(getattr(self, n).subs(values)) for n in _MEMORY}
+        return Figures(compute, sum(parts), max([compute, *parts]), compute + sum(parts), **memory)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain data, expressions as text that sympy reads."""
+        formulas = {n: str(getattr(self, n)) for n in (*_SECONDS, *_MEMORY)}
+        kinds = [
+            {
+                "operator": k.operator,
+                "count": str(k.count),
+                "flops": str(k.flops),
+                "bytes": str(k.bytes),
+                "rate": k.rate,
+            }
+            for k in self.kinds
+        ]
+        transfers = [
+            {"dim": t.dim, "kind": t.kind, "ranks": str(t.ranks), "count": str(t.count), "bytes": str(t.bytes)}
+            for t in self.transfers
+        ]
+        sizes = {"batch": self.sizes.batch, "sequence": self.sizes.sequence}
+        return {"sizes": sizes, "formulas": formulas, "kinds": kinds, "transfers": transfers}
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+# -- text -----------------------------------------------------------------------------------------------------------------
+def _text(made: SymbolicForecast) -> str:
+    import sympy
+
+    hardware, plan, world, batch, sequence = made.hardware, made.plan, *symbols().values()
+    free = -1 in plan.mesh.values()
+    known = math.prod(size for size in plan.mesh.values() if size != -1)
+    ranks = known * 2 if free else known
+    names = [*(["world"] if free else []), "batch", *(["sequence"] if made.sizes.sequence is not None else [])]
+    lines = [
+        f"forward and backward on {hardware.name}, by {', '.join(names)} (batch: rows of one rank)",
+        "",
+        f"compute [s] = sum of count * (Max(FLOP / rate, bytes / {hardware.memory:.4g}) + {hardware.launch:.4g})",
+    ]
+    sizes = {world: ranks, batch: made.sizes.batch, sequence: made.sizes.sequence}
+    values = {symbol: size for symbol, size in sizes.items() if size is not None}
+    ranked = sorted(made.kinds, key=lambda k: -float(k.seconds(hardware).subs(values)))
+    rows = [("count", "operator", "FLOP", "rate", "bytes")]
+    rows += [
+        (str(k.count), k.operator, str(k.flops), f"{k.rate:.3g}" if k.flops != 0 else "", str(k.bytes))
+        for k in ranked[:SHOWN]
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines += [f"  {a:>{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d:{widths[3]}}  {e}" for a, b, c, d, e in rows]
+    if len(ranked) > SHOWN:
+        lines.append(f"  and {len(ranked) - SHOWN} kinds that take less at {made.sizes}, on {ranks} rank(s)")
+    if made.compute.has(sympy.Piecewise):
+        lines.append(f"  (not on {known} rank(s), where other operators run)")
+    works = [(t, hardware.link(t.dim)) for t in made.transfers]
+    lines += [
+        f"  and {link.start:.4g} for each {t.kind} over {t.dim}, {link.work:.4g} for each of its bytes"
+        for t, link in works
+        if link.start or link.work
+    ]
+    lines += ["", "communication [s] = sum of (ranks - 1) * rounds * (latency * transfers + bytes / ranks / bandwidth)"]
+    for t in made.transfers:
+        link = hardware.link(t.dim)
+        lines.append(
+            f"  {t.kind} over {t.dim}: {t.ranks} ranks, {rounds(link, t.kind):g} round(s), latency {link.latency:.4g}, "
+            f"bandwidth {link.bandwidth:.4g}, {t.count} transfers"
+        )
+        lines.append(f"    bytes {t.bytes}")
+    if not made.transfers:
+        lines.append("  none")
+    lines += ["", *(f"{name} [bytes] = {getattr(made, name)}" for name in _MEMORY)]
+    lines += ["", "a step takes at least Max(compute, communication), at most compute + communication"]
+    return "\n".join(lines)

@@ -1,0 +1,373 @@
+"""What a pipeline will take, before anything runs: each stage's programs and the schedule, simulated; the memory of each rank.
+
+Each kind of stage is simulated once, with the same passes and by the same simulator as any step. Its seconds go into the schedule's
+replay, its bytes into what a rank holds (`zgraph/stages/rank_memory.py`): its peak is the most that there is during one of its actions.
+
+The first forward of a stage in a step gathers at ZeRO 1 and 2, those after it don't; below ZeRO 2 its last backward alone reduces.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from zgraph.build.pass_pipeline import Choice, Variant, costs_of
+from zgraph.build.planned_step import Inputs, split_inputs
+from zgraph.forecast.pipeline_plan import PlannedStages, planned_stages
+from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.analysis.simulator import Forecast, simulate
+from zgraph.passes.stages.cut_stages import Transfer
+from zgraph.passes.stages.stage_costs import Balance
+from zgraph.plan.pipeline_schedules.actions import Action, Kind
+from zgraph.plan.plan import Plan
+from zgraph.program.program import STAGE_DIM, Program
+from zgraph.runtime.train_step import first_part
+from zgraph.stages.duties import duties
+from zgraph.stages.gantt import picture
+from zgraph.stages.simulation import Timeline, replay
+from zgraph.stages.stage_cost import SimulatedStage, likeness
+from zgraph.stages.stage_programs import needs_of
+from zgraph.units import columns, milliseconds, shown_bytes
+
+SHOWN = 3  # categories of a rank's memory, in the text
+
+
+@dataclass(frozen=True)
+class StageForecast:
+    """What a stage takes of its `rank` along "pp" for one micro-batch, after all passes: seconds of its forward and of its backward, or of
+    the two parts of that (None where the schedule has none), `exposed` seconds of communication among them; bytes that stay from its
+    forward to its backward (`saved`), and from the first part of that to the second (`kept`). `parameters` are the bytes of
+    a rank's part of them. `like` is the stage that was simulated in its place, itself if it is the first of its kind."""
+
+    stage: int
+    rank: int
+    like: int
+    forward: float
+    backward: float
+    input_gradients: float | None
+    weight_gradients: float | None
+    exposed: float
+    parameters: int
+    saved: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one stage sends another for a micro-batch: so many `values`, their bytes, and their seconds on the link alone. `back` says
+    whether it is in the backward. Nothing is sent where both stages are on one rank."""
+
+    source: int
+    target: int
+    back: bool
+    values: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankForecast:
+    """What a rank along "pp" takes in a step: seconds that it computes (`busy`) and that it waits (`idle`) before its `update`; at its peak
+    bytes by category, and the action, or the "update", which that is in."""
+
+    rank: int
+    stages: tuple[int, ...]
+    busy: float
+    idle: float
+    update: float
+    exposed: float
+    where: str
+    categories: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """All bytes at the peak."""
+        return sum(self.categories.values())
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineForecast:
+    """What a step of a pipeline takes on `world` ranks. As text, tables and the schedule's picture."""
+
+    world: int
+    plan: Plan
+    costs: Costs
+    balance: Balance
+    stages: tuple[StageForecast, ...]
+    sent: tuple[Sent, ...]
+    timeline: Timeline
+    ranks: tuple[RankForecast, ...]
+
+    @property
+    def update(self) -> float:
+        """Seconds of the slowest rank's update: those of all ranks meet."""
+        return max(rank.update for rank in self.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step: the pipeline, the update, and what the run time takes besides."""
+        return self.timeline.makespan + self.update + self.costs.hardware.step
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication within stages that nothing hides, of the rank that has most."""
+        return max(rank.exposed for rank in self.ranks)
+
+    @property
+    def worst(self) -> RankForecast:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain data; times in seconds, sizes in bytes."""
+        schedule = self.timeline.schedule
+        return {
+            "world": self.world,
+            "hardware": self.costs.hardware.model_dump(mode="json"),
+            "seconds": self.seconds,
+            "makespan": self.timeline.makespan,
+            "bubble": self.timeline.bubble,
+            "update": self.update,
+            "exposed": self.exposed,
+            "peak": self.worst.peak,
+            "peak_rank": self.worst.rank,
+            "schedule": {
+                "name": schedule.name,
+                "micro_batches": schedule.micro_batches,
+                "rank_of": list(schedule.rank_of),
+                "rows": [[str(action) for action in schedule.of(rank)] for rank in range(schedule.ranks)],
+            },
+            "partition": [asdict(load) for load in self.balance.stages],
+            "stages": [asdict(stage) for stage in self.stages],
+            "sent": [asdict(sent) for sent in self.sent],
+            "ranks": [{**asdict(rank), "peak": rank.peak} for rank in self.ranks],
+        }
+
+    def __str__(self) -> str:
+        schedule, worst = self.timeline.schedule, self.worst
+        how = self.plan.partition if isinstance(self.plan.partition, str) else ", ".join(self.plan.partition)
+        lines = [f"{schedule.stages} stages, cut by {how}, as captured:", str(self.balance), ""]
+        lines += ["a micro-batch on each stage, after all passes:", *columns(self._stage_rows()), ""]
+        if self.sent:
+            lines += ["what stages send for a micro-batch:", *columns(self._sent_rows()), ""]
+        lines += [f"{schedule.name}, {schedule.micro_batches} micro-batches:", picture(self.timeline), ""]
+        lines += ["memory of each rank at its peak:", *columns(self._rank_rows()), ""]
+        parts = [f"pipeline {milliseconds(self.timeline.makespan)} (bubble {self.timeline.bubble:.1%})"]
+        parts += [f"update {milliseconds(self.update)}"] if self.update else []
+        parts += [f"besides {milliseconds(self.costs.hardware.step)}"] if self.costs.hardware.step else []
+        lines.append(f"step: {milliseconds(self.seconds)}: {', '.join(parts)}")
+        lines.append(f"peak: {shown_bytes(worst.peak)} on rank {worst.rank} of {STAGE_DIM}, in {worst.where}")
+        return "\n".join(lines)
+
+    def _stage_rows(self) -> list[tuple[str, ...]]:
+        apart = self.timeline.schedule.apart
+        halves = ("of inputs", "of weights") if apart else ()
+        rows: list[tuple[str, ...]] = [
+            ("stage", "rank", "forward", "backward", *halves, "exposed", "parameters", "saves", "like")
+        ]
+        for s in self.stages:
+            parts = (s.input_gradients or 0.0, s.weight_gradients or 0.0) if apart else ()
+            seconds = map(milliseconds, (s.forward, s.backward, *parts, s.exposed))
+            like = "" if s.like == s.stage else f"stage {s.like}"
+            rows.append((str(s.stage), str(s.rank), *seconds, shown_bytes(s.parameters), shown_bytes(s.saved), like))
+        return rows
+
+    def _sent_rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("from", "to", "in the", "values", "size", "link")]
+        for s in self.sent:
+            phase = "backward" if s.back else "forward"
+            rows.append(
+                (str(s.source), str(s.target), phase, str(s.values), shown_bytes(s.bytes), milliseconds(s.seconds))
+            )
+        return rows
+
+    def _rank_rows(self) -> list[tuple[str, ...]]:
+        total: Counter[str] = Counter()
+        for rank in self.ranks:
+            total.update(rank.categories)
+        named = [name for name, size in total.most_common() if size]
+        shown, rest = named[: SHOWN + 2], named[SHOWN + 2 :]
+        rows: list[tuple[str, ...]] = [
+            ("rank", "stages", "busy", "update", *shown, *(["other"] if rest else []), "peak", "in")
+        ]
+        for r in self.ranks:
+            sizes = [r.categories.get(name, 0) for name in shown]
+            sizes += [sum(r.categories.get(name, 0) for name in rest)] if rest else []
+            stages = ", ".join(map(str, r.stages))
+            times = (milliseconds(r.busy), milliseconds(r.update))
+            rows.append((str(r.rank), stages, *times, *map(shown_bytes, (*sizes, r.peak)), r.where))
+        return rows
+
+
+def forecast_pipeline(
+    model: nn.Module, plan: Plan, inputs: Inputs, world: int, captured: Program | None = None
+) -> PipelineForecast:
+    """Forecast a step of a plan with a pipeline for `world` ranks, without any. `model` is not compiled, may be on the meta device, and is
+    not changed. `inputs` are a data-parallel rank's whole batch. `captured` is what was captured of the model by this plan already.
+
+    Raises what `planned_stages` does, `StepError` for a batch that can't be cut into the plan's micro-batches, and what passes raise.
+    """
+    plan = plan.for_world(world)
+    return forecast_of(planned_stages(model, plan, micro_batch(plan, inputs), world, costs_of(plan), captured=captured))
+
+
+def micro_batch(plan: Plan, inputs: Inputs) -> Inputs:
+    """The first micro-batch of a rank's whole batch, in the same form. Raises `StepError` for a batch that can't be cut so."""
+    args, kwargs = first_part(plan, *split_inputs(inputs))
+    return kwargs if isinstance(inputs, dict) else args
+
+
+def forecast_of(made: PlannedStages) -> PipelineForecast:
+    """The forecast of stages that are there already."""
+    return _Forecaster(made).run()
+
+
+def besides(made: PlannedStages, stage: int) -> int:
+    """The most bytes that a stage's rank has, while the stage runs, beside its programs and what `StepProgram.outside` counts: what is in
+    flight, and what the rank's other stages hold."""
+    rank = made.partition.schedule.rank_of[stage]
+    return made.memory(rank).besides(stage, _Forecaster(made).of_rank(rank))
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """How long each action takes. A forward's first gathers start before it waits for what it receives."""
+
+    stages: Sequence[SimulatedStage]
+    variants: Mapping[Action, Variant]
+
+    def of(self, action: Action, waited: float) -> float:
+        lead = waited if action.kind is Kind.F else 0.0
+        return self.stages[action.stage].seconds(action.kind, self.variants[action], lead)
+
+
+class _Forecaster:
+    def __init__(self, made: PlannedStages) -> None:
+        self.made = made
+        self.schedule = made.partition.schedule
+        kinds: dict[tuple[str, Choice], int] = {}
+        self.like = [kinds.setdefault((likeness(s), s.choice or Choice()), stage) for stage, s in enumerate(made.steps)]
+        simulated = {stage: SimulatedStage(made.steps[stage], made.costs, made.once) for stage in kinds.values()}
+        self.stages = [simulated[like] for like in self.like]
+        self.variants = dict(self._variants())
+
+    def run(self) -> PipelineForecast:
+        made, schedule = self.made, self.schedule
+        sent = sent_between(made.stages.transfers, made.costs)
+        link = {(s.source, s.target): s.seconds for s in sent}
+        timeline = replay(
+            schedule, _Seconds(self.stages, self.variants), lambda a, b: link[a, b], needs_of(made.stages)
+        )
+        apart = [s for s in sent if schedule.rank_of[s.source] != schedule.rank_of[s.target]]
+        return PipelineForecast(
+            made.world,
+            made.plan,
+            made.costs,
+            made.balance,
+            tuple(self._stage(stage) for stage in range(schedule.stages)),
+            tuple(apart),
+            timeline,
+            self._ranks(timeline),
+        )
+
+    def _variants(self) -> Iterator[tuple[Action, Variant]]:
+        """Each action with the variant of its stage's program that it runs."""
+        for rank in range(self.schedule.ranks):
+            of, begun = duties(self.schedule, rank), set[int]()
+            for action in self.schedule.of(rank):
+                first = action.kind is Kind.F and action.stage not in begun
+                begun |= {action.stage} if first else set()
+                stage = self.stages[action.stage]
+                yield action, stage.variant(action, first=first, last=of[action.stage].last == action)
+
+    def _stage(self, number: int) -> StageForecast:
+        """As most micro-batches find it: neither the first nor the last of a step, where there are others."""
+        stage = self.stages[number]
+        of: dict[Kind, Variant] = {}
+        row = [a for a in self.schedule.of(self.schedule.rank_of[number]) if a.stage == number]
+        for kind in Kind:
+            actions = [a for a in row if a.kind is kind]
+            if actions:
+                of[kind] = self.variants[actions[len(actions) // 2]]
+        usual = of.get(Kind.B, of.get(Kind.I, of[Kind.F]))
+        inputs, weights = (stage.seconds(kind, of[kind]) if kind in of else None for kind in (Kind.I, Kind.W))
+        whole = stage.seconds(Kind.B, usual) if Kind.B in of else (inputs or 0.0) + (weights or 0.0)
+        return StageForecast(
+            number,
+            self.schedule.rank_of[number],
+            self.like[number],
+            stage.seconds(Kind.F, of[Kind.F]),
+            whole,
+            inputs,
+            weights,
+            stage.exposed(usual),
+            stage.parameters,
+            stage.saved,
+            stage.kept if Kind.W in of else 0,
+        )
+
+    # -- ranks --------------------------------------------------------------------------------------------------------------
+    def _ranks(self, timeline: Timeline) -> tuple[RankForecast, ...]:
+        updates: dict[str, Forecast | None] = {}
+        found = []
+        for rank in range(self.schedule.ranks):
+            key = self._held_alike(rank)
+            if key not in updates:
+                history = self.made.update(rank)
+                updates[key] = simulate(history.program, self.made.costs) if history is not None else None
+            update = updates[key]
+            memory = self.made.memory(rank)
+            peak = update.peak if update is not None else None
+            where, categories = memory.peak(self.of_rank(rank), memory.states(self.made.outside(rank)), peak)
+            exposed = sum(
+                self.stages[a.stage].exposed(self.variants[a])
+                for a in self.schedule.of(rank)
+                if a.kind in (Kind.B, Kind.I)
+            )
+            found.append(
+                RankForecast(
+                    rank,
+                    self.schedule.stages_of(rank),
+                    timeline.busy[rank],
+                    timeline.idle[rank],
+                    update.seconds if update is not None else 0.0,
+                    exposed,
+                    where,
+                    {name: size for name, size in categories.items() if size},
+                )
+            )
+        return tuple(found)
+
+    def of_rank(self, rank: int) -> dict[int, SimulatedStage]:
+        """A rank's stages."""
+        return {stage: self.stages[stage] for stage in self.schedule.stages_of(rank)}
+
+    def _held_alike(self, rank: int) -> str:
+        """Equal for ranks whose updates are: they hold alike parameters in the same order, and share alike ones with other ranks."""
+        held = self.made.held[rank]
+        optimizer = self.made.plan.optimizer
+        if optimizer is not None and optimizer.groups:
+            return str(rank)  # (groups go by names)
+        specs = [
+            (replace(spec, name=""), held.tied.get(name), name in held.uncounted)
+            for name, spec in self.made.layout.items()
+            if name in held.own
+        ]
+        return str(specs)
+
+
+def sent_between(transfers: tuple[Transfer, ...], costs: Costs) -> tuple[Sent, ...]:
+    """What crosses between each two stages for a micro-batch, one message for each value. Raises `PlanError` for hardware without a link
+    for "pp"."""
+    link = costs.hardware.link(STAGE_DIM)
+    found: dict[tuple[int, int], list[int]] = {}
+    for transfer in transfers:
+        found.setdefault((transfer.source, transfer.target), []).append(transfer.nbytes)
+    return tuple(
+        Sent(a, b, b < a, len(sizes), sum(sizes), len(sizes) * link.latency + sum(sizes) / link.bandwidth)
+        for (a, b), sizes in sorted(found.items())
+    )

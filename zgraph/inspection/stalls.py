@@ -1,0 +1,25 @@
+"""What a simulated step waits for, by transfer."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+from zgraph.inspection.inspection import Way
+from zgraph.passes.analysis.simulator import Forecast
+from zgraph.program.node import info
+
+
+def transfer_of(start: fx.Node) -> str:
+    """The name of the transfer that a collective is, or goes with."""
+    return info(start).bucket or start.name
+
+
+def exposed_by_transfer(way: Way, forecast: Forecast) -> dict[str, float]:
+    """Seconds that are waited for each transfer, by `transfer_of` its start."""
+    nodes = {node.name: node for node in way.last.program.graph.nodes}
+    found: Counter[str] = Counter()
+    for stall in forecast.stalls:
+        found[transfer_of(nodes[stall.node].all_input_nodes[0])] += stall.seconds  # type: ignore[assignment]
+    return dict(found)

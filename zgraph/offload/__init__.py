@@ -1,0 +1,1 @@
+"""Where offloaded tensors are stored: the host's memory, files on NVMe."""

@@ -1,0 +1,203 @@
+"""Runs the operators of `zgraph.program.transfers_to_host`: which tier a value lies in, and what is on its way.
+
+Programs name a tier by the key that it was opened under. What is under way is found by the address that it goes to, which is its
+own until its wait: a program holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zgraph.errors import OffloadError
+from zgraph.offload.files import FileStore, Preflight
+from zgraph.offload.memory import HostMemory, Wait
+from zgraph.plan.offloading import Offload
+from zgraph.program import transfers_to_host
+from zgraph.program.ops import library
+
+logger = logging.getLogger(__name__)
+
+
+class Tier(Protocol):
+    """Where values lie when they are not on the device."""
+
+    def tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+    def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]: ...
+    def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait: ...
+
+
+class Disk:
+    """A `FileStore` as a tier."""
+
+    def __init__(self, store: FileStore) -> None:
+        self.store = store
+
+    def tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self.store.tensor(shape, stride, dtype)
+
+    def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]:
+        reading = self.store.read(home)
+        if device.type == "cpu":
+            return reading.value, lambda: (reading.wait(), None)[1]
+        value = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=device)
+        return value, lambda: (value.copy_(reading.wait()), None)[1]
+
+    def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait:
+        return self.store.write(home, value if value.device.type == "cpu" else value.cpu()).wait
+
+
+class Tiers:
+    """What a plan offloads to, open while this lives; `keys` are what programs call the tiers by, `preflight` what was seen of the
+    disk. `away` bytes are to be there from the first step on. Raises `OffloadError` if the disk has no room for them."""
+
+    def __init__(self, plan: Offload, device: torch.device, away: int) -> None:
+        self.plan = plan
+        self.preflight: Preflight | None = None
+        self._tiers: dict[str, Tier] = {}
+        if "cpu" in plan.tiers() or (plan.tiers() and device.type == "cuda"):  # (updates on the host go through it)
+            self._tiers["cpu"] = HostMemory(device)
+        folder = plan.folder()
+        if folder is not None and "nvme" in plan.tiers():
+            store = FileStore(folder, checksums=plan.checksums, threads=plan.threads)
+            self._tiers["nvme"] = Disk(store)
+            self.preflight = store.preflight(away)
+            logger.info("offloading: %s", self.preflight)
+        self.keys = {kind: register(kind, tier) for kind, tier in self._tiers.items()}
+
+    def of(self, what: str) -> Tier | None:
+        """The tier of "activations", "optimizer" or "parameters"."""
+        kind = self.plan.tier(what)
+        return None if kind is None else self._tiers[kind]
+
+    def settle(self) -> None:
+        """Wait until what programs have written is there for the host to read."""
+        host = self._tiers.get("cpu")
+        if isinstance(host, HostMemory):
+            host.settle()
+
+    def require(self, what: str, size: int) -> None:
+        """Raises `OffloadError` if the disk has no room for so many bytes of this kind."""
+        tier = self.of(what)
+        if isinstance(tier, Disk):
+            tier.store.require(size)
+
+    def reused(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, what comes from disk for this thread lands in memory of what came inside before and is gone."""
+        disk = self._tiers.get("nvme")
+        return disk.store.reused() if isinstance(disk, Disk) else contextlib.nullcontext()
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes read from disk and written to it so far."""
+        disk = self._tiers.get("nvme")
+        return (disk.store.read_bytes, disk.store.written_bytes) if isinstance(disk, Disk) else (0, 0)
+
+
+_open: weakref.WeakValueDictionary[str, Tier] = weakref.WeakValueDictionary()
+_flying: dict[int, tuple[object, Wait]] = {}  # by address: whose it is (see `apart`), and what waits for it
+_mine = threading.local()
+
+
+def register(kind: str, tier: Tier) -> str:
+    """Open a tier for programs; its key: the first of "nvme0", "nvme1", … that is free (equal code is so compiled once)."""
+    key = next(k for k in (f"{kind}{i}" for i in itertools.count()) if k not in _open)
+    _open[key] = tier
+    return key
+
+
+def tier_of(home: torch.Tensor, device: torch.device) -> Tier | None:
+    """The tier that moves a tensor between its home and `device`: its disk, else a tier of the host's memory for that device,
+    None where there is none."""
+    tiers = list(_open.values())
+    disk = next((t for t in tiers if isinstance(t, Disk) and t.store.holds(home)), None)
+    ends = (device, home.device)
+    return disk or next((t for t in tiers if isinstance(t, HostMemory) and t.device in ends), None)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Moves that this thread starts inside are its own: programs that fail elsewhere leave them alone, and the reverse."""
+    _mine.owner = object()
+    try:
+        yield
+    finally:
+        _mine.owner = None
+
+
+def in_flight() -> int:
+    """Moves that nobody has waited for yet."""
+    return len(_flying)
+
+
+def _fetch(home: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tier = tier_of(home, device)
+    if not home.numel():
+        return home.to(device, copy=True)
+    value, wait = (home.to(device, copy=True), _arrived) if tier is None else tier.read(home, device)
+    _flies(value, wait)
+    return value
+
+
+def _offload(x: torch.Tensor, tier: str) -> torch.Tensor:
+    found = _open.get(tier)
+    if found is None:
+        raise OffloadError(
+            f"the tier {tier!r} is closed", why="its model is gone", hint="keep the model while it trains"
+        )
+    home = found.tensor(x.shape, x.stride(), x.dtype)
+    if home.numel():
+        _flies(home, found.write(home, x))
+    return home
+
+
+def _store(home: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    token = torch.empty(1, dtype=torch.uint8)
+    tier = tier_of(home, x.device)
+    if tier is None or not home.numel():
+        home.copy_(x)
+        _flies(token, _arrived)
+    else:
+        _flies(token, tier.write(home, x))
+    return token
+
+
+def _moved(to: torch.Tensor, of: torch.Tensor) -> None:
+    if not to.numel():
+        return
+    started = _flying.pop(to.data_ptr(), None)
+    if started is None:
+        raise OffloadError(
+            "a program waits for a move that nothing started",
+            why="the backend copied a value that was on its way",
+            hint='use backend="eager", and report this: it is a fault of zgraph or of this torch',
+        )
+    started[1]()
+
+
+def _flies(to: torch.Tensor, wait: Wait) -> None:
+    _flying[to.data_ptr()] = getattr(_mine, "owner", None), wait
+
+
+def _arrived() -> None:
+    """What is there already."""
+
+
+def _abandon() -> None:
+    """A program has failed: what it had on its way lands, and is forgotten."""
+    for to, (owner, wait) in list(_flying.items()):
+        if owner is getattr(_mine, "owner", None) and _flying.pop(to, None) is not None:
+            with contextlib.suppress(Exception):
+                wait()
+
+
+transfers_to_host.when_one_fails(_abandon)
+_RUNS: dict[str, Callable[..., Any]] = {"fetch": _fetch, "offload": _offload, "store": _store, "moved_": _moved}
+for _name, _function in _RUNS.items():
+    library.impl(_name, _function, "CompositeExplicitAutograd")

@@ -1,0 +1,1 @@
+"""Parameters as shards on the user's own module."""

@@ -1,0 +1,164 @@
+"""Mixed precision on the user's own module: dtypes of its parameters and buffers, modules that stay in float32.
+
+What programs cast (weights before their gather, gradients before their reduction, inputs and outputs) is said in
+`ParamSpec` and done by capture and passes. Here is what is done to the module itself, once, when it is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from zgraph.errors import ModelError, PlanError
+from zgraph.names import around, matches, module_names, parameter_names
+from zgraph.plan.precision import Precision
+from zgraph.program.program import ParamSpec
+
+
+def with_precision(spec: ParamSpec, precision: Precision, stays: Collection[str]) -> ParamSpec:
+    """A parameter's dtypes; `stays` are the modules that compute in float32. Only floating-point parameters of 16 or 32 bits take part."""
+    if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return spec
+    if precision.compute is None and precision.parameter is None and precision.reduce is None:
+        return spec
+    if spec.name.rpartition(".")[0] in stays:
+        return replace(spec, dtype=torch.float32)
+    held = precision.dtype("parameter") or spec.dtype
+    low = held in (torch.bfloat16, torch.float16)
+    return replace(
+        spec,
+        dtype=held,
+        compute=precision.dtype("compute") or held,
+        reduce=precision.dtype("reduce"),
+        accumulate=torch.float32 if low else held,
+    )
+
+
+def stays_fp32(module: nn.Module, precision: Precision) -> set[str]:
+    """The modules that compute in float32, by all of their names: where a pattern matches one, one above it, or a parameter of its own.
+
+    So does a norm with running statistics that stay in float32, since torch has no operator for such a mixture; and each module that has
+    a parameter of another such one, since a parameter that is tied has one dtype.
+    """
+    names, tied = module_names(module), parameter_names(module)
+    first = {n: every[0] for every in tied.values() for n in every}
+    own: dict[str, set[str]] = {}
+    found: set[str] = set()
+    for path, child in module.named_modules():
+        paths = names[path]
+        own[path] = {first[_inside(path, key)] for key, p in child._parameters.items() if p is not None}
+        read = [n for name in own[path] for n in tied[name]]
+        norm = isinstance(child, _NormBase) and child.running_mean is not None and precision.buffer is None
+        if norm or matches(around([*paths, *read]), precision.keep_fp32):
+            found.add(path)
+    kept: set[str] = set()
+    while True:
+        kept |= {name for path in found for name in own[path]}
+        more = {path for path, held in own.items() if held & kept} - found
+        if not more:
+            return {n for path in found for n in names[path]}
+        found |= more
+
+
+def _inside(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def check(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> None:
+    """Raises `PlanError` for a pattern of `keep_fp32` that matches nothing."""
+    for fault in faults_of(module, precision, specs):
+        raise fault
+
+
+def faults_of(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> Iterator[PlanError]:
+    """Each pattern of `keep_fp32` that matches nothing."""
+    fitting = without_faults(module, precision).keep_fp32
+    for pattern in precision.keep_fp32:
+        if pattern not in fitting:
+            yield PlanError(
+                f"{pattern!r} matches no parameter and no module",
+                where="precision.keep_fp32",
+                hint=f"names look like {next(iter(specs), 'none')!r}",
+            )
+
+
+def without_faults(module: nn.Module, precision: Precision) -> Precision:
+    """The precision with those patterns of `keep_fp32` that match something."""
+    names = [*module_names(module), *(n for every in parameter_names(module).values() for n in every)]
+    fitting = tuple(p for p in precision.keep_fp32 if matches(names, [p]))
+    return precision.model_copy(update={"keep_fp32": fitting})
+
+
+def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> contextlib.ExitStack:
+    """Cast buffers, and let the modules that stay in float32 take and give what the others compute in.
+
+    Where what it returns is closed (or a `with` block around it ends), the module is as it was.
+    """
+    buffer = precision.dtype("buffer")
+    low = precision.dtype("compute") or precision.dtype("parameter")
+    names, stays = module_names(module), stays_fp32(module, precision)
+    with contextlib.ExitStack() as undo:
+        for path, child in module.named_modules():
+            for key, held in list(child._buffers.items()):
+                known = around(_inside(n, key) for n in names[path])
+                if (
+                    buffer is not None
+                    and held is not None
+                    and held.is_floating_point()
+                    and not matches(known, precision.keep_fp32)
+                ):
+                    child._buffers[key] = held.to(buffer)
+                    undo.callback(child._buffers.__setitem__, key, held)
+            own = any(p is not None for p in child._parameters.values())
+            if low in (torch.bfloat16, torch.float16) and own and path in stays:
+                undo.callback(child.register_forward_pre_hook(_Cast(torch.float32).before, with_kwargs=True).remove)
+                undo.callback(child.register_forward_hook(_Cast(low).after).remove)
+        return undo.pop_all()
+
+
+class _Cast:
+    """Hooks that cast floating-point tensors among a module's arguments, or its result."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map(self._cast, (args, kwargs))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return pytree.tree_map(self._cast, output)
+
+    def _cast(self, x: Any) -> Any:
+        return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def refuse_overflow(module: nn.Module, precision: Precision) -> list[str]:
+    """The parameters of this rank that float16 can't hold: infinite, no number, or above 65504."""
+    if (precision.compute or precision.parameter) != "float16":
+        return []
+    largest = torch.finfo(torch.float16).max
+    found = []
+    for name, param in module.named_parameters():
+        if param.is_meta or not param.is_floating_point() or not param.numel():
+            continue
+        top = param.detach().abs().max()
+        if not bool(top <= largest):
+            found.append(name)
+    return found
+
+
+def overflow_error(names: list[str]) -> ModelError:
+    return ModelError(
+        f"parameter {names[0]!r} has values that float16 can't hold"
+        + (f" (and {len(names) - 1} more)" if names[1:] else ""),
+        where="precision",
+        why="it is infinite, no number, or larger than 65504 somewhere: every step would overflow",
+        hint="load weights that are finite, or use bf16",
+    )

@@ -1,0 +1,707 @@
+"""Parameters as shards on the user's own module: layouts, cutting, and materialising a model from the meta device.
+
+A sharded parameter is a plain `DTensor` under its own name, `Shard(0)` as torch cuts (uneven sizes included). Its local
+tensor is a view of a buffer padded to the rows that every rank has, so programs are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zgraph.capture.former_memory import former_memory
+from zgraph.errors import ModelError, UnsupportedError
+from zgraph.offload.host_gradients import Away, where_it_lies
+from zgraph.parameters.mixed_precision import stays_fp32, with_precision
+from zgraph.parameters.replaced import replaced
+from zgraph.plan.precision import Precision
+from zgraph.program.program import DATA_DIMS, ParamSpec
+from zgraph.program.tolerance import bits
+from zgraph.torch_compat import torch_private
+
+if TYPE_CHECKING:
+    from zgraph.offload.moves import Tier
+    from zgraph.plan.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+_STEPS = "_zgraph_steps"  # in the __dict__ of a compiled model's parameter: the steps that torch's optimizers have made on it
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Count a step on those of an optimizer's parameters that are a compiled model's shards. (A plan's optimizer counts its own.)"""
+    if getattr(optimizer, "counts_updates", False):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if _STEPS in param.__dict__:
+                param.__dict__[_STEPS] += 1
+
+
+@functools.cache
+def _count_steps() -> None:
+    """Let steps of torch's optimizers be counted, from the first shard on."""
+    register_optimizer_step_post_hook(_count_step)
+
+
+def layout(
+    module: nn.Module,
+    mesh: dict[str, int],
+    zero: int,
+    persistence_threshold: int,
+    precision: Precision | None = None,
+    home: str | None = None,
+    least_bytes: int = 0,
+) -> dict[str, ParamSpec]:
+    """How each parameter is laid out, by name (a tied one under its first name), in which dtypes, and where.
+
+    Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole. Parts of
+    `least_bytes` and more lie in `home`.
+    """
+    precision = precision or Precision()
+    ranks = mesh.get("dp", 1)
+    stays = stays_fp32(module, precision)
+    specs: dict[str, ParamSpec] = {}
+    for name, param in module.named_parameters():
+        if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise UnsupportedError(
+                f"parameter {name!r} has no shape yet",
+                why="the model has lazy modules",
+                hint="run the model once before compiling it",
+            )
+        if param.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter {name!r} is sparse",
+                why=f"its layout is {str(param.layout).removeprefix('torch.')}, and shards are rows of strided tensors",
+                hint="make it dense (.to_dense()), or keep the sparse tensor outside of the model",
+            )
+        spec = ParamSpec(name, tuple(param.shape), _dense_stride(param, name), param.dtype, param.requires_grad)
+        spec = with_precision(spec, precision, stays)
+        sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)
+        spec = spec.sharded("dp", ranks) if sharded else spec
+        part = math.prod(spec.shard_shape) * spec.dtype.itemsize
+        specs[name] = replace(spec, home=home, grad_home=home) if part and part >= least_bytes else spec
+    return specs
+
+
+def planned_layout(module: nn.Module, mesh: dict[str, int], plan: Plan) -> dict[str, ParamSpec]:
+    """The layout that a plan says, on a mesh of these sizes."""
+    home, precision = plan.offload.tier("parameters"), plan.resolved_precision()
+    return layout(module, mesh, plan.zero, plan.param_persistence_threshold, precision, home, plan.offload.least_bytes)
+
+
+def _dense_stride(param: torch.Tensor, name: str) -> tuple[int, ...]:
+    """The strides that the whole parameter has in programs: its own where its rows lie in memory one after another."""
+    stride = param.stride()
+    order = sorted(range(param.dim()), key=lambda d: (-stride[d], d))
+    expected, ok = 1, True
+    for d in reversed(order):
+        ok = ok and (param.shape[d] == 1 or stride[d] == expected)
+        expected *= param.shape[d]
+    if ok and (not order or order[0] == 0 or param.shape[0] == 1 or param.numel() == 0):
+        return tuple(stride)
+    logger.info("parameter %s is stored row by row from now on (its memory format was %s)", name, list(stride))
+    return row_by_row(param.shape)
+
+
+def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    return tuple(torch.empty(tuple(shape), device="meta").stride())
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's own part of a tensor, which is all of it unless it is a DTensor; below autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()`, of a DTensor in a tenth of the time."""
+    if isinstance(tensor, DTensor):
+        return torch_private.dtensor(tensor._local_tensor.detach(), tensor._spec)
+    return tensor.detach()
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """One integer of a tensor's bits: exact, in whatever order they are added, and moved values change it."""
+    tensor = bits(tensor)
+    total = torch.sum(tensor, dtype=torch.int64)
+    for dim in range(tensor.dim() if tensor.numel() else 0):
+        along = (
+            tensor.sum([d for d in range(tensor.dim()) if d != dim], dtype=torch.int64)
+            if tensor.dim() > 1
+            else tensor.long()
+        )
+        total = total * 31 + (along * torch.arange(1, along.numel() + 1, device=tensor.device)).sum()
+    return total.cpu()
+
+
+def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """0-dim bool, on their device: do two tensors of one shape and dtype differ in any bit?"""
+    one, other = bits(one.detach()), bits(other.detach())
+    if one.device.type != "cpu":
+        return (one != other).any()
+    words = [t.reshape(-1) for t in (one, other)]
+    if all(t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in words):  # (a third of the time)
+        words = [t.view(torch.int64) for t in words]
+    return torch.tensor(not torch.equal(*words))
+
+
+@dataclass
+class Shards:
+    """The parameters of one compiled module: their layouts, and each sharded one's padded buffer.
+
+    `mesh` is None in one process without a process group: parameters are plain tensors then. `pending` names what a
+    model on the meta device could not initialise itself and must be loaded before the first run. `home` is the tier of those
+    whose layout says that they have one.
+    """
+
+    module: nn.Module
+    specs: dict[str, ParamSpec]
+    mesh: DeviceMesh | None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    pending: set[str] = field(default_factory=set)
+    home: Tier | None = None
+    elsewhere: frozenset[str] = frozenset()  # those of other stages, on the meta device
+    _params: dict[str, nn.Parameter] = field(default_factory=dict)
+    _updates: dict[str, int] = field(default_factory=dict)
+    _homes: dict[str, int] = field(default_factory=dict)  # addresses of whole parameters that lie elsewhere
+    _layouts: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)  # of gradients
+
+    def params(self) -> dict[str, nn.Parameter]:
+        """The module's parameters by name, as they are now."""
+        return self._params
+
+    def refresh(self) -> None:
+        """Look the module's parameters up again (they may have been replaced, by `load_state_dict(assign=True)` say). Raises `ModelError` if
+        they are others, or of another form: programs read them by that which they had."""
+        self.look_up()
+        if self._params.keys() != self.specs.keys():
+            gone, new = (
+                sorted(self.specs.keys() - self._params.keys()),
+                sorted(self._params.keys() - self.specs.keys()),
+            )
+            raise ModelError(
+                "the model's parameters are no longer those that were compiled",
+                why="; ".join(
+                    f"{what}: {', '.join(names[:5])}" for what, names in (("gone", gone), ("new", new)) if names
+                ),
+                hint="change the model first, then compile it",
+            )
+        changed = [(n, *forms) for n, p in self._params.items() if (forms := self._other_form(self.specs[n], p))]
+        if changed:
+            name, now, then = changed[0]
+            others = f", and {len(changed) - 1} others" if len(changed) > 1 else ""
+            raise ModelError(
+                f"the parameter {name} is {now} now, and was {then} when the model was compiled{others}",
+                hint="change the model first, then compile it; load_state_dict without assign=True casts to what the model has",
+            )
+
+    def look_up(self) -> None:
+        """Note the module's parameters as they are now."""
+        self._params = dict(self.module.named_parameters())
+        if self.mesh is not None:
+            _count_steps()
+            for param in self._params.values():
+                param.__dict__.setdefault(_STEPS, 0)
+
+    def _other_form(self, spec: ParamSpec, param: nn.Parameter) -> tuple[str, str] | None:
+        """(what it is, what its layout says) where a parameter has another dtype, shape or strides than that."""
+        if param.dtype is not spec.dtype:
+            return str(param.dtype).removeprefix("torch."), str(spec.dtype).removeprefix("torch.")
+        if param.shape != spec.whole_shape:
+            return f"of shape {list(param.shape)}", str(list(spec.whole_shape))
+        if self.mesh is not None and not isinstance(param, DTensor) and spec.name not in self.elsewhere:
+            return "a whole tensor", "this rank's part of a DTensor"
+        mine = local_of(param)
+        if mine.is_meta and spec.home is None and spec.name not in self.elsewhere | self.pending:
+            return "on the meta device", "on a real one"
+        stride = spec.shard_stride if isinstance(param, DTensor) else spec.whole_stride  # (whole: of another stage)
+        if spec.home is None and any(
+            a != b for a, b, n in zip(mine.stride(), stride, mine.shape, strict=True) if n > 1
+        ):
+            return f"of strides {list(mine.stride())}", str(list(stride))
+        return None
+
+    def local(self, name: str) -> torch.Tensor:
+        """What a program takes for a parameter: its padded shard, or the whole where it is not sharded."""
+        mine = self._mine(name)
+        padded = self.buffers.get(name)
+        if padded is None or mine.numel() == padded.numel():
+            return mine
+        if mine.numel() and mine.data_ptr() != padded.data_ptr():  # replaced by the user: not padded
+            padded[: mine.shape[0]].copy_(mine)
+        return padded
+
+    def _mine(self, name: str) -> torch.Tensor:
+        """This rank's rows, without padding; a write to them is one to the parameter."""
+        param = self._params[name]
+        return local_of(param).detach()
+
+    def version(self, name: str) -> tuple[int, ...]:
+        """Changes when the parameter's value may have: by an in-place operator, or by an optimizer.
+
+        (An operator on a DTensor counts on the DTensor, not inside; a foreach operator on DTensors counts nowhere, so
+        optimizers' steps are counted here.)
+        """
+        param = self._params[name]
+        mine = local_of(param)
+        return (
+            mine.data_ptr(),
+            mine._version,
+            param._version,
+            param.__dict__.get(_STEPS, 0),
+            self._updates.get(name, 0),
+        )
+
+    def count_update(self, names: Sequence[str]) -> None:
+        """These parameters' values have changed by a program, which torch does not count."""
+        for name in names:
+            self._updates[name] = self._updates.get(name, 0) + 1
+
+    def keep_wide_gradients(self) -> None:
+        """Let `.grad` have the dtype that programs give, where autograd would round it to a low parameter's."""
+        for name, param in self._params.items():
+            wide = self.specs[name].grad_dtype
+            if wide is not param.dtype:
+                grad, param.grad = param.grad, None  # torch takes another dtype only where there is none
+                param.grad_dtype = wide
+                param.grad = grad.to(wide) if grad is not None else None
+
+    def local_gradient(self, name: str, home: str | None = None) -> torch.Tensor:
+        """What an update program takes for a parameter's gradient: its local tensor in the layout of `local(name)`, on the host if it
+        comes in from a `home`."""
+        grad = self._params[name].grad
+        assert grad is not None
+        spec = self.specs[name]
+        mine = where_it_lies(local_of(grad))
+        param = self.buffers.get(name, self._params[name])
+        device = param.device if home is None else torch.device("cpu")
+        same = mine.shape == param.shape and mine.stride() == param.stride() and mine.device == device
+        if same and mine.dtype is spec.grad_dtype:
+            return mine
+        like = self.local(name)
+        padded = torch.zeros_like(like, dtype=spec.grad_dtype, device=device)
+        padded[: mine.shape[0]].copy_(mine) if spec.shard_dim is not None else padded.copy_(mine)
+        return padded
+
+    def write_gradient(self, name: str, value: torch.Tensor) -> None:
+        """Give `.grad` the numbers that a program wrote into `value`, which `local_gradient` may have made as a copy."""
+        grad = self._params[name].grad
+        assert grad is not None
+        mine = where_it_lies(local_of(grad))
+        if mine.data_ptr() != value.data_ptr():
+            mine.copy_(value[: mine.shape[0]] if self.specs[name].shard_dim is not None else value)
+
+    def differences(self, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """For each of these whole parameters, 0-dim bool: are this rank's rows other bits than its shard as it is now?"""
+        found: list[torch.Tensor] = []
+        for name, value in whole.items():
+            spec = self.specs[name]
+            mine = self.local(name)
+            if spec.shard_dim is not None:
+                first, rows = spec.rows * self.index(spec), self.rows(spec)
+                value, mine = value[first : first + rows], mine[:rows]
+            if value.numel():
+                found.append(differ(value, mine.to(value.dtype)))
+        return found
+
+    def placements(self, spec: ParamSpec) -> list[Placement]:
+        names = self.mesh.mesh_dim_names if self.mesh is not None else ()
+        return [_placement(spec, dim) for dim in names or ()]
+
+    def rows(self, spec: ParamSpec) -> int:
+        """The rows of this rank's shard without padding."""
+        return max(0, min(spec.rows, spec.shape[0] - spec.rows * self.index(spec)))
+
+    def index(self, spec: ParamSpec) -> int:
+        assert self.mesh is not None and spec.shard_dim is not None
+        return int(self.mesh.get_local_rank(spec.shard_dim))
+
+    def gradient(self, name: str, value: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
+        """A program's gradient in the form of its parameter: on its device, without padding, as a DTensor. With `partial` it is whole on
+        each rank, and not reduced yet."""
+        spec = self.specs[name]
+        if self.mesh is not None and spec.shard_dim is not None and not partial:
+            value = value[: self.rows(spec)]
+        device = local_of(self._params[name]).device
+        if value.device != device:
+            value = Away(value, device)
+        if self.mesh is None:
+            return value
+        key = (name, value.dtype, partial)
+        if key not in self._layouts:
+            where = self.placements(spec)
+            if partial:
+                names = self.mesh.mesh_dim_names or ()
+                where = [Partial("avg") if d in DATA_DIMS else p for d, p in zip(names, where, strict=True)]
+            self._layouts[key] = torch_private.layout(
+                self.mesh, where, spec.whole_shape, spec.whole_stride, value.dtype
+            )
+        return torch_private.dtensor(value, self._layouts[key])
+
+    def shown(self, name: str, value: torch.Tensor, *, of_rows: bool = False) -> torch.Tensor:
+        """What a program keeps for a parameter, in the form of the parameter: with its rows, as a DTensor cut like it. Behind its rows a `value`
+        of another shape is laid out flat; one that is `of_rows` is the same on the ranks that divide these.
+
+        A `value` without such rows is shown as it is.
+        """
+        spec = self.specs[name]
+        if self.mesh is None or value.shape == spec.shard_shape:
+            return value if self.mesh is None else self.gradient(name, value)
+        if not value.dim() or value.shape[:1] != spec.shard_shape[:1]:
+            return value
+        by, shape, where = spec.division, [spec.whole_shape[0], *value.shape[1:]], self.placements(spec)
+        if by is not None and by.dim > 0:
+            at = (self.mesh.mesh_dim_names or ()).index(by.mesh_dim)
+            where[at] = Replicate() if of_rows else Shard(1)
+            shape[1] *= 1 if of_rows else by.ranks
+        mine = value[: self.rows(spec)] if spec.shard_dim is not None else value
+        whole = torch.Size(shape)
+        return DTensor.from_local(mine, self.mesh, where, run_check=False, shape=whole, stride=row_by_row(whole))
+
+    def install(self, name: str, whole: torch.Tensor) -> nn.Parameter:
+        """Cut this rank's part out of a whole parameter; the module then holds the part under every name it had."""
+        spec = self.specs[name]
+        old = self._params[name]
+        memory = former_memory(self.module)
+        memory.note(name, old)
+        whole = whole.to(spec.dtype)
+        if self.mesh is None:
+            part = (
+                whole.as_strided(spec.shape, spec.stride)
+                if whole.stride() == spec.stride
+                else _restrided(whole, spec.stride)
+            )
+            fresh = nn.Parameter(part, spec.requires_grad) if old.is_meta else _refill(old, part)
+        else:
+            fresh = self._part_of(name, whole)
+        if fresh is not old:
+            replaced(
+                old,
+                fresh,
+                "the model's weights were divided" if self.mesh is not None else "the model got its weights",
+                f"it holds {name!r} as it was; the model has "
+                + ("a part of it now" if self.mesh is not None else "another now, that is not on the meta device"),
+            )
+            for table, key in owners(self.module, old):
+                table[key] = fresh
+            self._params[name] = fresh
+        self._come_home(name)
+        memory.forget_if_there(name, fresh)
+        return fresh
+
+    def _part_of(self, name: str, whole: torch.Tensor) -> nn.Parameter:
+        """This rank's part of a whole parameter, as a parameter."""
+        spec = self.specs[name]
+        part = self._divided(spec, whole.detach())
+        local = _restrided(part.clone(), spec.stride) if spec.shard_dim is None else self._cut(name, part)
+        with torch.no_grad():
+            sharded = DTensor.from_local(
+                local,
+                self.mesh,
+                self.placements(spec),
+                run_check=False,
+                shape=torch.Size(spec.whole_shape),
+                stride=spec.whole_stride,
+            )
+        return nn.Parameter(sharded, requires_grad=spec.requires_grad)
+
+    def send_away(self, name: str) -> None:
+        """Let a parameter be on another rank: here it is on the meta device, under every name that it had."""
+        old, spec = self._params[name], self.specs[name]
+        former_memory(self.module).note(name, old)
+        made = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.dtype, device="meta")
+        fresh = nn.Parameter(made, requires_grad=old.requires_grad)
+        replaced(old, fresh, "the model was cut into stages", f"it holds {name!r} as it was; another rank has it now")
+        for table, key in owners(self.module, old):
+            table[key] = fresh
+        self._params[name] = fresh
+
+    def adopt(self, twin: nn.Module) -> Shards:
+        """The same layouts for a deep copy of the module: its shards get padded buffers of their own."""
+        if former_memory(self.module).is_read:
+            raise UnsupportedError(
+                "a copy of a model that reads a parameter through another tensor in its memory",
+                why="the copy's tensor would not lie in the memory of the copy's parameter",
+                hint="read the parameter itself in forward",
+            )
+        other = Shards(twin, dict(self.specs), self.mesh, {}, set(self.pending), self.home, self.elsewhere)
+        other.refresh()
+        for name, param in other.params().items():
+            if isinstance(param, DTensor) and name in self.buffers:
+                held = self.buffers[name]
+                padded = self._away(self.specs[name], held)
+                padded = held.clone() if padded is held else padded
+                rows = param._local_tensor.shape[0]
+                padded[:rows].copy_(param._local_tensor)
+                param._local_tensor = padded[:rows]
+                other.buffers[name] = padded
+        other.come_home()
+        return other
+
+    def come_home(self) -> None:
+        """Take whole parameters that the user has replaced (`load_state_dict(assign=True)`, `p.data = …`) to where they lie."""
+        if self.home is not None:
+            for name in self._params:
+                self._come_home(name)
+
+    def _come_home(self, name: str) -> None:
+        spec, param = self.specs[name], self._params[name]
+        if spec.home is None or name in self.buffers or param.is_meta:
+            return
+        mine = self._mine(name)
+        if self._homes.get(name) == mine.data_ptr():
+            return
+        away = self._away(spec, mine)
+        if isinstance(param, DTensor):
+            param._local_tensor = away
+        else:
+            param.data = away
+        self._homes[name] = away.data_ptr()
+
+    def _divided(self, spec: ParamSpec, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank computes with, of a whole parameter."""
+        if spec.division is None:
+            return whole
+        assert self.mesh is not None
+        return spec.division.part(whole, self.mesh.get_local_rank(spec.division.mesh_dim))
+
+    def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        spec = self.specs[name]
+        rows, first = self.rows(spec), spec.rows * self.index(spec)
+        order = [0, *sorted(range(1, len(spec.shape)), key=lambda d: (-spec.stride[d], d))]
+        shape = [spec.shard_shape[d] for d in order]
+        padded = self._room(spec, shape, whole).permute([order.index(d) for d in range(len(order))])
+        padded[:rows].copy_(whole[first : first + rows])
+        self.buffers[name] = padded
+        return padded[:rows]
+
+    def _room(self, spec: ParamSpec, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Zeros, row by row, where a parameter lies."""
+        if spec.home is None or self.home is None:
+            return like.new_zeros(tuple(shape))
+        return self.home.tensor(shape, row_by_row(shape), like.dtype).zero_()
+
+    def _away(self, spec: ParamSpec, whole: torch.Tensor) -> torch.Tensor:
+        """A whole parameter where it lies."""
+        if spec.home is None or self.home is None:
+            return whole
+        return self.home.tensor(whole.shape, whole.stride(), whole.dtype).copy_(whole)
+
+
+def _placement(spec: ParamSpec, dim: str) -> Placement:
+    if dim == spec.shard_dim:
+        return Shard(0)
+    if spec.division is not None and dim == spec.division.mesh_dim:
+        return Shard(spec.division.dim)
+    return Replicate()
+
+
+def _parameter_mesh(mesh: DeviceMesh | None, specs: dict[str, ParamSpec]) -> DeviceMesh | None:
+    """The mesh that parameters lie on: a dimension that divides some comes first, since what it leaves is sharded over the others.
+    (A `DTensor` is cut by the dimensions of its mesh in their order, and plain `Shard`s say all of it then.)"""
+    first = {s.division.mesh_dim for s in specs.values() if s.division is not None}
+    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+    order = sorted(range(len(names)), key=lambda i: names[i] not in first)
+    if mesh is None or order == sorted(order):
+        return mesh
+    groups = [mesh.get_group(names[i]) for i in order]
+    return DeviceMesh.from_group(
+        groups,
+        mesh.device_type,
+        mesh=mesh.mesh.permute(order).contiguous(),
+        mesh_dim_names=tuple(names[i] for i in order),
+    )
+
+
+def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if tensor.stride() == stride:
+        return tensor
+    fresh = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return fresh.copy_(tensor)
+
+
+def _refill(param: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
+    """Let a parameter have these values, in their dtype and strides, and stay the object that optimizers hold."""
+    if part.data_ptr() == param.data_ptr() and (part.stride(), part.dtype) == (param.stride(), param.dtype):
+        return param
+    grad, param.grad = param.grad, None
+    param.data = part
+    param.grad = _restrided(grad.to(part.dtype), part.stride()) if grad is not None else None
+    return param
+
+
+def owners(module: nn.Module, param: torch.Tensor) -> list[tuple[dict[str, Any], str]]:
+    """Every place in the module that holds this parameter."""
+    return [
+        (child._parameters, key)
+        for child in module.modules()
+        for key, held in child._parameters.items()
+        if held is param
+    ]
+
+
+def shard(
+    module: nn.Module,
+    specs: dict[str, ParamSpec],
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    seed: int,
+    home: Tier | None = None,
+    own: Collection[str] | None = None,
+) -> Shards:
+    """Put each parameter's shard in its place, one parameter (on the meta device: one module) at a time. Of a model in stages `own` are those
+    of this rank; the others go to the meta device."""
+    shards = Shards(module, specs, _parameter_mesh(mesh, specs), home=home)
+    shards.look_up()
+    elsewhere = shards.elsewhere = frozenset() if own is None else frozenset(specs) - frozenset(own)
+    for name in elsewhere:
+        shards.send_away(name)
+    _materialise(shards, device, seed, elsewhere)
+    for name, param in list(shards.params().items()):
+        if name not in elsewhere and not isinstance(param, DTensor):
+            shards.install(name, param.detach())
+    return shards
+
+
+# -- the meta device ------------------------------------------------------------------------------------------------
+def _materialise(shards: Shards, device: torch.device, seed: int, elsewhere: Collection[str]) -> None:
+    """Initialise what is on the meta device through each module's own initialisation, and keep only shards.
+
+    Every module is made whole on every rank from a seed of its own, so the values depend neither on the world size
+    nor on the order of modules; the whole lives only until it is cut.
+    """
+    root = shards.module
+    names = {id(p): n for n, p in shards.params().items()}
+    own_init = getattr(root, "_init_weights", None)
+    scratch = _Scratch(device) if shards.mesh is not None else None  # (without a mesh the whole is what stays)
+    for path, child in root.named_modules():
+        params = {k: p for k, p in child._parameters.items() if p is not None and (p.is_meta or isinstance(p, DTensor))}
+        if (
+            params
+            and all(names.get(id(p)) in elsewhere for p in params.values())  # (no name: tied, and in its place already)
+            and not any(b is not None and b.is_meta for b in child._buffers.values())
+        ):
+            continue
+        buffers = {k: b for k, b in child._buffers.items() if b is not None and b.is_meta}
+        if not buffers and not any(p.is_meta for p in params.values()):
+            continue
+        if scratch is not None:
+            scratch.reserve(sum(_padded_bytes(p) for p in params.values()))
+        for key, param in params.items():
+            made = (
+                scratch.take(param)
+                if scratch is not None
+                else torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+            )
+            child._parameters[key] = nn.Parameter(made.fill_(_sentinel(made.dtype)), requires_grad=param.requires_grad)
+            del made
+        for key, buffer in buffers.items():
+            child._buffers[key] = _unset(buffer, device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:7], "little"))
+            if callable(getattr(child, "reset_parameters", None)):
+                child.reset_parameters()
+            if callable(own_init):
+                own_init(child)
+        for key, old in params.items():
+            whole = child._parameters[key]
+            child._parameters[key] = old
+            assert whole is not None
+            if isinstance(old, DTensor) or names[id(old)] in elsewhere:
+                continue  # (tied to one that has its values, or another stage's)
+            if _is_unset(whole.detach()):
+                shards.pending.add(names[id(old)])
+            shards.install(names[id(old)], whole.detach())
+        for key in buffers:
+            held = child._buffers[key]
+            if held is not None and _is_unset(held):
+                name = f"{path}.{key}" if path else key
+                if key in child._non_persistent_buffers_set:
+                    raise ModelError(
+                        f"buffer {name!r} of a model on the meta device can't be given its values",
+                        why=f"{type(child).__name__} has no reset_parameters that sets it, and checkpoints don't hold it",
+                        hint="let reset_parameters set it, or build the model on a real device",
+                    )
+                shards.pending.add(name)
+
+
+class _Scratch:
+    """Memory for one module's whole parameters, used again for the next one's.
+
+    Allocated and freed in turn with the shards that stay, wholes would leave a heap of holes: glibc kept 1.3 GB where
+    0.2 GB of shards were left (tests/test_meta.py).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Start anew, with room for `nbytes`."""
+        self._used = 0
+        if not nbytes <= self._bytes.numel() <= 4 * nbytes:
+            device = self._bytes.device
+            del self._bytes
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of this type and layout, of any values."""
+        room = self._bytes[self._used : self._used + like.numel() * like.element_size()]
+        self._used += _padded_bytes(like)
+        return room.view(like.dtype).as_strided(like.shape, like.stride(), room.storage_offset() // like.element_size())
+
+
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // 64) * 64
+
+
+def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A real tensor of this type filled with a value that says "not initialised"."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return made.fill_(_sentinel(like.dtype))
+
+
+def _sentinel(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_unset(tensor: torch.Tensor) -> bool:
+    if tensor.dtype is torch.bool or not tensor.numel():
+        return False
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(torch.isnan(tensor.sum()))  # (one number: no mask of the tensor's size)
+    return bool((tensor.min() == _sentinel(tensor.dtype)).item())
+
+
+def still_unset(shards: Shards) -> Iterator[str]:
+    """The pending names whose values have not been loaded yet."""
+    tensors = {**dict(shards.module.named_buffers()), **shards.params()}
+    for name in sorted(shards.pending):
+        held = tensors[name]
+        local = local_of(held)
+        if _is_unset(local.detach()):
+            yield name
+
+
+def with_requires_grad(specs: dict[str, ParamSpec], params: dict[str, nn.Parameter]) -> dict[str, ParamSpec]:
+    """The layouts with what is frozen now."""
+    return {
+        n: s if s.requires_grad == params[n].requires_grad else replace(s, requires_grad=params[n].requires_grad)
+        for n, s in specs.items()
+    }

@@ -1,0 +1,723 @@
+"""`Plan`: everything that a user decides about a training step, as one frozen, checked, comparable value.
+
+A plan holds no callable and no tensor: it can be hashed, compared between ranks, saved and loaded. A key that
+zgraph does not know is an error with the nearest known key, never ignored. Nothing here imports torch.
+
+A new field is one line in `Plan`; the type of a field that is a record of its own is a subclass of `Record`,
+which brings the same errors, at any depth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictInt,
+    WithJsonSchema,
+    model_validator,
+)
+
+from zgraph.errors import MeshError, PlanError
+from zgraph.names import did_you_mean
+from zgraph.plan import planfile
+from zgraph.plan.clipping_and_ema import Average, Clip
+from zgraph.plan.communication import Bucket, Bytes, Prefetch
+from zgraph.plan.elasticity import Elastic, divisors, shown_worlds
+from zgraph.plan.loss_scaling import LossScale
+from zgraph.plan.lr_schedules import AnySchedule
+from zgraph.plan.offloading import Offload
+from zgraph.plan.optimizers import AnyOptimizer
+from zgraph.plan.pipeline_schedules.by_name import check_name
+from zgraph.plan.precision import Precision, precision_of, preset
+from zgraph.plan.watchdog import Watch
+from zgraph.record import Record, joined, short
+
+__all__ = ["DATA_DIMENSIONS", "MESH_DIMENSIONS", "Mesh", "Plan", "Record", "UserPass"]
+
+MESH_DIMENSIONS = ("pp", "replicate", "dp", "cp", "tp")
+"""Every mesh dimension's name, outermost first."""
+
+DATA_DIMENSIONS = ("replicate", "dp")
+"""Those over which ranks see different rows: `DATA_DIMS` of `zgraph.program.program`, which loads torch."""
+
+_Value = TypeVar("_Value")
+
+
+class Table(dict[str, _Value]):
+    """A dict that can't be changed, as all of a plan."""
+
+    _field = ""
+
+    def _frozen(self, *_: object, **__: object) -> NoReturn:
+        raise PlanError(f"a plan's {self._field} can't be changed", where=self._field, hint="make another plan")
+
+    __setitem__ = __delitem__ = __ior__ = _frozen  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _frozen  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+    def __reduce__(self) -> tuple[type[Self], tuple[dict[str, _Value]]]:
+        return type(self), (dict(self),)  # the default would fill an empty one item by item
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class Mesh(Table[int]):
+    """Mesh sizes by dimension name, outermost first."""
+
+    _field = "mesh"
+
+
+class Styles(Table[str]):
+    """How modules' weights are divided, by pattern of module paths."""
+
+    _field = "tensor_parallel"
+
+
+class Tiles(Table[int]):
+    """In how many turns regions run, by pattern of module paths."""
+
+    _field = "tiles"
+
+
+def _check_tiles(turns: Mapping[str, int]) -> Tiles:
+    for pattern, count in turns.items():
+        if count < 2:
+            raise PlanError(
+                f"{pattern!r} can't run in {count} turn(s)", where=pattern, hint="2 or more; or leave it out"
+            )
+    return Tiles(turns)
+
+
+def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
+    for name, size in sizes.items():
+        if name not in MESH_DIMENSIONS:
+            raise PlanError(f"a mesh has no dimension {name!r}", where=name, hint=did_you_mean(name, MESH_DIMENSIONS))
+        if size != -1 and size < 1:
+            raise PlanError(
+                f"mesh dimension {name!r} can't have size {size}",
+                where=name,
+                hint="a positive size, or -1 for the rest",
+            )
+    rest = [name for name, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise PlanError(
+            f"only one mesh dimension can be -1, not {_listed(rest)}", hint="give all but one of them a size"
+        )
+    return Mesh((name, sizes[name]) for name in MESH_DIMENSIONS if name in sizes)
+
+
+_RECOMPUTE = ("auto", "none", "full")
+_NAME = r"[^\W\d]\w*"
+_REF = rf"{_NAME}(?:\.{_NAME})*:{_NAME}(?:\.{_NAME})*"  # package.module:name
+_PASS = re.compile(
+    rf"(?P<ref>{_REF})"
+    rf"(?:\s+(?P<position>before|after)\s+(?P<anchor>{_NAME}(?:[.-]\w+)*))?"
+)
+
+
+@dataclass(frozen=True)
+class UserPass:
+    """A pass of the user's own and its place in the pipeline: without a position, after all others."""
+
+    ref: str
+    """`"package.module:function"`."""
+    position: Literal["before", "after"] | None = None
+    anchor: str | None = None
+    """The name of the pass that `position` refers to; None exactly if `position` is."""
+
+    @classmethod
+    def parse(cls, text: str) -> UserPass:
+        """Reads `"package.module:function"`, alone or followed by `before NAME` or `after NAME`."""
+        match = _PASS.fullmatch(text.strip())
+        if match is None:
+            raise PlanError(
+                f"{text!r} does not name a pass",
+                hint='write "package.module:function", then "before NAME" or "after NAME" if needed',
+            )
+        position: Any = match["position"]
+        return cls(match["ref"], position, match["anchor"])
+
+    def __str__(self) -> str:
+        return self.ref if self.position is None else f"{self.ref} {self.position} {self.anchor}"
+
+
+def _refuse_callable(value: Any) -> Any:
+    if callable(value):
+        module, name = (
+            getattr(value, "__module__", "package.module"),
+            getattr(value, "__qualname__", "function"),
+        )
+        raise PlanError(
+            f"a plan can't hold the callable {name}",
+            why="plans are hashed, compared between ranks and saved",
+            hint=f'write its name: "{module}:{name}"',
+        )
+    return value
+
+
+def _integer(value: Any) -> Any:
+    # A Literal of integers takes True for 1 in pydantic.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PlanError(f"{short(value)} is not an integer", hint="0, 1, 2 or 3")
+    return value
+
+
+def _recompute_type(value: Any) -> Any:
+    # (pydantic would name each type that a value could have had)
+    value = _refuse_callable(value)
+    for part in value if isinstance(value, (list, tuple)) else (value,):
+        if not isinstance(part, str):
+            raise PlanError(
+                f"{short(part)} is no {'pattern' if part is not value else 'way of recomputing'}",
+                hint='"auto", "none", "full", a list of patterns of modules, or a policy "package.module:function"',
+            )
+    return value
+
+
+def _check_recompute(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(given, tuple):
+        if not given or not all(given):
+            raise PlanError("no module's path", hint='patterns such as "blocks.*"; "none" for nothing')
+        return given
+    if given not in _RECOMPUTE and not re.fullmatch(_REF, given):
+        raise PlanError(
+            f"{short(given)} is no way of recomputing",
+            hint=f'{did_you_mean(given, _RECOMPUTE)}; a policy is "package.module:function", and patterns of modules are a list',
+        )
+    return given
+
+
+def _check_schedule(given: str) -> str:
+    try:
+        check_name(given)
+    except PlanError as error:
+        raise PlanError(error.what, why=error.why, hint=error.hint) from None  # (the field's name is put before it)
+    return given
+
+
+_PARTITIONS = ("uniform", "parameters", "time")
+
+
+def _check_partition(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(given, tuple):
+        if not given or not all(given) or len(set(given)) < len(given):
+            raise PlanError(
+                "partition names no module, or one twice",
+                hint='paths of the modules that stages begin with, such as ["layers.4", "layers.8"]',
+            )
+        return given
+    if given.startswith("type:"):
+        try:
+            re.compile(given.removeprefix("type:"))
+        except re.error as error:
+            raise PlanError(f"{short(given)} is no pattern of class names", why=str(error)) from None
+        return given
+    if given not in _PARTITIONS:
+        raise PlanError(
+            f"{short(given)} is no way of cutting a model",
+            hint=f'{did_you_mean(given, _PARTITIONS)}; "type:REGEX" counts modules by their class; paths of modules are a list',
+        )
+    return given
+
+
+class Plan(Record, frozen=True):
+    """What the compiled training step is to be. Every fault in it is a `PlanError`, raised when it is made.
+
+    The fields' meanings, allowed values and defaults are in `Plan.json_schema()`. A mesh that does not fit the number
+    of ranks is found when that is known, in `resolve_mesh`. The stages are those of Rajbhandari et al., 2020, "ZeRO".
+
+    Equality and hash are those of the values; where a value came from (`origins`) does not count.
+    """
+
+    mesh: Annotated[
+        dict[str, StrictInt],
+        AfterValidator(_check_mesh),
+        WithJsonSchema(
+            {
+                "type": "object",
+                "properties": {name: {"type": "integer", "minimum": -1} for name in MESH_DIMENSIONS},
+                "additionalProperties": False,
+            }
+        ),
+    ] = Field(
+        default_factory=lambda: _check_mesh({"dp": -1}),
+        description="sizes by name, outermost first, of pp, replicate, dp, cp, tp; -1 once for the rest",
+    )
+    zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)] = Field(
+        default=3,
+        description="ZeRO stage: 0 replicated, 1 optimizer state sharded, 2 gradients too, 3 parameters too",
+    )
+    backend: Literal["inductor", "eager"] = Field(
+        default="inductor", description="inductor compiles; eager runs the same program operator by operator"
+    )
+    param_persistence_threshold: Annotated[StrictInt, Field(ge=0)] = Field(
+        default=0, description="parameters of fewer elements than this stay whole on every rank"
+    )
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"] | Precision, Field(union_mode="left_to_right"), BeforeValidator(precision_of)
+    ] = Field(default="fp32", description='"fp32", "bf16", "fp16" or a record of dtypes')
+    numerics: Literal["deepspeed", "fsdp2"] | None = Field(
+        default=None,
+        description="the system whose mixed precision to follow; none: zgraph's own (see zgraph.plan.precision)",
+    )
+    optimizer: AnyOptimizer | None = Field(default=None, description="what step() does; none: an optimizer of your own")
+    lr_schedule: AnySchedule | None = Field(default=None, description="the learning rate from step to step")
+    ema: Average | None = Field(default=None, description="a moving average of the weights, or its decay")
+    grad_clip: Clip | None = Field(default=None, description="the largest norm of all gradients together, or a record")
+    micro_batches: Annotated[StrictInt, Field(ge=1)] = Field(
+        default=1, description="into how many parts train_step cuts its batch"
+    )
+    schedule: Annotated[str, BeforeValidator(_refuse_callable), AfterValidator(_check_schedule)] = Field(
+        default="1f1b",
+        description="in which order pipeline stages run micro-batches (mesh.pp): gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, "
+        'zb, zbvzerobubble, zbv, dualpipev, a .csv file of actions, or "package.module:function"',
+    )
+    partition: Annotated[str | tuple[str, ...], BeforeValidator(_refuse_callable), AfterValidator(_check_partition)] = (
+        Field(
+            default="time",
+            description="where the model is cut into pipeline stages: uniform, parameters, time, type:REGEX, or the paths of the modules that stages "
+            "begin with, but for the first stage",
+        )
+    )
+    virtual_stages: Annotated[StrictInt, Field(ge=1)] | None = Field(
+        default=None, description="pipeline stages on each rank of mesh.pp; none: as many as the schedule needs"
+    )
+    tensor_parallel: (
+        Literal["auto", "model"]
+        | Annotated[dict[str, Literal["colwise", "rowwise", "vocab", "replicate"]], AfterValidator(Styles)]
+    ) = Field(
+        default="auto",
+        description="which weights the ranks of mesh.tp divide: auto (found from the graph), model (its own table, in transformers), or a table "
+        "from patterns of module paths to colwise, rowwise, vocab or replicate",
+    )
+    sequence_parallel: StrictBool = Field(
+        default=False,
+        description="between divided layers, ranks of mesh.tp have parts of the tokens: norms and dropouts are divided as well",
+    )
+    async_tensor_parallel: Literal["auto", "off"] | Annotated[StrictInt, Field(ge=2)] = Field(
+        default="auto",
+        description="whether collectives of mesh.tp and the products beside them run in pieces, each on the link while the next is computed: "
+        "auto (where that is simulated to be faster), off, or in how many pieces always",
+    )
+    partition_activations: StrictBool = Field(
+        default=False,
+        description="what the backward needs of the forward, and all ranks of mesh.tp would keep, they keep in parts, and gather again",
+    )
+    sequence_dim: Literal["auto"] | StrictInt = Field(
+        default="auto",
+        description="the dimension of inputs that is the sequence, which ranks of mesh.cp divide: auto (found from the graph), or its number",
+    )
+    context_attention: Literal["auto", "heads", "ring"] = Field(
+        default="auto",
+        description="how ranks of mesh.cp compute attention: heads (each the whole sequence, for some of them), ring (keys and values go around), "
+        "or auto: heads, unless the ranks do not divide them",
+    )
+    elastic: Elastic | None = Field(
+        default=None,
+        description="rows of a step that stay the same on any number of ranks, as a record; micro_batches then follow from the ranks",
+    )
+    loss_average: Literal["batch", "token"] = Field(
+        default="batch", description="whether micro-batches and ranks count equally, or by their targets"
+    )
+    bucket: Bucket = Field(default=Bucket(), description="how much one gather or reduction carries, as a record")
+    prefetch: Prefetch = Field(default=Prefetch(), description="how early gathers start, as a record")
+    recompute: Annotated[
+        Literal["auto", "none", "full"] | str | tuple[str, ...],
+        BeforeValidator(_recompute_type),
+        AfterValidator(_check_recompute),
+    ] = Field(
+        default="auto",
+        description="what the backward computes again: none; full (all but what comes into each layer); auto (cheap values on "
+        'inductor, and what memory_budget needs); patterns of module paths; or a policy over nodes, "package.module:function"',
+    )
+    tiles: Annotated[dict[str, StrictInt], AfterValidator(_check_tiles)] = Field(
+        default_factory=Tiles,
+        description="what runs in turns over slices of its rows, so that nothing inside of it is ever whole: a table from patterns of module paths, "
+        'or "loss" (the classification loss with the product that gives its logits), to numbers of turns',
+    )
+    offload: Offload = Field(
+        default=Offload(), description="what lies in the host's memory or on disk while nothing reads it, as a record"
+    )
+    memory_budget: Bytes | None = Field(
+        default=None,
+        description='bytes of device memory that a step may take on each rank, or "20GiB"; none: no bound. In a pipeline they are for all stages '
+        "of a rank, with what micro-batches in flight leave there",
+    )
+    on_nonfinite: Literal["ignore", "stop", "skip", "rollback"] = Field(
+        default="ignore",
+        description="what a step is that has an infinite loss or gradient, or one that is no number: ignore (it updates the weights); skip (no "
+        "update); stop (an error that names the module); rollback (that, after loading the last checkpoint)",
+    )
+    watch: Watch = Field(default=Watch(), description="how ranks watch each other, as a record")
+    hardware: str | None = Field(
+        default=None,
+        description="what schedules are made for: a name, or the file of zgraph calibrate; none: by the device",
+    )
+    passes: tuple[
+        Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)],
+        ...,
+    ] = Field(
+        default=(),
+        description='own passes: "package.module:function", then "before NAME" or "after NAME" if needed',
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.lr_schedule is not None and self.optimizer is None:
+            raise PlanError(
+                "a schedule without an optimizer",
+                where="lr_schedule",
+                hint="give the plan an optimizer, or use a scheduler of torch.optim.lr_scheduler on your own",
+            )
+        if self.grad_clip is not None and self.grad_clip.error_if_nonfinite and self.loss_scale() is not None:
+            raise PlanError(
+                "error_if_nonfinite together with a loss scale",
+                where="grad_clip.error_if_nonfinite",
+                why="gradients that overflow are how the scale is found; such steps are skipped and counted",
+                hint="leave it out: at the smallest scale an error says so",
+            )
+        if self.on_nonfinite != "ignore":
+            self._check_nonfinite()
+        if self.ema is not None and self.optimizer is None:
+            raise PlanError("a moving average without an optimizer", where="ema", hint="give the plan an optimizer")
+        only = [
+            n
+            for n in ("max_bytes", "spare_bytes", "ahead_bytes", "reuse_bytes")
+            if getattr(self.prefetch, n) is not None
+        ]
+        if only and self.zero < 3:
+            raise PlanError(
+                f"prefetch.{only[0]} at stage {self.zero}",
+                where=f"prefetch.{only[0]}",
+                why="only stage 3 gathers weights for a time; the other stages keep what they gather until the update",
+                hint="zero=3, or leave it out",
+            )
+        if self.offload.tier("parameters") is not None and self.zero < 3:
+            raise PlanError(
+                f"offload.parameters at stage {self.zero}",
+                where="offload.parameters",
+                why="only stage 3 lets go of a weight after its use; the other stages hold what they gather",
+                hint="zero=3 (in one process too), or leave it out",
+            )
+        if self.offload.tier("optimizer") is not None and self.optimizer is None:
+            raise PlanError("states of no optimizer", where="offload.optimizer", hint="give the plan an optimizer")
+        if self.offload.tier("optimizer") is None and self.memory_budget is None:
+            for name, nothing in (("delayed_after", (None,)), ("ratio", (None, 1.0))):
+                if getattr(self.offload, name) not in nothing:
+                    raise PlanError(
+                        f"{name} of states that stay on the device",
+                        where=f"offload.{name}",
+                        hint='offload={"optimizer": "cpu"} or "nvme:FOLDER" lets them go; or leave it out',
+                    )
+        if self.numerics is not None and not isinstance(self.precision, str):
+            raise PlanError(
+                "numerics names a system's precision, and precision is a record already",
+                where="numerics",
+                hint='leave numerics out, or say precision="bf16"',
+            )
+        if self.elastic is not None:
+            self._check_elastic(self.elastic)
+        self._check_pipeline()
+        asked = ("tensor_parallel", "sequence_parallel", "async_tensor_parallel", "partition_activations")
+        divides = [n for n in asked if n in self.model_fields_set]
+        changed = [n for n in divides if getattr(self, n) != type(self).model_fields[n].default]
+        if self.mesh.get("tp", 1) == 1 and changed:
+            raise PlanError(
+                f"{changed[0]} without ranks that divide weights",
+                where=changed[0],
+                hint='mesh={"dp": -1, "tp": 2} has two; or leave it out',
+            )
+        told = [n for n in ("sequence_dim", "context_attention") if getattr(self, n) != "auto"]
+        if self.mesh.get("cp", 1) == 1 and told:
+            raise PlanError(
+                f"{told[0]} without ranks that divide a sequence",
+                where=told[0],
+                hint='mesh={"dp": -1, "cp": 2} has two; or leave it out',
+            )
+        return self
+
+    def _check_pipeline(self) -> None:
+        staged = [n for n in ("schedule", "partition", "virtual_stages") if n in self.model_fields_set]
+        if self.mesh.get("pp", 1) == 1:
+            changed = [n for n in staged if getattr(self, n) != type(self).model_fields[n].default]
+            if changed:
+                raise PlanError(
+                    f"{changed[0]} without a pipeline",
+                    where=changed[0],
+                    hint='mesh={"pp": 2, "dp": -1} has two stages; or leave it out',
+                )
+            return
+        for name, why in (
+            ("elastic", "how many micro-batches there are would change the schedule"),
+            (
+                "on_nonfinite",
+                "the module that a step became infinite in is found by running it again, which stages can't do alone",
+            ),
+        ):
+            if getattr(self, name) not in (None, "ignore"):
+                raise PlanError(f"{name} together with a pipeline", where=name, why=why, hint="leave it out")
+        if self.offload.late:
+            raise PlanError("late updates together with a pipeline", where="offload.delayed_after", hint="leave it out")
+
+    def _check_elastic(self, elastic: Elastic) -> None:
+        if self.micro_batches != (1 if elastic.rows is None else elastic.parts(elastic.rows)):
+            raise PlanError(
+                "micro_batches together with elastic",
+                where="micro_batches",
+                why="how many there are follows from the ranks that there are",
+                hint="leave it out; elastic.micro_batch bounds the rows of one",
+            )
+        for world in elastic.worlds or ():
+            try:
+                self.resolve_mesh(world)
+            except MeshError as error:
+                raise PlanError(
+                    f"elastic.worlds names {world}, and it can't be",
+                    where="elastic.worlds",
+                    why="; ".join(text for text in (error.what, error.why) if text),
+                    hint="leave it out",
+                ) from None
+        if elastic.worlds is None and not self.worlds():
+            raise PlanError(
+                f"no number of ranks can have an elastic batch of {elastic.batch}",
+                where="elastic.batch",
+                why=f"the mesh is {_shown(self.mesh)}",
+                hint="another batch or micro_batch, or -1 for a size of the mesh",
+            )
+
+    def _check_nonfinite(self) -> None:
+        if self.optimizer is None:
+            raise PlanError(
+                f"on_nonfinite={self.on_nonfinite!r} without an optimizer",
+                where="on_nonfinite",
+                why="a step that is not finite is skipped by the update program, on all ranks alike",
+                hint="give the plan an optimizer",
+            )
+        if self.grad_clip is not None and self.grad_clip.error_if_nonfinite:
+            raise PlanError(
+                "error_if_nonfinite together with on_nonfinite",
+                where="grad_clip.error_if_nonfinite",
+                why="both say what such a step is",
+                hint='on_nonfinite="stop" alone: its error names the module as well',
+            )
+        if self.on_nonfinite != "skip" and self.offload.late:
+            raise PlanError(
+                f"on_nonfinite={self.on_nonfinite!r} together with late updates",
+                where="on_nonfinite",
+                why="the weights that such a step ran with are gone by then: it can't be run again",
+                hint='on_nonfinite="skip", or leave out offload.delayed_after',
+            )
+
+    def resolved_precision(self) -> Precision:
+        """The dtypes that `precision` and `numerics` stand for."""
+        return preset(self.precision, self.numerics) if isinstance(self.precision, str) else self.precision
+
+    def loss_scale(self) -> LossScale | None:
+        """The loss scaling of this plan, None for none."""
+        return self.resolved_precision().scaling()
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    # Values, not origins: two plans that say the same are the same plan.
+
+    def __eq__(self, other: object) -> bool:
+        return self.model_dump() == other.model_dump() if isinstance(other, Plan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return int(self.hash()[:15], 16)
+
+    def hash(self) -> str:
+        """SHA-256, in hex, of the values in canonical JSON: the same in every process, on every machine."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    # Files.
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """The plan in a TOML, YAML or JSON file, as the suffix says.
+
+        Raises `PlanError` with file and, where it is known, line: for a file that is missing, can't be parsed
+        or holds a key twice, and for every fault in the plan itself.
+        """
+        file = Path(path)
+        text = planfile.read(file)
+        data = planfile.parse(text, file)
+        try:
+            plan = cls.model_validate(data)
+        except PlanError as error:
+            raise located(error, file, text) from None
+        plan._origins.update(dict.fromkeys(plan.model_fields_set, f"file {file}"))
+        return plan
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write every value, defaults too: the file then means the same to a zgraph with other defaults.
+
+        The suffix of `path` gives the format. Raises `PlanError` if it is none of .toml, .yaml, .yml and .json, if the
+        file can't be written, or if the format can't hold the plan unchanged.
+        """
+        file = Path(path)
+        text = planfile.render(self.model_dump(mode="json"), file)
+        if type(self).model_validate(planfile.parse(text, file)) != self:
+            raise PlanError(
+                "this plan can't be written in this format without a change",
+                where=str(file),
+                hint="save it as .json",
+            )
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PlanError("the plan can't be written", where=str(file), why=error.strerror) from error
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON Schema of a plan file, for editors and other tools."""
+        return cls.model_json_schema()
+
+    # Reading a plan.
+
+    def origins(self) -> dict[str, str]:
+        """Where each field's value came from: `"default"`, `"given"`, `"file plan.toml"`, or `"elastic"` for what that has chosen."""
+        return {
+            name: self._origins.get(name, "given") if name in self.model_fields_set else "default"
+            for name in type(self).model_fields
+        }
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copy = super().model_copy(update=update, deep=deep)
+        if update:  # made anew, so that all of it counts as given
+            kept = {name: origin for name, origin in self._origins.items() if name not in update}
+            copy._origins.update(kept)
+        return copy
+
+    def __str__(self) -> str:
+        rows = [("field", "value", "origin")]
+        rows += [(name, _shown(getattr(self, name)), origin) for name, origin in self.origins().items()]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}" for name, value, origin in rows)
+
+    def user_passes(self) -> tuple[UserPass, ...]:
+        """`passes`, parsed."""
+        return tuple(UserPass.parse(text) for text in self.passes)
+
+    def usual_world(self) -> int:
+        """The number of ranks to look at it with where none is given: that of the mesh, with 2 for its -1 (or the next that `elastic` allows)."""
+        usual = math.prod(2 if size == -1 else size for size in self.mesh.values())
+        if self.elastic is None:
+            return usual
+        worlds = self.worlds()
+        return next((world for world in worlds if world >= usual), worlds[-1])
+
+    def worlds(self) -> tuple[int, ...]:
+        """The numbers of ranks that an elastic plan can have, the smallest first. Raises `PlanError` for another plan: most can have any."""
+        if self.elastic is None:
+            raise PlanError("the plan is not elastic", where="elastic", hint="elastic=zgraph.Elastic(batch=…)")
+        known = math.prod(size for size in self.mesh.values() if size != -1)
+        rests = divisors(self.elastic.batch) if -1 in self.mesh.values() else [1]
+        candidates = (known * rest for rest in rests)
+        return tuple(world for world in candidates if self.elastic.refusal(world, self.data_ranks(world)) is None)
+
+    def pipeline_ranks(self, world: int) -> int:
+        """Over how many of so many ranks the stages of a pipeline lie: 1 without one. Raises `MeshError` for ranks that can't be."""
+        return self.resolve_mesh(world).get("pp", 1)
+
+    def refuse_pipeline(self, world: int, what: str) -> None:
+        """Raises `PlanError`, saying that there is no `what` of it, if the plan has a pipeline on so many ranks."""
+        ranks = self.pipeline_ranks(world)
+        if ranks > 1:
+            raise PlanError(
+                f"there is no {what} of a plan with a pipeline",
+                where="mesh.pp",
+                why=f"the stages on its {ranks} ranks have programs of their own",
+                hint="zgraph forecast shows all of it, and zgraph dump --stage K the programs of a stage; or leave pp out of the mesh",
+            )
+
+    def data_ranks(self, world: int) -> int:
+        """How many of so many ranks see different rows."""
+        known = math.prod(size for size in self.mesh.values() if size != -1)
+        return math.prod(world // known if self.mesh.get(d, 1) == -1 else self.mesh.get(d, 1) for d in DATA_DIMENSIONS)
+
+    def for_world(self, world: int) -> Self:
+        """This plan on so many ranks: if it is `elastic`, with the rows of a rank and the micro-batches that follow from their number, else
+        as it is. Raises `MeshError` for ranks that can't be."""
+        sizes = self.resolve_mesh(world)
+        if self.elastic is None:
+            return self
+        rows = self.elastic.batch // math.prod(sizes.get(dim, 1) for dim in DATA_DIMENSIONS)
+        elastic = self.elastic.model_copy(update={"rows": rows})
+        made = self.model_copy(update={"elastic": elastic, "micro_batches": elastic.parts(rows)})
+        made._origins.update({"elastic": self.origins()["elastic"], "micro_batches": "elastic"})
+        return made
+
+    def resolve_mesh(self, world: int) -> dict[str, int]:
+        """The mesh's sizes by name, in ranks, with -1 filled in; `MeshError` if their product can't be `world` ranks, or the elastic batch
+        can't be theirs."""
+        known = math.prod(size for size in self.mesh.values() if size != -1)
+        rest = next((name for name, size in self.mesh.items() if size == -1), None)
+        mesh = _shown(self.mesh)
+        if rest is None and known != world:
+            raise MeshError(
+                f"the mesh {mesh} is for a world of {known}, and this one is of {world}",
+                where="mesh",
+                hint=f"start {known} rank(s), or change the sizes to make {world} (-1 takes the rest)",
+            )
+        if world < 1 or world % known:
+            raise MeshError(
+                f"the mesh {mesh} does not divide a world of {world}",
+                where="mesh",
+                why=f"the sizes without {rest} make {known}, and {world} is no multiple of that",
+                hint=f"start a multiple of {known} ranks, or change the sizes",
+            )
+        why = self.elastic.refusal(world, self.data_ranks(world)) if self.elastic is not None else None
+        if self.elastic is not None and why is not None:
+            raise MeshError(
+                f"an elastic batch of {self.elastic.batch} rows can't be on {world} rank(s)",
+                where="elastic",
+                why=why,
+                hint=f"worlds that can: {shown_worlds(self.worlds(), world)}",
+            )
+        return {name: world // known if size == -1 else size for name, size in self.mesh.items()}
+
+
+def located(error: PlanError, file: Path, text: str) -> PlanError:
+    """The same error, with file and line in `where`."""
+    if error.problems:
+        return joined([located(problem, file, text) for problem in error.problems])
+    place = str(file)
+    if error.where:
+        lines = planfile.lines_of_key(text, re.sub(r"\[\d+\]", "", error.where).rpartition(".")[2])
+        place += f":{lines[0]}: {error.where}" if len(lines) == 1 else f": {error.where}"
+    return type(error)(error.what, where=place, why=error.why, hint=error.hint)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join((", ".join(names[:-1]), names[-1]))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={size}" for name, size in value.items()) or "(none)"
+    if isinstance(value, Record):
+        return repr(value)
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value)) or "(none)"
+    return str(value) if isinstance(value, str) else repr(value)

@@ -1,0 +1,91 @@
+"""Which values of a graph share storage: read from the operators' schemas, never from names."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from zgraph.program import collectives, transfers_to_host
+from zgraph.program.node import Phase, info
+
+
+def aliased_input(node: fx.Node) -> fx.Node | None:
+    """The argument whose storage this node's value shares (a view's base), None for a fresh value."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        base = node.args[0]
+        return base if isinstance(base, fx.Node) and aliased_input(base) is not None else None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if node.target is torch.ops.aten._unsafe_view.default:  # (its schema does not say so)
+        return node.all_input_nodes[0]
+    schema = node.target._schema
+    if not any(r.alias_info is not None for r in schema.returns):
+        return None
+    for argument, given in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and isinstance(given, fx.Node):
+            return given
+    return None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Does this node only look at its argument's storage in another way?"""
+    return aliased_input(node) is not None
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """What a view looks at in the end, through all views between; the node itself if it is no view."""
+    while (base := aliased_input(node)) is not None:
+        node = base
+    return node
+
+
+def mutates(node: fx.Node) -> bool:
+    """Does this node write to one of its arguments?"""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)
+
+
+def is_write(node: fx.Node) -> bool:
+    """Does this node put an update's result in the place of the input that it replaces (or of what was fetched of it)?"""
+    if node.op != "call_function" or node.target not in (torch.ops.aten.copy_.default, transfers_to_host.STORE):
+        return False
+    place = node.args[0]
+    if not isinstance(place, fx.Node) or info(node).phase is not Phase.UPDATE:
+        return False
+    return place.op == "placeholder" or transfers_to_host.is_wait(place)
+
+
+def aliases_of(root: fx.Node) -> list[fx.Node]:
+    """`root` and every view of it, in graph order."""
+    found = {root: None}
+    stack = [root]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and aliased_input(user) in found:
+                found[user] = None
+                stack.append(user)
+    return sorted(found)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Does this node draw from a random state? (Attention without dropout does not, whatever its operator could.)"""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [a.name for a in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")
+    given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
+
+
+def made_once(node: fx.Node) -> bool:
+    """Must this value not be made again? (What was drawn would be another one, and a collective needs all ranks.)"""
+    source = node.all_input_nodes[0] if node.target is operator.getitem else node
+    moves_bytes = collectives.is_start(source) or collectives.is_wait(source) or transfers_to_host.is_move(source)
+    return is_random(source) or moves_bytes

@@ -1,0 +1,1 @@
+"""Runs compiled programs: the calls of a model, its backward, its updates."""

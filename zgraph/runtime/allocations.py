@@ -1,0 +1,58 @@
+"""The bytes that torch's CPU allocator holds, now and at most: what CUDA's allocator says of itself, for CPU.
+
+`count()` comes before the first tensor that is to count. It puts a counter before the allocator, which is compiled once (g++,
+half a minute) and costs next to nothing. The size of the process would be too coarse: malloc does not give back what was freed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from types import ModuleType
+
+from zgraph.errors import UnsupportedError
+from zgraph.runtime import native
+
+_module: ModuleType | None = None
+
+
+def count() -> None:
+    """From now on allocations are counted, in this process. Raises `UnsupportedError` without a C++ compiler."""
+    global _module
+    if _module is not None:
+        return
+    try:
+        made = native.load(native.HERE / "allocations.cpp")
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        raise UnsupportedError(
+            "allocations can't be counted",
+            why=f"the counter can't be compiled: {error}",
+            hint="install g++, or name a C++ compiler in the environment variable CXX",
+        ) from error
+    made.install()
+    _module = made
+
+
+def counting() -> bool:
+    return _module is not None
+
+
+def live() -> int:
+    """Bytes held now, of what was allocated since `count`."""
+    return int(_counter().live())
+
+
+def peak() -> int:
+    """The most bytes held since `reset_peak`, or since `count`."""
+    return int(_counter().peak())
+
+
+def reset_peak() -> None:
+    _counter().reset_peak()
+
+
+def _counter() -> ModuleType:
+    if _module is None:
+        raise RuntimeError(
+            "allocations are not counted: call zgraph.runtime.allocations.count() before the model is made"
+        )
+    return _module

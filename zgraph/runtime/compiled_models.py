@@ -1,0 +1,38 @@
+"""The models of this process that are compiled and alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from torch import nn
+
+from zgraph.parameters.sharding import local_of
+
+_compiled: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by their addresses
+_WORTH_COLLECTING = 2**20  # bytes of weights that are worth a run of Python's collector (0.2 s)
+
+
+class Compiled:
+    """The base of what stands in a compiled module's `__dict__` as "zgraph"."""
+
+
+def remember(module: nn.Module) -> None:
+    """Count a module as compiled, for as long as it lives."""
+    _compiled[id(module)] = module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether this very module was compiled (and not one that holds it, or that it holds)."""
+    return isinstance(module.__dict__.get("zgraph"), Compiled)
+
+
+def free_dropped_models() -> None:
+    """Free compiled models that nobody refers to any more, if they hold memory that the next one could use.
+
+    A compiled model and its run time refer to each other, so only Python's collector frees them: left to itself it may run
+    long after the next model has been compiled, and the two would be held at once.
+    """
+    held = sum(p.nbytes for m in list(_compiled.values()) for p in map(local_of, m.parameters()) if not p.is_meta)
+    if held >= _WORTH_COLLECTING:
+        gc.collect()

@@ -1,0 +1,93 @@
+"""The gathers that a forward begins with, started by the update before it as soon as their shards are written.
+
+Between an update and the forward a user may change a weight. What was sent is then dropped and gathered again; a copy of
+each shard that was sent tells also of changes that torch does not count (`zgraph/parameters/staleness.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from zgraph.parameters.sharding import Shards, differ
+from zgraph.parameters.staleness import Unchanged
+from zgraph.ranks import progress
+from zgraph.ranks.agreement import Agreement
+from zgraph.torch_compat import torch_private
+
+if TYPE_CHECKING:
+    from zgraph.build.step_program import StepProgram
+    from zgraph.codegen.executable import Executable
+
+
+class Ahead:
+    """Starts and holds the first gathers of `step`, the training program that ran last."""
+
+    def __init__(self, shards: Shards, agreement: Agreement, device: torch.device) -> None:
+        self.shards = shards
+        self.agreement = agreement
+        self.step: StepProgram | None = None
+        self.flying: dict[str, torch.Tensor] = {}
+        self._sent: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, tuple[int, ...]] = {}
+        self._left: list[Executable] = []
+        self._unwritten: set[str] = set()
+        self._unchanged = Unchanged(shards, agreement, device, "step() had sent them to the other ranks")
+
+    # -- the update's side --------------------------------------------------------------------------------------------
+    def order(self) -> list[str]:
+        """The parameters that the next forward needs first, in order."""
+        return [p.name for e in self.step.ahead() for p in e.program.inputs] if self.step is not None else []
+
+    def begin(self, names: Sequence[str]) -> None:
+        """An update of these parameters begins."""
+        self.drop()
+        self._left = list(self.step.ahead()) if self.step is not None else []
+        self._unwritten = set(names)
+        self.written(())
+
+    def written(self, names: Sequence[str]) -> None:
+        """These shards have their new values: start what waited for them alone."""
+        self._unwritten.difference_update(names)
+        while self._left and not any(p.name in self._unwritten for p in self._left[0].program.inputs):
+            executable = self._left.pop(0)
+            self._start(executable)
+            for port in executable.program.inputs:
+                self._sent[port.name] = self.shards.local(port.name).detach().clone()
+
+    def finish(self) -> None:
+        """The update is over, and counted."""
+        self.written(tuple(self._unwritten))
+        self._versions = {n: self.shards.version(n) for n in self._sent}
+
+    # -- the forward's side -------------------------------------------------------------------------------------------
+    def take(self, step: StepProgram) -> dict[str, torch.Tensor]:
+        """The first gathers of a forward, on their way; all ranks must call it."""
+        if self.flying and (self.step is not step or not self._unchanged.since(self._versions, self._differ)):
+            self.drop()
+        if not self.flying:
+            for executable in step.ahead():
+                self._start(executable)
+        flying = self.flying
+        self.flying, self._sent, self._versions = {}, {}, {}
+        self.step = step
+        return flying
+
+    def drop(self) -> None:
+        """Let what is on its way arrive, and forget it: torch holds a transfer until someone has waited for it."""
+        torch_private.land(self.flying.values())
+        self.flying, self._sent, self._versions, self._left = {}, {}, {}, []
+
+    def __del__(self) -> None:
+        self.drop()
+
+    def _start(self, executable: Executable) -> None:
+        values = [self.shards.local(p.name) for p in executable.program.inputs]
+        with progress.runs_with(self.agreement), torch_private.unrecorded():  # (a profile may end with the step)
+            outputs = executable.run(values)
+        self.flying.update({p.name: v for p, v in zip(executable.program.outputs, outputs, strict=True)})
+
+    def _differ(self) -> list[torch.Tensor]:
+        return [differ(self.shards.local(n), sent) for n, sent in self._sent.items() if sent.numel()]

@@ -1,0 +1,893 @@
+"""Runs compiled programs behind the user's own calls: `model(x)`, `loss.backward()`.
+
+[Note: who holds what] Parameters are the user's (`Shards` finds them). A step of autograd holds what the forward saved
+in a list that the backward empties as it goes, so that activations die one by one. Whole weights that stages 1 and 2
+keep live here, from the first forward of an optimizer step to its reducing backward, and less if a shard changes;
+each forward's own backward holds those that it ran with. Gradients that wait to be reduced (stages 0 and 1 inside `no_sync`)
+are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zgraph.build.memory_search import measured_rate
+from zgraph.build.pass_pipeline import costs_of
+from zgraph.build.step_program import Entry, StepProgram
+from zgraph.build.update_program import away_bytes, outside_of, shares_of
+from zgraph.capture.cache_key import brief, shared, signature
+from zgraph.capture.former_memory import former_memory
+from zgraph.capture.inputs import refuse_inputs, resolved
+from zgraph.capture.storages import Sharing, owned, sharing
+from zgraph.codegen.executable import Executable
+from zgraph.errors import CaptureError, ModelError, OffloadError, PlanError, SignatureError, UnsupportedError
+from zgraph.offload.moves import Tiers
+from zgraph.parameters.sharding import Shards, fingerprint, still_unset, with_requires_grad
+from zgraph.parameters.staleness import Unchanged
+from zgraph.passes.analysis.costs import Costs, size_of
+from zgraph.plan.plan import Plan
+from zgraph.program import transfers_to_host
+from zgraph.program.digest import digest, node_digests
+from zgraph.program.node import info
+from zgraph.program.program import DATA_DIMS, TEAM_DIMS, InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.program.remark import Remark
+from zgraph.ranks import heartbeat, progress
+from zgraph.ranks.agreement import Agreement
+from zgraph.ranks.rng import random_states, restored
+from zgraph.runtime.memory import StepMemory
+from zgraph.runtime.nonfinite import NonFinite
+from zgraph.runtime.out_of_memory import explained
+from zgraph.runtime.prefetch import Ahead
+from zgraph.runtime.timings import KEEP, Clock, Timings, median_step, model_flops
+from zgraph.runtime.updater import Updater
+from zgraph.runtime.versions import Versions
+from zgraph.torch_compat import torch_private
+from zgraph.torch_compat.guards import Failing
+from zgraph.torch_compat.torch_private import keeps_graph
+from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
+from zgraph.update.owned_parameters import Held
+from zgraph.update.resume import Last
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """Who is told what a run time does, and writes it down."""
+
+    def compiled(self) -> None: ...
+
+    def stepped(self) -> None: ...
+
+    def of(self, runtime: Runtime) -> Recorder: ...
+
+
+class Saver(Protocol):
+    """Who saves a run time's checkpoints, and knows the `last` one."""
+
+    last: Last | None
+
+    def wait(self) -> None:
+        """Let the save end that is on its way; raise what it raised."""
+
+    def load_last(self, runtime: Runtime) -> dict[str, Any]:
+        """Load the last checkpoint; returns what the user added to it."""
+
+
+_STATE = "; python state "  # in the keys of programs: before the number of the state that one is for
+
+
+def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, tiers: Tiers) -> Costs:
+    """What the ranks schedule from, equal on all: else they would wait for each other's collectives for ever. A disk that `tiers` have
+    is as fast as it was seen to be, on the rank with the slowest. Raises `PlanError` on every rank if one can't read the hardware's
+    file."""
+
+    def refused(rank: int, said: str) -> PlanError:
+        return PlanError(
+            f"rank {rank} can't read the hardware", where="hardware", why=said, hint="every rank needs the file"
+        )
+
+    costs = agreement.together("the hardware's file", lambda: costs_of(plan, device), refused)
+    agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
+    if tiers.preflight is None:
+        return costs
+    mine = min(tiers.preflight.read_rate, tiers.preflight.write_rate)
+    slowest = min(agreement.gather("the disk's rate", mine))
+    return replace(costs, hardware=costs.hardware.model_copy(update={"nvme": measured_rate(slowest)}))
+
+
+def opened_tiers(
+    model: nn.Module,
+    plan: Plan,
+    specs: dict[str, ParamSpec],
+    device: torch.device,
+    agreement: Agreement,
+    held: Held | None = None,
+) -> Tiers:
+    """Open what the plan offloads to, on all ranks or on none. Raises `OffloadError` on every rank if one has no room for it. `held` is
+    what this rank of a pipeline holds."""
+    if not plan.offload.tiers():
+        return Tiers(plan.offload, device, 0)
+
+    def refused(rank: int, said: str) -> OffloadError:
+        return OffloadError(f"rank {rank} can't offload", where=plan.offload.folder(), why=said)
+
+    return agreement.together(
+        "the disk", lambda: Tiers(plan.offload, device, away_bytes(model, specs, plan, held)), refused
+    )
+
+
+class Runtime:
+    """The run time of one compiled module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        plan: Plan,
+        sizes: dict[str, int],
+        mesh: DeviceMesh | None,
+        shards: Shards,
+        device: torch.device,
+        agreement: Agreement,
+        costs: Costs,
+        tiers: Tiers,
+        everyone: Agreement | None = None,
+        held: Held | None = None,
+    ) -> None:
+        """`mesh`, `sizes` and `agreement` are those of the ranks that run the same programs: of one stage, where there is a pipeline. Then
+        `everyone` are the ranks of all stages, and `held` is what this rank holds of the model."""
+        self.module = module
+        self.forward_function = forward
+        self.forwards_replaced = 0  # how often it has become another one
+        self.plan = plan
+        self.sizes = sizes
+        self.mesh = mesh
+        self.shards = shards
+        self.device = device
+        self.agreement = agreement
+        self.everyone = agreement if everyone is None else everyone
+        self.tiers = tiers
+        self.groups = dict(tiers.keys)
+        if mesh is not None:
+            self.groups |= {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()}
+        self.places = {  # this rank's position in each mesh dimension, as programs take it
+            d: torch.tensor(mesh.get_local_rank(d), device=device) for d in sizes if mesh is not None
+        }
+        self.costs = costs
+        self.shares = shares_of(
+            plan
+        )  # of the optimizer's states that may be offloaded: one, once the first program has chosen
+        self.entries: dict[str, Entry] = {}
+        self.entered: Entry | None = None  # that of the last forward
+        self._calls: dict[str, Callable[..., Any]] = {}
+        self._one_at_a_time = threading.RLock()  # (threads that call for the first time at once compile once)
+        self.kept: dict[str, torch.Tensor] = {}
+        self._kept_versions: dict[str, tuple[int, ...]] = {}
+        self._unchanged = Unchanged(shards, agreement, device, "an earlier forward had gathered them")
+        self.accumulating = False
+        self.ahead = Ahead(shards, agreement, device)
+        self.memory = StepMemory(device)
+        self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
+        self.recorder: Recorder | None = None
+        self.steps = self.forwards = 0  # steps here; forwards of the one that is under way
+        self.turns = 0  # backward passes that a user's own optimizer may have followed
+        self.samples = 0  # rows of batches that were trained on, over all ranks
+        self.digests: dict[str, str] = {}  # of the programs that ranks have agreed on
+        self._compared: set[str] = set()  # programs whose inputs ranks have compared
+        self.expected: dict[str, str] = {}  # those of the run that a checkpoint of the same plan and world was saved by
+        self.updater = Updater(self, held)
+        self.saver: Saver  # (given by who makes it)
+        heartbeat.watch(plan.watch, self.everyone, self.process_groups())
+        self.nonfinite = NonFinite(self) if plan.on_nonfinite != "ignore" else None
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps so far, those that were skipped included."""
+        return self.turns if self.updater.optimizer is None else self.updater.calls
+
+    def end_own_step(self) -> None:
+        """End the step before this call, if its update was the user's own."""
+        if self.plan.optimizer is None and self.clock.reduced:
+            self.clock.end_step()
+
+    def tell_place(self, micro_batch: int) -> None:
+        """Write down, for who watches, that a micro-batch of the next step begins."""
+        here = progress.HERE
+        here.caller = threading.get_ident()
+        if self.everyone.ranks:
+            here.micro_batch = micro_batch
+            here.step = (self.updater.calls if self.plan.optimizer is not None else self.steps) + 1
+
+    def data_ranks(self) -> int:
+        """How many ranks see different rows."""
+        return math.prod(self.sizes.get(dim, 1) for dim in DATA_DIMS)
+
+    def told(self) -> list[str]:
+        """Lines of the report about what this rank is among others."""
+        return []
+
+    def stage_position(self) -> int:
+        """This rank's position along "pp"; 0 without a pipeline."""
+        return 0
+
+    def process_groups(self) -> list[Any]:
+        """Those that steps communicate in."""
+        return [self.mesh.get_group(d) for d in self.sizes] if self.mesh is not None else []
+
+    def relax(self) -> None:
+        """Let ranks wait for each other as long as they would without the plan's timeout, until their next vote."""
+        for voters in (self.agreement, self.everyone):
+            voters.relax()
+
+    def holds(self, name: str) -> bool:
+        """Does this parameter lie here, and not on other stages' ranks alone?"""
+        return self.updater.held is None or name in self.updater.held.own
+
+    def counts(self, name: str) -> bool:
+        """Does it lie here, and is it here that it counts (in the norm of gradients, in checkpoints) if it lies in other stages too?"""
+        return self.holds(name) and (self.updater.held is None or name not in self.updater.held.uncounted)
+
+    def has_buffer(self, name: str) -> bool:
+        """Is this buffer, by its first name, here as the model's forward changes it?"""
+        return True
+
+    def whole_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient with what other stages have of it. All ranks must call it."""
+        return grad
+
+    def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
+        """Let the ranks compare of which parameters they are about to use the gradients, and the numbers that their optimizers have now."""
+        gradients = f"{len(names)} gradients: {' '.join(names)}"
+        self.agreement.vote(
+            "an update",
+            f"{gradients}; {numbers.ballot()}",
+            lambda: (gradients, numbers),
+            compare_updates,
+            hint=UPDATE_HINT,
+        )
+
+    def _ended(self) -> None:
+        """A step is over."""
+        self.memory.end()
+        self.steps, self.forwards = self.steps + 1, 0
+        if self.recorder is not None:
+            self.recorder.stepped()
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        self.end_own_step()
+        self.tell_place(self.forwards)
+        with self._one_at_a_time:
+            key, entry = self.entry(args, kwargs)
+        self.entered = entry
+        trains = entry.program().differentiated and torch.is_grad_enabled()
+        self.forwards += trains
+        with self.clock.timed("forward") if trains else contextlib.nullcontext():
+            result = self._calls[key](self.module, *args, **kwargs)
+        if trains:
+            self.samples += entry.rows * self.data_ranks()
+        if not entry.settled:
+            self.settle(entry, args, kwargs)
+        return result
+
+    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
+        """The compiled entry for inputs of this signature; a new signature is captured and compiled, on all ranks alike."""
+        refuse_inputs(self.forward_function, args, kwargs)
+        self.shards.refresh()
+        self.shards.come_home()
+        signed = self._signed(args, kwargs)
+        key, known = signed, 0  # the same inputs may have programs for several states of the Python attributes
+        while key in self.entries and (stale := self.entries[key].trace.flat.stale(self.module, args, kwargs)):
+            logger.info("%s is not for this call: no longer %s", self.entries[key].name, stale.what)
+            known += 1
+            key = f"{signed}{_STATE}{known}"
+        new = key not in self.entries
+        self.everyone.vote("the inputs of a call", f"{shared(key)}; {'new' if new else 'known'}")
+        if new:
+            self.relax()
+            self.refuse_unset()
+            self._check_devices(args, kwargs)
+            made = self._compile(key, args, kwargs)
+            _refuse_unstable(made.trace.flat.stale(self.module, args, kwargs))
+            before = f"{signed}{_STATE}{known - 1}" if known > 1 else signed
+            made.unsettled_before = known > 0 and self.entries[before].unsettled
+            self.entries[key] = made
+            self._calls[key] = made.trace.flat.bind(lambda *flat: self._execute(made, flat))
+            if self.recorder is not None:
+                self.recorder.compiled()
+        return key, self.entries[key]
+
+    def _signed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        signed = signature(self.module, args, kwargs)
+        return f"{signed}; forward {self.forwards_replaced}" if self.forwards_replaced else signed
+
+    def settle(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After a program's first run: has the forward itself changed the Python state that it depends on?
+
+        Once is how a model finishes its construction, and it may go back and forth between states that have a program. Twice in a row to a
+        state that has none, it would be compiled again at every call.
+        """
+        entry.settled = True
+        stale = entry.trace.flat.stale(self.module, args, kwargs)
+        entry.unsettled = stale is not None and stale.lasts
+        if stale is None or not entry.unsettled or not entry.unsettled_before:
+            return
+        signed = self._signed(args, kwargs)
+        states = [e for k, e in self.entries.items() if k.split(_STATE)[0] == signed]
+        if all(e.trace.flat.stale(self.module, args, kwargs) for e in states):
+            raise CaptureError(
+                "the model's forward changes Python state that it depends on, at every call",
+                where=stale.where,
+                why=f"no longer true after the call: {stale.what}",
+                hint="keep such state in a buffer (register_buffer), or change it outside of forward",
+            )
+
+    def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        shown = brief(self.module, args, kwargs)
+        name = self._name_new(shown)
+        specs = with_requires_grad(self.shards.specs, self.shards.params())
+        entry = Entry(
+            name,
+            shown,
+            self.module,
+            self.forward_function,
+            args,
+            kwargs,
+            specs,
+            self.sizes,
+            self.plan,
+            self.groups,
+            self.costs,
+            outside_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares),
+            self.device,
+            self.agree,
+        )
+        if entry.program().differentiated:
+            self.updater.refuse_unscaled()
+        self.prepare(entry.program())
+        return entry
+
+    def _name_new(self, shown: str) -> str:
+        """The name of the program for a new signature, which is told to the user."""
+        name = f"{'train' if torch.is_grad_enabled() and self.module.training else 'eval'}{len(self.entries)}"
+        log = logger.warning if self.entries and self.everyone.first() else logger.info
+        log("new input signature: compiling program %s for %s", name, shown)
+        return name
+
+    def prepare(self, step: StepProgram) -> None:
+        """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.) Raises what `fit` does."""
+        self.fit(step)
+        step.ahead()
+        step.forward()
+        if step.parts().backward is not None:
+            step.backward()
+
+    def fit(self, step: StepProgram) -> None:
+        """Raises `PlanError` if a program that a step takes does not fit into the plan's memory budget, `OffloadError` if the disk has no
+        room for the activations that go there."""
+        if self.plan.memory_budget is not None and step.differentiated:
+            for variant in step.variants():
+                step.history(variant)  # (what does not fit is refused now, not in the middle of a step)
+        nodes = step.history().program.nodes
+        away = [n for n in nodes if n.target is transfers_to_host.OFFLOAD and info(n).param is None]
+        self._require("activations", sum(map(size_of, away)))
+        if step.differentiated and step.states is not None and len(self.shares) > 1:
+            self.agreement.vote("the share of the optimizer's states that is offloaded", str(step.states))
+            options = self.updater.options_with(step.states)
+            self._require("optimizer", self.updater.states.bytes_at(options))
+            self.updater.offload(options)
+            self.shares = step.outsides.shares = (step.states,)
+
+    def _require(self, what: str, size: int) -> None:
+        """Raises `OffloadError` on every rank if the disk of one has no room for so many bytes of this kind."""
+        if self.tiers.preflight is not None:
+
+            def refused(rank: int, said: str) -> OffloadError:
+                return OffloadError(f"rank {rank} has no room for {what}", where=self.plan.offload.folder(), why=said)
+
+            self.agreement.together("the disk", lambda: self.tiers.require(what, size), refused)
+
+    def agree(self, program: Program) -> None:
+        """Let the ranks compare a program before it runs."""
+
+        def compare(views: Sequence[Any]) -> str:
+            for rank, view in enumerate(views):
+                for mine, first in zip(view, views[0], strict=False):
+                    if mine != first:
+                        return f"the first node that differs is {first[0]!r} on rank 0, {mine[0]!r} on rank {rank}"
+                if len(view) != len(views[0]):
+                    longer = max(view, views[0], key=len)
+                    return f"the first node that differs is {longer[min(len(view), len(views[0]))][0]!r}, which only one of ranks 0 and {rank} has"
+            return "inputs, outputs or the mesh differ"
+
+        made = self.digests[program.name] = digest(program)
+        if self.expected.get(program.name, made) != made:
+            logger.warning(
+                "program %s is another than that of the run the checkpoint is of, by the same plan: numbers may round otherwise",
+                program.name,
+            )
+        ballot = f"{self.plan.hash()} {made}"
+        self.agreement.vote(f"program {program.name}", ballot, lambda: node_digests(program), compare)
+        self.relax()  # (it is compiled now)
+
+    def agree_on_random(self, step: StepProgram) -> None:
+        """Let ranks that compute one program together compare their random states before a forward that draws: each computes parts of
+        the same rows, and other numbers would make these of other models. Raises `RankMismatchError` on every rank of a stage."""
+        if not step.random or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
+            return
+        host, device = random_states(self.device)
+        state = (host if device is None else device).numpy().tobytes()
+        self._vote_in_teams(
+            "random numbers",
+            f"a random state of {hashlib.sha256(state).hexdigest()[:16]}",
+            'ranks of one place in the mesh but for "cp" and "tp" draw the same: torch.manual_seed(seed + the rank within "dp")',
+        )
+
+    def agree_on_batch(self, entry: Entry, step: StepProgram, flat: Sequence[Any]) -> None:
+        """Let such ranks compare the inputs of a program that runs for the first time: parts of other rows would be put together as if they
+        were of the same. Raises `RankMismatchError` on every rank."""
+        if step.name in self._compared or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
+            return
+        given = [x for p, x in zip(entry.trace.inputs, flat, strict=True) if p.role is InputRole.INPUT]
+        self._vote_in_teams(
+            "the batch",
+            f"inputs {[int(fingerprint(x)) for x in given if isinstance(x, torch.Tensor)]}",
+            'ranks of one place in the mesh but for "cp" and "tp" have the same rows: a sampler\'s rank is '
+            'model.zgraph.mesh.get_local_rank("dp"), of the mesh\'s "dp" ranks',
+        )
+        self._compared.add(step.name)
+
+    def _vote_in_teams(self, subject: str, ballot: str, hint: str) -> None:
+        at = [
+            (d, self.mesh.get_local_rank(d) if self.mesh is not None else 0) for d in self.sizes if d not in TEAM_DIMS
+        ]
+        team = functools.reduce(lambda number, dim: number * self.sizes[dim[0]] + dim[1], at, 0)
+        self.agreement.vote(
+            subject,
+            ballot,
+            team=team,
+            teams=math.prod(self.sizes[d] for d, _ in at),
+            hint=hint,
+        )
+
+    def refuse_unset(self) -> None:
+        """Raises `ModelError` if the model has values yet to be loaded."""
+        if not self.shards.pending:
+            return
+        missing = list(still_unset(self.shards))
+        if missing:
+            raise ModelError(
+                f"{len(missing)} tensors of the model have no values yet: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}",
+                why="the model was built on the meta device and its modules have no initialisation for them",
+                hint="load a checkpoint first, or give their modules a reset_parameters method",
+            )
+        self.shards.pending.clear()
+
+    def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type not in (self.device.type, "cpu"):
+                raise SignatureError(
+                    f"an input is on {leaf.device}, the model on {self.device}",
+                    hint=f"move it: x.to({str(self.device)!r})",
+                )
+
+    def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        step = entry.program()
+        entry.trace.refuse_moved(flat, former_memory(self.module))
+        if step.mutated:
+            entry.trace.refuse_overlap(step.mutated, flat, whole=not step.apart)
+            step.apart = True
+        self.agree_on_batch(entry, step, flat)
+        self.agree_on_random(step)
+        _refuse_offsets(entry, flat)
+        if not (step.differentiated and torch.is_grad_enabled()):
+            outputs, _ = self.run_forward(entry, step, flat)
+            return tuple(outputs)
+        params = self.shards.params()
+        names = [p.name for p in entry.trace.inputs if p.role is InputRole.PARAMETER and params[p.name].requires_grad]
+        tensors = [params[n] for n in names]
+        loose = [
+            i
+            for i, port in enumerate(entry.trace.inputs)
+            if port.role is not InputRole.PARAMETER and isinstance(flat[i], torch.Tensor) and flat[i].requires_grad
+        ]
+        return tuple(_Step.apply(self, entry, flat, names, loose, *tensors, *(flat[i] for i in loose)))
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+    def run_forward(
+        self, entry: Entry, step: StepProgram, flat: Sequence[Any], *, mutate: bool = True
+    ) -> tuple[list[Any], _Saved]:
+        """(the flat outputs, the saved values) of one forward; buffers are updated unless `mutate` is False."""
+        gathered_before = step.keeps and self._kept_valid(step)
+        executable = step.forward(gathered_before)
+        flying = self.ahead.take(step) if step.ahead() and not gathered_before else {}
+        self.clock.ran(executable.program)
+        given = [
+            flying.pop(p.name) if p.role is InputRole.FLYING else self._input(p, flat)
+            for p in executable.program.inputs
+        ]
+        with progress.runs_with(self.agreement), explained(self, executable, step):
+            values = executable.run(given)
+        known = step.sharing.get(gathered_before)
+        if known is None:
+            known = step.sharing[gathered_before] = self._sharing(entry, executable, values, flat)
+        outputs = list(entry.constants)
+        saved = _Saved(known)
+        given_out = {
+            id(v) for p, v in zip(executable.program.outputs, values, strict=True) if p.role is OutputRole.OUTPUT
+        }
+        with torch.no_grad():
+            values = [v.clone() if at in known.copied else v for at, v in enumerate(values)]
+            for port, value in zip(executable.program.outputs, values, strict=True):
+                if port.role is OutputRole.SAVED:
+                    # (an output itself would hold autograd's node of this call, which holds what is saved)
+                    saved.append(value.detach() if id(value) in given_out else value)
+                    if port.name in executable.flying:
+                        saved.flying.append(value)
+                elif port.role is OutputRole.KEPT:
+                    self.kept[port.name] = value
+                    self._kept_versions[port.name] = self.shards.version(port.name)
+                elif port.role is OutputRole.OUTPUT and port.index is not None:
+                    outputs[port.index] = known.handed(port.index, value)
+            for port, value in zip(executable.program.outputs, values, strict=True):
+                if mutate and port.role is OutputRole.MUTATION and port.index is not None:
+                    flat[port.index].copy_(value)
+        return outputs, saved
+
+    def _sharing(self, entry: Entry, executable: Executable, values: Sequence[Any], flat: Sequence[Any]) -> Sharing:
+        """With whom what a forward has given shares memory."""
+        program = executable.program
+        own = {p.name: self.shards.local(p.name) for p in program.inputs if p.role is InputRole.PARAMETER}
+        kept = [v for p, v in zip(program.outputs, values, strict=True) if p.role is OutputRole.KEPT]
+        of_user = [None if p.role is InputRole.PARAMETER else v for p, v in zip(entry.trace.inputs, flat, strict=True)]
+        return sharing(program, values, of_user, own, [*self.kept.values(), *kept], entry.trace.storages)
+
+    def _input(self, port: Port, flat: Sequence[Any]) -> Any:
+        if port.role is InputRole.PARAMETER:
+            return self.shards.local(port.name)
+        if port.role is InputRole.KEPT:
+            return self.kept[port.name]
+        if port.role is InputRole.INDEX:
+            return self.places[port.name]
+        assert port.index is not None
+        return resolved(flat[port.index])
+
+    def _kept_valid(self, step: StepProgram) -> bool:
+        """Are all whole weights that this program takes there, and those of the shards as they are now, on every rank?
+
+        A kept weight is compared with this rank's shard bit by bit: torch counts neither a write through `.data` nor a
+        foreach operator on a DTensor. Ranks must decide alike, and a change may be in one rank's rows only.
+        """
+        if not self.kept:
+            return False
+        needed = [p.name for p in step.forward().program.outputs if p.role is OutputRole.KEPT]
+        if not self._unchanged.since(self._kept_versions, lambda: self.shards.differences(self.kept)):
+            self.drop_kept()
+        return all(n in self.kept for n in needed)
+
+    def weights_changed(self, names: Sequence[str]) -> None:
+        """The update program has written these parameters' shards."""
+        self.drop_kept()
+        self.shards.count_update(names)
+
+    def drop_kept(self) -> None:
+        """Forget the whole weights that stages 1 and 2 keep; the next forward gathers them again."""
+        self.kept.clear()
+        self._kept_versions.clear()
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+    def run_backward(
+        self,
+        step: StepProgram,
+        saved: _Saved,
+        flat: Sequence[Any],
+        tangents: dict[int, torch.Tensor],
+        kept: dict[str, torch.Tensor],
+        *,
+        adds: Callable[[], frozenset[str]],
+        clear: bool,
+    ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
+        """The gradients of one backward, by role and name of what they are of; `kept` are its forward's whole weights, and `adds` says to
+        which parameters' `.grad` the backward adds."""
+        way = self._reduction(adds)
+        executable = step.backward(way.now, bool(way.added))
+        at = {p.name: i for i, p in enumerate(p for p in executable.program.inputs if p.role is InputRole.SAVED)}
+        values: list[Any] = []
+        stays: set[int] = set()  # ids of what is still somebody's when the program is over
+        for port in executable.program.inputs:
+            if port.role is InputRole.SAVED:
+                values.append(saved[at[port.name]])
+            elif port.role is InputRole.TANGENT:
+                assert port.index is not None
+                values.append(tangents[port.index])
+            elif port.role is InputRole.ACCUMULATOR:
+                values.append(self._take_partial(port.name, port.name in way.added))
+            elif port.role is InputRole.KEPT:
+                values.append(kept[port.name])
+            elif port.role is InputRole.SCALE:
+                values.append(self.updater.states["/scale"])
+            else:
+                values.append(self._input(port, flat))
+            if port.role not in _LET_GO and not (clear and port.role is InputRole.SAVED):
+                stays.add(id(values[-1]))
+        if clear:
+            saved.clear()
+        self.clock.ran(executable.program)
+        bare = torch_private.without_bases()
+        with bare, progress.runs_with(self.agreement), explained(self, executable, step):
+            results = executable.run(values)
+        self.settle_gradients()
+        gradients = self._handed_out(executable, results, stays, partial=not way.now)
+        if way.rest:
+            self.reduce_leftovers()
+        if not self.accumulating:
+            self.drop_kept()  # an update follows
+            self.turns += 1
+            self.clock.reduced = True
+        return gradients
+
+    def _handed_out(
+        self, executable: Executable, results: Sequence[torch.Tensor], stays: set[int], *, partial: bool
+    ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
+        """The gradients that a backward gave, each in memory of its own, those of parameters in the form of these. (One that leaves the
+        device is where it was taken, by itself.)"""
+        here = [at for at in range(len(results)) if at not in executable.away]
+        came = {i for i, at in enumerate(here) if at in executable.transferred}
+        own = iter(owned([results[at] for at in here], stays, came))
+        gradients: dict[tuple[InputRole | None, str], torch.Tensor] = {}
+        for at, port in enumerate(executable.program.outputs):
+            value = results[at] if at in executable.away else next(own)
+            if port.of is InputRole.PARAMETER:
+                value = self.shards.gradient(port.name, value, partial=partial)
+            gradients[port.of, port.name] = value
+        return gradients
+
+    def settle_gradients(self) -> None:
+        """Wait until gradients that leave the device are there for the host to read, and to be added to."""
+        if self.plan.offload.gradients or self.plan.offload.tier("parameters") is not None:
+            self.tiers.settle()
+
+    def _reduction(self, adds: Callable[[], frozenset[str]]) -> _Reduction:
+        """How the gradients of the backward that runs are reduced. Stages 2 and 3 reduce each time: only shards are kept. So do parameters
+        with hooks: each is called with the gradient of one backward, as autograd has it, and not with the sum of several."""
+        if self.plan.zero > 1 or self.mesh is None or self.mesh.size() == 1:
+            return _Reduction()
+        params = self.shards.params()
+        if any(map(torch_private.has_hooks, params.values())):
+            self.reduce_leftovers()
+            return _Reduction()
+        grads = {n: p.grad for n, p in params.items() if p.grad is not None}
+        waiting = {n for n, g in grads.items() if _is_partial(g)}
+        if self.accumulating and len(waiting) == len(grads):
+            return _Reduction(now=False)
+        if not waiting:
+            return _Reduction()
+        into = adds()
+        return _Reduction(added=into & waiting, rest=bool(into))
+
+    def _take_partial(self, name: str, added: bool) -> torch.Tensor:
+        """The gradient of a parameter that waits, which is its `.grad` no longer; zeros if it is not to be `added` to this backward's."""
+        param = self.shards.params()[name]
+        spec = self.shards.specs[name]
+        if not added:
+            return torch.zeros(spec.shape, dtype=spec.grad_dtype, device=self.device)
+        held, param.grad = param.grad, None
+        return held._local_tensor  # type: ignore[union-attr,no-any-return]
+
+    def reduce_leftovers(self) -> None:
+        """Gradients that wait, of parameters that this program did not reach, are reduced as well."""
+        for name, param in self.shards.params().items():
+            if param.grad is not None and _is_partial(param.grad):
+                param.grad = param.grad.redistribute(placements=self.shards.placements(self.shards.specs[name]))  # type: ignore[attr-defined]
+
+    def remarks(self) -> list[Remark]:
+        """What passes would have liked to do for the programs made so far and could not, the costliest first."""
+        found = [r for e in self.entries.values() for step in e.programs() for r in step.history().program.remarks]
+        return sorted(found, key=lambda r: -r.seconds)
+
+    def timings(self, tokens: int | None, peak_flops: float | None) -> Timings:
+        """See `zgraph.api.handle.Handle.timings`."""
+        mine = median_step(self.clock)
+        self.clock.wants_sample = True
+        ranks = self.everyone.gather("timings", mine)
+        step = max((r["step"] for r in ranks if "step" in r), default=0.0)
+        flops = self._flops_of_forward() * mine.get("forwards", 1.0)
+        return Timings(
+            tuple(ranks),
+            min(len(self.clock.steps), KEEP),
+            tokens * self.data_ranks() / step if tokens is not None and step else None,
+            flops / step / peak_flops if peak_flops is not None and step else None,
+        )
+
+    def _flops_of_forward(self) -> float:
+        """FLOP that the model takes for one forward and its backward, by the program that was made last for training."""
+        trained = [e.program().captured for e in self.entries.values() if e.program().differentiated]
+        return model_flops(trained[-1]) if trained else 0.0
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate (see `zgraph.api.handle.Handle.no_sync`)."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """How the gradients of one backward are reduced: `now`, or not yet; together with those of the `added` parameters that waited; and then
+    the `rest` of those that wait."""
+
+    now: bool = True
+    added: frozenset[str] = frozenset()
+    rest: bool = False
+
+
+# Inputs of a backward that nothing holds when it is over, or that are held by a parameter as well.
+_LET_GO = (InputRole.PARAMETER, InputRole.ACCUMULATOR)
+
+
+def _refuse_offsets(entry: Entry, flat: Sequence[Any]) -> None:
+    """Raises `SignatureError` for a tensor that begins within a storage of which the model looks at other parts."""
+    for at in entry.trace.from_start - entry.trace.former.keys():
+        if flat[at].storage_offset():
+            raise SignatureError(
+                f"{entry.trace.inputs[at].name!r} begins within its storage, and the model's as_strided counts from the storage's start",
+                hint="clone it",
+            )
+
+
+class _Saved(list[Any]):
+    """What a forward saved. Gathers that it started and no backward waits for are waited for when this goes: torch
+    holds a transfer, and its buffers, until someone has."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        super().__init__()
+        self.sharing = sharing
+        self.flying: list[torch.Tensor] = []
+
+    def clear(self) -> None:
+        super().clear()
+        self.flying.clear()
+
+    def __del__(self) -> None:
+        torch_private.land(self.flying)
+
+
+def _refuse_unstable(stale: Failing | None) -> None:
+    """Raises `CaptureError` if what a forward has just been captured with is not so."""
+    if stale is not None:
+        raise CaptureError(
+            "the model's forward reads Python state that is another at every read",
+            where=stale.where,
+            why=f"not true straight after the capture: {stale.what}",
+            hint="let what it reads (a property, a function's result) be the same object, or an equal value, while nothing has changed",
+        )
+
+
+def _is_partial(grad: torch.Tensor) -> bool:
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+
+
+class _Step(torch.autograd.Function):
+    """One forward and its backward, as autograd sees them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runtime: Runtime,
+        entry: Entry,
+        flat: tuple[Any, ...],
+        names: list[str],
+        loose: list[int],
+        *tensors: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        step = entry.program()
+        ctx.set_materialize_grads(False)
+        ctx.runtime, ctx.entry, ctx.step, ctx.flat, ctx.names, ctx.loose = (
+            runtime,
+            entry,
+            step,
+            flat,
+            names,
+            loose,
+        )
+        # What a second forward would need, should the user differentiate other outputs than were expected.
+        ctx.random = random_states(runtime.device) if step.random else None
+        ctx.before = {i: flat[i].clone() for i in step.mutated}
+        nonfinite = runtime.nonfinite
+        ctx.evidence = nonfinite.forward(entry, flat, ctx.before, ctx.random) if nonfinite is not None else None
+        outputs, ctx.saved = runtime.run_forward(entry, step, flat)
+        ctx.kept = dict(runtime.kept) if step.keeps else {}
+        ctx.versions = Versions(entry.trace, step, ctx.saved.sharing, runtime.shards.version)
+        ctx.versions.note(flat, outputs)
+        # (an output itself would hold this context, which holds it)
+        ctx.numbers = {i: v.detach() for i, v in enumerate(outputs) if nonfinite is not None and _is_number(v)}
+        plain = [
+            v for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and i not in entry.trace.differentiable
+        ]
+        ctx.mark_non_differentiable(*plain)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "gradients of gradients are not supported",
+                why="the backward was started with create_graph=True, and programs have one backward",
+                hint="compute a penalty on gradients with the plain model, or leave out create_graph",
+            )
+        runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
+        tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
+        runtime.agreement.vote(
+            "a backward pass",
+            f"{step.name}, outputs {sorted(tangents)}, {'only accumulating' if runtime.accumulating else 'reducing'}",
+        )
+        if ctx.saved is None:
+            raise RuntimeError(
+                "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"
+            )
+        again = frozenset(tangents) != entry.pattern or step is not entry.program()
+        ctx.versions.check(ctx.flat, whole=again)
+        flat, saved, kept = ctx.flat, ctx.saved, ctx.kept
+        if again:
+            step, saved, flat = _again(ctx, frozenset(tangents))
+            kept = dict(runtime.kept)
+            if not step.differentiated:  # (nothing has a gradient of these outputs)
+                return (None,) * (5 + len(ctx.names) + len(ctx.loose))
+        clear = not keeps_graph()
+        if runtime.nonfinite is not None:
+            losses = [v for i, v in ctx.numbers.items() if i in tangents]
+            runtime.nonfinite.backward(entry, step, ctx.evidence, flat, tangents, losses)
+        with runtime.clock.timed("backward"):
+            found = runtime.run_backward(
+                step, saved, _detached(flat), tangents, kept, adds=lambda: _adds_to(ctx), clear=clear
+            )
+        if clear:
+            ctx.saved = ctx.flat = ctx.kept = ctx.versions = None
+        of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]
+        of_inputs = [found.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
+        return (None, None, None, None, None, *of_params, *of_inputs)
+
+
+def _adds_to(ctx: Any) -> frozenset[str]:
+    """The parameters to whose `.grad` the running backward adds."""
+    nodes = (node for node, _ in ctx.next_functions)
+    return frozenset(n for n, node in zip(ctx.names, nodes, strict=False) if torch_private.accumulates(node))
+
+
+def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, _Saved, Sequence[Any]]:
+    """Run the forward again by the program that has tangents for just these outputs; later calls use it at once."""
+    runtime, entry = ctx.runtime, ctx.entry
+    logger.warning("%s: the backward starts from other outputs than expected; compiling a program for them", entry.name)
+    step = entry.program(pattern)
+    runtime.prepare(step)
+    if step.differentiated:
+        entry.pattern = pattern
+    flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
+    with restored(ctx.random, runtime.device):
+        _, saved = runtime.run_forward(entry, step, flat, mutate=False)
+    return step, saved, flat
+
+
+def _detached(flat: Sequence[Any]) -> list[Any]:
+    return [v.detach() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in flat]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()

@@ -1,0 +1,387 @@
+"""One whole training step as one call: micro-batches, their losses' shares, reduction, update, and the output put together.
+
+Each micro-batch's loss counts by its share: equally, or by its number of targets. The share is the tangent that its
+backward starts from, so nothing is compiled for it and the loss that is returned is the model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from zgraph.build.step_program import Entry
+from zgraph.capture.batch import refuse_other_dimensions, tensors_of
+from zgraph.capture.cache_key import batch_size
+from zgraph.capture.capture import find_loss
+from zgraph.capture.forwards import signature_of
+from zgraph.capture.targets import IGNORED, Ignores, LossesSeen, ignored_of
+from zgraph.errors import StepError
+from zgraph.plan.elasticity import Elastic
+from zgraph.plan.plan import Plan
+from zgraph.program.program import DATA_DIMS
+from zgraph.runtime.runtime import Runtime
+
+TARGETS = ("labels", "label", "targets", "target")
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class HasForward(Protocol):
+    """A module, and its class's own forward."""
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def forward_function(self) -> Callable[..., Any]: ...
+
+
+def train_step(
+    runtime: Runtime,
+    model: Callable[..., Any],
+    loss_fn: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """See `zgraph.api.handle.Handle.train_step`."""
+    plan = runtime.plan
+    tokens = plan.loss_average == "token"
+    kwargs = in_order(runtime, kwargs)
+    if plan.elastic is not None:
+        _refuse_other_rows(plan.elastic, args, kwargs)
+    calls = split_batch(args, kwargs, plan.micro_batches, uneven=tokens)
+    weights = [1.0 / len(calls)] * len(calls)
+    outputs = []
+    try:
+        for number, call in enumerate(calls):
+            with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
+                given, rest, others = for_forward(runtime, *call)
+                output = model(*given[0], **given[1])
+                if len(calls) > 1 and runtime.entered is not None and not runtime.entered.batch_known:
+                    _check_batch(runtime, runtime.entered, given)
+                with LossesSeen() if tokens and not number else contextlib.nullcontext() as seen:
+                    loss = loss_of(output, loss_fn, named(runtime, given), rest, others)
+                if not loss.requires_grad:
+                    raise _untrained()
+                if seen is not None:  # (which targets count is known now)
+                    captured = runtime.entered.trace.ignored if runtime.entered is not None else set()
+                    weights = target_weights(runtime, calls, captured | seen.found)
+                weight = weights[number]
+                if weight == 1.0:
+                    loss.backward()
+                else:
+                    loss.backward(torch.as_tensor(weight, dtype=loss.dtype, device=loss.device))
+                if runtime.nonfinite is not None and loss_fn is not None:
+                    runtime.nonfinite.saw_loss(loss)
+            outputs.append(_detached(output))
+        if plan.optimizer is not None:
+            runtime.updater.step()
+        else:
+            runtime.updater.clip_only()
+    except BaseException:
+        runtime.updater.give_up()
+        raise
+    sizes = [batch_size(*call) for call in calls]
+    total = sum(weights)
+    # (a rank without a single target shows the plain mean of what its micro-batches gave)
+    shares = [w / total for w in weights] if total else [1.0 / len(calls)] * len(calls)
+    return join_outputs(outputs, shares, sizes)
+
+
+@functools.lru_cache(maxsize=16)
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """(It is asked for with every micro-batch. Few are kept: a function may hold more than its code.)"""
+    return signature_of(forward)
+
+
+def in_order(model: HasForward, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Named arguments in the order of forward's signature: what is first must not depend on how they are written."""
+    known = list(_signature(model.forward_function).parameters)
+    return {k: kwargs[k] for k in [n for n in known if n in kwargs] + [n for n in kwargs if n not in known]}
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, uneven: bool | None) -> list[Call]:
+    """The calls of the micro-batches: tensors with the batch's size are cut on dimension 0, all else is given to each.
+
+    The batch's size is that of the first tensor that has a dimension, in the order of forward's arguments: a tensor that is
+    no part of the batch, but has its size, is cut too, unless the program shows that it is none:
+    then the first step raises `StepError`. Raises `StepError` if `parts` do not divide it,
+    unless `uneven`: then the last ones are smaller (None: they never can be).
+    """
+    if parts == 1:
+        return [(args, kwargs)]
+    size = batch_size(args, kwargs)
+    if size is None:
+        raise StepError("the batch has no tensor to cut into micro-batches", where="micro_batches")
+    if (size % parts and not uneven) or size < parts:
+        raise StepError(
+            f"{parts} micro-batches do not divide a batch of {size}",
+            where="micro_batches",
+            why="each would count equally, though they have different sizes"
+            if size >= parts
+            else "some would be empty",
+            hint=f"give a multiple of {parts} rows"
+            + (
+                '; or loss_average="token", which counts each by its targets'
+                if size >= parts and uneven is not None
+                else ""
+            ),
+        )
+    rows = -(-size // parts)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    calls: list[Call] = []
+    for at in range(0, size, rows):
+        part = [x[at : at + rows] if _has_batch(x, size) else x for x in leaves]
+        calls.append(pytree.tree_unflatten(part, spec))
+    return calls
+
+
+def _check_batch(runtime: Runtime, entry: Entry, call: Call) -> None:
+    """Raises `StepError` where what was cut into micro-batches is no batch, by what the program does with it."""
+    size = batch_size(*call)
+    if size is not None:
+        flat = entry.trace.flat.flatten(runtime.module, *call)
+        refuse_other_dimensions(entry.program().captured, tensors_of(call, flat), size)
+    entry.batch_known = True
+
+
+def _refuse_other_rows(elastic: Elastic, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    size = batch_size(args, kwargs)
+    if size != elastic.rows:
+        raise StepError(
+            f"the batch has {size} rows" if size is not None else "the batch has no tensor with rows",
+            where="elastic",
+            why=f"a step of {elastic.batch} rows is {elastic.rows} on each rank here",
+            hint="give each rank model.zgraph.plan.elastic.rows of them",
+        )
+
+
+def first_part(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The first micro-batch's call, of a rank's batch that is only looked at. Where the plan is elastic (and for a number of ranks, see
+    `Plan.for_world`), it is as many rows as the plan says: those of the batch are repeated. Raises what `split_batch` does."""
+    size = batch_size(args, kwargs)
+    if plan.elastic is None or plan.elastic.rows is None or not size:
+        return split_batch(args, kwargs, plan.micro_batches, uneven=plan.loss_average == "token")[0]
+    rows = torch.arange(plan.elastic.rows // plan.micro_batches) % size
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    part = [x[rows.to(x.device)] if _has_batch(x, size) else x for x in leaves]
+    return pytree.tree_unflatten(part, spec)  # type: ignore[return-value]
+
+
+def _has_batch(x: Any, size: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == size
+
+
+def target_weights(runtime: Runtime, calls: Sequence[Call], losses: Collection[Ignores]) -> list[Any]:
+    """Each micro-batch's number of targets, over a mean micro-batch's of all ranks: the mean gradient over ranks is then
+    that of all targets together. `losses` say which targets do not count."""
+    ignored = ignored_of(losses)
+    counts = torch.tensor(
+        [count_targets(runtime.module, *call, ignored=ignored) for call in calls], dtype=torch.float64
+    )
+    total = counts.sum()
+    ranks = 1
+    if runtime.mesh is not None:
+        for dim in DATA_DIMS:
+            if runtime.sizes.get(dim, 1) > 1:
+                held = total.to(runtime.device)
+                dist.all_reduce(held, group=runtime.mesh.get_group(dim))
+                total = held.cpu()
+                ranks *= runtime.sizes[dim]
+    if not total:
+        raise StepError("no rank has a single target", where="loss_average", hint=f"targets of {ignored} do not count")
+    mean = float(total) / ranks / len(calls)
+    runtime.updater.factor = 1.0 / len(calls)
+    return [float(c) / mean for c in counts]
+
+
+def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, ignored: int = IGNORED) -> int:
+    """How many targets a micro-batch's loss is the mean of.
+
+    Those of the argument called labels, label, targets or target (else of the last tensor of integers, else every row
+    counts once) that are not `ignored`: what the model's losses leave out (`zgraph.capture.targets`), -100 where it calls none of torch's.
+    A causal language model of transformers (`loss_type` "ForCausalLM") shifts its labels:
+    the first of each sequence is no target.
+    """
+    names = inspect.signature(type(module).forward).parameters
+    named = dict(zip(list(names)[1:], args, strict=False)) | kwargs
+    found = next((named[n] for n in TARGETS if isinstance(named.get(n), torch.Tensor)), None)
+    if found is None:
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        whole = [x for x in tensors if not x.is_floating_point() and x.dtype is not torch.bool]
+        found = whole[-1] if len(tensors) > 1 and whole else None
+    if found is None or found.is_floating_point():
+        return batch_size(args, kwargs) or 1
+    if getattr(module, "loss_type", None) == "ForCausalLM" and found.dim() > 1:
+        found = found[:, 1:]
+    return int((found != ignored).sum())
+
+
+def for_forward(
+    model: HasForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+    """(what forward takes, the positional arguments it has no room for, the named ones that it does not know)."""
+    parameters = list(_signature(model.forward_function).parameters.values())[1:]
+    kinds = inspect.Parameter
+    room = sum(p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
+        room = len(args)
+    if any(p.kind is kinds.VAR_KEYWORD for p in parameters):
+        others: dict[str, Any] = {}
+    else:
+        known = {p.name for p in parameters}
+        others = {k: v for k, v in kwargs.items() if k not in known}
+    return (args[:room], {k: v for k, v in kwargs.items() if k not in others}), args[room:], others
+
+
+def named(model: HasForward, given: Call) -> dict[str, Any]:
+    """What forward is given, by its parameters' names, in their order (`*args` and `**kwargs` taken apart)."""
+    known = _signature(model.forward_function)
+    bound = known.bind(model.module, *given[0], **given[1])
+    found: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        if known.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            found |= {f"{name}[{i}]": v for i, v in enumerate(value)}
+        elif known.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        else:
+            found[name] = value
+    return found
+
+
+def loss_of(
+    output: Any,
+    loss_fn: Callable[..., Any] | None,
+    given: dict[str, Any],
+    rest: tuple[Any, ...],
+    others: dict[str, Any],
+) -> torch.Tensor:
+    """The loss in an output, or `loss_fn`'s of it: of what forward did not take, else of forward's arguments by name.
+
+    Raises `StepError` where there is none, or more than a number.
+    """
+    if loss_fn is None:
+        refuse_rest(given, rest, others)
+        loss = find_loss(output)
+        if loss is None:
+            raise no_loss()
+    elif rest or others:
+        loss = loss_fn(output, *rest, **others)
+    else:
+        positional, by_name = _room(loss_fn, given)
+        loss = loss_fn(output, *positional, **by_name)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shown = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise StepError(f"the loss is no single number but {shown}", hint="take its mean")
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def refuse_rest(given: dict[str, Any], rest: tuple[Any, ...], others: dict[str, Any]) -> None:
+    """Raises `StepError` for what forward does not take, where there is no `loss_fn` that would."""
+    if rest or others:
+        names = [*(f"argument {len(given) + i + 1}" for i in range(len(rest))), *others]
+        raise StepError(
+            f"the model's forward does not take {', '.join(names)}",
+            hint="what forward does not take is for loss_fn: zgraph.compile(model, plan, loss_fn=…)",
+        )
+
+
+def no_loss() -> StepError:
+    """What to say of an output in which there is none."""
+    return StepError(
+        "the model's output has no loss",
+        why="it is no scalar, has no .loss or ['loss'], and its first element is no scalar",
+        hint="zgraph.compile(model, plan, loss_fn=lambda output, targets: …)",
+    )
+
+
+def _untrained() -> StepError:
+    if not torch.is_grad_enabled():
+        return StepError("a training step without gradients", hint="call train_step outside of torch.no_grad()")
+    return StepError(
+        "the loss depends on no parameter that trains",
+        hint="requires_grad_() on those that are to; and no .detach() or .item() on the way to the loss",
+    )
+
+
+def _room(loss_fn: Callable[..., Any], given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Forward's own arguments for what loss_fn needs besides the output: by name, or in order where no name is forward's."""
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):
+        return [], {}
+    kinds = inspect.Parameter
+    simple = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in simple and p.default is p.empty][1:]
+    only = [p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY and p.default is p.empty]
+    if any(name in given for name in needed) or not needed:
+        missing = [name for name in [*needed, *only] if name not in given]
+        if missing:
+            raise StepError(
+                f"loss_fn wants {missing[0]!r}, which forward is not given",
+                hint=f"forward has {', '.join(given) or 'nothing'}; give train_step what only loss_fn takes besides",
+            )
+        return [given[name] for name in needed], {name: given[name] for name in only}
+    return list(given.values())[: len(needed)], {name: given[name] for name in only if name in given}
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+def _detached(output: Any) -> Any:
+    return _mapped(lambda x: x.detach(), [output])
+
+
+def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int | None]) -> Any:
+    """The whole batch's output: scalars averaged by share, tensors with the micro-batch's size joined on dimension 0.
+
+    Other tensors and values are the last micro-batch's. Pytrees and dataclasses are looked into.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+
+    def join(*parts: torch.Tensor) -> torch.Tensor:
+        if parts[0].dim() == 0 and parts[0].is_floating_point():
+            counted = [(p.to(torch.float64), s) for p, s in zip(parts, shares, strict=True) if s]  # 0/0 targets is NaN
+            return torch.stack([p * s for p, s in counted]).sum().to(parts[0].dtype)
+        if all(p.dim() > 0 and p.shape[0] == size for p, size in zip(parts, sizes, strict=True)):
+            return torch.cat(parts)
+        return parts[-1]
+
+    return _mapped(join, outputs)
+
+
+def _mapped(function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """`function` of the tensors that stand at the same place in several values of one structure."""
+    first = values[-1]
+    if isinstance(first, torch.Tensor):
+        return function(*values)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type) and not isinstance(first, dict):
+        made = copy.copy(first)
+        for field in dataclasses.fields(first):
+            object.__setattr__(made, field.name, _mapped(function, [getattr(v, field.name) for v in values]))
+        return made
+    leaves, spec = pytree.tree_flatten(first)
+    if len(leaves) == 1 and leaves[0] is first:
+        if any(isinstance(v, torch.Tensor) for v in getattr(first, "__dict__", {}).values()):  # a plain object
+            plain = copy.copy(first)
+            plain.__dict__.update({k: _mapped(function, [vars(v)[k] for v in values]) for k in vars(first)})
+            return plain
+        if not isinstance(first, dict):
+            return first
+        known: dict[Any, Any] = copy.copy(first)  # a kind of dict that pytree does not know, as a ModelOutput may be
+        for key in first:
+            known[key] = _mapped(function, [v[key] for v in values])
+        return known
+    flat = [pytree.tree_leaves(v) for v in values]
+    if any(len(f) != len(leaves) for f in flat):
+        return first
+    return pytree.tree_unflatten([_mapped(function, column) for column in zip(*flat, strict=True)], spec)

@@ -1,0 +1,634 @@
+"""Runs the update program behind `model.step()`: holds its states, fills in its numbers, and zeroes the gradients.
+
+[Note: no waiting] Whether a step is skipped, the loss scale and the number of updates live on the device. The host reads
+them one step late: a copy to pinned memory is started after each update and read before the next, when the device has
+long been given the next forward and backward. Only half precision's end of the run, schedules and steps that are not finite
+need it; where the device is the host, the last are read at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zgraph.build.update_program import update_history, update_options
+from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunks
+from zgraph.codegen.debug_mode import checked
+from zgraph.codegen.eager import compile_eager
+from zgraph.codegen.executable import Executable
+from zgraph.errors import OverflowError, PlanError, StepError, ZgraphError
+from zgraph.passes import History, verify_program
+from zgraph.plan.lr_schedules import TorchSchedule
+from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.ranks import progress
+from zgraph.runtime.delayed import Delayed, refuse_late_collectives
+from zgraph.runtime.late import Late
+from zgraph.runtime.out_of_memory import explained
+from zgraph.update import scaler
+from zgraph.update.build import EMA, NONFINITE, UpdateOptions, scalar_names
+from zgraph.update.groups import Member, members_of
+from zgraph.update.numbers import Numbers
+from zgraph.update.optimizer import PlanOptimizer
+from zgraph.update.owned_parameters import Held, mesh_of, specs_here
+from zgraph.update.states import States
+from zgraph.update.torch_schedule import torch_scheduler
+
+if TYPE_CHECKING:
+    from zgraph.runtime.runtime import Runtime
+    from zgraph.update.resume import Known
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CompiledUpdate:
+    """An update program and what runs it; `numbers` are its scalars (see `scalar_names`), `clipped` the parameters whose
+    gradients it only clips."""
+
+    history: History
+    executable: UpdateExecutable
+    numbers: list[tuple[int, str]]
+    clipped: tuple[str, ...]
+
+
+class Updater:
+    """The optimizer's side of one compiled module. `optimizer` is None where the plan has none; `held` is what this rank of a pipeline
+    holds, None without one."""
+
+    def __init__(self, runtime: Runtime, held: Held | None = None) -> None:
+        self.runtime = runtime
+        self.held = held
+        plan = runtime.plan
+        self.scaling = plan.loss_scale()
+        specs = runtime.shards.specs
+        everywhere = members_of(runtime.module, specs, plan.optimizer) if plan.optimizer is not None else []
+        members = [m for m in everywhere if held is None or m.name in held.own]
+        self.options = update_options(plan, members, specs, held=held)  # (until `offload` says otherwise)
+        self.optimizer: PlanOptimizer | None = None
+        self.scheduler: Any = None
+        if plan.optimizer is not None:
+            runtime.shards.keep_wide_gradients()
+            own = None if held is None else held.own
+            self.optimizer = PlanOptimizer(everywhere, runtime.shards.params(), self, own)
+            self._base = [dict(g) for g in self.optimizer.param_groups]
+            if isinstance(plan.lr_schedule, TorchSchedule):
+                self.scheduler = torch_scheduler(plan.lr_schedule, self.optimizer)
+        self._wanted = [w for w in scalar_names(everywhere, self.options) if w[0] >= 0]
+        self._numbers = Numbers()  # as ranks have compared them last
+        home = runtime.tiers.of("optimizer")
+        self.states = States(members, runtime.shards, self.options, runtime.device, self.optimizer, home)
+        self.grad_norm: torch.Tensor | None = None
+        self.hooks: list[Callable[[dict[str, torch.Tensor]], None]] = []
+        self.factor: torch.Tensor | float = 1.0
+        self.calls = 0
+        self._averages_shown = False
+        # Of an update that was left half done: its weights, with their versions, and whether states were loaded since.
+        self._broken: dict[str, tuple[int, ...]] = {}
+        self._states_loaded = False
+        self._late: Late | None = None
+        self._delayed = Delayed(runtime.shards, self.states, runtime.device)
+        self._programs: dict[tuple[tuple[str, str], ...], CompiledUpdate] = {}
+        self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
+
+    def adopt(self, old: Updater, *, copies: bool) -> None:
+        """Go on where another updater of the same parameters is: states (or copies of them), counts, numbers, the scale."""
+        if len(old.runtime.shares) == 1 < len(self.runtime.shares):
+            self.offload(self.options_with(old.runtime.shares[0]))  # (until the first program says otherwise)
+        if old.options.late() == self.options.late():
+            old.wait()
+        else:
+            old.finish()
+        self.states.adopt(old.states, copies=copies)
+        self._delayed.adopt(old._delayed)
+        self._broken, self._states_loaded = dict(old._broken), old._states_loaded
+        self.calls, self.hooks = old.calls, list(old.hooks)
+        if self.scaling == old.scaling and old._late is not None:
+            self._late = old._late.copy()
+            counted = self.states.nonfinite()
+            if counted is not None and old.states.nonfinite() is None:
+                counted.fill_(self._late.nonfinite if self.scaling else self._late.skipped)
+        same = self.runtime.plan.optimizer == old.runtime.plan.optimizer
+        if not copies and old.optimizer is not None:
+            if same and self.optimizer is not None:
+                self.optimizer.follow(old.optimizer)
+            else:
+                old.optimizer.retire()
+        elif same and self.optimizer is not None and old.optimizer is not None:
+            for mine, theirs in zip(self.optimizer.param_groups, old.optimizer.param_groups, strict=True):
+                mine.update({k: v for k, v in theirs.items() if k not in ("params", "names")})
+        if self.scheduler is not None and old.scheduler is not None:
+            self.scheduler.load_state_dict(old.scheduler.state_dict())
+
+    def options_with(self, share: float) -> UpdateOptions:
+        """The options of updates of which this share of the states is offloaded."""
+        members = list(self.states.members.values())
+        return update_options(self.runtime.plan, members, self.runtime.shards.specs, share, self.held)
+
+    def offload(self, options: UpdateOptions) -> None:
+        """From now on states lie where these options say."""
+        self.finish()
+        self.states.move(options)
+        self.options = options
+        self._programs.clear()
+        self._last = None
+
+    def make_states(self) -> None:
+        """Make what is otherwise made by the first update; what the user has changed of the others is taken over."""
+        self.runtime.shards.refresh()
+        self._read_back()
+        self.states.fill()
+
+    def _read_back(self) -> dict[str, str]:
+        """Take over what the user has changed in the optimizer; what was, in words, by the parameter's name."""
+        if self.optimizer is None:
+            return {}
+        self.optimizer.look_up(self.runtime.shards.params())
+        if self.optimizer.state.changed:
+            self.wait()
+        found = self.states.read_back()
+        if found:
+            self._last = None  # (who counts with whom may be another)
+        return found
+
+    def wait(self) -> None:
+        """Let an update that runs late end. Raises what it raised."""
+        try:
+            self._delayed.wait()
+        except Exception:
+            self._break()
+            raise
+
+    def finish(self) -> None:
+        """Let the weights be those after all updates. Raises `StepError` after one that failed half way."""
+        self.wait()
+        self._refuse_broken()
+        names = self._delayed.publish()
+        if names:
+            self.runtime.weights_changed(names)
+        self._delayed.published()
+
+    def resume(self, counts: dict[torch.Tensor, float], done: int, fresh: Sequence[torch.Tensor]) -> None:
+        """Go on from an optimizer's state dict: so many updates each parameter has had, and `done` says where a schedule is. Those that are
+        `fresh` begin anew."""
+        params = self.runtime.shards.params()
+        named, anew = {n: counts[p] for n, p in params.items() if p in counts}, {id(p) for p in fresh}
+        self.states.clear(n for n, p in params.items() if id(p) in anew)
+        if not done and any(counts.values()) and self.runtime.plan.lr_schedule is not None:
+            logger.warning("an optimizer's state dict has no count of updates: the schedule begins anew")
+        self._go_on(named, done, done + self.skipped())
+        if self.scaling is not None:
+            logger.warning("an optimizer's state dict holds no loss scale: it goes on where it is")
+
+    def restore(self, known: Known, steps: int, counts: dict[str, float], whole: bool) -> None:
+        """Go on from a checkpoint whose weights and states were written: so many `steps` the run has taken, `counts` are the updates
+        that each parameter has had. Not `whole`: from its weights alone, which is a new beginning."""
+        self._broken = {}
+        skipped = known.skipped if whole else 0
+        done = steps - skipped if whole else 0
+        counted = self.states.nonfinite()
+        if counted is not None:
+            counted.fill_(skipped if self.scaling is None else 0)
+        if self.scaling is not None or counted is not None:
+            self._late = Late(self.runtime.device)
+            self._late.skipped, self._late.nonfinite = skipped, int(counted) if counted is not None else 0
+        if self.scaling is not None:
+            saved = known.loss_scale if whole else None
+            if saved is None:
+                logger.warning("the loss scale begins anew: the checkpoint has none")
+            values = scaler.initial(self.scaling) if saved is None else saved
+            for key, tensor in self.states.of_scale().items():
+                if key in values:
+                    tensor.copy_(torch.as_tensor(values[key]))
+        self._go_on(counts, done, done + self.skipped())
+        if whole and self.optimizer is not None and known.groups:
+            self._restore_numbers(known)
+        elif not whole and self.optimizer is not None:
+            for base, group in zip(self._base, self.optimizer.param_groups, strict=True):
+                group.update({k: v for k, v in base.items() if k not in ("params", "names")})
+
+    def _restore_numbers(self, known: Known) -> None:
+        """Take over what a run may have changed in its parameter groups, if it was of this plan's optimizer."""
+        assert self.optimizer is not None
+        plan = self.runtime.plan.model_dump(mode="json")
+        groups = self.optimizer.param_groups
+        alike = [g["names"] for g in groups] == [g["names"] for g in known.groups]
+        if known.plan is None or known.plan.get("optimizer") != plan["optimizer"] or not alike:
+            logger.warning("the checkpoint's optimizer had other numbers or groups than the plan's: the plan's hold")
+            return
+        for mine, theirs in zip(groups, known.groups, strict=True):
+            for key in mine.keys() & theirs.keys() - {"params", "names"}:
+                mine[key] = tuple(theirs[key]) if isinstance(mine[key], tuple) else theirs[key]
+
+    def refuse_unusable(self) -> None:
+        """Raises `StepError` where the weights are not those of a step: after an update that failed half way, or their averages. What
+        runs late has ended then."""
+        self.wait()
+        self._refuse_broken()
+        self.refuse_loading()
+
+    def refuse_loading(self) -> None:
+        """Raises `StepError` where what is loaded would be lost."""
+        if self._averages_shown:
+            raise StepError(
+                "a checkpoint inside averaged_weights()",
+                why="the weights are their averages there, and come back when it ends",
+                hint="leave the with block first",
+            )
+
+    def spoil(self) -> None:
+        """Weights and states are not of one step: no step is taken until a checkpoint was loaded."""
+        self._break()
+
+    def _go_on(self, counts: dict[str, float], done: int, calls: int) -> None:
+        self._states_loaded = True
+        self._delayed.loaded()
+        self.states.set_counts(counts)
+        self._last = None
+        self.calls = calls
+        record = self.runtime.plan.lr_schedule
+        if self.optimizer is not None and isinstance(record, TorchSchedule):
+            for base, group in zip(self._base, self.optimizer.param_groups, strict=True):
+                group.update({k: v for k, v in base.items() if k not in ("params", "names")})
+                group.pop("initial_lr", None)
+            self.scheduler = torch_scheduler(record, self.optimizer)
+            for _ in range(done):
+                self._advance_scheduler()
+
+    # -- programs -----------------------------------------------------------------------------------------------------
+    def histories(self) -> dict[str, History]:
+        """The way of each update program through its passes, by name: "update0", …"""
+        return {update.history.program.name: update.history for update in self._programs.values()}
+
+    def compiled(self) -> list[CompiledUpdate]:
+        return list(self._programs.values())
+
+    def executables(self) -> list[Executable]:
+        return [e for update in self._programs.values() for e in update.executable.executables]
+
+    def program(self, names: tuple[str, ...]) -> CompiledUpdate:
+        """The update of the parameters of these names (a parameter without a gradient is left alone, as torch does)."""
+        if self._last is not None and self._last[0] == names:
+            return self._last[1]
+        self.states.count_apart(names)
+        chosen = [self.states.members.get(n, Member(n, None, -1)) for n in names]
+        key = tuple((m.name, m.count) for m in chosen)
+        if key not in self._programs:
+            runtime = self.runtime
+            name = f"update{len(self._programs)}"
+            history = update_history(
+                runtime.plan,
+                chosen,
+                specs_here(runtime.shards.specs, self.held),
+                mesh_of(runtime.sizes, self.held),
+                runtime.device,
+                self.options,
+                name,
+                runtime.ahead.order(),
+            )
+            runtime.agree(history.program)
+            compiler = self._compile if runtime.plan.backend == "inductor" else self._run_eagerly
+            executable = compile_chunks(history.program, compiler, self.options.late())
+            refuse_late_collectives(executable)
+            for chunk in executable.chunks:
+                verify_program(chunk.executable.program)
+            clipped = tuple(m.name for m in chosen if m.record is None)
+            self._programs[key] = CompiledUpdate(history, executable, scalar_names(chosen, self.options), clipped)
+        self._last = names, self._programs[key]
+        return self._programs[key]
+
+    def _compile(self, part: Program) -> Executable:
+        return checked(compile_chunk(part, self.runtime.groups), self.runtime.groups)
+
+    def _run_eagerly(self, part: Program) -> Executable:
+        return checked(compile_eager(part, self.runtime.groups), self.runtime.groups)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+    def step(self) -> torch.Tensor | None:
+        """One update from the gradients that are there; they are gone afterwards. The norm before clipping, if asked for."""
+        if self.optimizer is None:
+            raise StepError(
+                "the plan has no optimizer",
+                where="optimizer",
+                hint="give the plan one (zgraph.AdamW(lr=…)), or call your own optimizer's step",
+            )
+        return self.optimizer.step()  # type: ignore[no-any-return]  # (with its hooks)
+
+    def update(self) -> torch.Tensor | None:
+        """What the optimizer's `step` does."""
+        runtime = self.runtime
+        if self._averages_shown:
+            raise StepError(
+                "step() inside averaged_weights()",
+                why="the weights are their averages there, and come back when it ends: the update would be lost",
+                hint="leave the with block first",
+            )
+        self.finish()
+        names = self.with_gradients()
+        self._settle_previous()
+        self._schedule()
+        self._agree(names)
+        self._run_hooks(names)
+        late = self.options.late()
+        timely = [n for n in names if n not in late]
+        counted = self.states.nonfinite()
+        before = counted.clone() if counted is not None else None
+        with runtime.clock.timed("update"):
+            try:
+                runtime.ahead.begin(timely)
+                norm = self._run(names)  # (where a changed field is refused, gradients stay for the next step)
+                for name in names:
+                    runtime.shards.params()[name].grad = None
+                self._refuse_infinite("this step has changed neither weights nor states; its gradients are gone")
+            except Exception:
+                runtime.ahead.drop()
+                raise
+            runtime.weights_changed(timely)
+            runtime.ahead.finish()
+        self.calls += 1
+        if runtime.nonfinite is not None and counted is not None and before is not None:
+            runtime.nonfinite.stepped(self.calls, counted.ne(before))
+        if self.calls <= (runtime.plan.offload.delayed_after or 0):
+            self.finish()
+        self._after()
+        runtime.clock.end_step()
+        if runtime.nonfinite is not None and runtime.nonfinite.explains and runtime.device.type == "cpu":
+            self._settle_previous()
+        return norm
+
+    def _agree(self, names: tuple[str, ...]) -> None:
+        """Take over what the user has changed in the optimizer, and let the ranks compare it. What one rank refuses, none does."""
+        problem: ZgraphError | None = None
+        try:
+            self.states.refuse_written_counts()
+            changed = self._read_back()
+            self._numbers = Numbers(self._numbers_now(), changed)
+        except ZgraphError as error:
+            problem = error
+            self._numbers = Numbers(problem=str(error))
+        self.runtime.agree_on_update(names, self._numbers)
+        if problem is not None:
+            raise problem
+
+    def _numbers_now(self) -> dict[tuple[int, str], float]:
+        assert self.optimizer is not None
+        return dict(zip(self._wanted, self.optimizer.numbers(self._wanted), strict=True))
+
+    def zeroed(self) -> None:
+        """The gradients that are there were thrown away."""
+        if self.runtime.nonfinite is not None:
+            self.runtime.nonfinite.forget()
+
+    def give_up(self) -> None:
+        """A whole step has failed: its gradients are no part of the next one. (Without an optimizer they are the user's.)"""
+        self.factor = 1.0
+        if self.optimizer is not None:
+            for param in self.runtime.shards.params().values():
+                param.grad = None
+            self.zeroed()
+
+    def settle(self) -> None:
+        """Read what the last step was. Raises what the next one would, if it was not finite."""
+        self._settle_previous()
+
+    def _refuse_broken(self) -> None:
+        """Raise if the last update failed half way, and weights and states were not both loaded since."""
+        shards = self.runtime.shards
+        if self._broken and self._states_loaded and all(shards.version(n) != v for n, v in self._broken.items()):
+            self._broken = {}
+        if self._broken:
+            raise StepError(
+                "step() after an update that failed half way",
+                why="some weights and states are of the next step, some of the last",
+                hint="load both weights and optimizer state from a checkpoint",
+            )
+
+    def refuse_unscaled(self) -> None:
+        """Half precision's loss scale needs someone who decides about skipped steps."""
+        if self.scaling is not None and self.optimizer is None:
+            raise PlanError(
+                "training in fp16 needs an optimizer in the plan",
+                where="optimizer",
+                why="a step whose gradients overflow is skipped by the update program, on all ranks alike",
+                hint="optimizer=zgraph.AdamW(lr=…), or precision='bf16'",
+            )
+
+    def clip_only(self) -> torch.Tensor | None:
+        """Clip (and scale) the gradients where they are, for an optimizer of the user's own."""
+        options = self.options
+        ties = self.held is not None and self.held.ties  # (of any rank: all agree on what they do together)
+        if options.clip_norm is None and options.clip_value is None and not options.factor and not ties:
+            return None
+        names = self.with_gradients()
+        self.runtime.agree_on_update(names, Numbers())
+        norm = self._run(names)
+        self._refuse_infinite("the gradients are as they were: zero them before the next step")
+        return norm
+
+    def with_gradients(self) -> tuple[str, ...]:
+        """The parameters that have gradients, in order. Raises `StepError` where there is none."""
+        runtime = self.runtime
+        runtime.shards.refresh()
+        runtime.reduce_leftovers()
+        names = tuple(n for n, p in runtime.shards.params().items() if p.grad is not None)
+        if not names and (self.held is None or not runtime.clock.reduced):  # (a stage may train nothing)
+            raise StepError(
+                "step() before backward(): no parameter has a gradient",
+                why="each step() takes the gradients of the backward passes since the last one",
+                hint="call loss.backward() first, or train_step(…), which does it all",
+            )
+        return names
+
+    def _run(self, names: tuple[str, ...]) -> torch.Tensor | None:
+        update = self.program(names)
+        program = update.history.program
+        self.runtime.clock.ran(program)
+        with self.runtime.tiers.reused():
+            results, clipped = self._results(update)
+        self.runtime.tiers.settle()
+        if not self.options.late():
+            self.states.wrote_counts()
+        for name, value in clipped:
+            self.runtime.shards.write_gradient(name, value)
+        self.grad_norm = None
+        for port, value in zip(program.outputs, results, strict=True):
+            if port.role is OutputRole.OUTPUT and port.name == "grad_norm":
+                self.grad_norm = value
+        return self.grad_norm
+
+    def _refuse_infinite(self, left: str) -> None:
+        """Raise if the last norm is to be finite and is not; `left` says how the step leaves things."""
+        clip, norm = self.runtime.plan.grad_clip, self.grad_norm
+        if clip is not None and clip.error_if_nonfinite and norm is not None and not norm.isfinite():
+            raise StepError(
+                f"the norm of the gradients is {float(norm)}",
+                where="grad_clip.error_if_nonfinite",
+                hint=f"look for the loss that became infinite; {left}",
+            )
+
+    def _results(self, update: CompiledUpdate) -> tuple[list[Any], list[tuple[str, torch.Tensor]]]:
+        """What the program gives, and the gradients that it wrote into."""
+        shards, states = self.runtime.shards, self.states
+        values: list[torch.Tensor] = []
+        clipped: list[tuple[str, torch.Tensor]] = []
+        homes = update.history.program.params
+        for port in update.history.program.inputs:
+            role, name = port.role, port.name
+            if role is InputRole.STATE:
+                values.append(states[name])
+            elif role is InputRole.PARAMETER:
+                values.append(shards.local(name))
+            elif role is InputRole.GRADIENT:
+                values.append(shards.local_gradient(name, homes[name].grad_home))
+                if name in update.clipped:
+                    clipped.append((name, values[-1]))
+            elif role is InputRole.INDEX:
+                values.append(self.runtime.places[name])
+            else:
+                values.append(self._scalars(update.numbers))
+        try:
+            with progress.runs_with(self.runtime.agreement), explained(self.runtime, update.history.program):
+                results, rest = update.executable.run(values, self.runtime.ahead.written)
+            if self.options.late():
+                self._delayed.start(lambda: self._run_late(update, rest))
+            return results, clipped
+        except BaseException:
+            self._break()
+            raise
+
+    def _run_late(self, update: CompiledUpdate, rest: Callable[[], None]) -> None:
+        with explained(self.runtime, update.history.program), self.runtime.tiers.reused():
+            rest()
+
+    def _break(self) -> None:
+        """An update has failed half way."""
+        shards = self.runtime.shards
+        self._broken = {n: shards.version(n) for n in shards.params()}
+        self._states_loaded = False
+
+    def _scalars(self, wanted: list[tuple[int, str]]) -> torch.Tensor:
+        values = [self._numbers.values[w] for w in wanted if w[0] >= 0]
+        vector = torch.tensor(values, dtype=torch.float64)
+        if self.runtime.device.type == "cuda":
+            vector = vector.pin_memory().to(self.runtime.device, non_blocking=True)
+        if self.options.factor:
+            factor = torch.as_tensor(self.factor, dtype=torch.float64).to(self.runtime.device).reshape(1)
+            vector = torch.cat([vector, factor])
+            self.factor = 1.0  # it was for these gradients
+        if self.options.nonfinite and self.runtime.nonfinite is not None:
+            vector = torch.cat([vector, self.runtime.nonfinite.loss().reshape(1)])
+        return vector
+
+    # -- averages -----------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the averages in place of the weights, which are kept aside."""
+        if self.options.ema is None:
+            raise StepError("the plan keeps no average of the weights", where="ema", hint="ema=0.999 in the plan")
+        self.finish()
+        shards, names = self.runtime.shards, self.states.averaged()
+        shards.refresh()
+        kept = {n: shards.local(n).clone() for n in names}
+        for name in names:
+            shards.local(name).copy_(self.states[f"{name}/{EMA}"])
+        self.runtime.weights_changed(names)
+        self._averages_shown = True
+        try:
+            yield
+        finally:
+            self._averages_shown = False
+            for name, weight in kept.items():
+                shards.local(name).copy_(weight)
+            self.runtime.weights_changed(names)
+
+    # -- schedules and half precision ---------------------------------------------------------------------------------
+    def _schedule(self) -> None:
+        plan = self.runtime.plan
+        if plan.lr_schedule is None or isinstance(plan.lr_schedule, TorchSchedule) or self.optimizer is None:
+            return
+        done = self.calls - self.skipped()
+        for base, group in zip(self._base, self.optimizer.param_groups, strict=True):
+            momentum = base["betas"][0] if "betas" in base else base.get("momentum", 0.0)
+            point = plan.lr_schedule.at(done, base["lr"], momentum)
+            group["lr"] = point.lr
+            if "betas" in base:
+                group["betas"] = (point.momentum, *base["betas"][1:])
+            elif base.get("momentum"):
+                group["momentum"] = point.momentum
+
+    def skipped(self) -> int:
+        """How many steps were skipped for an overflow, as far as the host has read it (all but the last step's)."""
+        return self._late.skipped if self._late is not None else 0
+
+    def _after(self) -> None:
+        skipped, nonfinite = self.states.skipped(), self.states.nonfinite()
+        if skipped is None:
+            self._advance_scheduler()
+            return
+        if self._late is None:
+            self._late = Late(self.runtime.device)
+        values = self.states.of_scale() | {"skipped": skipped}
+        self._late.start(values if nonfinite is None else values | {NONFINITE: nonfinite})
+
+    def _settle_previous(self) -> None:
+        if self._late is None:
+            return
+        before, counted = self._late.skipped, self._late.nonfinite
+        new = self._late.read()
+        if new and self._late.skipped == before:
+            self._advance_scheduler()
+        nonfinite = self.runtime.nonfinite
+        if nonfinite is not None and self._late.nonfinite > counted:
+            said = f"its loss or a gradient is infinite or no number; {self._late.skipped} steps were skipped so far"
+            nonfinite.report(self.calls, said)
+        elif nonfinite is not None and self._late.exhausted and nonfinite.explains:
+            nonfinite.report(self.calls, f"gradients overflow at the smallest loss scale, {self._late.scale}")
+        elif nonfinite is not None and new:
+            nonfinite.was_finite()
+        if self._late.exhausted:
+            raise OverflowError(
+                "the loss scale is at its minimum already, and the gradients still overflow",
+                where="precision.loss_scale.min_loss_scale",
+                why=f"the scale is {self._late.scale}; {self._late.skipped} steps were skipped so far",
+                hint="look for infinite losses or inputs, lower the learning rate, or use bf16, which needs no scale",
+            )
+
+    def _advance_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.optimizer._opt_called = True  # type: ignore[union-attr]  # torch warns of a scheduler that runs ahead
+            self.scheduler.step()
+
+    # -- for people who log -------------------------------------------------------------------------------------------
+    def grad_norms(self) -> dict[str, torch.Tensor]:
+        """The 2-norm of each gradient that is there, over all ranks: 0-dim float32 tensors by parameter name."""
+        found = {}
+        for name, param in self.runtime.shards.params().items():
+            if param.grad is None:
+                continue
+            grad = self.runtime.whole_gradient(name, param.grad)
+            norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
+            found[name] = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * self._factor()
+        return found
+
+    def _factor(self) -> float:
+        """What the update program will multiply gradients with; people who look at them before shall not see less."""
+        return float(self.factor) if self.options.factor else 1.0
+
+    def _run_hooks(self, names: tuple[str, ...]) -> None:
+        if self.hooks:
+            params = self.runtime.shards.params()
+            factor = self._factor()
+            grads = {n: g if factor == 1.0 else g * factor for n in names if (g := params[n].grad) is not None}
+            for hook in self.hooks:
+                hook(grads)
+            if self.optimizer is not None and self._numbers_now() != self._numbers.values:
+                raise StepError(
+                    "a hook of on_gradients has changed the optimizer's numbers",
+                    why="ranks have compared them already: others may have other ones",
+                    hint="change them before step(), on all ranks; register_step_pre_hook of model.zgraph.optimizer runs before",
+                )

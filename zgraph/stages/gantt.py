@@ -1,0 +1,53 @@
+"""A simulated schedule as papers on pipelines draw them: a row for each rank, time from left to right, in plain characters.
+
+Each action is its micro-batch's number and, as far as it reaches, a character for its kind. Where ranks have several stages, a letter after the
+number says which: a for a rank's first.
+"""
+
+from __future__ import annotations
+
+from zgraph.plan.pipeline_schedules.actions import Kind
+from zgraph.stages.simulation import Span, Timeline
+from zgraph.units import milliseconds
+
+__all__ = ["picture"]
+
+_FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "~", Kind.W: "+"}
+_MEANING = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward of inputs", Kind.W: "backward of weights"}
+_IDLE = "."
+
+
+def picture(timeline: Timeline, width: int = 200) -> str:
+    """The rows of a timeline, its bubble and makespan, and what its characters mean.
+
+    It is as wide as its shortest action needs for a number, but has no more than `width` columns for the time: where an action has no room, its
+    number is left out, and where it is less than a column, all of it.
+    """
+    labels = {span.action: _label(timeline, span) for row in timeline.spans for span in row}
+    shortest = min((s.end - s.begin for row in timeline.spans for s in row if s.end > s.begin), default=0.0)
+    columns = 0
+    if shortest:
+        columns = min(width, round(timeline.makespan / shortest * (1 + max(map(len, labels.values())))))
+    scale = columns / timeline.makespan if columns else 0.0
+    digits = len(str(len(timeline.spans) - 1))
+    lines = []
+    for rank, row in enumerate(timeline.spans):
+        drawn = ""
+        for span in row:
+            drawn += _IDLE * (round(span.begin * scale) - len(drawn))
+            label, cells = labels[span.action], round(span.end * scale) - len(drawn)
+            drawn += (label if len(label) < cells else "").ljust(cells, _FILL[span.action.kind])
+        lines.append(f"rank {rank:>{digits}} |{drawn.ljust(columns, _IDLE)}|")
+    there = {action.kind for action in labels}
+    meanings = [f"0{_FILL[kind]} {_MEANING[kind]}" for kind in Kind if kind in there]
+    lines.append(f"bubble {timeline.bubble:.1%}, makespan {milliseconds(timeline.makespan)}")
+    lines.append(", ".join([*meanings, f"{_IDLE} idle"]))
+    return "\n".join(lines)
+
+
+def _label(timeline: Timeline, span: Span) -> str:
+    schedule, action = timeline.schedule, span.action
+    letter = ""
+    if schedule.virtual > 1:
+        letter = chr(ord("a") + schedule.stages_of(schedule.rank_of[action.stage]).index(action.stage))
+    return f"{action.micro_batch}{letter}"

@@ -1,0 +1,231 @@
+"""From a module and a plan with stages to its run time: the whole model is captured, and only this rank's parameters become real.
+
+Where a model is cut is known when it was captured, so until then a compiled model only waits for the inputs of a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.build.pass_pipeline import costs_of
+from zgraph.capture.cache_key import batch_size, signature
+from zgraph.capture.capture import trace
+from zgraph.capture.targets import LossesSeen
+from zgraph.capture.tensor_parallel_layout import divided_layout
+from zgraph.errors import ModelError, PlanError
+from zgraph.parameters.mixed_precision import prepare
+from zgraph.parameters.sharding import Shards, shard, with_requires_grad
+from zgraph.passes.stages.cut_stages import Stages
+from zgraph.passes.stages.cuts import assign
+from zgraph.passes.stages.stage_costs import balance
+from zgraph.plan.pipeline_schedules.by_name import make_schedule
+from zgraph.plan.plan import Plan
+from zgraph.program import ops
+from zgraph.program.aliases import aliases_of, is_view
+from zgraph.program.program import STAGE_DIM, InputRole, ParamSpec
+from zgraph.ranks.agreement import Agreement
+from zgraph.runtime.runtime import Runtime, agreed_costs, opened_tiers
+from zgraph.runtime.train_step import for_forward, in_order, loss_of, named, split_batch
+from zgraph.stages.channels import make_line
+from zgraph.stages.runtime import PipelineRuntime
+from zgraph.stages.stage_programs import Capture, Partition, cut, joint_of, loss_pattern, partition, without_fast_path
+from zgraph.units import shown_bytes
+from zgraph.update.owned_parameters import held_at, within
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Uncut:
+    """A compiled model in stages before its first call: all that is needed to cut it. `mesh` and `everyone` are of all stages."""
+
+    module: nn.Module
+    forward_function: Callable[..., Any]
+    plan: Plan
+    sizes: dict[str, int]
+    mesh: DeviceMesh
+    specs: dict[str, ParamSpec]
+    device: torch.device
+    everyone: Agreement
+    seed: int
+    loss_fn: Callable[..., Any] | None
+
+    @property
+    def staged(self) -> bool:
+        """Will it be cut into stages, and not only divided?"""
+        return self.sizes.get(STAGE_DIM, 1) > 1
+
+    def runtime(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
+        """Cut the model by a call with these arguments, a rank's whole batch, and put this rank's parameters in their places; those of
+        other stages go to the meta device. All ranks must call it. Raises what `zgraph.compile` does with inputs."""
+        inner = within(self.sizes)
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        whole = with_requires_grad(self.specs, params)
+        precision = self.plan.resolved_precision()
+
+        def attempt() -> tuple[Capture, Partition, Stages, dict[str, ParamSpec]]:
+            costs = costs_of(self.plan, self.device)
+            with prepare(self.module, precision, whole), as_in_training(self.module) as trains:
+                found = self.to_cut_by(args, in_order(self, kwargs), trains)
+            found.joint.params = specs = divided_layout(found.joint, self.plan, costs, self.module)
+            parted = partition(found.joint, self.plan, self.sizes[STAGE_DIM], costs, self.module)
+            stages = cut(found.joint, parted)
+            if self.everyone.first():
+                logger.info("stages of the model:\n%s", balance(found.joint, assign(found.joint, parted.cuts), costs))
+                _tell_outputs(stages)
+            return found, parted, stages, specs
+
+        def refused(rank: int, said: str) -> PlanError:
+            return PlanError(f"rank {rank} can't cut the model into stages", where="mesh.pp", why=said)
+
+        found, parted, stages, specs = self.everyone.together("the cut into stages", attempt, refused)
+        holders = parted.holders(stages)
+        divisions = {n: s.division for n, s in specs.items() if s.division is not None}
+        self.everyone.vote("where the model is cut into stages, and their schedule", repr((parted, divisions)))
+        position = self.mesh.get_local_rank(STAGE_DIM)
+        held = held_at(position, holders, self.sizes[STAGE_DIM])
+        every = [held_at(p, holders, self.sizes[STAGE_DIM]) for p in range(self.sizes[STAGE_DIM])]
+        line = make_line(self.mesh, {g for h in every for g in h.tied.values() if g != STAGE_DIM})
+        inside = self.mesh[tuple(inner)] if inner else None
+        agreement = Agreement(inside)
+        tiers = opened_tiers(self.module, self.plan, specs, self.device, self.everyone, held)
+        agreed = agreed_costs(self.plan, self.device, self.everyone, tiers)
+        shards = shard(self.module, specs, inside, self.device, self.seed, tiers.of("parameters"), frozenset(held.own))
+        prepare(self.module, precision, specs)
+        return PipelineRuntime(
+            self.module,
+            self.forward_function,
+            self.plan,
+            inner,
+            inside,
+            shards,
+            self.device,
+            agreement,
+            agreed,
+            tiers,
+            self.everyone,
+            held,
+            line=line,
+            partition=parted,
+            origin=self,
+            first=found,
+        )
+
+    def to_cut_by(self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Capture:
+        """The model as it trains, for a call's first micro-batch. Of a call that does not train, and may have no targets, all outputs
+        count."""
+        size, parts = batch_size(args, kwargs), self.plan.micro_batches
+        parts = 1 if not trains and size is not None and size % parts else parts
+        first, rest, others = for_forward(self, *split_batch(args, kwargs, parts, uneven=None)[0])
+        return self.captured("train0", *first, rest=rest, others=others, by_loss=trains)
+
+    def captured(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rest: Any = (),
+        others: Any = None,
+        by_loss: bool = True,
+    ) -> Capture:
+        """The whole model, for one micro-batch; differentiated is what the loss reads, if that is asked for."""
+        start = time.perf_counter()
+        inner = within(self.sizes)
+        precision = self.plan.resolved_precision()
+        specs = with_requires_grad(self.specs, dict(self.module.named_parameters(remove_duplicate=False)))
+        with without_fast_path():
+            traced = trace(self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision)
+
+        def loss(output: Any) -> torch.Tensor:
+            with LossesSeen() as seen:
+                found = loss_of(output, self.loss_fn, named(self, (args, kwargs)), rest, others or {})
+            traced.ignored.update(seen.found)
+            return found
+
+        wanted = loss if self.loss_fn is not None and by_loss else None
+        pattern = loss_pattern(traced, wanted, self.module, args, kwargs)
+        joint = joint_of(traced, self.plan, name, pattern)
+        return Capture(
+            signature(self.module, args, kwargs), traced, pattern, joint, time.perf_counter() - start, by_loss
+        )
+
+
+@contextlib.contextmanager
+def as_in_training(module: nn.Module) -> Iterator[bool]:
+    """With gradients and in train mode, whatever the call is that comes first: a model is cut as it trains. Yields whether that was so; where
+    a module trains in eval mode, so it stays."""
+    trains = torch.is_grad_enabled()
+    modes = {child: child.training for child in module.modules()}
+    try:
+        if not trains:
+            module.train()
+        with torch.enable_grad():
+            yield trains
+    finally:
+        for child, training in modes.items():
+            child.training = training
+
+
+def _tell_outputs(stages: Stages) -> None:
+    """Warn of outputs that earlier stages make, where they are much of what crosses: a model may give what nobody wants."""
+    last = stages.programs[-1]
+    only = {
+        port.name
+        for port, node in last.input_items()
+        if port.role is InputRole.RECEIVED
+        and all(u.target in ("output", ops.OUTPUT) for a in aliases_of(node) for u in a.users if not is_view(u))
+    }
+    forward = [t for t in stages.transfers if not t.back]
+    given = [t for t in forward if t.name in only and t.target == len(stages.programs) - 1]
+    size = sum(t.nbytes for t in given)
+    if 10 * size > sum(t.nbytes for t in forward):
+        logger.warning(
+            "%d outputs of earlier stages go to the last one, %s for each micro-batch: let the model leave out what is not wanted "
+            "(use_cache=False, output_hidden_states=False)",
+            len(given),
+            shown_bytes(size),
+        )
+
+
+def made_again(old: PipelineRuntime, module: nn.Module, shards: Shards, plan: Plan) -> PipelineRuntime:
+    """The run time of the same stages by another plan, or of a copy of the module. Raises `ModelError` for a plan whose stages are others."""
+    schedule = make_schedule(plan.schedule, len(old.line.ranks), plan.micro_batches, plan.virtual_stages)
+    if plan.partition != old.plan.partition or schedule.rank_of != old.partition.schedule.rank_of:
+        raise ModelError(
+            "the plan cuts the model into other stages",
+            where="mesh.pp",
+            why="parameters would lie on other ranks than they do",
+            hint="keep partition, and schedules with the same stages on each rank; else compile a fresh model, and load a checkpoint",
+        )
+    if plan is not old.plan:
+        old.everyone.vote("the schedule of recompile", repr(schedule))
+    made = PipelineRuntime(
+        module,
+        old.forward_function,
+        plan,
+        old.sizes,
+        old.mesh,
+        shards,
+        old.device,
+        old.agreement,
+        old.costs if plan is old.plan else agreed_costs(plan, old.device, old.everyone, old.tiers),
+        old.tiers,
+        old.everyone,
+        old.updater.held,
+        line=old.line,
+        board=old.board,
+        partition=replace(old.partition, schedule=schedule),
+        origin=replace(old.origin, module=module, plan=plan),
+    )
+    made.buffers = copy.copy(old.buffers)
+    return made

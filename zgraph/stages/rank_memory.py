@@ -1,0 +1,196 @@
+"""What a rank of a pipeline holds at each of its actions: what decides whether a step fits, and what a forecast shows.
+
+Besides what the program that runs has, and what there is all the time, these are values of micro-batches between their forward and their
+backward, whole weights, sums of gradients (a stage's from its first backward on, which makes them; later ones add to them in place), messages that
+have come early or are on their way, the batch, and outputs, which stay until the step ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zgraph.build.memory_search import Outside
+from zgraph.build.pass_pipeline import Variant
+from zgraph.passes.analysis.costs import size_of
+from zgraph.passes.stages.cut_stages import Stages, Transfer
+from zgraph.plan.pipeline_schedules.actions import Action, Kind
+from zgraph.plan.pipeline_schedules.schedule import Schedule
+from zgraph.program.program import InputRole, Program
+from zgraph.stages.channels import AHEAD, Message, Routes
+from zgraph.stages.duties import duties
+from zgraph.stages.stage_cost import SimulatedStage, sent_names
+
+IN_FLIGHT = "in flight"
+MESSAGES = "messages"
+UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An action of a rank, and what is there meanwhile, apart from sizes. Is it the `last` backward of its stage in a step? `sums` are the
+    stages of which there are gradients. How many other micro-batches wait in each stage between forward and backward (`saved`), or between
+    the parts of a backward (`kept`); for how many each stage has `given` outputs. `sent` are messages that may not have left: (stage, place
+    among all that it sends forward, or -1 of what goes back, bytes); `coming` are the bytes of those that were asked for early."""
+
+    action: Action
+    last: bool
+    sums: frozenset[int]
+    saved: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, int], ...]
+    given: tuple[tuple[int, int], ...]
+    sent: tuple[tuple[int, int, int], ...]
+    coming: int
+
+    @property
+    def first(self) -> bool:
+        """Is it the first forward of its stage in a step?"""
+        return self.action.kind is Kind.F and self.action.stage not in self.begun
+
+    @property
+    def begun(self) -> set[int]:
+        """Stages that have run a forward."""
+        return {stage for stage, _ in self.given}
+
+
+class RankMemory:
+    """The memory of the rank at position `rank` of "pp", for any programs of its `stages`. `inputs` are the bytes of a micro-batch that the
+    user gives."""
+
+    def __init__(self, schedule: Schedule, rank: int, stages: Stages, inputs: int) -> None:
+        self.schedule = schedule
+        self.rank = rank
+        self.inputs = inputs
+        places = {(s, n): at for s, made in enumerate(stages.programs) for at, n in enumerate(sent_names(made))}
+        self.row = _moments(schedule, rank, _Post(Routes(schedule, stages.transfers, rank), places))
+        # (of those that differ in nothing but their micro-batch the first is enough)
+        self.moments = list({replace(m, action=replace(m.action, micro_batch=0)): m for m in self.row[::-1]}.values())[
+            ::-1
+        ]
+
+    def waiting(self, stage: int) -> int:
+        """The most micro-batches of a stage that wait for their backward while another one of it is computed."""
+        return max(dict(m.saved).get(stage, 0) for m in self.moments if m.action.stage == stage)
+
+    def states(self, outside: Outside) -> int:
+        """The bytes of the optimizer's states, of what there is besides programs. (That has gradients between micro-batches all the time.)"""
+        return outside.held - outside.waiting
+
+    def peak(
+        self, stages: Mapping[int, SimulatedStage], states: int, update: Mapping[str, int] | None = None
+    ) -> tuple[str, dict[str, int]]:
+        """(the action, or "update", in which the rank holds most; the bytes by category there). Of stages that `stages` lacks there is
+        nothing. `states` are the bytes of the optimizer's; `update` has those of the update's peak."""
+        found = []
+        if update is not None:
+            given = sum(self.schedule.micro_batches * s.given for s in stages.values())
+            batch = self.inputs * self.schedule.micro_batches
+            found.append((UPDATE, dict(Counter(update) + Counter(inputs=batch, outputs=given))))
+        for moment in self.moments:
+            if moment.action.stage in stages:
+                found.append((str(moment.action), self.at(moment, stages, states)))
+        return max(found, key=lambda f: sum(f[1].values()))
+
+    def at(self, moment: Moment, stages: Mapping[int, SimulatedStage], states: int) -> dict[str, int]:
+        """The bytes by category while an action runs."""
+        action, stage = moment.action, stages[moment.action.stage]
+        variant = variant_of(moment, stage)
+        sums = moment.sums & stages.keys()
+        makes = action.kind in (Kind.B, Kind.W)
+        adds = makes and action.stage in sums and not variant.accumulated
+        found = Counter(stage.memory(action.kind, variant, adds=adds))
+        if makes and not adds:
+            sums -= {action.stage}  # (what there is of them is the program's)
+        here = Counter(states=states, parameters=sum(s.parameters for s in stages.values()))
+        here["inputs"] = self.inputs * self.schedule.micro_batches
+        here["gradients"] = sum(stages[s].gradients for s in sums)
+        here["gathered"] = sum(stages[s].gathered for s in moment.begun & stages.keys())
+        return dict(found + here + self.waits(moment, stages))
+
+    def waits(self, moment: Moment, stages: Mapping[int, SimulatedStage]) -> Counter[str]:
+        """What of other micro-batches there is besides an action's program."""
+        held = sum(stages[s].saved * n for s, n in moment.saved if s in stages)
+        held += sum(stages[s].kept * n for s, n in moment.kept if s in stages)
+        sent = sum(size for s, place, size in moment.sent if s in stages and place not in stages[s].lent)
+        given = sum(stages[s].given * n for s, n in moment.given if s in stages)
+        return Counter({IN_FLIGHT: held, MESSAGES: sent + moment.coming, "outputs": given})
+
+    def besides(self, stage: int, stages: Mapping[int, SimulatedStage]) -> int:
+        """The most bytes that the rank has, while a stage runs, beside what its program and `StepProgram.outside` count."""
+        most = max(sum(self.waits(m, stages).values()) for m in self.moments if m.action.stage == stage)
+        others = sum(s.parameters + s.gathered for number, s in stages.items() if number != stage)
+        return most + others + self.inputs * self.schedule.micro_batches - stages[stage].inputs
+
+
+def memory_of_rank(joint: Program, stages: Stages, schedule: Schedule, rank: int) -> RankMemory:
+    """That of a captured model, which is cut into `stages`."""
+    inputs = sum(size_of(node) for node in joint.input_nodes(InputRole.INPUT).values())
+    return RankMemory(schedule, rank, stages, inputs)
+
+
+def variant_of(moment: Moment, stage: SimulatedStage) -> Variant:
+    """Which of its stage's programs an action runs."""
+    return stage.variant(moment.action, first=moment.first, last=moment.last)
+
+
+def _moments(schedule: Schedule, rank: int, post: _Post) -> list[Moment]:
+    """A rank's actions in order."""
+    found: list[Moment] = []
+    saved, kept, given = Counter[int](), Counter[int](), Counter[int]()
+    sums: set[int] = set()
+    last = {duty.last for duty in duties(schedule, rank).values()}
+    actions = schedule.of(rank)
+    for at, action in enumerate(actions):
+        kind, stage = action.kind, action.stage
+        if kind in (Kind.B, Kind.I):
+            saved[stage] -= 1
+        elif kind is Kind.W:
+            kept[stage] -= 1
+        sent, coming = post.during(actions[at : at + AHEAD])
+        held, later, gave = (tuple(sorted(by.items())) for by in (saved, kept, given))
+        found.append(Moment(action, action in last, frozenset(sums), held, later, gave, tuple(sent), coming))
+        if kind in (Kind.B, Kind.W):
+            sums.add(stage)
+        if kind is Kind.F:
+            saved[stage] += 1
+            given[stage] += 1
+        elif kind is Kind.I:
+            kept[stage] += 1
+        post.send(action)
+    return found
+
+
+class _Post:
+    """The messages that a rank holds, as `Channels` does. `places`: of (stage, value's name), see `Moment.sent`."""
+
+    def __init__(self, routes: Routes, places: Mapping[tuple[int, str], int]) -> None:
+        self.routes = routes
+        self.places = places
+        self._asked: set[Message] = set()
+        self._next: Counter[int] = Counter()
+        self._here: set[Message] = set()
+        self._leaving: set[Message] = set()
+
+    def during(self, actions: Sequence[Action]) -> tuple[list[tuple[int, int, int]], int]:
+        """What is held while the first of these actions, the next ones of the rank, runs: (what was sent, the bytes that come)."""
+        for action in actions:
+            for message in self.routes.incoming.get(action, ()):
+                if message.source != message.target:
+                    coming = self.routes.order[message.source]
+                    self._asked.update(coming[self._next[message.source] : message.number + 1])
+                    self._next[message.source] = max(self._next[message.source], message.number + 1)
+        for message in self.routes.incoming.get(actions[0], ()):
+            self._asked.discard(message)
+            self._here.discard(message)
+            self._leaving = {sent for sent in self._leaving if not sent.read_before(message)}
+        sent = sorted(self._sent(message.transfer) for message in (*self._here, *self._leaving))
+        return sent, sum(m.transfer.nbytes for m in self._asked)
+
+    def _sent(self, transfer: Transfer) -> tuple[int, int, int]:
+        place = -1 if transfer.back else self.places[transfer.source, transfer.name]
+        return transfer.source, place, transfer.nbytes
+
+    def send(self, action: Action) -> None:
+        for message in self.routes.outgoing.get(action, ()):
+            (self._here if message.source == message.target else self._leaving).add(message)

@@ -1,0 +1,210 @@
+"""One input signature of a model that is cut into stages: its capture, what crosses, and the programs of this rank's own stages."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zgraph.build.memory_search import Outsides
+from zgraph.build.step_program import StepProgram
+from zgraph.capture.cache_key import batch_size
+from zgraph.capture.capture import Trace
+from zgraph.errors import StepError
+from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.stages.cut_stages import Stages, cut_stages
+from zgraph.passes.stages.cuts import Cuts, assign, find_cuts
+from zgraph.passes.tiling.tile import check_names
+from zgraph.plan.pipeline_schedules.by_name import make_schedule
+from zgraph.plan.pipeline_schedules.needs import Needs
+from zgraph.plan.pipeline_schedules.schedule import Schedule
+from zgraph.plan.pipeline_schedules.validity import check
+from zgraph.plan.plan import Plan
+from zgraph.program.program import DATA_DIMS, Program
+from zgraph.stages.memory_search import RankBudget
+from zgraph.stages.rank_memory import memory_of_rank
+from zgraph.torch_compat import torch_private
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The whole model, captured for one signature (`key`) in so many seconds: what dynamo traced, and the joint program in which the flat
+    outputs of `pattern` are differentiated: those that the loss reads, if it is `of_loss`."""
+
+    key: str
+    trace: Trace
+    pattern: frozenset[int]
+    joint: Program
+    seconds: float
+    of_loss: bool
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where a model is cut, and which rank runs which stage in which order: alike on all ranks, and for all signatures."""
+
+    cuts: Cuts
+    schedule: Schedule
+
+    def holders(self, stages: Stages) -> dict[str, tuple[int, ...]]:
+        """For each parameter the positions along "pp" of the ranks that hold it."""
+        return {name: tuple(sorted({self.schedule.rank_of[s] for s in held})) for name, held in stages.holders.items()}
+
+
+def needs_of(stages: Stages) -> Needs:
+    """Which stages send to which."""
+
+    def senders(back: bool) -> tuple[tuple[int, ...], ...]:
+        found: list[set[int]] = [set() for _ in stages.programs]
+        for transfer in stages.transfers:
+            if transfer.back is back:
+                found[transfer.target].add(transfer.source)
+        return tuple(tuple(sorted(f)) for f in found)
+
+    return Needs(senders(False), senders(True))
+
+
+def partition(joint: Program, plan: Plan, ranks: int, costs: Costs, module: nn.Module) -> Partition:
+    """Where the plan cuts the captured program of `module` for so many ranks along "pp". Raises `PlanError`."""
+    check_names(joint, plan.tiles)
+    schedule = make_schedule(plan.schedule, ranks, plan.micro_batches, plan.virtual_stages)
+    types = {path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)}
+    return Partition(find_cuts(joint, schedule.stages, plan.partition, costs, types=types), schedule)
+
+
+def cut(joint: Program, found: Partition) -> Stages:
+    """The stages' programs. Raises `PlanError` where the schedule would wait for ever for what crosses."""
+    stages = cut_stages(joint, assign(joint, found.cuts), found.schedule.stages)
+    check(found.schedule, needs_of(stages))
+    return stages
+
+
+def reduces_once(plan: Plan, sizes: Mapping[str, int]) -> bool:
+    """Does a step reduce its gradients once, after the backwards of all micro-batches? `sizes` is the mesh within a stage."""
+    return plan.zero < 2 and math.prod(sizes.get(dim, 1) for dim in DATA_DIMS) > 1
+
+
+def joint_of(trace: Trace, plan: Plan, name: str, pattern: frozenset[int]) -> Program:
+    """The captured program in which these outputs are differentiated."""
+    decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
+    return trace.joint(pattern, decompositions, name)
+
+
+@contextlib.contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Let torch's own encoder layers read their parameters one after the other in evaluation too, as when they train."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class Staged:
+    """What serves one input signature on this rank; in place of `zgraph.build.step_program.Entry` where there are stages."""
+
+    def __init__(
+        self,
+        name: str,
+        shown: str,
+        capture: Capture,
+        partition: Partition,
+        position: int,
+        plan: Plan,
+        groups: dict[str, str],
+        costs: Costs,
+        outsides: Outsides,
+        agree: Callable[[Program], None],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        once: bool,
+    ) -> None:
+        self.name = name
+        self.shown = shown
+        self.trace, self.pattern, self.capture_seconds = capture.trace, capture.pattern, capture.seconds
+        self.plan = plan
+        self.stages = cut(capture.joint, partition)
+        returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
+        self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
+        loss = returned[self.trace.loss] if self.trace.loss is not None else None
+        self.loss_dtype = self.trace.output_dtype or (
+            loss.meta["example_value"].dtype if loss is not None else torch.float32
+        )
+        rows = batch_size(*call)
+        self.rows = 1 if rows is None else rows
+        programs = {stage: self.stages.programs[stage] for stage in partition.schedule.stages_of(position)}
+        memory = memory_of_rank(capture.joint, self.stages, partition.schedule, position)
+        self.budget = RankBudget(memory, programs, plan, costs, outsides, once) if plan.memory_budget else None
+        self.steps = {
+            stage: StepProgram(
+                f"{name}.stage{stage}",
+                program,
+                plan,
+                groups,
+                costs,
+                outsides,
+                agree,
+                decide=functools.partial(self.budget.decision, stage) if self.budget is not None else None,
+            )
+            for stage, program in programs.items()
+        }
+        self.seen = False  # (has a batch of this signature been compared between the ranks of a pipeline?)
+        self.settled = self.unsettled = self.unsettled_before = False
+
+    def program(self) -> StepProgram:
+        """That of this rank's first stage."""
+        return next(iter(self.steps.values()))
+
+    def programs(self) -> list[StepProgram]:
+        return list(self.steps.values())
+
+
+def loss_pattern(
+    trace: Trace, loss_of: Callable[[Any], torch.Tensor] | None, module: nn.Module, args: Any, kwargs: Any
+) -> frozenset[int]:
+    """The flat outputs that a step differentiates: the model's own loss, else those that `loss_of` an output (here of zeros) reads. Raises
+    `StepError` where it reads parameters, whose gradients only the last stage's ranks would have."""
+    if loss_of is None or not trace.differentiable:
+        return trace.pattern
+    returned: Any = trace.flat.graph_module.graph.output_node().args[0]
+    with torch.enable_grad():
+        values = [
+            torch.zeros(v.shape, dtype=v.dtype, device=v.device).requires_grad_(i in trace.differentiable)
+            if isinstance(v, torch.Tensor)
+            else v
+            for i, v in enumerate(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in returned)
+        ]
+        with trace.flat.effects.undone():
+            loss = loss_of(trace.flat.around(lambda *_: values, module, args, kwargs))
+        _refuse_own_parameters(loss, values)
+        wanted = sorted(trace.differentiable)
+        found = torch.autograd.grad(loss, [values[i] for i in wanted], allow_unused=True)
+    return frozenset(i for i, g in zip(wanted, found, strict=True) if g is not None)
+
+
+def _refuse_own_parameters(loss: torch.Tensor, values: Sequence[Any]) -> None:
+    given = {id(v) for v in values}
+    seen: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) not in given and hasattr(node, "variable"):
+            raise StepError(
+                "loss_fn reads parameters that want gradients",
+                where="mesh.pp",
+                why="it runs on the ranks with the last stage alone, outside of the programs",
+                hint="let the model compute what has parameters, its loss too",
+            )
+        stack += [following for following, _ in node.next_functions]

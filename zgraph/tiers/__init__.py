@@ -1,1 +1,0 @@
-"""Where what is offloaded lies: the host's memory, files on NVMe."""

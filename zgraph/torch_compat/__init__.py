@@ -1,0 +1,1 @@
+"""What zgraph uses of torch's private parts: a torch release that moves something should break this package alone."""

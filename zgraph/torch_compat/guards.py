@@ -1,0 +1,431 @@
+"""Dynamo's guards and the side effects of a captured forward: the part of `torch_private` that knows them.
+
+A torch release that moves one of these private APIs breaks this file and `torch_private`, and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import re
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.bytecode_transformation import create_call_method, create_instruction
+from torch._dynamo.hooks import Hooks
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import CellVariable, ListVariable, NewGlobalVariable
+from torch._dynamo.variables.lists import DequeVariable
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zgraph.torch_compat.surroundings import Surroundings
+
+# In the __dict__ of what was a parameter of a compiled model: a program reads the parameter that took its place.
+REPLACED = "_zgraph_replaced"
+
+_MISSING = object()
+
+
+class Scope:
+    """Binds a call to what dynamo's guards read: the arguments by the names of forward's parameters, and its closure."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+        self._binder = _binder(function.__code__)
+        self._cells = list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    @property
+    def owner(self) -> str:
+        """The name of the parameter that the module is bound to."""
+        code = self._function.__code__
+        return f"L['{code.co_varnames[0]}']" + ("" if code.co_argcount else "[0]")
+
+    def lasts(self, guard: str, scope: dict[str, Any]) -> bool:
+        """Is a guard on something that outlives the call: the module, a global, a cell, a default?"""
+        root = re.search(r"\bL\['(\w+)'\]", guard)
+        if root is None or root.group().startswith(self.owner) or self.owner in guard:
+            return True
+        if root.group(1) in self._function.__code__.co_freevars:
+            return True
+        defaults = [*(self._function.__defaults__ or ()), *(self._function.__kwdefaults__ or {}).values()]
+        return any(scope.get(root.group(1)) is x for x in defaults)
+
+    def readable(self, guard: str) -> str:
+        """A guard's text in the user's words."""
+        return re.sub(r"\b[LG]\['(\w+)'\]", r"\1", guard.replace(self.owner, "self"))
+
+    def of(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The locals of forward's frame for this call."""
+        self._binder.__defaults__ = self._function.__defaults__  # (they may have been replaced)
+        self._binder.__kwdefaults__ = self._function.__kwdefaults__
+        found: dict[str, Any] = self._binder(owner, *args, **kwargs)
+        for name, cell in self._cells:
+            with contextlib.suppress(ValueError):  # (an empty cell has no value to compare)
+                found[name] = cell.cell_contents
+        return found
+
+
+def _binder(code: types.CodeType) -> types.FunctionType:
+    """A function of the same parameters that returns them by name."""
+    names = list(code.co_varnames)
+    plain, keywords = names[: code.co_argcount], names[code.co_argcount :][: code.co_kwonlyargcount]
+    rest = names[code.co_argcount + code.co_kwonlyargcount :]
+    parts = [*plain]
+    if code.co_posonlyargcount:
+        parts.insert(code.co_posonlyargcount, "/")
+    if code.co_flags & 0x04:
+        parts.append(f"*{rest.pop(0)}")
+    elif keywords:
+        parts.append("*")
+    parts += keywords
+    if code.co_flags & 0x08:
+        parts.append(f"**{rest[0]}")
+    made: dict[str, Any] = {}
+    exec(f"def bind({', '.join(parts)}): return locals()", made)
+    return made["bind"]  # type: ignore[no-any-return]
+
+
+class Guards:
+    """All that dynamo found a captured forward to depend on, to be checked before each call.
+
+    Left out are guards on tensors that were fake ones at capture: parameters, buffers and the call's own tensors, whose forms are part
+    of the signature; and the lengths of lists that forward only appends to.
+    """
+
+    def __init__(
+        self, output: Any, scope: Scope, code: types.CodeType, effects: Effects, bound: dict[str, Any]
+    ) -> None:
+        """`bound` is the call that was captured, as `scope` binds it."""
+        self._scope = scope
+        self._globals: dict[str, Any] = effects.namespace
+        self._appended = {id(x) for x in effects.appended}
+        self._numbers: dict[str, Any] = {}  # those that were taken for constants, by their names in guards
+        self._objects: list[Any] = []  # what is guarded
+        self._held: list[Any] = []  # what is known by where it lies in memory, so that it stays there
+        captured = output.graph_capture_output
+        self._manager = captured.build_guards(code, hooks=Hooks(guard_filter_fn=self._wanted))
+        changed = [(x, n) for x, names in effects.objects for n in names]
+        self._around = Surroundings(captured.traced_code, self._objects, bound, changed)
+        self._objects.clear()
+
+    def failing(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failing | None:
+        """What is no longer as it was at capture; None if all holds."""
+        scope = self._scope.of(owner, args, kwargs)
+        changed = self._around.changed(scope)
+        if changed is not None:
+            return Failing(changed, None, lasts=True)
+        guards = self._manager.guard_manager
+        if guards.check(scope):
+            return None
+        found = guards.check_verbose(scope)
+        parts = [str(p).split("#")[0].strip() for p in found.verbose_code_parts] or ["a global mode of torch"]
+        stack = getattr(found, "user_stack", None)
+        where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else None
+        return Failing(self._scope.readable(parts[0]), where, self._scope.lasts(parts[0], scope))
+
+    def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """The names of the numbers that are others now."""
+        names = {"L": self._scope.of(owner, args, kwargs), "G": self._globals}
+        found = []
+        for name, before in self._numbers.items():
+            with contextlib.suppress(Exception):  # (what can't be read by its name alone stays a constant)
+                now = eval(name, dict(names))
+                if type(now) is type(before) and now != before:
+                    found.append(name)
+        return found
+
+    def _wanted(self, entries: Sequence[Any]) -> Sequence[bool]:
+        for e in entries:  # guards are built twice; a property that makes its value anew gave another the first time
+            e.orig_guard.obj_weakref = e.orig_guard.guarded_class_weakref = None
+            if isinstance(e.value, torch.Tensor) or not e.has_value:
+                continue
+            self._objects.append(e.value)
+            if "ID_MATCH" in e.derived_guard_types and not isinstance(e.value, nn.Module):
+                self._held.append(e.value)
+            if e.guard_type in ("CONSTANT_MATCH", "EQUALS_MATCH") and type(e.value) in (int, float):
+                self._numbers[e.orig_guard.name] = e.value
+        return [
+            not isinstance(e.value, FakeTensor)
+            and not (isinstance(e.value, torch.Tensor) and REPLACED in vars(e.value))
+            and not (e.guard_type == "SEQUENCE_LENGTH" and id(e.value) in self._appended)
+            for e in entries
+        ]
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A guard that does not hold."""
+
+    what: str
+    where: str | None  # the user's line that read it
+    lasts: bool  # is it on something that outlives the call, and not on an argument?
+
+
+@dataclass
+class Effects:
+    """What a replay of a captured forward changes of Python objects that were there before."""
+
+    containers: list[Any] = field(default_factory=list)  # lists, dicts, sets
+    objects: list[tuple[Any, list[str]]] = field(default_factory=list)  # those that get attributes, and which
+    cells: list[types.CellType] = field(default_factory=list)
+    globals: list[str] = field(default_factory=list)
+    consumed: list[str] = field(
+        default_factory=list
+    )  # the user's lines that take from an iterator, or draw from a random.Random
+    appended: list[Any] = field(default_factory=list)  # lists that are only appended to, of those watched
+    namespace: dict[str, Any] = field(default_factory=dict)  # where the globals are
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo at the end what a replay inside does."""
+        undo = [
+            *(_container(c) for c in self.containers),
+            *(_attributes(o, names) for o, names in self.objects),
+            *(_cell(c) for c in self.cells),
+            *(_item(self.namespace, name) for name in self.globals),
+        ]
+        try:
+            yield
+        finally:
+            for step in reversed(undo):
+                step()
+
+
+def _container(value: Any) -> Callable[[], None]:
+    if isinstance(value, dict):
+        kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        items = list(kind.items(value))
+
+        def restore() -> None:
+            if len(value) != len(items) or any(
+                a is not c or b is not d for (a, b), (c, d) in zip(kind.items(value), items, strict=True)
+            ):
+                kind.clear(value)
+                for key, item in items:
+                    kind.__setitem__(value, key, item)
+
+        return restore
+    before = list(value)
+
+    def refill() -> None:
+        if len(value) != len(before) or any(a is not b for a, b in zip(value, before, strict=True)):
+            value.clear()
+            (value.update if isinstance(value, set) else value.extend)(before)
+
+    return refill
+
+
+def _attributes(value: Any, names: Sequence[str]) -> Callable[[], None]:
+    if isinstance(value, type):
+        held = {n: value.__dict__.get(n, _MISSING) for n in names}
+    else:
+        slots = [n for n in names if isinstance(getattr(type(value), n, None), types.MemberDescriptorType)]
+        held = {n: getattr(value, n, _MISSING) for n in slots}
+    tables = [t for t in (getattr(value, "__dict__", None),) if isinstance(t, dict)]
+    if isinstance(value, nn.Module):  # (an attribute that is a tensor or module is kept in one of these)
+        tables += [value._parameters, value._buffers, value._modules]
+    steps = [_container(t) for t in tables]
+
+    def restore() -> None:
+        for step in steps:
+            step()
+        for name, old in held.items():
+            if old is _MISSING:
+                with contextlib.suppress(AttributeError):
+                    delattr(value, name)
+            else:
+                setattr(value, name, old)
+
+    return restore
+
+
+def _cell(cell: types.CellType) -> Callable[[], None]:
+    try:
+        before = cell.cell_contents
+    except ValueError:
+        before = _MISSING
+
+    def restore() -> None:
+        if before is _MISSING:
+            with contextlib.suppress(ValueError):
+                del cell.cell_contents
+        else:
+            cell.cell_contents = before
+
+    return restore
+
+
+def _item(table: dict[str, Any], name: str) -> Callable[[], None]:
+    before = table.get(name, _MISSING)
+
+    def restore() -> None:
+        if before is _MISSING:
+            table.pop(name, None)
+        else:
+            table[name] = before
+
+    return restore
+
+
+@contextlib.contextmanager
+def recorded(function: types.FunctionType, watched: Sequence[Any] = ()) -> Iterator[Effects]:
+    """Note the side effects of what dynamo captures inside.
+
+    A `watched` list that is only appended to is extended by what is new, whatever it holds by then. (Dynamo by itself writes the whole list
+    as it found it.)
+    """
+    found = Effects(namespace=function.__globals__)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    update, track = SideEffects.codegen_update_mutated, SideEffects.track_mutable
+    ids = {id(x) for x in watched}
+
+    def track_watched(self: Any, item: Any, variable: Any, *rest: Any, **named: Any) -> Any:
+        variable = track(self, item, variable, *rest, **named)
+        if id(item) in ids and type(variable) in _WATCHED and getattr(item, "maxlen", None) is None:
+            variable.__class__ = _WATCHED[type(variable)]
+            variable.mutation_type.is_read = False
+        return variable
+
+    def noting(self: Any, cg: Any, *rest: Any, **named: Any) -> Any:
+        _note(self, found, cells)
+        by_id = {id(x): x for x in self.keepalive}
+        appending = [
+            (by_id[key], v)
+            for key, v in self.id_to_variable.items()
+            if isinstance(v, _Appended) and not v.is_read and self.is_modified(v)
+        ]
+        found.appended = [x for x, _ in appending]
+        for held, variable in appending:
+            _extend(cg, variable, len(held))
+            variable.mutation_type.is_modified = False
+        try:
+            return update(self, cg, *rest, **named)
+        finally:
+            for _, variable in appending:
+                variable.mutation_type.is_modified = True
+
+    SideEffects.codegen_update_mutated = noting  # type: ignore[method-assign]
+    SideEffects.track_mutable = track_watched  # type: ignore[method-assign,assignment]
+    try:
+        yield found
+    finally:
+        SideEffects.codegen_update_mutated = update  # type: ignore[method-assign]
+        SideEffects.track_mutable = track  # type: ignore[method-assign]
+
+
+class _Appended:
+    """Mixed into dynamo's variable for a list: notes whether the list is read, and not only appended to."""
+
+    mutation_type: Any
+
+    # What is noted lies on the mutation type: dynamo copies its variables by all that is in their dictionaries.
+    @property
+    def items(self) -> Any:
+        mutation = self.__dict__.get("mutation_type")
+        if mutation is not None and not getattr(mutation, "appending", False):
+            mutation.is_read = True
+        return self.__dict__["items"]
+
+    @items.setter
+    def items(self, value: Any) -> None:
+        self.__dict__["items"] = value
+
+    @property
+    def is_read(self) -> bool:
+        return bool(getattr(self.__dict__.get("mutation_type"), "is_read", True))
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name not in ("append", "extend"):
+            return super().call_method(tx, name, args, kwargs)  # type: ignore[misc]
+        mutation = self.__dict__["mutation_type"]
+        before, mutation.appending = getattr(mutation, "appending", False), True
+        try:
+            return super().call_method(tx, name, args, kwargs)  # type: ignore[misc]
+        finally:
+            mutation.appending = before
+
+
+class _AppendedList(_Appended, ListVariable):
+    pass
+
+
+class _AppendedDeque(_Appended, DequeVariable):
+    pass
+
+
+_WATCHED: dict[type, type] = {ListVariable: _AppendedList, DequeVariable: _AppendedDeque}
+
+
+def _extend(cg: Any, variable: Any, known: int) -> None:
+    """Write bytecode that appends to a list what it got after the first `known` items."""
+    new = variable.__dict__["items"][known:]
+    cg(variable.source)
+    cg.load_method("extend")
+    cg.foreach(new)
+    cg.append_output(create_instruction("BUILD_LIST", arg=len(new)))
+    cg.extend_output([*create_call_method(1), create_instruction("POP_TOP")])
+
+
+def _note(effects: Any, found: Effects, cells: dict[str, types.CellType]) -> None:
+    for notes in (found.containers, found.objects, found.cells, found.globals, found.consumed):
+        notes.clear()  # (dynamo writes its code twice)
+    by_id = {id(x): x for x in effects.keepalive}
+    for key, variable in effects.id_to_variable.items():
+        if getattr(variable, "source", None) is None or not effects.is_modified(variable):
+            continue
+        target = by_id.get(key)
+        names = list(effects.store_attr_mutations.get(variable, ()))
+        if isinstance(variable, CellVariable):
+            cell = target if isinstance(target, types.CellType) else cells.get(variable.local_name or "")
+            if cell is not None:
+                found.cells.append(cell)
+        elif isinstance(variable, NewGlobalVariable):
+            found.globals += names
+        elif isinstance(target, (list, dict, set, deque)):
+            found.containers.append(target)
+            if names:
+                found.objects.append((target, names))
+        elif names:
+            found.objects.append((target, names))
+        else:
+            found.consumed.append(_line(effects, variable))
+
+
+def _line(effects: Any, variable: Any) -> str:
+    stacks = effects.mutation_user_stacks.get(variable)
+    return f"{stacks[0][-1].filename}:{stacks[0][-1].lineno}" if stacks else ""
+
+
+def live(replay: types.FunctionType, function: types.FunctionType, graph: str) -> Callable[..., Any]:
+    """Let a replay of dynamo's bytecode read and write globals, and take defaults, as the captured function would now.
+
+    (Dynamo gives it a copy of both.) `graph` is the name by which it calls the graph.
+    """
+    code, names = replay.__code__, replay.__globals__
+    there = function.__globals__
+    used = [(i.opname, i.argval) for i in dis.get_instructions(code)]
+    written = {n for op, n in used if op in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    read = {n for op, n in used if op == "LOAD_GLOBAL" and n in there and n != graph} | written
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        replay.__defaults__, replay.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        for name in read:
+            if name in there:
+                names[name] = there[name]
+            else:
+                names.pop(name, None)
+        try:
+            return replay(*args, **kwargs)
+        finally:
+            for name in written:
+                if name in names:
+                    there[name] = names[name]
+                else:
+                    there.pop(name, None)
+
+    return call

@@ -1,0 +1,88 @@
+"""What a rank of a pipeline holds of a model, and what its update has in common with those of other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zgraph.errors import MeshError, RankMismatchError
+from zgraph.program import collectives
+from zgraph.program.groups import dim_of, part_of, positions_of
+from zgraph.program.node import Role, info, tensor
+from zgraph.program.program import STAGE_DIM, ParamSpec, Program
+
+
+@dataclass(frozen=True)
+class Held:
+    """`own` names the parameters that lie on this rank, of `stages` ranks along "pp". `tied` has the group ("pp[0,3]") of those that lie
+    on others as well, whose gradients are summed over it; `uncounted` are those of them that another rank counts in the norm. `ties`: has
+    any rank such a parameter?"""
+
+    own: frozenset[str]
+    stages: int
+    tied: Mapping[str, str] = field(default_factory=dict)
+    uncounted: frozenset[str] = frozenset()
+    ties: bool = False
+
+
+def held_at(position: int, holders: Mapping[str, Collection[int]], stages: int) -> Held:
+    """What the rank at this position of "pp" holds. `holders` has, by parameter, the positions of the ranks that hold it; the first of them
+    counts it. Raises `MeshError` for a parameter that lies on no rank, or on one that is none of `stages`."""
+    for name, at in holders.items():
+        if not at or min(at) < 0 or max(at) >= stages:
+            raise MeshError(
+                f"parameter {name!r} lies at positions {sorted(at)} of {STAGE_DIM!r}", why=f"there are {stages}"
+            )
+    tied = {n: part_of(STAGE_DIM, at, {STAGE_DIM: stages}) for n, at in holders.items() if len(set(at)) > 1}
+    own = frozenset(n for n, at in holders.items() if position in at)
+    elsewhere = frozenset(n for n in own if min(holders[n]) != position)
+    return Held(own, stages, {n: group for n, group in tied.items() if n in own}, elsewhere, bool(tied))
+
+
+def specs_here(specs: dict[str, ParamSpec], held: Held | None) -> dict[str, ParamSpec]:
+    """The layouts of this rank's parameters, of those of the whole model: all without a pipeline."""
+    return specs if held is None else {name: spec for name, spec in specs.items() if name in held.own}
+
+
+def mesh_of(sizes: dict[str, int], held: Held | None) -> dict[str, int]:
+    """The mesh of this rank's update: stages outermost, then the mesh within a stage, which is all without a pipeline."""
+    return sizes if held is None else {STAGE_DIM: held.stages, **sizes}
+
+
+def within(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The mesh within a stage, of that of all ranks: the whole without a pipeline."""
+    return {name: size for name, size in sizes.items() if name != STAGE_DIM}
+
+
+def meetings(program: Program) -> dict[str, list[str]]:
+    """The collectives that an update has in common with those of other stages: by group, in order, one readable line each."""
+    found: dict[str, list[str]] = {}
+    for node in program.graph.nodes:
+        if collectives.is_start(node) and dim_of(group := collectives.group_of(node)) == STAGE_DIM:
+            taken = node.all_input_nodes[0]
+            what = f"{tensor(taken).dtype}{list(tensor(taken).shape)}"
+            while info(taken).role is Role.LAYOUT:
+                taken = taken.all_input_nodes[0]
+            how = f"{collectives.kind(node)} {collectives.reduce_op_of(node)}"
+            found.setdefault(group, []).append(f"{how} of {info(taken).param or 'all parameters'}, {what}")
+    return found
+
+
+def check_meetings(views: Sequence[Mapping[str, list[str]]]) -> None:
+    """Raise `RankMismatchError` unless the updates of all stages do the same in every group that they share. `views[p]` are the
+    `meetings` of the rank at position p of "pp"."""
+    mesh = {STAGE_DIM: len(views)}
+    for group in sorted({g for view in views for g in view}):
+        members = positions_of(group, mesh)
+        first, *others = [views[p].get(group, []) for p in members]
+        for position, lines in zip(members[1:], others, strict=True):
+            if lines != first:
+                at = next((i for i, (a, b) in enumerate(zip(first, lines, strict=False)) if a != b), None)
+                at = min(len(first), len(lines)) if at is None else at
+                shown = [repr(x[at]) if at < len(x) else "nothing" for x in (first, lines)]
+                raise RankMismatchError(
+                    "stages disagree about the update",
+                    where=f"positions {members[0]} and {position} of {STAGE_DIM!r}, group {group!r}, its collective {at}",
+                    why=f"one has {shown[0]}, the other {shown[1]}",
+                    hint="a parameter of several stages has a gradient on all of them, or on none: freeze it on all",
+                )

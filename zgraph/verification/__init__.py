@@ -1,0 +1,1 @@
+"""Programs on virtual ranks, beside the plain model."""

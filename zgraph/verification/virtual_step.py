@@ -1,0 +1,618 @@
+"""A plan's step on virtual ranks beside the plain model, in one process: what `zgraph.verify` and `zgraph bisect` run.
+
+Each virtual rank gets its part of the global batch. The plain model runs on each part as well; outputs and updated buffers must
+equal those of the same rank, gradients the mean over ranks. Of a plan with a pipeline this is the whole model on the ranks of one stage,
+with the plain model run on each micro-batch; `zgraph.verification.virtual_stages` cuts it.
+
+Programs are run operator by operator: whole ones as any pass left them, or split ones as they are compiled. What a whole program
+takes and gives depends on the passes that it has seen, of which its facts speak. Parameters come in whole before they are "sharded". Its
+gradients are each rank's own, and larger by the loss scale if it is "scaled", before they are "reduced". Such gradients are
+reduced here, with the same roundings as `reduce_gradients` makes, so that the results of any two programs can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from zgraph.build.pass_pipeline import PLAIN, Edit, Variant, costs_of, refuse_unmatched
+from zgraph.build.planned_step import Inputs, split_inputs
+from zgraph.build.resolve_offload import placed
+from zgraph.build.step_program import Entry, StepProgram
+from zgraph.build.update_program import outside_of
+from zgraph.capture.capture import find_loss
+from zgraph.capture.forwards import method_of
+from zgraph.capture.tensor_parallel_layout import divided_layout
+from zgraph.codegen.partition import Parts
+from zgraph.errors import ModelError, SignatureError
+from zgraph.parameters.mixed_precision import check, prepare
+from zgraph.parameters.sharding import planned_layout
+from zgraph.plan.plan import Plan
+from zgraph.program.node import tensor
+from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.program.tolerance import Difference, difference, norm_of
+from zgraph.runtime.train_step import in_order, split_batch
+from zgraph.torch_compat import torch_private
+from zgraph.update.owned_parameters import within
+from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virtual
+
+SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which changes no gradient that it does not save
+
+OWN_ROUNDING = 8.0  # by how much more than the plain model's own another order of the same operations may round
+_SAME_LOSS = 1e-2  # another loss in double precision is another computation
+
+Results = list[dict[tuple[str, str], torch.Tensor]]
+"""What a program gave, rank by rank: by what it is (see `Difference.what`) and its name."""
+
+HANDED: dict[InputRole | OutputRole, InputRole] = {
+    OutputRole.FLYING: InputRole.FLYING,
+    OutputRole.SAVED: InputRole.SAVED,
+    OutputRole.KEPT: InputRole.KEPT,
+}
+"""What one part of a program gives to another on the same rank."""
+
+
+@contextlib.contextmanager
+def virtual_step(
+    model: nn.Module,
+    plan: Plan,
+    world: int,
+    inputs: Inputs,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Iterator[VirtualStep]:
+    """The step of `model` by `plan`, on so many ranks. `inputs` are the global batch. Inside, random numbers are drawn as plain PyTorch
+    draws them; afterwards the random state is what it was. Raises what `zgraph.verify` does."""
+    state = torch.get_rng_state()
+    try:
+        with torch_private.eager_random_numbers():
+            yield VirtualStep(model, plan, world, inputs, loss_fn)
+    finally:
+        torch.set_rng_state(state)
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """A deep copy of a model that is to be compared. Raises `ModelError` if it can't be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ModelError(
+            "the model can't be copied, so it can't be compared",
+            why=f"copy.deepcopy(model): {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            hint="let it hold no tensor that was computed from its parameters (self.part = self.weight[:2]): compute that in forward",
+        ) from error
+
+
+class VirtualStep:
+    """See `virtual_step`. `model` is a copy whose parameters have the dtypes that ranks hold, `params` are these, whole.
+
+    `mesh` has all of the `world` ranks, `sizes` those within a stage, which are all without a pipeline. `calls` has for each micro-batch the
+    plain model on each rank within a stage; `ranks` are those of the first. Without a pipeline a rank's batch is one micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        world: int,
+        inputs: Inputs,
+        loss_fn: Callable[..., torch.Tensor] | None,
+    ) -> None:
+        from zgraph.runtime.compiled_models import is_compiled
+
+        if is_compiled(model):
+            raise ModelError(
+                "a plain model is compared, on virtual ranks", why="this one is compiled", hint="build it again"
+            )
+        without = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta), None)
+        if without is not None:
+            raise ModelError(
+                "the model has no numbers to compare",
+                why=f"{without!r} is on the meta device",
+                hint="build the model on a real device",
+            )
+        plan, self.world, self.mesh = plan.for_world(world), world, plan.resolve_mesh(world)
+        self.sizes = within(self.mesh)
+        self.model = own_copy(model)
+        self.device = _device(model)
+        precision = plan.resolved_precision()
+        self.plan = placed(plan, self.model, self.sizes, self.device)
+        self.specs = planned_layout(self.model, self.sizes, self.plan)
+        check(self.model, precision, self.specs)
+        refuse_unmatched(self.plan, self.model)
+        prepare(self.model, precision, self.specs)
+        plain = in_precision(self.model, self.specs)
+        count, forward = math.prod(self.sizes.values()), method_of(model)
+        parts = self.plan.micro_batches if self.pipelined else 1
+        data = [data_rank(self.sizes, r) for r in range(count)]
+        called = Called(self.model, forward)
+        batches = [_micro_batches(called, rows_of(inputs, d, max(data) + 1), parts) for d in range(max(data) + 1)]
+        self.costs = costs_of(self.plan, self.device)
+        self.outsides = outside_of(self.model, self.specs, self.plan, self.sizes, self.device, self.costs)
+        self.entry = Entry(
+            "step",
+            "",
+            self.model,
+            forward,
+            *split_inputs(batches[0][0]),
+            self.specs,
+            self.sizes,
+            self.plan,
+            {},
+            self.costs,
+            self.outsides,
+            self.device,
+        )
+        each = [list(_in_turn(self.model, plain, self.entry, rows, loss_fn)) for rows in batches]
+        self.calls = [list(column) for column in zip(*(each[d] for d in data), strict=True)]
+        self.ranks = self.calls[0]
+        captured = self.step.captured
+        captured.params = self.specs = divided_layout(captured, self.plan, self.costs, self.model)
+        self.params = {n: p.detach() for n, p in self.model.named_parameters()}
+
+    @property
+    def pipelined(self) -> bool:
+        """Does the plan cut the model into stages?"""
+        return self.mesh.get(STAGE_DIM, 1) > 1
+
+    @cached_property
+    def step(self) -> StepProgram:
+        """The programs of the step; with a pipeline, of the whole model before it is cut."""
+        return self.entry.program(frozenset(self.ranks[0].tangents))
+
+    def unverified(self) -> StepProgram:
+        """The same programs, made by passes after which nobody looks."""
+        made = self.step
+        return StepProgram(
+            made.name,
+            made.captured,
+            made.plan,
+            made.groups,
+            made.costs,
+            made.outsides,
+            made.agree,
+            Edit(verified=False),
+        )
+
+    # -- what programs give -------------------------------------------------------------------------------------------
+    def of_program(self, program: Program, variant: Variant = PLAIN) -> Results:
+        """What a whole program gives, whichever pass it has come from."""
+        given = [
+            [self.input_of(port, node, rank, run, program, {}) for port, node in program.input_items()]
+            for rank, run in enumerate(self.ranks)
+        ]
+        values = run_virtual(program, given, self.random_states())
+        found = [named(program, run, row) for run, row in zip(self.ranks, values, strict=True)]
+        if "reduced" not in program.facts:
+            self._reduce(found, variant, program.facts)
+        return found
+
+    def of_parts(self, parts: Parts) -> Results:
+        """What a split program gives: its forward, then its backward."""
+        extras: list[dict[tuple[Any, str], Any]] = [{} for _ in self.ranks]
+
+        def run(part: Program, states: list[torch.Tensor] | None = None) -> list[tuple[Any, ...]]:
+            given = [
+                [self.input_of(port, node, rank, self.ranks[rank], part, extra) for port, node in part.input_items()]
+                for rank, extra in enumerate(extras)
+            ]
+            return run_virtual(part, given, states)
+
+        states = self.random_states()
+        found: Results = [{} for _ in self.ranks]
+        for part in (*parts.ahead, parts.forward, parts.backward):
+            if part is None:
+                continue
+            for rank, values in enumerate(run(part, None if part in parts.ahead else states)):
+                found[rank] |= named(part, self.ranks[rank], values)
+                extras[rank] |= {
+                    (HANDED[p.role], p.name): v for p, v in zip(part.outputs, values, strict=True) if p.role in HANDED
+                }
+        return found
+
+    def random_states(self, micro_batch: int = 0) -> list[torch.Tensor]:
+        """Each rank's random state, as it is before this micro-batch."""
+        return [r.random.clone() for r in self.calls[micro_batch]]
+
+    def input_of(
+        self, port: Port, node: fx.Node, rank: int, run: PlainRun, program: Program, extra: dict[tuple[Any, str], Any]
+    ) -> Any:
+        """What a program takes on a rank, in the call that `run` is: what it does not take from it or from the model is `extra`."""
+        if (port.role, port.name) in extra:
+            return extra[port.role, port.name]
+        if port.role is InputRole.PARAMETER and "sharded" in program.facts:
+            mine = self._mine(port.name, self.params[port.name], rank)
+            return shard_of(mine, self.specs[port.name], rank, self.sizes)
+        if port.role in (InputRole.PARAMETER, InputRole.KEPT):
+            whole = self.params[port.name]
+            return _laid_out(self._mine(port.name, whole, rank) if "divided" in program.facts else whole, node)
+        if port.role is InputRole.ACCUMULATOR:
+            return _laid_out(self._mine(port.name, run.waiting(port.name, self.specs[port.name]), rank), node)
+        if port.role is InputRole.INDEX:
+            return torch.tensor(coordinates(self.sizes, rank)[port.name])
+        if port.role is InputRole.TANGENT:
+            return _laid_out(run.tangents[int(port.name.removeprefix("output_"))], node)
+        if port.role is InputRole.SCALE:
+            return torch.tensor(SCALE)
+        assert port.index is not None
+        value = run.flat[port.index]
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    def _mine(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """What a rank computes with, of a whole parameter or gradient."""
+        return part_of(whole, self.specs[name], rank, self.sizes)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+    def _reduce(self, found: Results, variant: Variant, facts: Collection[str]) -> None:
+        """Put gradients that are each rank's own in the form in which the finished program gives them."""
+        for what, name in list(found[0]):
+            if what == "gradient" and name in self.specs:
+                given = [r[what, name] for r in found]
+                if "divided" not in facts:
+                    given = [self._mine(name, g, rank) for rank, g in enumerate(given)]
+                mine = self._finished(name, given, variant, "scaled" in facts)
+                for rank, part in enumerate(self._parted(name, mine, variant)):
+                    found[rank][what, name] = part
+
+    def _finished(
+        self, name: str, grads: Sequence[torch.Tensor], variant: Variant, scaled: bool = False
+    ) -> list[torch.Tensor]:
+        """The gradient of what each rank computes with of a parameter, as `variant` makes it of the ranks' own."""
+        spec = self.specs[name]
+        scale = torch.tensor(SCALE) if scaled else None
+        if variant.accumulated:
+            held = [self._mine(name, r.waiting(name, spec), rank) for rank, r in enumerate(self.ranks)]
+            held = held if scale is None else [h * scale for h in held]
+            grads = [h + g.to(spec.grad_dtype) for h, g in zip(held, grads, strict=True)]
+        made = mean_of(grads, self.sizes, spec) if variant.reduce else list(grads)
+        made = [g.to(spec.grad_dtype) for g in made]
+        return made if scale is None else [g / scale for g in made]
+
+    def gradient(self, name: str, rank: int) -> torch.Tensor:
+        """A rank's part of the plain model's gradient, zeros where it has none."""
+        own = [r.grads.get(name) for r in self.ranks]
+        zeros = torch.zeros(self.specs[name].whole_shape)
+        given = [self._mine(name, zeros if g is None else g, at) for at, g in enumerate(own)]
+        return self._parted(name, self._finished(name, given, PLAIN), PLAIN)[rank]
+
+    def _parted(self, name: str, parts: list[torch.Tensor], variant: Variant) -> list[torch.Tensor]:
+        if not variant.reduce:
+            return parts
+        return [shard_of(part, self.specs[name], rank, self.sizes) for rank, part in enumerate(parts)]
+
+    # -- comparing ----------------------------------------------------------------------------------------------------
+    def differences(self, found: Results, variant: Variant = PLAIN, bound: float | None = None) -> list[Difference]:
+        """How far each result is from the plain model's. `bound`: see `zgraph.program.tolerance.difference`."""
+        wholes: dict[str, list[torch.Tensor]] = {}
+        for name in self.params:
+            own = [r.grads.get(name) for r in self.ranks]
+            given = [self._mine(name, g, rank) for rank, g in enumerate(own) if g is not None]
+            if len(given) == len(own):
+                wholes[name] = self._finished(name, given, variant)
+        norm = norm_of(w[0] for w in wholes.values())
+        parted = {n: self._parted(n, w, variant) for n, w in wholes.items()}
+        compared: list[Difference] = []
+        reached = {name for what, name in found[0] if what == "gradient"}
+        if self.step.differentiated:
+            for name in sorted(wholes.keys() ^ reached):
+                how = "missing" if name in wholes else "should not be there"
+                compared.append(Difference("gradient", f"{name} ({how})", 0, float("inf"), 0.0, False))
+        computed = self.plan.resolved_precision().dtype("compute")
+        for rank, (run, values) in enumerate(zip(self.ranks, found, strict=True)):
+            for (what, name), value in values.items():
+                if what == "output":
+                    compared.append(
+                        difference(what, name, rank, value, run.plain[name], computed=computed, bound=bound)
+                    )
+                elif what == "buffer":
+                    scale = norm_of(run.buffers.values())
+                    compared.append(difference(what, name, rank, value, run.buffers[name], scale, bound=bound))
+                elif what == "kept weight":
+                    whole = self._mine(name, self.params[name], rank).to(self.specs[name].compute_dtype)
+                    compared.append(difference(what, name, rank, value, whole, bound=bound))
+                elif what == "gradient" and name in parted:
+                    low = self.specs[name].compute_dtype
+                    compared.append(difference(what, name, rank, value, parted[name][rank], norm, low, bound))
+        return [self._allowed_for(d, parted) for d in compared] if bound is None else compared
+
+    def _allowed_for(self, found: Difference, grads: Mapping[str, Sequence[torch.Tensor]]) -> Difference:
+        """The same difference; one that is too large may be so much larger as the plain model's own numbers are rounded."""
+        if found.ok or not math.isfinite(found.error) or found.what not in ("output", "buffer", "gradient"):
+            return found
+        run, all_precise = self.ranks[found.rank], [r.exact for r in self.ranks]
+        if any(precise is None for precise in all_precise):
+            return found
+        if found.what == "gradient":
+            pairs = [
+                (r.grads[found.name], p.grads.get(found.name)) for r, p in zip(self.ranks, all_precise, strict=True)
+            ]  # type: ignore[union-attr]
+            size = float(grads[found.name][found.rank].double().norm())
+        else:
+            precise = all_precise[found.rank]
+            mine, exact = (run.plain, precise.outputs) if found.what == "output" else (run.buffers, precise.buffers)  # type: ignore[union-attr]
+            pairs, size = [(mine[found.name], exact.get(found.name))], float(mine[found.name].detach().double().norm())
+        if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
+            return found
+        own = float(torch.stack([(a.detach().double() - b.double()).norm() for a, b in pairs]).mean())  # type: ignore[union-attr]
+        return replace(found, allowed=found.allowed + OWN_ROUNDING * own / max(size, 1e-300))
+
+
+class PlainRun:
+    """The plain model on one rank's batch, or a micro-batch of it: its outputs, the gradients of `weight` times its loss, its updated
+    buffers, and what the program needs. `buffers` are those that it begins with, by default those of `reference`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reference: nn.Module,
+        entry: Entry,
+        inputs: Inputs,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        weight: float = 1.0,
+        buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        args, kwargs = split_inputs(inputs)
+        plain = copy.deepcopy(reference)
+        with torch.no_grad():
+            for name, value in buffers.items():
+                plain.get_buffer(name).copy_(value)
+        twin, before = copy.deepcopy(plain), copy.deepcopy(plain)
+        self.flat = entry.trace.flat.flatten(model, args, kwargs)
+        self.flat = tuple(
+            v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in self.flat
+        )
+        self.random = torch.get_rng_state()
+        precision = entry.plan.resolved_precision()
+        if precision.cast_inputs and (low := precision.dtype("compute")) is not None:
+            args, kwargs = pytree.tree_map(
+                lambda x: x.to(low) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
+            )
+        out = precision.dtype("output")
+        values: list[Any] = []
+
+        def capture(*flat: Any) -> Sequence[Any]:
+            # (Not without gradients: a hook that forward puts on a value wants one that has them.)
+            made = [cast_to(v, out) for v in entry.trace.flat.graph_module(*flat)]
+            # Each output is a leaf, so that a tangent is the loss's derivative by this output and no other.
+            values.extend(
+                v.detach().requires_grad_() if i in entry.trace.differentiable else v for i, v in enumerate(made)
+            )
+            return values
+
+        # The plain model itself decides the numbers; dynamo's flat graph on the same state tells its outputs apart.
+        torch.set_rng_state(self.random)
+        output = pytree.tree_map(lambda v: cast_to(v, out), plain(*args, **kwargs))
+        self.grads: dict[str, torch.Tensor | None] = {}
+        self.tangents: dict[int, torch.Tensor] = {}
+        self.loss = torch.zeros(())
+        torch.set_rng_state(self.random)
+        flat_output = entry.trace.flat.bind(capture)(twin, *args, **kwargs)
+        self._flat_leaves, self._outputs = _tensors(flat_output), values
+        plain_leaves = {id(f): p for f, p in zip(self._flat_leaves, _tensors(output), strict=False)}
+        # (where the output's structure can't be flattened, the flat graph's own output stands for the plain model's)
+        self.plain = {self.output_name(i): plain_leaves.get(id(v), v) for i, v in enumerate(values)}
+        if entry.trace.differentiable:
+            loss = loss_fn(output) if loss_fn else find_loss(output)
+            flat_loss = loss_fn(flat_output) if loss_fn else find_loss(flat_output)
+            if loss is None or flat_loss is None:
+                raise ModelError("the model's output holds no loss", hint="give a loss_fn")
+            self.loss = loss.detach()
+            share = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
+            loss.backward(share.reshape(loss.shape))
+            wanted = sorted(entry.trace.differentiable)
+            found = torch.autograd.grad(
+                flat_loss, [values[i] for i in wanted], share.reshape(flat_loss.shape), allow_unused=True
+            )
+            self.tangents = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
+            self.grads = {n: p.grad for n, p in plain.named_parameters()}
+        self.buffers = dict(plain.named_buffers())
+        self._precise = lambda: precise_run(before, (args, kwargs), loss_fn, weight, self.random)
+
+    @cached_property
+    def exact(self) -> PreciseRun | None:
+        """The same in double precision, which says how far the plain model's own numbers are rounded. None where the model does not run in
+        it, or where it gives another loss (it draws other random numbers, or one of its branches is taken elsewhere)."""
+        found = self._precise()
+        if found is None or not torch.allclose(found.loss, self.loss.double(), rtol=_SAME_LOSS, atol=_SAME_LOSS):
+            return None
+        return found
+
+    def output_name(self, index: int) -> str:
+        """What a flat output is called: by its place in the model's output, where it has one."""
+        at = next((i for i, leaf in enumerate(self._flat_leaves) if leaf is self._outputs[index]), None)
+        return f"output {index}" if at is None else f"leaf {at}"
+
+    def waiting(self, name: str, spec: ParamSpec) -> torch.Tensor:
+        """The unreduced gradient of an earlier micro-batch: as large as this one's."""
+        grad = self.grads.get(name)
+        return torch.zeros(spec.whole_shape, dtype=spec.grad_dtype) if grad is None else grad.to(spec.grad_dtype)
+
+
+@dataclass(frozen=True)
+class PreciseRun:
+    """The plain model in double precision: its loss, the tensors in its output by their names, its gradients and updated buffers."""
+
+    loss: torch.Tensor
+    outputs: dict[str, torch.Tensor]
+    grads: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def precise_run(
+    model: nn.Module,
+    call: tuple[Any, Any],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    weight: float,
+    random: torch.Tensor,
+) -> PreciseRun | None:
+    """Run a model (which is changed) in double precision, from this random state; None where it can't be."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(random)
+            args, kwargs = pytree.tree_map(lambda x: cast_to(x, torch.float64), call)
+            output = model.double()(*args, **kwargs)
+            loss = loss_fn(output) if loss_fn else find_loss(output)
+            if loss is None or not loss.requires_grad:
+                return None
+            (loss * weight).backward()
+    except Exception:  # (a user's code may be made for one dtype)
+        return None
+    outputs = {f"leaf {i}": leaf.detach() for i, leaf in enumerate(_tensors(output))}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return PreciseRun(loss.detach(), outputs, grads, dict(model.named_buffers()))
+
+
+def named(program: Program, run: PlainRun, values: Sequence[Any]) -> dict[tuple[str, str], torch.Tensor]:
+    """A program's results by what they are, of the call that `run` is; what it only hands to another is none."""
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for port, value in zip(program.outputs, values, strict=True):
+        if port.role is OutputRole.OUTPUT and port.index is not None:
+            found["output", run.output_name(port.index)] = value
+        elif port.role is OutputRole.MUTATION:
+            found["buffer" if port.of is InputRole.BUFFER else "changed input", port.name] = value
+        elif port.role is OutputRole.KEPT:
+            found["kept weight", port.name] = value
+        elif port.role is OutputRole.GRADIENT:
+            found["gradient" if port.of is InputRole.PARAMETER else "gradient of input", port.name] = value
+    return found
+
+
+@dataclass(frozen=True)
+class Called:
+    """A module and its class's forward."""
+
+    module: nn.Module
+    forward_function: Any
+
+
+def _micro_batches(called: Called, inputs: Inputs, parts: int) -> list[Inputs]:
+    """A rank's batch, cut as `train_step` cuts it."""
+    if parts == 1:
+        return [inputs]
+    args, kwargs = split_inputs(inputs)
+    calls = split_batch(args, in_order(called, kwargs), parts, uneven=None)
+    # (memory of their own: see `rows_of`)
+    own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, calls)
+    return [kwargs if isinstance(inputs, dict) else args for args, kwargs in own]
+
+
+def _in_turn(
+    model: nn.Module,
+    reference: nn.Module,
+    entry: Entry,
+    batches: Sequence[Inputs],
+    loss_fn: Callable[..., torch.Tensor] | None,
+) -> Iterator[PlainRun]:
+    """The plain model on a rank's micro-batches, one after another: each finds the buffers as the one before it left them, and counts
+    equally."""
+    buffers: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        made = PlainRun(model, reference, entry, batch, loss_fn, 1.0 / len(batches), buffers)
+        buffers = made.buffers
+        yield made
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+def rows_of(inputs: Inputs, rank: int, world: int) -> Inputs:
+    """A rank's part of the global batch: of the tensors with the most rows, which are cut; all others whole."""
+    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    batch = max(sizes, default=0)
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
+            return leaf
+        if batch % world:
+            raise SignatureError(
+                f"a batch of {batch} can't be split over {world} ranks",
+                hint="give a batch that the world divides",
+            )
+        # (memory of its own: of two slices of one batch some libraries' products differ in the last bit, by their alignment)
+        return leaf.chunk(world)[rank].clone()
+
+    return pytree.tree_map(cut, inputs)  # type: ignore[no-any-return]
+
+
+def cast_to(value: Any, dtype: torch.dtype | None) -> Any:
+    """A floating-point tensor in this dtype, all else (and where there is none) as it is."""
+    floats = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floats else value
+
+
+def in_precision(model: nn.Module, specs: dict[str, ParamSpec]) -> nn.Module:
+    """A copy whose parameters have the dtypes that are computed in; `model`'s own become those that ranks hold."""
+    plain = copy.deepcopy(model)
+    for (name, param), own in zip(plain.named_parameters(), model.parameters(), strict=True):
+        own.data = own.data.to(specs[name].dtype)
+        param.data = own.data.to(specs[name].compute_dtype)
+    return plain
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _laid_out(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
+    """A copy with the dtype and strides that the program's input has."""
+    like = tensor(node)
+    return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype).copy_(value)
+
+
+def data_rank(sizes: Mapping[str, int], rank: int) -> int:
+    """Which part of the global batch a rank is given: the same for ranks that divide weights."""
+    where, found = coordinates(dict(sizes), rank), 0
+    for dim, size in sizes.items():
+        if dim in DATA_DIMS:
+            found = found * size + where[dim]
+    return found
+
+
+def part_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, int]) -> torch.Tensor:
+    """What a virtual rank computes with, of a whole parameter or gradient."""
+    if spec.division is None:
+        return whole
+    return spec.division.part(whole, coordinates(sizes, rank)[spec.division.mesh_dim])
+
+
+def shard_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, int]) -> torch.Tensor:
+    """A virtual rank's padded shard of what it computes with of a parameter or gradient."""
+    if spec.shard_dim is None:
+        return whole
+    first = spec.rows * coordinates(sizes, rank)[spec.shard_dim]
+    padded = whole.new_zeros(spec.shard_shape)
+    mine = whole[first : first + spec.rows]
+    padded[: mine.shape[0]] = mine
+    if padded.stride() != spec.stride and whole.dim() > 1 and not whole.is_contiguous():
+        order = sorted(range(1, whole.dim()), key=lambda d: (-spec.stride[d], d))
+        packed = padded.permute(0, *order).contiguous()
+        return packed.permute([[0, *order].index(d) for d in range(whole.dim())])
+    return padded
+
+
+def mean_of(grads: Sequence[torch.Tensor], sizes: dict[str, int], spec: ParamSpec) -> list[torch.Tensor]:
+    """The mean over the ranks that see different data, on each rank: in rank order, first within each `dp` group as the program does it, in
+    the dtype that it reduces in."""
+    dims = [d for d in DATA_DIMS if sizes.get(d, 1) > 1]
+    values = [g.to(spec.reduce_dtype) for g in grads] if dims else list(grads)
+    for dim in dims:
+        means: dict[tuple[int, ...], torch.Tensor] = {}
+        groups = [tuple(group_ranks(sizes, dim, rank)) for rank in range(len(values))]
+        for group in groups:
+            if group not in means:
+                total = values[group[0]].clone()
+                for rank in group[1:]:
+                    total += values[rank]
+                means[group] = total / len(group)
+        values = [means[group] for group in groups]
+    return values

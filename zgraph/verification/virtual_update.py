@@ -1,0 +1,106 @@
+"""A plan's update on virtual ranks, in one process, from the gradients of a step: what `zgraph bisect` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from zgraph.build.update_program import trained, update_history
+from zgraph.passes import History, PassRecord
+from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.program.tolerance import Difference, difference
+from zgraph.update import scaler
+from zgraph.update.build import AHEAD, EMA, MASTER, NONFINITE, scalar_names, states_of
+from zgraph.verification.virtual_ranks import coordinates, run_virtual
+from zgraph.verification.virtual_step import Results, VirtualStep, shard_of
+
+_SHOWN = {InputRole.PARAMETER: "parameter", InputRole.STATE: "state"}
+
+
+class VirtualUpdate:
+    """The update that follows a step. `records` are its program's way through its passes, as `passed` gives them.
+
+    It is the second one from the same gradients, so that states have values of their own. `share` is that of the states which is
+    offloaded. No pass is verified here.
+    """
+
+    def __init__(
+        self, step: VirtualStep, share: float | None, passed: Callable[[Callable[[], History]], list[PassRecord]]
+    ) -> None:
+        self.step = step
+        self.members, self.options = trained(step.model, step.specs, step.plan, share)
+        plain = (step.plan, self.members, step.specs, step.sizes, step.device, self.options)
+        self.records = passed(lambda: update_history(*plain, verified=False))
+        self._held = [self._first(rank) for rank in range(len(step.ranks))]
+        roles = {shown: role for role, shown in _SHOWN.items()}
+        for held, made in zip(self._held, self.of_program(self.records[0].program), strict=True):
+            held |= {(roles[what], name): value for (what, name), value in made.items() if what in roles}
+
+    def of_program(self, program: Program) -> Results:
+        """The parameters, states and numbers after an update, whether the program gives them or writes them over the old ones."""
+        given = [
+            [held[p.role, p.name].clone(memory_format=torch.preserve_format) for p in program.inputs]
+            for held in self._held
+        ]
+        found: Results = []
+        for inputs, values in zip(given, run_virtual(program, given), strict=True):
+            mine = {
+                (_SHOWN[p.role], p.name): value  # type: ignore[index]
+                for p, value in zip(program.inputs, inputs, strict=True)
+                if p.role in _SHOWN
+            }
+            for port, value in zip(program.outputs, values, strict=True):
+                if port.role is OutputRole.OUTPUT:
+                    mine["output", port.name] = value
+                elif port.role is OutputRole.MUTATION and port.of in _SHOWN:
+                    mine[_SHOWN[port.of], port.name] = value  # type: ignore[index]
+            found.append(mine)
+        return found
+
+    def differences(self, found: Results, bound: float | None = None) -> list[Difference]:
+        """How far each result is from that of the update before any pass. `bound`: see `zgraph.program.tolerance.difference`."""
+        return [
+            difference(what, name, rank, values.get((what, name)), plain, bound=bound)
+            for rank, (values, expected) in enumerate(zip(found, self._expected, strict=True))
+            for (what, name), plain in expected.items()
+        ]
+
+    @cached_property
+    def _expected(self) -> Results:
+        return self.of_program(self.records[0].program)
+
+    def _first(self, rank: int) -> dict[tuple[Any, str], torch.Tensor]:
+        """What the first update of a rank takes."""
+        step, options = self.step, self.options
+        held: dict[tuple[Any, str], torch.Tensor] = {}
+        for member in self.members:
+            spec = step.specs[member.name]
+            param = shard_of(step.params[member.name], spec, rank, step.sizes)
+            held[InputRole.PARAMETER, member.name] = param
+            held[InputRole.GRADIENT, member.name] = step.gradient(member.name, rank)
+            held[InputRole.STATE, member.count] = torch.zeros((), dtype=torch.float64)
+            for key, state in states_of(member, spec, options).items():
+                made = torch.full(state.shape, state.fill, dtype=state.dtype)
+                held[InputRole.STATE, f"{member.name}/{key}"] = (
+                    made.copy_(param) if key in (MASTER, EMA, AHEAD) else made
+                )
+        for key, first in (scaler.initial(options.loss_scale) if options.loss_scale else {}).items():
+            held[InputRole.STATE, f"/{key}"] = first
+        held[InputRole.STATE, f"/{NONFINITE}"] = torch.tensor(0)
+        held[InputRole.SCALARS, "scalars"] = torch.tensor(self._numbers(), dtype=torch.float64)
+        for dim, at in coordinates(step.sizes, rank).items():
+            held[InputRole.INDEX, dim] = torch.tensor(at)
+        return held
+
+    def _numbers(self) -> list[float]:
+        """The plan's own learning rates and other numbers; gradients are not multiplied, and the loss is finite."""
+        records = {m.group: m.record for m in self.members}
+        found = []
+        for group, path in scalar_names(self.members, self.options):
+            key, _, at = path.partition(".")
+            value: Any = 1.0 if group < 0 else getattr(records[group], key)
+            found.append(float(value[int(at)] if at else value))
+        return found
