@@ -543,7 +543,7 @@ def test_a_disk_that_fills_up_ends_the_bundle_and_not_the_run(tmp_path, monkeypa
 def test_passes_go_into_torchs_structured_trace(tmp_path):
     code = """
 import models, zgraph
-from zgraph.planned_step import programs
+from zgraph.build.planned_step import programs
 case = models.build("even_mlp")
 programs(case.model, zgraph.Plan(mesh={"dp": -1}, backend="eager"), case.inputs, 2)
 """

@@ -435,7 +435,7 @@ def test_the_stack_of_a_thread_is_its_lines_the_innermost_first():
 
 CHURN = """
 import ctypes, sys, threading, time
-from zgraph.program.stacks import stack_of
+from zgraph.ranks.stacks import stack_of
 
 libc, end = ctypes.CDLL(None), time.monotonic() + 2
 routine = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda given: None)
