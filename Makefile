@@ -3,6 +3,7 @@
 # make test-all    with them every case of long sweeps, and the tests that take minutes
 # make databases    the modules and operators of PyTorch's own databases, and the table of them (BACKEND=eager or inductor)
 # make fuzz N=300 SEED=0 KINDS="eager tp"    random models under random plans against plain PyTorch; see docs/fuzzing.md
+# make mutations    faults planted in zgraph one by one, and the table of the tests that find them
 # make bench-overlap    training steps of zgraph and its peers over a modelled link, into benchmarks/results
 #
 # torch is pinned. PyPI's own Linux build of it is for CUDA; to take another (say the small CPU build):
@@ -27,7 +28,7 @@ KINDS ?=
 BACKEND ?= eager
 PACKAGING := pyproject.toml setup.py
 
-.PHONY: help demo test test-all databases lint types test-torch211 bench-overlap clean toolchain
+.PHONY: help demo test test-all databases fuzz mutations lint types test-torch211 bench-overlap clean toolchain
 
 help:
 	@grep '^# make' Makefile | cut -c3-
@@ -49,6 +50,9 @@ databases: $(VENV)/.dev toolchain
 
 fuzz: $(VENV)/.dev toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.fuzz -n $(N) --seed $(SEED) --kinds $(KINDS) $(ARGS)
+
+mutations: $(VENV)/.dev toolchain
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python tests/mutations.py --write docs/mutations.md $(ARGS)
 
 bench-overlap: $(VENV)/.bench toolchain
 	@$(VENV)/bin/python benchmarks/overlap.py $(ARGS)

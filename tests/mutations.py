@@ -1,69 +1,98 @@
 """Plants faults in zgraph, one by one, and sees that a test finds each: `python tests/mutations.py [NAME …] [--write docs/mutations.md]`.
 
 A fault is a change of one place in the sources (`tests/planted_faults.py`). The tests that are to find it run against a copy of
-the package that has it. A fault that no test finds is a wall without a guard.
+the package that has it; those that fail have to pass without it. A fault that no test finds is a wall without a guard.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from planted_faults import FAULTS, Fault
+from planted_faults import FAULTS, PACKAGES, ROOT, Fault, sources
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = {
-    "zgraph": "zgraph",
-    "passes": "zgraph/passes",
-    "codegen": "zgraph/codegen",
-}  # a folder, and where it is installed
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", re.M)
 
 
-def copy_of_the_package(folder: Path) -> None:
-    """Lay the sources out in `folder` as they are installed."""
-    for source, target in PACKAGES.items():
-        shutil.copytree(ROOT / source, folder / target, ignore=shutil.ignore_patterns("__pycache__"))
+class Copy:
+    """The sources in `folder`, laid out as they are installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for source, target in PACKAGES.items():
+            shutil.copytree(ROOT / source, folder / target, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def write(self, path: Path, text: str) -> None:
+        """Replace a file, named by its path in the repository."""
+        (self.folder / PACKAGES[path.parts[0]] / Path(*path.parts[1:])).write_text(text)
+
+    def failures(self, tests: Sequence[str], *options: str) -> list[str]:
+        """Those of these tests (files, or tests in them) that fail. Raises `RuntimeError` if they can't be run."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        # (-P: the folder that it runs in has a zgraph as well)
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "pytest",
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            *options,
+            *tests,
+        ]
+        ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+        if ran.returncode == 0:
+            return []
+        failed = _FAILED.findall(ran.stdout)
+        if ran.returncode == 1 and failed:
+            return failed
+        if ran.returncode < 0:  # (a fault may end the process)
+            return list(tests[:1])
+        raise RuntimeError(f"{tests} can't be run:\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
 
 
-def found_by(fault: Fault, folder: Path) -> str | None:
-    """The first of the fault's tests that fails with it planted in the copy; None if all pass. Raises `RuntimeError` if a test can't be run."""
-    file = folder / PACKAGES.get(fault.file.split("/")[0], "") / fault.file.split("/", 1)[1]
-    clean = file.read_text()
-    file.write_text(fault.planted(clean))
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+def found_by(fault: Fault, copy: Copy, texts: dict[Path, str]) -> str | None:
+    """The first of the fault's tests that fails with it planted in the copy; None if all pass."""
+    path, planted = fault.planted(texts)
+    copy.write(path, planted)
     try:
-        for test in fault.tests:
-            # (-P: the folder that it runs in has a zgraph as well)
-            command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", test]
-            ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-            if ran.returncode == 1 or ran.returncode < 0:  # (a fault may end the process)
-                return test
-            if ran.returncode != 0:
-                raise RuntimeError(f"{test} can't be run:\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
-        return None
+        return next(iter(copy.failures(fault.tests, "-x")), None)
     finally:
-        file.write_text(clean)
+        copy.write(path, texts[path])
 
 
-def table(results: list[tuple[Fault, str | None]]) -> str:
+def table(results: list[tuple[Fault, str | None]], texts: dict[Path, str]) -> str:
     """The page of the documentation."""
-    rows = [
-        f"| {fault.wall} | {fault.what} | `{fault.file}` | {f'`{test}`' if test else '**nothing**'} |"
-        for fault, test in results
-    ]
+    rows = []
+    for fault, test in results:
+        file = fault.planted(texts)[0]
+        rows.append(f"| {fault.wall} | {fault.what} | `{file}` | {f'`{test}`' if test else '**nothing**'} |")
     caught = sum(test is not None for _, test in results)
     return "\n".join(
         [
             "# Planted faults",
             "",
-            "Each row is a fault that `python tests/mutations.py` plants in the sources, and the test that then fails.",
+            "Do the tests see it when one of zgraph's [checks](beliefs.md) is gone? Each row is a fault that `python tests/mutations.py`",
+            "plants in a copy of the sources (they are in `tests/planted_faults.py`), and the first test that then fails, and passes",
+            "without it. `python tests/mutations.py --write docs/mutations.md` runs them all and writes this page;",
+            "`python tests/mutations.py NAME …` runs some.",
+            "",
             f"{caught} of {len(results)} are found.",
             "",
             "| wall | fault | planted in | found by |",
@@ -76,24 +105,34 @@ def table(results: list[tuple[Fault, str | None]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="faults to plant (all)")
+    parser.add_argument("names", nargs="*", help="faults to plant (all)", metavar="NAME")
     parser.add_argument("--write", type=Path, help="write the table to this file")
     chosen = parser.parse_args()
+    unknown = set(chosen.names) - {f.name for f in FAULTS}
+    if unknown:
+        parser.error(f"no fault has the name {', '.join(sorted(unknown))}")
     faults = [f for f in FAULTS if not chosen.names or f.name in chosen.names]
+    texts = sources()
     results: list[tuple[Fault, str | None]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with tempfile.TemporaryDirectory() as scratch, Progress(*columns) as progress:
-        copy_of_the_package(Path(scratch))
+        copy = Copy(Path(scratch))
         task = progress.add_task("planting faults", total=len(faults))
         for fault in faults:
             progress.update(task, description=fault.name)
             start = time.perf_counter()
-            results.append((fault, found_by(fault, Path(scratch))))
+            results.append((fault, found_by(fault, copy, texts)))
             said = f"found by {results[-1][1]}" if results[-1][1] else "NOT FOUND"
-            progress.console.print(f"{fault.name}: {said} ({time.perf_counter() - start:.0f} s)")
+            progress.console.print(
+                f"{fault.name}: {said} ({time.perf_counter() - start:.0f} s)", markup=False, soft_wrap=True
+            )
             progress.advance(task)
+        progress.update(task, description="the same tests, without a fault")
+        tests = sorted({test for _, test in results if test})
+        if tests and (failed := copy.failures(tests)):
+            raise SystemExit(f"these fail without a fault, too: {failed}")
     if chosen.write:
-        chosen.write.write_text(table(results))
+        chosen.write.write_text(table(results, texts))
     return int(any(test is None for _, test in results))
 
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
-from planted_faults import FAULTS, Fault
+from planted_faults import FAULTS, ROOT, Fault, sources
 
-ROOT = Path(__file__).parent.parent
+
+@pytest.fixture(scope="module")
+def texts() -> dict[Path, str]:
+    return sources()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_fits_the_source(fault: Fault) -> None:
-    fault.planted((ROOT / fault.file).read_text())
+def test_a_planted_fault_fits_the_source(fault: Fault, texts: dict[Path, str]) -> None:
+    path, planted = fault.planted(texts)
+    ast.parse(planted)
+    assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(texts[path]))
     assert fault.tests
-    assert all((ROOT / test.split("::")[0]).is_file() for test in fault.tests)
+    for test in fault.tests:
+        file, *name = test.split("::")
+        assert (ROOT / file).is_file()
+        assert all(f"def {n.split('[')[0]}(" in (ROOT / file).read_text() for n in name)
 
 
 def test_there_are_faults_for_every_wall() -> None:

@@ -217,3 +217,33 @@ def test_clipping_of_complex_gradients_is_refused():
 
     with pytest.raises(PlanError, match="'z' can't be clipped"):
         zgraph.compile(Wave(), zgraph.Plan(backend="eager", grad_clip=0.1))
+
+
+MARKS = {
+    "mark_dynamic": lambda x: torch._dynamo.mark_dynamic(x, 0, min=1, max=10),
+    "maybe_mark_dynamic": lambda x: torch._dynamo.maybe_mark_dynamic(x, 0),
+    "mark_unbacked": lambda x: torch._dynamo.decorators.mark_unbacked(x, 0),
+    "dynamic_sources": lambda x: None,
+}
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("held", [False, True])
+def test_what_torch_compile_is_told_of_sizes_changes_nothing(mark, held):
+    """A program is for one size; what is marked as dynamic for torch.compile is so there."""
+
+    class Sized(Net):
+        def forward(self, x):
+            x = self.held if held else x
+            return (self.a(x).view(-1, len(x)).softmax(0) * len(x)).square().mean()
+
+    sources = "L['x'],L['self'].held" if mark == "dynamic_sources" else ""
+    plain, model = Sized(), compiled(Sized())
+    with torch.compiler.config.patch(dynamic_sources=sources):
+        for rows in (2, 3, 2):
+            x = torch.arange(4.0 * rows).view(rows, 4) / 10
+            plain.held = model.held = x
+            if rows == 3:
+                MARKS[mark](x)
+            assert torch.equal(model(x), plain(x))
+    assert len(model.zgraph.runtime.entries) == 2

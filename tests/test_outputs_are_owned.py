@@ -76,3 +76,28 @@ def test_an_output_that_is_a_view_may_be_written_to(backend):
         out.mul_(3).square().sum().backward()
         found.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*found)
+
+
+def test_an_output_that_is_an_input_only_in_the_program_is_a_copy():
+    """Inductor drops a product with ones, and a sum with zeros."""
+
+    class Neutral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return x * torch.ones(4, 4), self.w + torch.zeros(4, 4), x @ self.w
+
+    found = []
+    for model in (Neutral(), zgraph.compile(Neutral(), zgraph.Plan(backend="inductor"))):
+        for _ in range(2):
+            x = torch.ones(4, 4)
+            product, total, last = model(x)
+            product.zero_()
+            with torch.no_grad():
+                total.zero_()
+            last.sum().backward()
+            found.append([x, model.w.detach().clone(), model.w.grad.clone()])
+    torch.testing.assert_close(found[2:], found[:2])

@@ -270,6 +270,18 @@ def test_defaults_of_forward_itself_are_read_at_every_call():
         Own.forward.__defaults__ = before
 
 
+def test_the_closure_of_forward_itself_is_read_at_every_call():
+    k = 2.0
+
+    class Closing(Own):
+        def forward(self, x):
+            return (self.a(x) * k).sum()
+
+    mine, plain = zgraph.compile(Closing(), EAGER), Closing()
+    for k in (2.0, 3.0, torch.ones(4), torch.full((4,), 2.0), torch.ones(2, 4), 2.0):  # noqa: B007
+        assert torch.equal(mine(X), plain(X))
+
+
 # Tensors that are no parameters.
 
 HELD = {
@@ -316,8 +328,12 @@ def test_a_tensor_that_forward_finds_may_take_another_form_compiled(form):
 
 
 def _other_form(where, form, plan):
-    rule = HELD[where]
-    mine, plain = zgraph.compile(Net(lambda m, y: y * rule(m)), plan), Net(lambda m, y: y * rule(m))
+    def rule(m, y):
+        held = HELD[where](m)
+        # (an eager program of another form would often give the right product: operators take any)
+        return y * held * (held.numel() + 3 * held.element_size() + 5 * held.stride(-1) + 7 * held.dim())
+
+    mine, plain = zgraph.compile(Net(rule), plan), Net(rule)
     for change in (lambda t: t, FORMS[form], lambda t: t):
         for model in (mine, plain):
             put(model, where, change(torch.arange(1.0, 5.0)))

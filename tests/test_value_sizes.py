@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -61,6 +62,9 @@ LOSSES = {
     "twice": lambda self, h, m, t: h[m][h[m] > 0].mean() + h[~m].sum(),
     "around": lambda self, h, m, t: (h * h[m].sum()).sum() + (h[m] * h.mean()).sum(),
     "count": lambda self, h, m, t: h[m].sum() / max(1, m.sum().item()),
+    "rounded": lambda self, h, m, t: (
+        h.sum() * abs(int(h[m].sum().item()) - math.floor(h.mean().item()) + math.ceil(h.mean().item()))
+    ),
     "length": lambda self, h, m, t: h[m].sum() / max(1, len(h[m])),
     "weight": lambda self, h, m, t: (h @ self.head.weight[self.head.weight.sum(1) > 0].T).mean(),
     "unique": lambda self, h, m, t: h[torch.unique(t)].sum(),

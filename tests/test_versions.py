@@ -23,11 +23,12 @@ class Net(nn.Module):
         self.l = nn.Linear(4, 4)
         self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
         self.register_buffer("scale", torch.rand(4) + 1)
+        self.register_buffer("shift", torch.rand(4))  # (no backward reads it)
         self.bank = torch.rand(4) + 1
         self.of = of
 
     def forward(self, x):
-        return self.of(self.l(linear(x * self.l.weight[0], self.frozen)) * self.scale * self.bank)
+        return self.of(self.l(linear(x * self.l.weight[0], self.frozen)) * self.scale * self.bank + self.shift)
 
 
 def x_of(seed=1):
@@ -44,9 +45,13 @@ def outcome(model, change, of):
         elif change == "input":
             x.zero_()
         elif change != "nothing":
-            {"frozen": model.frozen, "buffer": model.scale, "attribute": model.bank, "weight": model.l.weight}[
-                change
-            ].mul_(2)
+            {
+                "frozen": model.frozen,
+                "buffer": model.scale,
+                "shift": model.shift,
+                "attribute": model.bank,
+                "weight": model.l.weight,
+            }[change].mul_(2)
     try:
         output.sum().backward()
     except RuntimeError as error:
@@ -56,13 +61,41 @@ def outcome(model, change, of):
 
 
 @pytest.mark.parametrize("of", [torch.sigmoid, torch.relu, torch.tanh, torch.exp])
-@pytest.mark.parametrize("change", ["nothing", "output", "input", "frozen", "buffer", "attribute", "weight"])
+@pytest.mark.parametrize("change", ["nothing", "output", "input", "frozen", "buffer", "shift", "attribute", "weight"])
 def test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch(of, change):
     plain, model = Net(of), zgraph.compile(Net(of), zgraph.Plan(backend="eager"))
     mine, its = outcome(model, change, of), outcome(plain, change, of)
     assert (mine == "refused") == (its == "refused")
     if its != "refused":
         torch.testing.assert_close(mine, its)
+
+
+@pytest.mark.parametrize("change", ["nothing", "input", "buffer", "attribute"])
+def test_a_write_to_what_a_saved_value_is_a_view_of_is_refused(change):
+    """The program saves the view; the user writes to what it is of."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(4, 3))
+            self.register_buffer("b", torch.randn(4, 3))
+            self.bank = torch.randn(3, 4)
+
+        def forward(self, x):
+            return self.w * x.t() + self.w * self.b[:1] + self.w * self.bank.view(4, 3)
+
+    model = zgraph.compile(Views(), zgraph.Plan(backend="eager"))
+    x = x_of()
+    loss = model(x).sum()
+    with torch.no_grad():
+        if change != "nothing":
+            {"input": x, "buffer": model.b, "attribute": model.bank}[change].mul_(2)
+    if change == "nothing":
+        loss.backward()
+    else:
+        with pytest.raises(zgraph.errors.StepError, match=PHRASE):
+            loss.backward()
 
 
 def test_inductor_never_computes_from_what_was_overwritten():

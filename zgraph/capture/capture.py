@@ -472,7 +472,7 @@ def _fake_parameter(spec: ParamSpec, fake_mode: FakeTensorMode, device: torch.de
 
 def _hung(real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     """Give a fake tensor what the user hangs on the real one: forward may read it."""
-    hung = vars(real).items() if type(real) in (torch.Tensor, nn.Parameter, DTensor) else ()
+    hung = torch_private.hung_on(real).items() if type(real) in (torch.Tensor, nn.Parameter, DTensor) else ()
     made.__dict__.update({k: v for k, v in hung if k not in ("_spec", "_local_tensor")})  # (these are DTensor's own)
     return made
 

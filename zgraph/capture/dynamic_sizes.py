@@ -154,6 +154,7 @@ def _scalar(graph: fx.Graph, number: Any, like: fx.Node) -> fx.Node:
 
 
 def _is_symbolic(value: Any) -> bool:
+    """Has a value, or its size, a symbol? It depends on values then: of what is given to a program all sizes are numbers."""
     for leaf in pytree.tree_leaves(value):
         strided = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
         numbers = [*leaf.shape, *leaf.stride(), leaf.storage_offset()] if strided else [leaf]

@@ -32,31 +32,44 @@ FORMAT = 1
 MAX_CONSTANT_BYTES = 1 << 20
 
 # The functions besides registered operators that a graph may call.
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f"operator.{f.__name__}": f
-    for f in (
-        operator.getitem,
-        operator.add,
-        operator.sub,
-        operator.mul,
-        operator.floordiv,
-        operator.truediv,
-        operator.mod,
-        operator.pow,
-        operator.neg,
-        operator.eq,
-        operator.ne,
-        operator.lt,
-        operator.le,
-        operator.gt,
-        operator.ge,
-        operator.and_,
-        operator.or_,
-    )
-} | {
-    f"torch.{f.__name__}": f
-    for f in (torch.sym_float, torch.sym_int, torch.sym_ite, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_sum)
-}
+_FUNCTIONS: dict[str, Callable[..., Any]] = (
+    {
+        f"operator.{f.__name__}": f
+        for f in (
+            operator.getitem,
+            operator.add,
+            operator.sub,
+            operator.mul,
+            operator.floordiv,
+            operator.truediv,
+            operator.mod,
+            operator.pow,
+            operator.neg,
+            operator.abs,
+            operator.eq,
+            operator.ne,
+            operator.lt,
+            operator.le,
+            operator.gt,
+            operator.ge,
+            operator.and_,
+            operator.or_,
+        )
+    }
+    | {f"{f.__module__}.{f.__name__}": f for f in (math.trunc, math.floor, math.ceil, round)}
+    | {
+        f"torch.{f.__name__}": f
+        for f in (
+            torch.sym_float,
+            torch.sym_int,
+            torch.sym_ite,
+            torch.sym_max,
+            torch.sym_min,
+            torch.sym_not,
+            torch.sym_sum,
+        )
+    }
+)
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
 # What the tracer says of a node in a plain value, and torch's partitioner and Inductor read.

@@ -559,14 +559,20 @@ def capture_flat(
     return FlatCapture(graph_module, fake_mode, effects, output, function, guards, apart)
 
 
+def hung_on(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a user has set on a tensor, without dynamo's marks of its sizes."""
+    return {k: v for k, v in vars(tensor).items() if not k.startswith("_dynamo_") and k not in _MARKS}
+
+
+_MARKS = ("_has_dynamo_dim_marking", "_specialize_on")
+
+
 @contextlib.contextmanager
 def _symbolic(names: Sequence[str]) -> Iterator[None]:
-    """Let dynamo take these numbers as inputs of its graph."""
-    if not names:
-        yield
-        return
+    """Let dynamo take these numbers as inputs of its graph, and nothing else: what is marked as dynamic (`torch._dynamo.mark_dynamic`,
+    `torch.compiler.config.dynamic_sources`) is so for torch.compile, and a program has its sizes in its signature."""
     there: Any = builder
-    process, asked = there.process_automatic_dynamic, there.is_dynamic_source
+    process, asked, form = there.process_automatic_dynamic, there.is_dynamic_source, there._automatic_dynamic
     literal = there.VariableBuilder.wrap_literal
 
     def wrap(self: Any, value: Any) -> Any:  # (a float would be looked at late, and be a constant by then)
@@ -577,14 +583,19 @@ def _symbolic(names: Sequence[str]) -> Iterator[None]:
         return replace(entry, scalar=auto_dynamic) if name in names else entry
 
     def of_integers(name: str, *rest: Any, **named: Any) -> bool:
-        return name in names or bool(asked(name, *rest, **named))
+        return name in names
+
+    def of_tensors(tensor: Any, tx: Any, source: Any, static_shapes: bool, *rest: Any, **named: Any) -> Any:
+        return form(tensor, tx, source, True, *rest, **named)
 
     there.process_automatic_dynamic, there.is_dynamic_source = of_floats, of_integers
+    there._automatic_dynamic = of_tensors
     there.VariableBuilder.wrap_literal = wrap
     try:
         yield
     finally:
         there.process_automatic_dynamic, there.is_dynamic_source = process, asked
+        there._automatic_dynamic = form
         there.VariableBuilder.wrap_literal = literal
 
 
