@@ -108,6 +108,8 @@ def test_buffers_that_view_each_other_are_refused_where_one_is_written():
     model = zgraph.compile(Views(), zgraph.Plan(backend="eager"))
     with pytest.raises(SignatureError, match=r"writes to self\.k, which shares memory with self\.v"):
         model(torch.ones(2, 4))
+    with pytest.raises(SignatureError, match=r"writes to self\.k, which shares memory with self\.v"):
+        zgraph.verify(Views(), zgraph.Plan(backend="eager"), 2, (torch.ones(2, 4),))
 
 
 def test_a_parameter_given_as_an_input_gets_its_whole_gradient():

@@ -161,7 +161,10 @@ def _batch(case: Case) -> str:
         f"g = torch.Generator().manual_seed({case.seed % 1000} + 100 * step + 10007 * rank)",
         f"x, y = {make}, torch.randint(0, {CLASSES}, {targets}, generator=g)",
     ]
-    body += [INPUTS[name] for name in case.inputs if not (case.tokens and name in ("requires gradients", "transposed"))]
+    left_out = {"requires gradients", "transposed"} if case.tokens else set()
+    if "requires gradients" not in case.inputs and any("GroupNorm" in part.init for _, part in _named(case)):
+        left_out.add("channels last")  # (torch's own backward of GroupNorm crashes: there is nothing to compare with)
+    body += [INPUTS[name] for name in case.inputs if name not in left_out]
     if case.argument:
         body += [f"k = {ARGUMENTS[case.argument].value}", "return x, y, k"]
     else:

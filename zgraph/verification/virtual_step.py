@@ -155,9 +155,16 @@ class VirtualStep:
         each = [list(_in_turn(self.model, plain, self.entry, rows, loss_fn)) for rows in batches]
         self.calls = [list(column) for column in zip(*(each[d] for d in data), strict=True)]
         self.ranks = self.calls[0]
+        self._refuse_overlap(split_inputs(batches[0][0]))
         captured = self.step.captured
         captured.params = self.specs = divided_layout(captured, self.plan, self.costs, self.model)
         self.params = {n: p.detach() for n, p in self.model.named_parameters()}
+
+    def _refuse_overlap(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Raises `SignatureError` where a call would: the programs here have each tensor for themselves."""
+        if self.step.mutated:
+            flat = self.entry.trace.flat.flatten(self.model, *call)
+            self.entry.trace.refuse_overlap(self.step.mutated, flat, whole=True)
 
     @property
     def pipelined(self) -> bool:
