@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from zgraph.build.pass_pipeline import costs_of
+from zgraph.capture.former_memory import former_memory
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import PlanError
 from zgraph.parameters.mixed_precision import prepare
@@ -33,7 +35,9 @@ class Undivided(Uncut):
         def refused(rank: int, said: str) -> PlanError:
             return PlanError(f"rank {rank} can't divide the model", where="tensor_parallel", why=said)
 
-        specs = self.everyone.together("the division of weights", attempt, refused)
+        with contextlib.ExitStack() as undo:  # (once divided, parameters are replaced)
+            undo.callback(former_memory(self.module).note_early(self.module))
+            specs = self.everyone.together("the division of weights", attempt, refused)
         self.everyone.vote("the division of weights", repr({n: s.division for n, s in specs.items()}))
         tiers = opened_tiers(self.module, self.plan, specs, self.device, self.everyone)
         costs = agreed_costs(self.plan, self.device, self.everyone, tiers)

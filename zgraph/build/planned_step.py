@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import StepProgram
 from zgraph.build.update_program import outside_of, whole_update
 from zgraph.capture.capture import trace
+from zgraph.capture.former_memory import former_memory
 from zgraph.capture.forwards import unbound
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import ModelError, PlanError
@@ -108,7 +111,10 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
     forward = unbound(model, model.forward)
     check(model, precision, specs)
     refuse_unmatched(plan, model)
-    with prepare(model, precision, specs):
+    with contextlib.ExitStack() as undo:
+        if math.prod(plan.resolve_mesh(world).values()) > 1:
+            undo.callback(former_memory(model).note_early(model))
+        undo.enter_context(prepare(model, precision, specs))
         traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)
     decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
     joint = traced.joint(traced.pattern, decompositions, "train" if traced.pattern else "eval")

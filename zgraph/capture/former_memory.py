@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class FormerMemory:
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[Former]] = {}
+        self._early: set[str] = set()  # parameters that count as replaced though they may be where they were
         self.is_read = False  # has a capture found a tensor in it?
 
     def note(self, name: str, param: nn.Parameter) -> None:
@@ -46,15 +47,27 @@ class FormerMemory:
             return
         form = torch.empty(0, dtype=param.dtype, device="meta")
         form = form.as_strided(param.shape, param.stride(), param.storage_offset())
-        storage = torch_private.weak_storage(param)
-        self._by_storage.setdefault(torch_private.storage_key(param), []).append(
-            Former(name, weakref.ref(param), storage, form)
-        )
+        there = self._by_storage.setdefault(torch_private.storage_key(param), [])
+        if not any(f.name == name and f.param() is param and _same_form(f.form, form) for f in there):
+            there.append(Former(name, weakref.ref(param), torch_private.weak_storage(param), form))
+
+    def note_early(self, module: nn.Module) -> Callable[[], None]:
+        """Let all parameters of a module count as replaced from now on, whether they are or not: what shares memory with one is read from it,
+        on each rank alike. What is returned undoes it."""
+        before = {key: list(group) for key, group in self._by_storage.items()}, self._early, self.is_read
+        self._early = {name for name, _ in module.named_parameters()}
+        for name, param in module.named_parameters():
+            self.note(name, param)
+
+        def undo() -> None:
+            self._by_storage, self._early, self.is_read = before
+
+        return undo
 
     def forget_if_there(self, name: str, param: nn.Parameter) -> None:
         """Forget where a parameter was if it is still there."""
         key = torch_private.storage_key(param) if torch_private.has_storage(param) else None
-        if key in self._by_storage:
+        if key in self._by_storage and name not in self._early:
             self._by_storage[key] = [f for f in self._by_storage[key] if f.name != name]
             if not self._by_storage[key]:
                 del self._by_storage[key]
@@ -121,6 +134,11 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+
+
+def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
+    forms = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (one, other)]
+    return forms[0] == forms[1]
 
 
 def _short(dtype: torch.dtype) -> str:

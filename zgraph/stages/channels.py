@@ -239,10 +239,19 @@ class _Pair:
 def _flat(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A value's numbers in the order in which they are awaited: no copy of one that lies so. (What is awaited says the program; a backend
     may give another layout.)"""
-    stride = like.stride()
-    order = sorted(range(like.dim()), key=lambda d: (-stride[d], d))
-    return value.detach().permute(order).contiguous().view(-1)
+    return value.detach().permute(_order(like)).contiguous().view(-1)
 
 
 def _shown(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return buffer.as_strided(like.shape, like.stride())
+    """These numbers as what is awaited: with its strides, or, where elements of it would lie on each other or have gaps, without gaps in the same
+    order."""
+    order = _order(like)
+    laid = buffer.view([like.shape[d] for d in order]).permute([order.index(d) for d in range(like.dim())])
+    same = all(a == b or n == 1 for a, b, n in zip(laid.stride(), like.stride(), like.shape, strict=True))
+    return buffer.as_strided(like.shape, like.stride()) if same else laid
+
+
+def _order(like: torch.Tensor) -> list[int]:
+    """The dimensions in the order in which they lie in memory, the outermost first."""
+    stride = like.stride()
+    return sorted(range(like.dim()), key=lambda d: (-stride[d], d))

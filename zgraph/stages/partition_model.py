@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.build.pass_pipeline import costs_of
 from zgraph.capture.cache_key import batch_size, signature
 from zgraph.capture.capture import trace
+from zgraph.capture.former_memory import former_memory
 from zgraph.capture.targets import LossesSeen
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import ModelError, PlanError
@@ -38,7 +39,16 @@ from zgraph.runtime.runtime import Runtime, agreed_costs, opened_tiers
 from zgraph.runtime.train_step import for_forward, in_order, loss_of, named, split_batch
 from zgraph.stages.channels import make_line
 from zgraph.stages.runtime import PipelineRuntime
-from zgraph.stages.stage_programs import Capture, Partition, cut, joint_of, loss_pattern, partition, without_fast_path
+from zgraph.stages.stage_programs import (
+    Capture,
+    Partition,
+    cut,
+    joint_of,
+    loss_pattern,
+    partition,
+    refuse_carried,
+    without_fast_path,
+)
 from zgraph.units import shown_bytes
 from zgraph.update.owned_parameters import held_at, within
 
@@ -88,7 +98,10 @@ class Uncut:
         def refused(rank: int, said: str) -> PlanError:
             return PlanError(f"rank {rank} can't cut the model into stages", where="mesh.pp", why=said)
 
-        found, parted, stages, specs = self.everyone.together("the cut into stages", attempt, refused)
+        with contextlib.ExitStack() as undo:
+            undo.callback(former_memory(self.module).note_early(self.module))
+            found, parted, stages, specs = self.everyone.together("the cut into stages", attempt, refused)
+            undo.pop_all()
         holders = parted.holders(stages)
         divisions = {n: s.division for n, s in specs.items() if s.division is not None}
         self.everyone.vote("where the model is cut into stages, and their schedule", repr((parted, divisions)))
@@ -118,7 +131,8 @@ class Uncut:
             line=line,
             partition=parted,
             origin=self,
-            first=found,
+            # (guards on a parameter that is read through another tensor are of the object that it was)
+            first=None if former_memory(self.module).is_read else found,
         )
 
     def to_cut_by(self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Capture:
@@ -145,6 +159,8 @@ class Uncut:
         specs = with_requires_grad(self.specs, dict(self.module.named_parameters(remove_duplicate=False)))
         with without_fast_path():
             traced = trace(self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision)
+            if self.staged:
+                refuse_carried(traced, self.module, args, kwargs)
 
         def loss(output: Any) -> torch.Tensor:
             with LossesSeen() as seen:

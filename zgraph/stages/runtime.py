@@ -15,7 +15,8 @@ from zgraph.build.step_program import StepProgram
 from zgraph.build.update_program import outside_of
 from zgraph.capture.cache_key import brief
 from zgraph.capture.former_memory import former_memory
-from zgraph.errors import PlanError, RankMismatchError, StepError, UnsupportedError
+from zgraph.capture.tensor_parallel_layout import as_divided
+from zgraph.errors import CaptureError, PlanError, RankMismatchError, StepError, UnsupportedError
 from zgraph.parameters.sharding import fingerprint, local_of, with_requires_grad
 from zgraph.plan.pipeline_schedules.actions import Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
@@ -106,8 +107,15 @@ class PipelineRuntime(Runtime):
         shown = brief(self.module, args, kwargs)
         name = self._name_new(shown)
         first, self._first = self._first, None
-        known = first is not None and first.key == key and first.of_loss
-        found = first if known and first is not None else self.origin.captured(name, args, kwargs, *self.beside)
+        if first is not None and first.key == key and first.of_loss:
+            found = first
+        else:
+            found = self.everyone.together(
+                "the capture of new inputs",
+                lambda: self.origin.captured(name, args, kwargs, *self.beside),
+                lambda rank, said: CaptureError(f"rank {rank} can't capture the model", where="mesh.pp", why=said),
+            )
+            found.joint.params = as_divided(found.joint.params, self.shards.specs, self.sizes)
         specs = with_requires_grad(self.shards.specs, self.shards.params())
         held = self.updater.held
         outsides = outside_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares, held)

@@ -17,7 +17,7 @@ from zgraph.build.memory_search import Outsides
 from zgraph.build.step_program import StepProgram
 from zgraph.capture.cache_key import batch_size
 from zgraph.capture.capture import Trace
-from zgraph.errors import StepError
+from zgraph.errors import CaptureError, StepError
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.stages.cut_stages import Stages, cut_stages
 from zgraph.passes.stages.cuts import Cuts, assign, find_cuts
@@ -27,7 +27,7 @@ from zgraph.plan.pipeline_schedules.needs import Needs
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.pipeline_schedules.validity import check
 from zgraph.plan.plan import Plan
-from zgraph.program.program import DATA_DIMS, Program
+from zgraph.program.program import DATA_DIMS, InputRole, Program
 from zgraph.stages.memory_search import RankBudget
 from zgraph.stages.rank_memory import memory_of_rank
 from zgraph.torch_compat import torch_private
@@ -189,6 +189,42 @@ def loss_pattern(
         wanted = sorted(trace.differentiable)
         found = torch.autograd.grad(loss, [values[i] for i in wanted], allow_unused=True)
     return frozenset(i for i, g in zip(wanted, found, strict=True) if g is not None)
+
+
+def refuse_carried(trace: Trace, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raises `CaptureError` for a forward that reads a tensor of the model's which it replaces by another: programs of several micro-batches get
+    what was there before the first, and only the rank with the last stage would have the new one."""
+    flat = trace.flat
+    if flat.effects.is_empty:
+        return
+    returned: Any = flat.graph_module.graph.output_node().args[0]
+    fakes = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in returned]
+    made = [torch.zeros(v.shape, dtype=v.dtype, device=v.device) if isinstance(v, torch.Tensor) else v for v in fakes]
+    elsewhere = [None if isinstance(v, torch.Tensor) else v for v in fakes]
+    before = flat.flatten(module, args, kwargs)
+
+    def replayed(values: list[Any]) -> tuple[str | None, str | None]:
+        """After such outputs: the state that is no longer as it was captured, and else a tensor that is another."""
+        with flat.effects.undone():
+            flat.around(lambda *_: values, module, args, kwargs)
+            stale = flat.stale(module, args, kwargs)
+            if stale is not None:
+                return (stale.what if stale.lasts else None), None
+            kinds, tensors = (InputRole.BUFFER, InputRole.CONSTANT), len(before) - flat.number_inputs
+            after = flat.flatten(module, args, kwargs)
+            moved = (i for i in range(tensors) if before[i] is not after[i] and trace.inputs[i].role in kinds)
+            return None, next((trace.source(i) for i in moved), None)
+
+    stale, found = replayed(made)
+    if stale is not None and stale != replayed(elsewhere)[0]:  # (a flag, say, is the same on all ranks)
+        found = stale
+    if found is not None:
+        raise CaptureError(
+            f"the model's forward reads a tensor and replaces it, in a pipeline ({found})",
+            where="mesh.pp",
+            why="all micro-batches would read what was there before the step, and ranks of other stages never see what is put there",
+            hint="make it in __init__; or keep it in a buffer (register_buffer) that forward writes to in place (self.state.copy_(…))",
+        )
 
 
 def _refuse_own_parameters(loss: torch.Tensor, values: Sequence[Any]) -> None:

@@ -180,6 +180,11 @@ class Effects:
     appended: list[Any] = field(default_factory=list)  # lists that are only appended to, of those watched
     namespace: dict[str, Any] = field(default_factory=dict)  # where the globals are
 
+    @property
+    def is_empty(self) -> bool:
+        """Does a replay change nothing?"""
+        return not (self.containers or self.objects or self.cells or self.globals)
+
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
         """Undo at the end what a replay inside does."""

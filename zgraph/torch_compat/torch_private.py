@@ -163,7 +163,12 @@ class FlatCapture:
     @property
     def takes_numbers(self) -> bool:
         """Does the program take Python numbers that the forward itself changes?"""
-        return self._numbers is not None and bool(self._numbers.into)
+        return self.number_inputs > 0
+
+    @property
+    def number_inputs(self) -> int:
+        """How many of the flat inputs, the last ones, are such numbers."""
+        return len(self._numbers.into) if self._numbers is not None else 0
 
     def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """The names of the Python numbers that this capture takes for constants, and that are others now."""

@@ -31,6 +31,7 @@ from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.update_program import outside_of
 from zgraph.capture.capture import find_loss
+from zgraph.capture.former_memory import former_memory
 from zgraph.capture.forwards import method_of
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.codegen.partition import Parts
@@ -130,6 +131,8 @@ class VirtualStep:
         check(self.model, precision, self.specs)
         refuse_unmatched(self.plan, self.model)
         prepare(self.model, precision, self.specs)
+        if world > 1:
+            former_memory(self.model).note_early(self.model)
         plain = in_precision(self.model, self.specs)
         count, forward = math.prod(self.sizes.values()), method_of(model)
         parts = self.plan.micro_batches if self.pipelined else 1

@@ -1,0 +1,220 @@
+"""A model in stages reads tensors beside its parameters as plain PyTorch does, or is refused on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zgraph
+from zgraph.errors import CaptureError
+from zgraph.stages.channels import _flat, _shown
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.more()
+
+    def more(self) -> None: ...
+
+
+class SameStage(Base):
+    def more(self):
+        self.w = [self.a.weight]
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x) @ self.w[0])).square().mean()
+
+
+class OtherStage(Base):
+    """Each stage reads what the other one has."""
+
+    def more(self):
+        self.w = [self.a.weight, self.b.weight[:2]]
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x)) @ self.w[1].t()
+        return (self.b(torch.cat([h, h], 1)) @ self.w[0]).square().mean()
+
+
+class Data(Base):
+    def more(self):
+        self.d = (self.a.weight.data, self.b.bias.detach())
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x)) @ self.d[0] + self.d[1]
+        return (self.b(h) @ self.d[0] + self.d[1]).square().mean()
+
+
+class OnlyAlias(Base):
+    def more(self):
+        self.w = [self.b.weight]
+
+    def forward(self, x):
+        return (torch.tanh(self.a(x)) @ self.w[0]).square().mean() + self.b.bias.square().sum()
+
+
+ALIASES = (SameStage, OtherStage, Data, OnlyAlias)
+
+
+class Attribute(Base):
+    def more(self):
+        self.t = torch.zeros(4)
+
+    def forward(self, x):
+        h = self.b(torch.tanh(self.a(x)) + self.t)
+        self.t = h.detach().mean(0)
+        return h.square().mean()
+
+
+class FirstNone(Base):
+    def more(self):
+        self.t = None
+
+    def forward(self, x):
+        h = self.b(torch.tanh(self.a(x if self.t is None else x + self.t)))
+        self.t = h.detach().mean(0)
+        return h.square().mean()
+
+
+class Buffer(Base):
+    def more(self):
+        self.register_buffer("t", torch.zeros(4))
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x)) + self.t
+        self.t = h.detach().mean(0)
+        return self.b(h).square().mean()
+
+
+class Item(Base):
+    def more(self):
+        self.state = {"t": torch.zeros(4)}
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x)) + self.state["t"]
+        self.state["t"] = h.detach().mean(0)
+        return self.b(h).square().mean()
+
+
+CARRIED = (Attribute, FirstNone, Buffer, Item)
+
+
+class InPlace(Base):
+    def more(self):
+        self.register_buffer("t", torch.zeros(4))
+        self.ready = False
+
+    def forward(self, x):
+        self.ready = True
+        h = torch.tanh(self.a(x)) + self.t
+        self.t.copy_(h.detach().mean(0))
+        h = self.b(h)
+        self.last = h.detach()
+        return h.square().mean()
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def trained(kind, mesh, backend="eager"):
+    """Whether three steps of two micro-batches are those of the plain model."""
+    plain, losses = made(kind), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
+    plan = zgraph.Plan(backend=backend, mesh=mesh, zero=0, micro_batches=2, optimizer=zgraph.SGD(lr=0.3))
+    model = zgraph.compile(made(kind), plan)
+    for number in range(3):
+        # (the second batch is of another size, and has programs of its own)
+        x = torch.randn(4 if number == 1 else 8, 4, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        losses = [plain(part) / 2 for part in x.chunk(2)]
+        sum(losses).backward()
+        optimizer.step()
+        torch.testing.assert_close(model.train_step(x).item(), sum(losses).item(), rtol=1e-5, atol=1e-6)
+    for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if not mine.is_meta:
+            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            torch.testing.assert_close(mine.detach(), its.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def all_trained(kinds, mesh):
+    failed = []
+    for kind in kinds:
+        try:
+            trained(kind, mesh)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            failed.append((kind.__name__, str(error)[:300]))
+    return failed
+
+
+@pytest.mark.gloo
+def test_stages_read_a_parameter_through_what_shares_its_memory(two):
+    assert two.run(all_trained, ALIASES, {"pp": 2}) == [[], []]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["dp", "tp"])
+def test_they_do_with_other_ranks_inside_of_a_stage(four, other):
+    """(Both ranks of "dp" see the same rows: a step is the plain model's.)"""
+    assert four.run(all_trained, (*ALIASES, InPlace), {"pp": 2, other: 2}) == [[], [], [], []]
+
+
+@pytest.mark.gloo
+def test_inductor_does(two):
+    assert two.run(trained, OtherStage, {"pp": 2}, "inductor") == [None, None]
+
+
+@pytest.mark.parametrize("kind", [SameStage, Data, OnlyAlias])
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "dp": 2}, {"dp": 2}])
+def test_virtual_ranks_do(kind, mesh):
+    plan = zgraph.Plan(backend="eager", mesh=mesh, micro_batches=2)
+    inputs = (torch.randn(8 * mesh.get("dp", 1), 4),)
+    found = zgraph.verify(made(kind), plan, 2 * (len(mesh)), inputs)
+    assert found.ok, str(found)
+
+
+def refusals():
+    said = {}
+    for kind in CARRIED:
+        for parts in (1, 2):
+            model = zgraph.compile(made(kind), zgraph.Plan(backend="eager", mesh={"pp": 2}, micro_batches=parts))
+            try:
+                model.train_step(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+            except CaptureError as error:
+                said[kind.__name__, parts] = str(error)
+    return said
+
+
+@pytest.mark.gloo
+def test_a_tensor_that_forward_replaces_is_refused_on_all_ranks_and_one_that_it_writes_to_is_right(two):
+    first, second = two.run(refusals)
+    assert set(first) == {(k.__name__, n) for k in CARRIED for n in (1, 2)} and first == second
+    assert all("reads a tensor and replaces it" in text for text in first.values())
+    assert two.run(trained, InPlace, {"pp": 2}) == [None, None]
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.empty(3, 4),
+        torch.empty(4, 3).t(),
+        torch.empty(3).expand(4, 3),
+        torch.empty(3, 1).expand(3, 4),
+        torch.empty(2, 1, 3).expand(2, 5, 3),
+        torch.empty(2, 3, 4).permute(2, 0, 1),
+        torch.empty(6, 4)[::2, 1:3],
+        torch.empty_strided((1, 3), (0, 1)),
+        torch.empty(()),
+        torch.empty(0, 3),
+    ],
+    ids=lambda like: f"{tuple(like.shape)} {like.stride()}",
+)
+def test_what_arrives_has_the_numbers_that_were_sent(like):
+    for value in (torch.arange(float(like.numel())).view(like.shape), torch.ones(like.shape[-1:]).expand(like.shape)):
+        assert _shown(_flat(value, like), like).equal(value)
