@@ -4,6 +4,7 @@ import ast
 import re
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +64,11 @@ def test_a_package_imports_only_from_floors_above(package):
         if (other in ROOF and other != "zgraph") or floor_of(other) > floor_of(module)
     ]
     assert not wrong
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = networkx.DiGraph((m, o) for m, path in MODULES.items() for o in imports(path) if m != o)
+    assert [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1] == []
 
 
 def test_the_table_names_every_package():

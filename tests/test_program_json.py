@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import operator
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -276,3 +278,14 @@ def test_a_file_that_means_no_program_is_refused_with_the_reason(change, says):
     with pytest.raises(ZgraphError) as caught:
         from_json(data)
     assert says in str(caught.value)
+
+
+def test_a_fresh_process_knows_the_operators_of_every_program():
+    code = (
+        "import torch, zgraph.program.serialize\n"
+        "for name in ('output', 'release', 'shift', 'check', 'region'):\n"
+        "    getattr(torch.ops.zgraph, name).default\n"
+        "print(torch._C._dispatch_has_kernel_for_dispatch_key('zgraph::region', 'CompositeExplicitAutograd'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr

@@ -31,7 +31,8 @@ from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM, ParamSpec
 from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.compiled_models import free_dropped_models, is_compiled
-from zgraph.runtime.runtime import Runtime, agreed_costs, opened_tiers
+from zgraph.runtime.rank import RankContext, agreed_costs, opened_tiers
+from zgraph.runtime.runtime import Runtime
 from zgraph.stages.partition_model import Uncut
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import compile_first
@@ -135,9 +136,10 @@ def compile(
         return model
     tiers = opened_tiers(model, plan, specs, device, agreement)
     costs = agreed_costs(plan, device, agreement, tiers)
+    context = RankContext(sizes, mesh, device, agreement, agreement, costs, tiers)
     shards = shard(model, specs, mesh, device, seed, tiers.of("parameters"))
     prepare(model, precision, specs)
-    runtime = started(Runtime(model, forward, plan, sizes, mesh, shards, device, agreement, costs, tiers))
+    runtime = started(Runtime(model, forward, plan, shards, context))
     attach(model, runtime, loss_fn)
     if inputs is not None:
         args, kwargs = split_inputs(inputs)

@@ -12,7 +12,8 @@ from zgraph.errors import PlanError
 from zgraph.parameters.mixed_precision import prepare
 from zgraph.parameters.sharding import shard, with_requires_grad
 from zgraph.program.program import ParamSpec
-from zgraph.runtime.runtime import Runtime, agreed_costs, opened_tiers
+from zgraph.runtime.rank import RankContext, agreed_costs, opened_tiers
+from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.train_step import in_order
 from zgraph.stages.partition_model import Uncut, as_in_training
 
@@ -43,15 +44,5 @@ class Undivided(Uncut):
         costs = agreed_costs(self.plan, self.device, self.everyone, tiers)
         shards = shard(self.module, specs, self.mesh, self.device, self.seed, tiers.of("parameters"))
         prepare(self.module, precision, specs)
-        return Runtime(
-            self.module,
-            self.forward_function,
-            self.plan,
-            self.sizes,
-            self.mesh,
-            shards,
-            self.device,
-            self.everyone,
-            costs,
-            tiers,
-        )
+        context = RankContext(self.sizes, self.mesh, self.device, self.everyone, self.everyone, costs, tiers)
+        return Runtime(self.module, self.forward_function, self.plan, shards, context)

@@ -38,7 +38,8 @@ from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import Timings
 from zgraph.runtime.train_step import train_step
 from zgraph.stages.partition_model import Uncut, made_again
-from zgraph.stages.runtime import PipelineRuntime, refuse_gradients
+from zgraph.stages.runtime import PipelineRuntime
+from zgraph.stages.step import forward_only, refuse_gradients
 from zgraph.stages.step import train_step as train_step_in_stages
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.owned_parameters import mesh_of
@@ -392,12 +393,12 @@ class Handle(Compiled):
         from zgraph.build.resolve_offload import placed_as
         from zgraph.capture.tensor_parallel_layout import as_divided
         from zgraph.parameters.sharding import planned_layout
-        from zgraph.runtime.runtime import agreed_costs
+        from zgraph.runtime.rank import agreed_costs
 
         old = self.runtime
         world = max(1, len(old.everyone.ranks))
         plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
-        kept = mesh_of(old.sizes, old.updater.held)
+        kept = mesh_of(old.sizes, old.held)
         if sizes != kept:
             raise ModelError(
                 f"recompile keeps the mesh {kept}, the plan has {sizes}",
@@ -421,18 +422,9 @@ class Handle(Compiled):
         if isinstance(old, PipelineRuntime):
             made = made_again(old, old.module, old.shards, plan)
         else:
-            made = Runtime(
-                old.module,
-                old.forward_function,
-                plan,
-                sizes,
-                old.mesh,
-                old.shards,
-                old.device,
-                old.agreement,
-                agreed_costs(plan, old.device, old.agreement, old.tiers),
-                old.tiers,
-            )
+            costs = agreed_costs(plan, old.device, old.agreement, old.tiers)
+            context = replace(old.context, sizes=sizes, costs=costs)
+            made = Runtime(old.module, old.forward_function, plan, old.shards, context)
         made.updater.adopt(old.updater, copies=False)
         made.samples, made.turns = old.samples, old.turns
         made.saver = old.saver
@@ -455,7 +447,10 @@ def attach(module: nn.Module, runtime: Runtime | Uncut, loss_fn: Callable[..., A
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if handle.uncut is not None and handle.uncut.staged:
             refuse_gradients()
-        return handle.cut(args, kwargs)(*args, **kwargs)
+        runtime = handle.cut(args, kwargs)
+        if isinstance(runtime, PipelineRuntime):
+            return forward_only(runtime, args, kwargs)
+        return runtime(*args, **kwargs)
 
     handle.forward = Forward(module, run, handle.adopt_forward)
 
@@ -512,18 +507,7 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if isinstance(old, PipelineRuntime):
         runtime = made_again(old, twin, shards, old.plan)
     else:
-        runtime = Runtime(
-            twin,
-            old.forward_function,
-            old.plan,
-            old.sizes,
-            old.mesh,
-            shards,
-            old.device,
-            old.agreement,
-            old.costs,
-            old.tiers,
-        )
+        runtime = Runtime(twin, old.forward_function, old.plan, shards, old.context)
     runtime.updater.adopt(old.updater, copies=True)
     runtime.samples, runtime.turns = old.samples, old.turns
     runtime.saver = Saver()

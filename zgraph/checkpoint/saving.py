@@ -161,7 +161,7 @@ def snapshot(runtime: Runtime, client_state: dict[str, Any] | None) -> Snapshot:
         "random": state.random_states(runtime.device),
         "extra": encode(extra, keep, "get_extra_state()") if extra else {},
     }
-    if runtime.updater.held is not None:  # (a stage's ranks run programs of their own)
+    if runtime.held is not None:  # (a stage's ranks run programs of their own)
         own["programs"] = dict(runtime.digests)
     tensors |= added
     sums = {key: _digest(value, tensors) for key, value in given.items()}

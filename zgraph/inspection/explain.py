@@ -350,7 +350,7 @@ def _transfers(inspection: Inspection, way: Way, name: str) -> Iterator[Statemen
     program = way.last.program
     forecast = inspection.forecast.programs[0]
     spans = {s.node: s for s in forecast.spans if s.lane.startswith("link:")}
-    waits = exposed_by_transfer(way, forecast)
+    waits = exposed_by_transfer(way.last.program, forecast)
     counts: Counter[Phase] = Counter()
     for node in program.graph.nodes:
         if not has_info(node) or info(node).param != name:

@@ -170,7 +170,7 @@ class Inspection:
         found = []
         for way, forecast in self.forecasts():
             nodes = {node.name: node for node in way.last.program.graph.nodes} if way.remarks else {}
-            waits = exposed_by_transfer(way, forecast)
+            waits = exposed_by_transfer(way.last.program, forecast)
             for remark in way.remarks:
                 start = nodes.get(str(remark["node"]))
                 if start is None or not collectives.is_start(start) or transfer_of(start) in waits:

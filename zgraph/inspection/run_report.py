@@ -81,7 +81,7 @@ class Report:
         held = sum(
             s.nbytes // s.shape[0] * s.rows if s.shard_dim else s.nbytes for s in specs if s.shape or not s.shard_dim
         )
-        mesh = mesh_of(runtime.sizes, runtime.updater.held)
+        mesh = mesh_of(runtime.sizes, runtime.held)
         lines = [
             f"plan: zero {runtime.plan.zero}, backend {runtime.plan.backend}, mesh {mesh}",
             *runtime.told(),

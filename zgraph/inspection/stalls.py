@@ -6,9 +6,9 @@ from collections import Counter
 
 from torch import fx
 
-from zgraph.inspection.inspection import Way
 from zgraph.passes.analysis.simulator import Forecast
 from zgraph.program.node import info
+from zgraph.program.program import Program
 
 
 def transfer_of(start: fx.Node) -> str:
@@ -16,9 +16,9 @@ def transfer_of(start: fx.Node) -> str:
     return info(start).bucket or start.name
 
 
-def exposed_by_transfer(way: Way, forecast: Forecast) -> dict[str, float]:
+def exposed_by_transfer(program: Program, forecast: Forecast) -> dict[str, float]:
     """Seconds that are waited for each transfer, by `transfer_of` its start."""
-    nodes = {node.name: node for node in way.last.program.graph.nodes}
+    nodes = {node.name: node for node in program.graph.nodes}
     found: Counter[str] = Counter()
     for stall in forecast.stalls:
         found[transfer_of(nodes[stall.node].all_input_nodes[0])] += stall.seconds  # type: ignore[assignment]

@@ -1,6 +1,10 @@
 """The program: the data that passes take and change, and everything that only describes it.
 
 Nothing here transforms a graph. `node.py` owns what is known of a node, `program.py` the graph with the roles of
-its inputs and outputs, `collectives.py` what a collective means, `ops.py` zgraph's own two operators, `text.py`
+its inputs and outputs, `collectives.py` what a collective means, `ops.py` zgraph's own operators, `printer.py`
 how a program is read, and `digest.py` how ranks compare one.
 """
+
+from zgraph.program import ops, regions, transfers_to_host  # (they register the operators that a program may have)
+
+__all__ = ["ops", "regions", "transfers_to_host"]

@@ -39,24 +39,10 @@ def _fresh(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
 
-def _run_region(inputs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
-    from zgraph.program import regions  # (which needs the operators' names from here)
-
-    return regions.run(inputs, program)
-
-
-def _fake_region(inputs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
-    from zgraph.program import regions
-
-    return regions.fresh_outputs(inputs, program)
-
-
-library.impl("region", _run_region, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "zgraph::output", torch.empty_like, lib=library
 )  # (with memory of its own for each element)
 torch.library.register_fake("zgraph::check", lambda x, message: _fresh(x), lib=library)
-torch.library.register_fake("zgraph::region", _fake_region, lib=library)
 torch.library.register_fake("zgraph::release", lambda x: None, lib=library)
 torch.library.register_fake("zgraph::shift", lambda x, ranks, group: torch.empty_like(x), lib=library)
 torch.library.register_autograd("zgraph::output", lambda ctx, grad: grad, lib=library)

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from zgraph.program import serialize
+from zgraph.program.ops import library
 
 
 def written(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> str:
@@ -67,3 +68,7 @@ def _loaded(program: str) -> tuple[Callable[..., Sequence[torch.Tensor]], list[d
 
 def _empty(kind: dict[str, Any], device: torch.device | str) -> torch.Tensor:
     return torch.empty_strided(kind["shape"], kind["stride"], dtype=getattr(torch, kind["dtype"]), device=device)
+
+
+library.impl("region", run, "CompositeExplicitAutograd")
+torch.library.register_fake("zgraph::region", fresh_outputs, lib=library)

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.errors import RankMismatchError, ZgraphError
 from zgraph.ranks import progress
 from zgraph.torch_compat import torch_private
-
-if TYPE_CHECKING:
-    from zgraph.ranks.heartbeat import Heart
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -57,7 +54,7 @@ class Agreement:
         self.mesh = mesh
         self.group: Any = None
         self.ranks: list[int] = []
-        self.heart: Heart | None = None  # (while this lives, its ranks watch each other)
+        self.heart: object | None = None  # a `zgraph.ranks.heartbeat.Heart` (while this lives, its ranks watch each other)
         self.refuse_ended: Callable[[], None] | None = None  # (raises why they vote no more, once they don't)
         self._limited: dict[Any, tuple[timedelta, timedelta]] = {}  # the plan's timeout of a group, and the one it had
         self._relaxed = False

@@ -27,7 +27,7 @@ from zgraph.ranks.rng import RandomStates, restored
 
 if TYPE_CHECKING:
     from zgraph.build.step_program import Entry, StepProgram
-    from zgraph.runtime.runtime import Runtime
+    from zgraph.runtime.rank import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class _Buffers:
 class NonFinite:
     """One compiled module's, where its plan does not ignore such steps. Where the plan only skips them, no inputs are kept."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Rank) -> None:
         self.runtime = runtime
         self.mode = runtime.plan.on_nonfinite
         self.explains = self.mode in ("stop", "rollback")

@@ -24,7 +24,7 @@ from zgraph.units import shown_bytes
 
 if TYPE_CHECKING:
     from zgraph.build.step_program import StepProgram
-    from zgraph.runtime.runtime import Runtime
+    from zgraph.runtime.rank import Rank
 
 SHOWN = 5  # tensors
 DOUBT = 0.03  # of what there is: a forecast's error
@@ -35,7 +35,7 @@ class OutOfMemoryError(errors.OutOfMemoryError, torch.OutOfMemoryError):
 
 
 @contextlib.contextmanager
-def explained(runtime: Runtime, running: Executable | Program, step: StepProgram | None = None) -> Iterator[None]:
+def explained(runtime: Rank, running: Executable | Program, step: StepProgram | None = None) -> Iterator[None]:
     """An allocation that fails in here, in what is `running`, raises `OutOfMemoryError` with its explanation. What would have
     fitted is said of `step`, by default the last program that trains."""
     try:
@@ -55,7 +55,7 @@ def _is_exhausted(error: Exception) -> bool:
 
 
 def _explanation(
-    error: Exception, runtime: Runtime, running: Executable | Program, step: StepProgram | None
+    error: Exception, runtime: Rank, running: Executable | Program, step: StepProgram | None
 ) -> OutOfMemoryError:
     room = room_of(runtime.device)
     node = failing_node(error, running) if isinstance(running, Executable) else None

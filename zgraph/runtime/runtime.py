@@ -16,161 +16,59 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zgraph.build.memory_search import measured_rate
-from zgraph.build.pass_pipeline import costs_of
 from zgraph.build.step_program import Entry, StepProgram
-from zgraph.build.update_program import away_bytes, outside_of, shares_of
+from zgraph.build.update_program import outside_of
 from zgraph.capture.cache_key import brief, shared, signature
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.inputs import refuse_inputs, resolved
 from zgraph.capture.storages import Sharing, owned, sharing
 from zgraph.codegen.executable import Executable
-from zgraph.errors import CaptureError, ModelError, OffloadError, PlanError, SignatureError, UnsupportedError
-from zgraph.offload.moves import Tiers
+from zgraph.errors import CaptureError, ModelError, OffloadError, SignatureError, UnsupportedError
 from zgraph.parameters.sharding import Shards, fingerprint, still_unset, with_requires_grad
 from zgraph.parameters.staleness import Unchanged
-from zgraph.passes.analysis.costs import Costs, size_of
+from zgraph.passes.analysis.costs import size_of
 from zgraph.plan.plan import Plan
 from zgraph.program import transfers_to_host
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.node import info
-from zgraph.program.program import DATA_DIMS, TEAM_DIMS, InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.program.program import TEAM_DIMS, InputRole, OutputRole, Port, Program
 from zgraph.program.remark import Remark
 from zgraph.ranks import heartbeat, progress
-from zgraph.ranks.agreement import Agreement
 from zgraph.ranks.rng import random_states, restored
-from zgraph.runtime.memory import StepMemory
 from zgraph.runtime.nonfinite import NonFinite
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.prefetch import Ahead
+from zgraph.runtime.rank import Rank, RankContext
 from zgraph.runtime.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.runtime.updater import Updater
 from zgraph.runtime.versions import Versions
 from zgraph.torch_compat import torch_private
 from zgraph.torch_compat.guards import Failing
 from zgraph.torch_compat.torch_private import keeps_graph
-from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
-from zgraph.update.owned_parameters import Held
-from zgraph.update.resume import Last
 
 logger = logging.getLogger(__name__)
-
-
-class Recorder(Protocol):
-    """Who is told what a run time does, and writes it down."""
-
-    def compiled(self) -> None: ...
-
-    def stepped(self) -> None: ...
-
-    def of(self, runtime: Runtime) -> Recorder: ...
-
-
-class Saver(Protocol):
-    """Who saves a run time's checkpoints, and knows the `last` one."""
-
-    last: Last | None
-
-    def wait(self) -> None:
-        """Let the save end that is on its way; raise what it raised."""
-
-    def load_last(self, runtime: Runtime) -> dict[str, Any]:
-        """Load the last checkpoint; returns what the user added to it."""
 
 
 _STATE = "; python state "  # in the keys of programs: before the number of the state that one is for
 
 
-def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, tiers: Tiers) -> Costs:
-    """What the ranks schedule from, equal on all: else they would wait for each other's collectives for ever. A disk that `tiers` have
-    is as fast as it was seen to be, on the rank with the slowest. Raises `PlanError` on every rank if one can't read the hardware's
-    file."""
-
-    def refused(rank: int, said: str) -> PlanError:
-        return PlanError(
-            f"rank {rank} can't read the hardware", where="hardware", why=said, hint="every rank needs the file"
-        )
-
-    costs = agreement.together("the hardware's file", lambda: costs_of(plan, device), refused)
-    agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
-    if tiers.preflight is None:
-        return costs
-    mine = min(tiers.preflight.read_rate, tiers.preflight.write_rate)
-    slowest = min(agreement.gather("the disk's rate", mine))
-    return replace(costs, hardware=costs.hardware.model_copy(update={"nvme": measured_rate(slowest)}))
-
-
-def opened_tiers(
-    model: nn.Module,
-    plan: Plan,
-    specs: dict[str, ParamSpec],
-    device: torch.device,
-    agreement: Agreement,
-    held: Held | None = None,
-) -> Tiers:
-    """Open what the plan offloads to, on all ranks or on none. Raises `OffloadError` on every rank if one has no room for it. `held` is
-    what this rank of a pipeline holds."""
-    if not plan.offload.tiers():
-        return Tiers(plan.offload, device, 0)
-
-    def refused(rank: int, said: str) -> OffloadError:
-        return OffloadError(f"rank {rank} can't offload", where=plan.offload.folder(), why=said)
-
-    return agreement.together(
-        "the disk", lambda: Tiers(plan.offload, device, away_bytes(model, specs, plan, held)), refused
-    )
-
-
-class Runtime:
+class Runtime(Rank):
     """The run time of one compiled module."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        plan: Plan,
-        sizes: dict[str, int],
-        mesh: DeviceMesh | None,
-        shards: Shards,
-        device: torch.device,
-        agreement: Agreement,
-        costs: Costs,
-        tiers: Tiers,
-        everyone: Agreement | None = None,
-        held: Held | None = None,
+        self, module: nn.Module, forward: Callable[..., Any], plan: Plan, shards: Shards, context: RankContext
     ) -> None:
-        """`mesh`, `sizes` and `agreement` are those of the ranks that run the same programs: of one stage, where there is a pipeline. Then
-        `everyone` are the ranks of all stages, and `held` is what this rank holds of the model."""
-        self.module = module
+        super().__init__(module, plan, shards, context)
+        agreement, device = self.agreement, self.device
         self.forward_function = forward
         self.forwards_replaced = 0  # how often it has become another one
-        self.plan = plan
-        self.sizes = sizes
-        self.mesh = mesh
-        self.shards = shards
-        self.device = device
-        self.agreement = agreement
-        self.everyone = agreement if everyone is None else everyone
-        self.tiers = tiers
-        self.groups = dict(tiers.keys)
-        if mesh is not None:
-            self.groups |= {d: str(mesh.get_group(d).group_name) for d in mesh.mesh_dim_names or ()}
-        self.places = {  # this rank's position in each mesh dimension, as programs take it
-            d: torch.tensor(mesh.get_local_rank(d), device=device) for d in sizes if mesh is not None
-        }
-        self.costs = costs
-        self.shares = shares_of(
-            plan
-        )  # of the optimizer's states that may be offloaded: one, once the first program has chosen
-        self.entries: dict[str, Entry] = {}
         self.entered: Entry | None = None  # that of the last forward
         self._calls: dict[str, Callable[..., Any]] = {}
         self._one_at_a_time = threading.RLock()  # (threads that call for the first time at once compile once)
@@ -179,17 +77,14 @@ class Runtime:
         self._unchanged = Unchanged(shards, agreement, device, "an earlier forward had gathered them")
         self.accumulating = False
         self.ahead = Ahead(shards, agreement, device)
-        self.memory = StepMemory(device)
         self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
-        self.recorder: Recorder | None = None
         self.steps = self.forwards = 0  # steps here; forwards of the one that is under way
         self.turns = 0  # backward passes that a user's own optimizer may have followed
         self.samples = 0  # rows of batches that were trained on, over all ranks
         self.digests: dict[str, str] = {}  # of the programs that ranks have agreed on
         self._compared: set[str] = set()  # programs whose inputs ranks have compared
         self.expected: dict[str, str] = {}  # those of the run that a checkpoint of the same plan and world was saved by
-        self.updater = Updater(self, held)
-        self.saver: Saver  # (given by who makes it)
+        self.updater = Updater(self)
         heartbeat.watch(plan.watch, self.everyone, self.process_groups())
         self.nonfinite = NonFinite(self) if plan.on_nonfinite != "ignore" else None
 
@@ -202,62 +97,6 @@ class Runtime:
         """End the step before this call, if its update was the user's own."""
         if self.plan.optimizer is None and self.clock.reduced:
             self.clock.end_step()
-
-    def tell_place(self, micro_batch: int) -> None:
-        """Write down, for who watches, that a micro-batch of the next step begins."""
-        here = progress.HERE
-        here.caller = threading.get_ident()
-        if self.everyone.ranks:
-            here.micro_batch = micro_batch
-            here.step = (self.updater.calls if self.plan.optimizer is not None else self.steps) + 1
-
-    def data_ranks(self) -> int:
-        """How many ranks see different rows."""
-        return math.prod(self.sizes.get(dim, 1) for dim in DATA_DIMS)
-
-    def told(self) -> list[str]:
-        """Lines of the report about what this rank is among others."""
-        return []
-
-    def stage_position(self) -> int:
-        """This rank's position along "pp"; 0 without a pipeline."""
-        return 0
-
-    def process_groups(self) -> list[Any]:
-        """Those that steps communicate in."""
-        return [self.mesh.get_group(d) for d in self.sizes] if self.mesh is not None else []
-
-    def relax(self) -> None:
-        """Let ranks wait for each other as long as they would without the plan's timeout, until their next vote."""
-        for voters in (self.agreement, self.everyone):
-            voters.relax()
-
-    def holds(self, name: str) -> bool:
-        """Does this parameter lie here, and not on other stages' ranks alone?"""
-        return self.updater.held is None or name in self.updater.held.own
-
-    def counts(self, name: str) -> bool:
-        """Does it lie here, and is it here that it counts (in the norm of gradients, in checkpoints) if it lies in other stages too?"""
-        return self.holds(name) and (self.updater.held is None or name not in self.updater.held.uncounted)
-
-    def has_buffer(self, name: str) -> bool:
-        """Is this buffer, by its first name, here as the model's forward changes it?"""
-        return True
-
-    def whole_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        """A parameter's gradient with what other stages have of it. All ranks must call it."""
-        return grad
-
-    def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
-        """Let the ranks compare of which parameters they are about to use the gradients, and the numbers that their optimizers have now."""
-        gradients = f"{len(names)} gradients: {' '.join(names)}"
-        self.agreement.vote(
-            "an update",
-            f"{gradients}; {numbers.ballot()}",
-            lambda: (gradients, numbers),
-            compare_updates,
-            hint=UPDATE_HINT,
-        )
 
     def _ended(self) -> None:
         """A step is over."""

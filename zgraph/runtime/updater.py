@@ -30,17 +30,17 @@ from zgraph.ranks import progress
 from zgraph.runtime.delayed import Delayed, refuse_late_collectives
 from zgraph.runtime.late import Late
 from zgraph.runtime.out_of_memory import explained
+from zgraph.runtime.rank import Rank
 from zgraph.update import scaler
 from zgraph.update.build import EMA, NONFINITE, UpdateOptions, scalar_names
 from zgraph.update.groups import Member, members_of
 from zgraph.update.numbers import Numbers
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.owned_parameters import Held, mesh_of, specs_here
+from zgraph.update.owned_parameters import mesh_of, specs_here
 from zgraph.update.states import States
 from zgraph.update.torch_schedule import torch_scheduler
 
 if TYPE_CHECKING:
-    from zgraph.runtime.runtime import Runtime
     from zgraph.update.resume import Known
 
 logger = logging.getLogger(__name__)
@@ -58,12 +58,11 @@ class CompiledUpdate:
 
 
 class Updater:
-    """The optimizer's side of one compiled module. `optimizer` is None where the plan has none; `held` is what this rank of a pipeline
-    holds, None without one."""
+    """The optimizer's side of one compiled module. `optimizer` is None where the plan has none."""
 
-    def __init__(self, runtime: Runtime, held: Held | None = None) -> None:
+    def __init__(self, runtime: Rank) -> None:
         self.runtime = runtime
-        self.held = held
+        self.held = held = runtime.held
         plan = runtime.plan
         self.scaling = plan.loss_scale()
         specs = runtime.shards.specs

@@ -8,20 +8,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.build.pass_pipeline import costs_of
-from zgraph.capture.cache_key import batch_size, signature
-from zgraph.capture.capture import trace
 from zgraph.capture.former_memory import former_memory
-from zgraph.capture.targets import LossesSeen
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import ModelError, PlanError
 from zgraph.parameters.mixed_precision import prepare
@@ -35,45 +30,21 @@ from zgraph.program import ops
 from zgraph.program.aliases import aliases_of, is_view
 from zgraph.program.program import STAGE_DIM, InputRole, ParamSpec
 from zgraph.ranks.agreement import Agreement
-from zgraph.runtime.runtime import Runtime, agreed_costs, opened_tiers
-from zgraph.runtime.train_step import for_forward, in_order, loss_of, named, split_batch
+from zgraph.runtime.rank import RankContext, agreed_costs, opened_tiers
+from zgraph.runtime.runtime import Runtime
+from zgraph.runtime.train_step import in_order
 from zgraph.stages.channels import make_line
-from zgraph.stages.runtime import PipelineRuntime
-from zgraph.stages.stage_programs import (
-    Capture,
-    Partition,
-    cut,
-    joint_of,
-    loss_pattern,
-    partition,
-    refuse_carried,
-    without_fast_path,
-)
+from zgraph.stages.runtime import Cut, PipelineRuntime
+from zgraph.stages.stage_programs import Capture, Partition, cut, partition
+from zgraph.stages.whole_model import WholeModel
 from zgraph.units import shown_bytes
 from zgraph.update.owned_parameters import held_at, within
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Uncut:
+class Uncut(WholeModel):
     """A compiled model in stages before its first call: all that is needed to cut it. `mesh` and `everyone` are of all stages."""
-
-    module: nn.Module
-    forward_function: Callable[..., Any]
-    plan: Plan
-    sizes: dict[str, int]
-    mesh: DeviceMesh
-    specs: dict[str, ParamSpec]
-    device: torch.device
-    everyone: Agreement
-    seed: int
-    loss_fn: Callable[..., Any] | None
-
-    @property
-    def staged(self) -> bool:
-        """Will it be cut into stages, and not only divided?"""
-        return self.sizes.get(STAGE_DIM, 1) > 1
 
     def runtime(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
         """Cut the model by a call with these arguments, a rank's whole batch, and put this rank's parameters in their places; those of
@@ -115,65 +86,13 @@ class Uncut:
         agreed = agreed_costs(self.plan, self.device, self.everyone, tiers)
         shards = shard(self.module, specs, inside, self.device, self.seed, tiers.of("parameters"), frozenset(held.own))
         prepare(self.module, precision, specs)
-        return PipelineRuntime(
-            self.module,
-            self.forward_function,
-            self.plan,
-            inner,
-            inside,
-            shards,
-            self.device,
-            agreement,
-            agreed,
-            tiers,
-            self.everyone,
-            held,
-            line=line,
-            partition=parted,
-            origin=self,
-            # (guards on a parameter that is read through another tensor are of the object that it was)
-            first=None if former_memory(self.module).is_read else found,
-        )
-
-    def to_cut_by(self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Capture:
-        """The model as it trains, for a call's first micro-batch. Of a call that does not train, and may have no targets, all outputs
-        count."""
-        size, parts = batch_size(args, kwargs), self.plan.micro_batches
-        parts = 1 if not trains and size is not None and size % parts else parts
-        first, rest, others = for_forward(self, *split_batch(args, kwargs, parts, uneven=None)[0])
-        return self.captured("train0", *first, rest=rest, others=others, by_loss=trains)
-
-    def captured(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        rest: Any = (),
-        others: Any = None,
-        by_loss: bool = True,
-    ) -> Capture:
-        """The whole model, for one micro-batch; differentiated is what the loss reads, if that is asked for."""
-        start = time.perf_counter()
-        inner = within(self.sizes)
-        precision = self.plan.resolved_precision()
-        specs = with_requires_grad(self.specs, dict(self.module.named_parameters(remove_duplicate=False)))
-        with without_fast_path():
-            traced = trace(self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision)
-            if self.staged:
-                refuse_carried(traced, self.module, args, kwargs)
-
-        def loss(output: Any) -> torch.Tensor:
-            with LossesSeen() as seen:
-                found = loss_of(output, self.loss_fn, named(self, (args, kwargs)), rest, others or {})
-            traced.ignored.update(seen.found)
-            return found
-
-        wanted = loss if self.loss_fn is not None and by_loss else None
-        pattern = loss_pattern(traced, wanted, self.module, args, kwargs)
-        joint = joint_of(traced, self.plan, name, pattern)
-        return Capture(
-            signature(self.module, args, kwargs), traced, pattern, joint, time.perf_counter() - start, by_loss
-        )
+        context = RankContext(inner, inside, self.device, agreement, self.everyone, agreed, tiers, held)
+        made = PipelineRuntime(self.module, self.forward_function, self.plan, shards, context, Cut(line, parted, self))
+        if not former_memory(
+            self.module
+        ).is_read:  # (else guards on a parameter that is read through another tensor are of the object that it was)
+            made.first = found
+        return made
 
 
 @contextlib.contextmanager
@@ -225,23 +144,10 @@ def made_again(old: PipelineRuntime, module: nn.Module, shards: Shards, plan: Pl
         )
     if plan is not old.plan:
         old.everyone.vote("the schedule of recompile", repr(schedule))
-    made = PipelineRuntime(
-        module,
-        old.forward_function,
-        plan,
-        old.sizes,
-        old.mesh,
-        shards,
-        old.device,
-        old.agreement,
-        old.costs if plan is old.plan else agreed_costs(plan, old.device, old.everyone, old.tiers),
-        old.tiers,
-        old.everyone,
-        old.updater.held,
-        line=old.line,
-        board=old.board,
-        partition=replace(old.partition, schedule=schedule),
-        origin=replace(old.origin, module=module, plan=plan),
-    )
+    costs = old.costs if plan is old.plan else agreed_costs(plan, old.device, old.everyone, old.tiers)
+    context = replace(old.context, costs=costs)
+    origin = replace(old.origin, module=module, plan=plan)
+    cut = Cut(old.line, replace(old.partition, schedule=schedule), origin, old.board)
+    made = PipelineRuntime(module, old.forward_function, plan, shards, context, cut)
     made.buffers = copy.copy(old.buffers)
     return made

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from zgraph.build.step_program import StepProgram
@@ -17,11 +18,13 @@ from zgraph.capture.cache_key import brief
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.errors import CaptureError, PlanError, RankMismatchError, StepError, UnsupportedError
-from zgraph.parameters.sharding import fingerprint, local_of, with_requires_grad
+from zgraph.parameters.sharding import Shards, fingerprint, local_of, with_requires_grad
 from zgraph.plan.pipeline_schedules.actions import Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
+from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole
 from zgraph.ranks import heartbeat, progress
+from zgraph.runtime.rank import RankContext
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import model_flops
 from zgraph.stages.buffers import Buffers
@@ -30,68 +33,52 @@ from zgraph.stages.duties import duties
 from zgraph.stages.faults import Board, Marker
 from zgraph.stages.memory_search import refuse
 from zgraph.stages.stage_programs import Capture, Partition, Staged, reduces_once, without_fast_path
+from zgraph.stages.whole_model import WholeModel
 from zgraph.stages.worker import Worker
 from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_tied, compare_updates
 from zgraph.update.owned_parameters import check_meetings, meetings
 
-if TYPE_CHECKING:
-    from zgraph.stages.partition_model import Uncut
-
 Tangents = Callable[[int, list[Any]], dict[int, torch.Tensor]]
 
 
-def refuse_gradients() -> None:
-    """Raises `StepError` for a forward alone that would have gradients."""
-    if torch.is_grad_enabled():
-        raise StepError(
-            "a forward with gradients, of a model in stages",
-            where="mesh.pp",
-            why="its backward would have to go through all stages in turn",
-            hint="model.train_step(…) is a whole step; under torch.no_grad() the forward runs alone",
-        )
+@dataclass(frozen=True)
+class Cut:
+    """How a model was cut into stages."""
+
+    line: Line  # the ranks along "pp"
+    partition: Partition  # where the model is cut, and who runs what
+    origin: WholeModel  # captures the whole model for the inputs of a micro-batch
+    board: Board | None = None  # that of an earlier run time of the same ranks
 
 
 class PipelineRuntime(Runtime):
-    """The run time of one compiled module of which this rank holds some stages.
-
-    `line` are the ranks along "pp", `partition` says where the model is cut and who runs what. `origin` captures the whole model for the
-    inputs of a micro-batch; `first` is the capture that the model was cut by, if that was now, and `board` that of an
-    earlier run time of the same ranks.
-    """
+    """The run time of one compiled module of which this rank holds some stages."""
 
     def __init__(
         self,
-        *given: Any,
-        line: Line,
-        partition: Partition,
-        origin: Uncut,
-        first: Capture | None = None,
-        board: Board | None = None,
-        **named: Any,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        plan: Plan,
+        shards: Shards,
+        context: RankContext,
+        cut: Cut,
     ) -> None:
-        self.line = line
-        super().__init__(*given, **named)
+        self.line = cut.line
+        super().__init__(module, forward, plan, shards, context)
         voters = [self.agreement, self.everyone]
-        self.board = board or Board(str(self.everyone.group.group_name), self.process_groups(), voters)
+        self.board = cut.board or Board(str(self.everyone.group.group_name), self.process_groups(), voters)
         heartbeat.watch(self.plan.watch, self.agreement, [])
-        self.partition = partition
-        self.groups |= line.groups()
-        self.origin = origin
+        self.partition = cut.partition
+        self.groups |= cut.line.groups()
+        self.origin = cut.origin
+        self.first: Capture | None = None  # the capture that the model was cut by, until it is used
         self.buffers = Buffers()
-        self._first = first
         self._routes: dict[tuple[str, str, int], Routes] = {}
         self._updates_met = 0
         self.beside: tuple[tuple[Any, ...], dict[str, Any]] = (
             (),
             {},
         )  # what loss_fn gets of the call that is under way
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of all stages, without gradients. Raises `StepError` where there would be some."""
-        refuse_gradients()
-        from zgraph.stages.step import forward_only
-
-        return forward_only(self, args, kwargs)
 
     # -- programs -----------------------------------------------------------------------------------------------------
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,7 +93,7 @@ class PipelineRuntime(Runtime):
     def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shown = brief(self.module, args, kwargs)
         name = self._name_new(shown)
-        first, self._first = self._first, None
+        first, self.first = self.first, None
         if first is not None and first.key == key and first.of_loss:
             found = first
         else:
@@ -117,7 +104,7 @@ class PipelineRuntime(Runtime):
             )
             found.joint.params = as_divided(found.joint.params, self.shards.specs, self.sizes)
         specs = with_requires_grad(self.shards.specs, self.shards.params())
-        held = self.updater.held
+        held = self.held
         outsides = outside_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares, held)
         staged = Staged(
             name,
@@ -186,10 +173,10 @@ class PipelineRuntime(Runtime):
 
     def _refuse_moved(self, staged: Staged) -> None:
         """Raises `UnsupportedError` where another signature reads a parameter on a rank that does not hold it."""
-        assert self.updater.held is not None
+        assert self.held is not None
         for name, holders in self.partition.holders(staged.stages).items():
             read = any(name in p.input_nodes(InputRole.PARAMETER) for p in staged.stages.programs)
-            if read and self.line.position in holders and name not in self.updater.held.own:
+            if read and self.line.position in holders and name not in self.held.own:
                 raise UnsupportedError(
                     f"{staged.name} reads {name!r} in a stage of this rank, which does not hold it",
                     where="partition",
@@ -266,8 +253,8 @@ class PipelineRuntime(Runtime):
         return self.buffers.at(name) == self.line.position
 
     def whole_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        assert self.updater.held is not None
-        group = self.updater.held.tied.get(name)
+        assert self.held is not None
+        group = self.held.tied.get(name)
         if group is None or self.updater.optimizer is None:  # (without one in the plan it is summed already)
             return grad
         local = local_of(grad).detach().clone()

@@ -90,9 +90,22 @@ def compile_first(runtime: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     _entry(runtime, [given])
 
 
+def refuse_gradients() -> None:
+    """Raises `StepError` for a forward alone that would have gradients."""
+    if torch.is_grad_enabled():
+        raise StepError(
+            "a forward with gradients, of a model in stages",
+            where="mesh.pp",
+            why="its backward would have to go through all stages in turn",
+            hint="model.train_step(…) is a whole step; under torch.no_grad() the forward runs alone",
+        )
+
+
 def forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The model's output without gradients: the loss, if it has one, on all ranks; other tensors on the ranks with the last stage, None on
-    the others. The batch goes through in the plan's micro-batches where they divide it, else whole."""
+    the others. The batch goes through in the plan's micro-batches where they divide it, else whole. Raises `StepError` where there would be
+    gradients."""
+    refuse_gradients()
     kwargs = in_order(runtime, kwargs)
     size, parts = batch_size(args, kwargs), runtime.plan.micro_batches
     calls = split_batch(args, kwargs, parts if size is not None and size % parts == 0 else 1, uneven=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,11 +20,9 @@ from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.program.program import InputRole, OutputRole, Port
 from zgraph.ranks import progress
 from zgraph.runtime.out_of_memory import explained
+from zgraph.runtime.rank import Rank
 from zgraph.stages.duties import Duty
 from zgraph.torch_compat import torch_private
-
-if TYPE_CHECKING:
-    from zgraph.stages.runtime import PipelineRuntime
 
 # Inputs that somebody else still has when a program is over.
 _STAY = (InputRole.TANGENT, InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT, InputRole.KEPT)
@@ -42,7 +40,7 @@ class _Batch:
 class Worker:
     """One stage in one step."""
 
-    def __init__(self, runtime: PipelineRuntime, step: StepProgram, duty: Duty) -> None:
+    def __init__(self, runtime: Rank, step: StepProgram, duty: Duty) -> None:
         self.runtime = runtime
         self.step = step
         self.duty = duty

@@ -1,0 +1,226 @@
+"""A rank of a run: where it stands among the others, and what it runs with. The parts of a run time know it by this."""
+
+from __future__ import annotations
+
+import abc
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.build.memory_search import measured_rate
+from zgraph.build.pass_pipeline import costs_of
+from zgraph.build.step_program import Entry, StepProgram
+from zgraph.build.update_program import away_bytes, shares_of
+from zgraph.errors import OffloadError, PlanError
+from zgraph.offload.moves import Tiers
+from zgraph.parameters.sharding import Shards
+from zgraph.passes.analysis.costs import Costs
+from zgraph.plan.plan import Plan
+from zgraph.program.program import DATA_DIMS, ParamSpec, Program
+from zgraph.ranks import progress
+from zgraph.ranks.agreement import Agreement
+from zgraph.runtime.memory import StepMemory
+from zgraph.runtime.prefetch import Ahead
+from zgraph.runtime.timings import Clock
+from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
+from zgraph.update.owned_parameters import Held
+from zgraph.update.resume import Last
+
+
+class Recorder(Protocol):
+    """Who is told what a run time does, and writes it down."""
+
+    def compiled(self) -> None: ...
+
+    def stepped(self) -> None: ...
+
+    def of(self, runtime: Any) -> Recorder: ...
+
+
+class Saver(Protocol):
+    """Who saves a run time's checkpoints, and knows the `last` one."""
+
+    last: Last | None
+
+    def wait(self) -> None:
+        """Let the save end that is on its way; raise what it raised."""
+
+    def load_last(self, runtime: Any) -> dict[str, Any]:
+        """Load the last checkpoint; returns what the user added to it."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Where a rank stands, and what it schedules from: the same for all that one compiled model has."""
+
+    sizes: dict[
+        str, int
+    ]  # of the mesh: of the ranks that run the same programs (of one stage, where there is a pipeline)
+    mesh: DeviceMesh | None  # of these ranks; None in one process without a process group
+    device: torch.device
+    agreement: Agreement  # of these ranks
+    everyone: Agreement  # of the ranks of all stages
+    costs: Costs
+    tiers: Tiers
+    held: Held | None = None  # what this rank of a pipeline holds of the model; None without one
+
+
+def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, tiers: Tiers) -> Costs:
+    """What the ranks schedule from, equal on all: else they would wait for each other's collectives for ever. A disk that `tiers` have
+    is as fast as it was seen to be, on the rank with the slowest. Raises `PlanError` on every rank if one can't read the hardware's
+    file."""
+
+    def refused(rank: int, said: str) -> PlanError:
+        return PlanError(
+            f"rank {rank} can't read the hardware", where="hardware", why=said, hint="every rank needs the file"
+        )
+
+    costs = agreement.together("the hardware's file", lambda: costs_of(plan, device), refused)
+    agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
+    if tiers.preflight is None:
+        return costs
+    mine = min(tiers.preflight.read_rate, tiers.preflight.write_rate)
+    slowest = min(agreement.gather("the disk's rate", mine))
+    return replace(costs, hardware=costs.hardware.model_copy(update={"nvme": measured_rate(slowest)}))
+
+
+def opened_tiers(
+    model: nn.Module,
+    plan: Plan,
+    specs: dict[str, ParamSpec],
+    device: torch.device,
+    agreement: Agreement,
+    held: Held | None = None,
+) -> Tiers:
+    """Open what the plan offloads to, on all ranks or on none. Raises `OffloadError` on every rank if one has no room for it. `held` is
+    what this rank of a pipeline holds."""
+    if not plan.offload.tiers():
+        return Tiers(plan.offload, device, 0)
+
+    def refused(rank: int, said: str) -> OffloadError:
+        return OffloadError(f"rank {rank} can't offload", where=plan.offload.folder(), why=said)
+
+    return agreement.together(
+        "the disk", lambda: Tiers(plan.offload, device, away_bytes(model, specs, plan, held)), refused
+    )
+
+
+class Rank(abc.ABC):
+    """One rank with one compiled module."""
+
+    updater: Any  # who runs its updates
+    nonfinite: Any  # who looks for values that are not finite; None where the plan ignores them
+    clock: Clock
+    ahead: Ahead
+    saver: Saver  # (given by who makes the run time)
+
+    def __init__(self, module: nn.Module, plan: Plan, shards: Shards, context: RankContext) -> None:
+        self.module = module
+        self.plan = plan
+        self.shards = shards
+        self.context = context
+        self.sizes, self.mesh, self.device = context.sizes, context.mesh, context.device
+        self.agreement, self.everyone = context.agreement, context.everyone
+        self.costs, self.tiers, self.held = context.costs, context.tiers, context.held
+        self.groups = dict(self.tiers.keys)
+        if self.mesh is not None:
+            self.groups |= {d: str(self.mesh.get_group(d).group_name) for d in self.mesh.mesh_dim_names or ()}
+        self.places = {  # this rank's position in each mesh dimension, as programs take it
+            d: torch.tensor(self.mesh.get_local_rank(d), device=self.device)
+            for d in self.sizes
+            if self.mesh is not None
+        }
+        self.shares = shares_of(
+            plan
+        )  # of the optimizer's states that may be offloaded: one, once the first program has chosen
+        self.entries: dict[str, Entry] = {}
+        self.memory = StepMemory(self.device)
+        self.recorder: Recorder | None = None
+        self.steps = 0  # steps that it has run
+
+    @abc.abstractmethod
+    def weights_changed(self, names: Sequence[str]) -> None:
+        """Forget what was made of these parameters' weights: they were changed."""
+
+    @abc.abstractmethod
+    def reduce_leftovers(self) -> None:
+        """Reduce the gradients that still wait for it. All ranks must call it."""
+
+    @abc.abstractmethod
+    def settle_gradients(self) -> None:
+        """Put gradients that autograd has added up in memory of its own where they belong."""
+
+    @abc.abstractmethod
+    def agree(self, program: Program) -> None:
+        """Compare a program with the other ranks', before it first runs."""
+
+    @abc.abstractmethod
+    def agree_on_random(self, step: StepProgram) -> None:
+        """Compare random states where ranks must draw the same numbers."""
+
+    def tell_place(self, micro_batch: int) -> None:
+        """Write down, for who watches, that a micro-batch of the next step begins."""
+        here = progress.HERE
+        here.caller = threading.get_ident()
+        if self.everyone.ranks:
+            here.micro_batch = micro_batch
+            here.step = (self.updater.calls if self.plan.optimizer is not None else self.steps) + 1
+
+    @property
+    def once(self) -> bool:
+        """Are gradients of micro-batches added up, and reduced once a step?"""
+        return False
+
+    def data_ranks(self) -> int:
+        """How many ranks see different rows."""
+        return math.prod(self.sizes.get(dim, 1) for dim in DATA_DIMS)
+
+    def told(self) -> list[str]:
+        """Lines of the report about what this rank is among others."""
+        return []
+
+    def stage_position(self) -> int:
+        """This rank's position along "pp"; 0 without a pipeline."""
+        return 0
+
+    def process_groups(self) -> list[Any]:
+        """Those that steps communicate in."""
+        return [self.mesh.get_group(d) for d in self.sizes] if self.mesh is not None else []
+
+    def relax(self) -> None:
+        """Let ranks wait for each other as long as they would without the plan's timeout, until their next vote."""
+        for voters in (self.agreement, self.everyone):
+            voters.relax()
+
+    def holds(self, name: str) -> bool:
+        """Does this parameter lie here, and not on other stages' ranks alone?"""
+        return self.held is None or name in self.held.own
+
+    def counts(self, name: str) -> bool:
+        """Does it lie here, and is it here that it counts (in the norm of gradients, in checkpoints) if it lies in other stages too?"""
+        return self.holds(name) and (self.held is None or name not in self.held.uncounted)
+
+    def has_buffer(self, name: str) -> bool:
+        """Is this buffer, by its first name, here as the model's forward changes it?"""
+        return True
+
+    def whole_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient with what other stages have of it. All ranks must call it."""
+        return grad
+
+    def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
+        """Let the ranks compare of which parameters they are about to use the gradients, and the numbers that their optimizers have now."""
+        gradients = f"{len(names)} gradients: {' '.join(names)}"
+        self.agreement.vote(
+            "an update",
+            f"{gradients}; {numbers.ballot()}",
+            lambda: (gradients, numbers),
+            compare_updates,
+            hint=UPDATE_HINT,
+        )

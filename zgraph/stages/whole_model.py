@@ -1,0 +1,84 @@
+"""The whole model of a pipeline, captured for a micro-batch: what it is cut by, and what each new input signature is captured from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.capture.cache_key import batch_size, signature
+from zgraph.capture.capture import trace
+from zgraph.capture.targets import LossesSeen
+from zgraph.parameters.sharding import with_requires_grad
+from zgraph.plan.plan import Plan
+from zgraph.program.program import STAGE_DIM, ParamSpec
+from zgraph.ranks.agreement import Agreement
+from zgraph.runtime.train_step import for_forward, loss_of, named, split_batch
+from zgraph.stages.stage_programs import Capture, joint_of, loss_pattern, refuse_carried, without_fast_path
+from zgraph.update.owned_parameters import within
+
+
+@dataclass
+class WholeModel:
+    """All that is needed to capture a compiled model whole. `mesh` and `everyone` are of all stages."""
+
+    module: nn.Module
+    forward_function: Callable[..., Any]
+    plan: Plan
+    sizes: dict[str, int]
+    mesh: DeviceMesh
+    specs: dict[str, ParamSpec]
+    device: torch.device
+    everyone: Agreement
+    seed: int
+    loss_fn: Callable[..., Any] | None
+
+    @property
+    def staged(self) -> bool:
+        """Will it be cut into stages, and not only divided?"""
+        return self.sizes.get(STAGE_DIM, 1) > 1
+
+    def to_cut_by(self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Capture:
+        """The model as it trains, for a call's first micro-batch. Of a call that does not train, and may have no targets, all outputs
+        count."""
+        size, parts = batch_size(args, kwargs), self.plan.micro_batches
+        parts = 1 if not trains and size is not None and size % parts else parts
+        first, rest, others = for_forward(self, *split_batch(args, kwargs, parts, uneven=None)[0])
+        return self.captured("train0", *first, rest=rest, others=others, by_loss=trains)
+
+    def captured(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rest: Any = (),
+        others: Any = None,
+        by_loss: bool = True,
+    ) -> Capture:
+        """The whole model, for one micro-batch; differentiated is what the loss reads, if that is asked for."""
+        start = time.perf_counter()
+        inner = within(self.sizes)
+        precision = self.plan.resolved_precision()
+        specs = with_requires_grad(self.specs, dict(self.module.named_parameters(remove_duplicate=False)))
+        with without_fast_path():
+            traced = trace(self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision)
+            if self.staged:
+                refuse_carried(traced, self.module, args, kwargs)
+
+        def loss(output: Any) -> torch.Tensor:
+            with LossesSeen() as seen:
+                found = loss_of(output, self.loss_fn, named(self, (args, kwargs)), rest, others or {})
+            traced.ignored.update(seen.found)
+            return found
+
+        wanted = loss if self.loss_fn is not None and by_loss else None
+        pattern = loss_pattern(traced, wanted, self.module, args, kwargs)
+        joint = joint_of(traced, self.plan, name, pattern)
+        return Capture(
+            signature(self.module, args, kwargs), traced, pattern, joint, time.perf_counter() - start, by_loss
+        )
