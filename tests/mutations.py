@@ -20,6 +20,8 @@ from pathlib import Path
 from planted_faults import FAULTS, PACKAGES, ROOT, Fault, sources
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+_NOTHING = "**nothing**"
+_ROW = re.compile(r"^\| [^|]+ \| (?P<what>[^|]+) \| [^|]+ \| (?P<test>[^|]+) \|$", re.M)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", re.M)
 
 
@@ -77,13 +79,11 @@ def found_by(fault: Fault, copy: Copy, texts: dict[Path, str]) -> str | None:
         copy.write(path, texts[path])
 
 
-def table(results: list[tuple[Fault, str | None]], texts: dict[Path, str]) -> str:
-    """The page of the documentation."""
-    rows = []
-    for fault, test in results:
-        file = fault.planted(texts)[0]
-        rows.append(f"| {fault.wall} | {fault.what} | `{file}` | {f'`{test}`' if test else '**nothing**'} |")
-    caught = sum(test is not None for _, test in results)
+def table(found: dict[str, str], texts: dict[Path, str]) -> str:
+    """The page of the documentation, from what `found` says of each fault (by its text)."""
+    faults = [f for f in FAULTS if f.what in found]
+    rows = [f"| {f.wall} | {f.what} | `{f.planted(texts)[0]}` | {found[f.what]} |" for f in faults]
+    caught = sum(found[f.what] != _NOTHING for f in faults)
     return "\n".join(
         [
             "# Planted faults",
@@ -91,9 +91,9 @@ def table(results: list[tuple[Fault, str | None]], texts: dict[Path, str]) -> st
             "Do the tests see it when one of zgraph's [checks](beliefs.md) is gone? Each row is a fault that `python tests/mutations.py`",
             "plants in a copy of the sources (they are in `tests/planted_faults.py`), and the first test that then fails, and passes",
             "without it. `python tests/mutations.py --write docs/mutations.md` runs them all and writes this page;",
-            "`python tests/mutations.py NAME …` runs some.",
+            "with names of faults before `--write` it runs those alone, and leaves the other rows as they were.",
             "",
-            f"{caught} of {len(results)} are found.",
+            f"{caught} of {len(faults)} are found.",
             "",
             "| wall | fault | planted in | found by |",
             "| --- | --- | --- | --- |",
@@ -132,7 +132,10 @@ def main() -> int:
         if tests and (failed := copy.failures(tests)):
             raise SystemExit(f"these fail without a fault, too: {failed}")
     if chosen.write:
-        chosen.write.write_text(table(results, texts))
+        before = chosen.write.read_text() if chosen.names and chosen.write.is_file() else ""
+        known = {row["what"]: row["test"] for row in _ROW.finditer(before)}
+        now = {fault.what: f"`{test}`" if test else _NOTHING for fault, test in results}
+        chosen.write.write_text(table(known | now, texts))
     return int(any(test is None for _, test in results))
 
 

@@ -165,6 +165,16 @@ def test_an_argument_that_is_changed_between_calls_is_read_again():
         box.k.append(2.0)
 
 
+def test_which_arguments_are_one_object_is_read_at_every_call():
+    def rule(m, y, a, b):
+        return y * (2.0 if a is b else 3.0)
+
+    one, other = Slots(2.0), Slots(2.0)
+    mine, plain = zgraph.compile(Net(rule), EAGER), Net(rule)
+    for pair in ((one, other), (one, one), (one, other)):
+        assert torch.equal(mine(X, *pair), plain(X, *pair))
+
+
 def test_functions_made_anew_for_each_call_share_a_program():
     mine = zgraph.compile(Net(lambda m, y, k: y * k()), EAGER)
     for _ in range(4):
@@ -230,10 +240,52 @@ def environment():
     return (lambda m, y: y * float(os.getenv("ZGRAPH_TEST_K", "1"))), lambda: os.environ.update(ZGRAPH_TEST_K="3")
 
 
+def number_of_a_class():
+    held = type("Held", (), {"k": 2.0})
+    box = held()
+    return (lambda m, y: y * box.k), lambda: setattr(held, "k", 3.0)
+
+
+def method_of_a_class():
+    kind = type("Double", (nn.Module,), {"forward": lambda self, y: y * 2})
+    inner = kind()
+    return (lambda m, y: inner(y)), lambda: setattr(kind, "forward", lambda self, y: y * 5)
+
+
+def missing_attribute():
+    box = types.SimpleNamespace()
+
+    def rule(m, y):
+        try:
+            return y * box.k
+        except AttributeError:
+            return y * 2
+
+    return rule, lambda: setattr(box, "k", 3.0)
+
+
+def hook_of_all_modules():
+    double = lambda module, given, made: made * 2 if isinstance(module, nn.Linear) else None  # noqa: E731
+    return (lambda m, y: y), lambda: nn.modules.module.register_module_forward_hook(double)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     "make",
-    [defaults, keyword_defaults, cell, train_flag, list_in_closure, rebound, replaced_method, environment],
+    [
+        defaults,
+        keyword_defaults,
+        cell,
+        train_flag,
+        list_in_closure,
+        rebound,
+        replaced_method,
+        environment,
+        number_of_a_class,
+        method_of_a_class,
+        missing_attribute,
+        hook_of_all_modules,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_what_a_forward_reads_of_its_surroundings_is_never_stale(make):
@@ -242,8 +294,12 @@ def test_what_a_forward_reads_of_its_surroundings_is_never_stale(make):
         rule, change = make()
         model = Net(rule) if plan is None else zgraph.compile(Net(rule), plan)
         seen = [model(X)]
-        change()
-        found.append([*seen, model(X)])
+        undo = change()
+        try:
+            found.append([*seen, model(X)])
+        finally:
+            if isinstance(undo, torch.utils.hooks.RemovableHandle):
+                undo.remove()
     assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
     assert not torch.equal(*found[1])
 
