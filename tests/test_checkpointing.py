@@ -20,7 +20,7 @@ from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import CPU, Costs
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.passes.canonicalize.cleanup import cleanup
-from zgraph.passes.remat.checkpoint import RematerializeOptions, rematerialize
+from zgraph.passes.remat.rematerialize import RematerializeOptions, rematerialize
 from zgraph.passes.remat.segments import chain_of
 from zgraph.passes.remat.solver import Rotor, Solver
 from zgraph.program.aliases import is_random

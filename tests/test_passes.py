@@ -19,15 +19,11 @@ from zgraph.errors import ContractError, PassError, PlanError, VerifyError
 from zgraph.passes import PassManager, graph_pass
 from zgraph.passes.canonicalize.cleanup import cleanup
 from zgraph.passes.remat.recompute import recompute_all_but
+from zgraph.passes.zero.keep_gathered import KeepOptions, keep_gathered
+from zgraph.passes.zero.reduce_gradients import ReduceOptions, reduce_gradients
+from zgraph.passes.zero.regather import regather
 from zgraph.passes.zero.release import release
-from zgraph.passes.zero.shard_parameters import (
-    KeepOptions,
-    ReduceOptions,
-    keep_gathered,
-    reduce_gradients,
-    regather,
-    shard_parameters,
-)
+from zgraph.passes.zero.shard_parameters import shard_parameters
 from zgraph.program import collectives, ops
 from zgraph.program.aliases import aliases_of
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor

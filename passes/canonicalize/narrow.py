@@ -18,12 +18,12 @@ from torch import fx
 from zgraph.passes.analysis.losses import normalised
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.sharding_rules import argument
+from zgraph.program.aliases import is_cast
 from zgraph.program.node import Phase, info, sequence, tensor
 from zgraph.program.program import Program
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default}
-_CASTS = {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 _TURNS = {aten.t.default, aten.permute.default, aten.transpose.int}
 _FILLS = {aten.slice_backward.default, aten.slice_scatter.default}
 
@@ -89,7 +89,7 @@ class _Narrowed:
             shape = tensor(user).shape if _of_forward(user) and isinstance(user.meta.get("val"), torch.Tensor) else ()
             if not shape or shape[-1] != classes:
                 break
-            if user.target in _CASTS:
+            if is_cast(user):
                 self.casts.append(user)
             elif user.target is aten.slice.Tensor and _dim(user) < len(shape) - 1 and argument(user, 4, 1) == 1:
                 self.cuts += [user] if shape != tensor(self.node).shape else []
@@ -160,7 +160,7 @@ class _Narrowed:
                 matrix = len(tensor(node).shape) == 2
                 if user.target in _VIEWS or user in fills:
                     stack.append((user, casts))
-                elif user.target in _CASTS:
+                elif is_cast(user):
                     stack.append((user, [*casts, user]))
                 elif matrix and (_sums_rows(user) or (user.target is aten.mm.default and user.args[0] is node)):
                     ends.append((node, user, casts))

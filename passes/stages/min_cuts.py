@@ -27,14 +27,13 @@ import torch
 from torch import fx
 
 from zgraph.passes.analysis.costs import flops_of, size_of
-from zgraph.program.aliases import is_random, is_view, made_once
+from zgraph.program.aliases import is_cast, is_random, is_view, made_once
 from zgraph.program.node import Phase, info, tensors, value
 from zgraph.program.program import InputRole, OutputRole, Program
 
 aten = torch.ops.aten
 FEW = 4  # FLOP for each element of a result: an outer product (rotary angles) is light, attention is not
 _GIVEN = (InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT)
-_CASTS = (aten._to_copy.default, aten.clone.default, torch.ops.prims.convert_element_type.default)
 _STATES = {"key", "seed", "offset", "rng_state"}  # what schemas call the state of a random operator that is given one
 
 
@@ -100,7 +99,7 @@ def anchors_of(program: Program) -> list[Anchor]:
     of = {node: name for name, node in params.items()}  # whatever only looks at a parameter
     found = []
     for node in forward_nodes(program):
-        base = node.all_input_nodes[0] if is_view(node) or node.target in _CASTS else None
+        base = node.all_input_nodes[0] if is_view(node) or is_cast(node) or node.target is aten.clone.default else None
         if base in of:
             of[node] = of[base]
             continue

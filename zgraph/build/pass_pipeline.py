@@ -23,8 +23,9 @@ from zgraph.passes.offload.offload import OffloadOptions, offload
 from zgraph.passes.offload.offload_update import OffloadUpdateOptions, offload_update
 from zgraph.passes.overlap.bucket import BucketOptions, bucket
 from zgraph.passes.overlap.overlap import OverlapOptions, overlap
-from zgraph.passes.remat.checkpoint import CheckpointOptions, RematerializeOptions, checkpoint, rematerialize
+from zgraph.passes.remat.checkpoint import CheckpointOptions, checkpoint
 from zgraph.passes.remat.recompute import recompute
+from zgraph.passes.remat.rematerialize import RematerializeOptions, rematerialize
 from zgraph.passes.remat.solver import Solver
 from zgraph.passes.spmd.divide import DivideOptions, divide
 from zgraph.passes.spmd.divide_context import ContextOptions, divide_context
@@ -33,17 +34,12 @@ from zgraph.passes.spmd.partition_activations import PartitionOptions, partition
 from zgraph.passes.tiling.tile import LOSS, TileOptions, tile
 from zgraph.passes.update.group_updates import GroupOptions, group_updates
 from zgraph.passes.update.write_in_place import write_in_place
+from zgraph.passes.zero.keep_gathered import KeepOptions, keep_gathered
+from zgraph.passes.zero.reduce_gradients import ReduceOptions, reduce_gradients
+from zgraph.passes.zero.regather import RegatherOptions, regather
 from zgraph.passes.zero.release import release
 from zgraph.passes.zero.scale_loss import scale_loss
-from zgraph.passes.zero.shard_parameters import (
-    KeepOptions,
-    ReduceOptions,
-    RegatherOptions,
-    keep_gathered,
-    reduce_gradients,
-    regather,
-    shard_parameters,
-)
+from zgraph.passes.zero.shard_parameters import shard_parameters
 from zgraph.program.program import CONTEXT_DIM, TENSOR_DIM
 from zgraph.record import joined
 

@@ -36,6 +36,11 @@ def is_view(node: fx.Node) -> bool:
     return aliased_input(node) is not None
 
 
+def is_cast(node: fx.Node) -> bool:
+    """Is this node its argument in another dtype (or a copy of it)?"""
+    return node.target in (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
 def root_of(node: fx.Node) -> fx.Node:
     """What a view looks at in the end, through all views between; the node itself if it is no view."""
     while (base := aliased_input(node)) is not None:

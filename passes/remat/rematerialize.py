@@ -1,0 +1,48 @@
+"""The forward within a memory: what is kept and what is computed again is the best that a solver finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zgraph.passes.analysis.costs import CPU, Costs
+from zgraph.passes.contract import graph_pass
+from zgraph.passes.remat.replay import Replay, depth_of
+from zgraph.passes.remat.segments import chain_of
+from zgraph.passes.remat.solver import Solver, every_segment_again
+from zgraph.program.node import Phase, info
+from zgraph.program.program import Program
+
+
+@dataclass(frozen=True)
+class RematerializeOptions:
+    """`bytes` is what values between the forward and the backward, and what segments need while they run, may take; None:
+    every segment is computed again once. `costs` say how long operators take. `solver` is that of the program, or of one
+    that it is a copy of, where there is one already. So many other micro-batches are `waiting` for their backward, and what
+    the forward keeps for them counts in the bytes."""
+
+    bytes: int | None = None
+    costs: Costs = field(default_factory=lambda: Costs(CPU))
+    solver: Solver | None = None
+    waiting: int = 0
+
+
+@graph_pass(
+    "rematerialize",
+    "values are computed again in the backward, the fastest way within a memory",
+    options=RematerializeOptions,
+    requires=("clean",),
+    provides=("rematerialized",),
+    conflicts=("sharded",),
+)
+def rematerialize(program: Program, options: RematerializeOptions) -> dict[str, int]:
+    if all(info(n).phase is Phase.FORWARD for n in program.graph.nodes if n.op == "call_function"):
+        return {"segments": 0, "recomputed": 0}
+    if options.bytes is None:
+        chain = chain_of(program, options.costs)
+        schedule = every_segment_again(chain.segments)
+    else:
+        solver = options.solver or Solver(program, options.costs, options.waiting)
+        chain, schedule = solver.schedule(options.bytes)
+        chain = chain.on(program)
+    made = Replay(program, chain).run(schedule)
+    return {"segments": len(chain.segments), "recomputed": made, "deepest": depth_of(schedule)}

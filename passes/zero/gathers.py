@@ -1,0 +1,92 @@
+"""Gathers of parameters in a program: how they are written, and how they are found."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import fx
+
+from zgraph.program import collectives
+from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
+from zgraph.program.program import ParamSpec, Program
+
+aten = torch.ops.aten
+
+
+def gathered(program: Program, phase: Phase) -> dict[str, fx.Node]:
+    """The whole value of each parameter that this phase gathers, by name: the last node of its gather."""
+    found: dict[str, fx.Node] = {}
+    for node in program.nodes:
+        if (
+            node.op == "call_function"
+            and collectives.is_start(node)
+            and info(node).role is Role.GATHER
+            and info(node).phase is phase
+        ):
+            last = node
+            while (
+                following := next((u for u in last.users if info(u).role in (Role.WAIT, Role.LAYOUT)), None)
+            ) is not None:
+                last = following
+            found[str(info(node).param)] = last
+    return found
+
+
+# -- building -------------------------------------------------------------------------------------------------------
+def identifier_of(name: str) -> str:
+    return re.sub(r"\W+", "_", name)
+
+
+def stored_order(spec: ParamSpec) -> list[int]:
+    """The dimensions in the order in which they lie in memory (channels-last weights differ from 0, 1, 2, …)."""
+    inner = sorted(range(1, len(spec.shape)), key=lambda d: (-spec.stride[d], d))
+    return [0, *inner] if spec.shape else []
+
+
+def inverse_of(order: list[int]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]
+
+
+def stored_shape(shape: tuple[int, ...], spec: ParamSpec) -> list[int]:
+    return [shape[d] for d in stored_order(spec)]
+
+
+def add_gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, like: fx.Node) -> fx.Node:
+    """(cast ->) all_gather -> wait (-> slice) (-> permute): the whole parameter. `like` is its first user."""
+    base = record_for(spec, phase, like)
+    layout = base.but(role=Role.LAYOUT)
+    slug = identifier_of(spec.name) + ("" if phase is Phase.FORWARD else "_again")
+    order = stored_order(spec)
+    node = cast_to(program, shard, spec.compute_dtype, layout, f"cast_{slug}")
+    if spec.shard_dim is None:
+        return node  # (it comes whole)
+    dim, ranks = spec.shard_dim, program.mesh[spec.shard_dim]
+    if order != sorted(order):
+        node = program.call(aten.permute.default, (node, order), layout, name=f"packed_{slug}")
+    start = program.call(
+        collectives.ALL_GATHER,
+        (node, ranks, dim),
+        base.but(role=Role.GATHER, mesh_dim=dim, stream=f"comm:{dim}"),
+        name=f"gather_{slug}",
+    )
+    node = program.call(collectives.WAIT, (start,), base.but(role=Role.WAIT, mesh_dim=dim), name=f"whole_{slug}")
+    if spec.rows * ranks != spec.shape[0]:
+        node = program.call(aten.slice.Tensor, (node, 0, 0, spec.shape[0]), layout, name=f"cut_{slug}")
+    if order != sorted(order):
+        node = program.call(aten.permute.default, (node, inverse_of(order)), layout, name=f"unpacked_{slug}")
+    return node
+
+
+def record_for(spec: ParamSpec, phase: Phase, like: fx.Node) -> NodeInfo:
+    module, source = info(like).module, info(like).source
+    return NodeInfo(phase, module=module, source=source, param=spec.name, made_by="shard_parameters")
+
+
+def cast_to(program: Program, node: fx.Node, dtype: torch.dtype, record: NodeInfo, name: str) -> fx.Node:
+    if tensor(node).dtype is dtype:
+        return node
+    return program.call(torch.ops.prims.convert_element_type.default, (node, dtype), record, name=name)
+
+
+# -- what of the forward hangs on a gathered parameter ---------------------------------------------------------------
