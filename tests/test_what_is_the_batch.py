@@ -74,3 +74,120 @@ def test_what_belongs_to_the_batch_is_cut(kind):
     inputs, plain = (torch.randn(8, 4), torch.arange(8), torch.arange(8.0)), Weighted(BATCH[kind])
     plain(*inputs).backward()
     torch.testing.assert_close(train(Weighted(BATCH[kind]), *inputs), [p.grad for p in plain.parameters()])
+
+
+class Attends(nn.Module):
+    """Self-attention of torch's modules or by hand, or a window, over a sequence that comes first or second."""
+
+    def __init__(self, kind, first):
+        super().__init__()
+        torch.manual_seed(1)
+        self.kind, self.first, self.out = kind, first, nn.Linear(8, 8)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=not first)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=not first)
+        self.window, self.table = nn.Conv1d(8, 8, 3, padding=1), nn.Embedding(16, 8)
+        self.register_buffer("sines", torch.randn(16, 1, 8))
+
+    def forward(self, x):
+        x = self.out(x)
+        t = 0 if self.first else 1  # the dimension of the sequence
+        if self.kind == "module":
+            h = self.attend(x, x, x, need_weights=False)[0]
+        elif self.kind == "weights":
+            h = self.attend(x, x, x)[0]
+        elif self.kind == "layer":
+            h = self.layer(x)
+        elif self.kind == "hand":
+            y = x.transpose(0, 1) if self.first else x
+            h = torch.softmax(y @ y.transpose(1, 2) / 3, -1) @ y
+        elif self.kind == "window":
+            h = self.window(x.permute(1, 2, 0) if self.first else x.transpose(1, 2))
+        elif self.kind == "pool":
+            h = F.max_pool1d(x.permute(1, 2, 0) if self.first else x.transpose(1, 2), 2)
+        elif self.kind == "buffer":
+            h = x + (self.sines[: x.shape[0]] if self.first else self.sines.transpose(0, 1)[:, : x.shape[1]])
+        elif self.kind == "table":
+            h = self.table(torch.arange(x.shape[t]))
+            h = x + (h[:, None] if self.first else h)
+        elif self.kind == "shift":
+            h = x.narrow(t, 1, x.shape[t] - 1) - x.narrow(t, 0, x.shape[t] - 1)
+        return h.pow(2).mean()
+
+
+KINDS = ("module", "weights", "layer", "hand", "window", "pool", "buffer", "table", "shift")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_that_comes_first_is_seen_by_what_is_done_with_it(kind):
+    with pytest.raises(StepError, match="is no batch") as caught:
+        train(Attends(kind, first=True), torch.randn(8, 4, 8))
+    assert "micro_batches=1" in str(caught.value) and __file__.rpartition("/")[2] in str(caught.value.where)
+
+
+def in_stages():
+    model = zgraph.compile(Attends("layer", first=True), zgraph.Plan(backend="eager", mesh={"pp": 2}, micro_batches=2))
+    try:
+        model.train_step(torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(0)))
+    except StepError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.gloo
+def test_a_pipeline_sees_it_on_all_ranks(two):
+    assert all("dimension 0 of input[0] is no batch" in said for said in two.run(in_stages))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_with_the_batch_first_is_cut(kind):
+    x, plain = torch.randn(8, 4, 8), Attends(kind, first=False)
+    plain(x).backward()
+    for mine, its in zip(train(Attends(kind, first=False), x), plain.parameters(), strict=True):
+        assert (mine is None) == (its.grad is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, its.grad)
+
+
+class Pairs(nn.Module):
+    """Rows in two halves that belong together."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x):
+        one, other = self.out(x).chunk(2)
+        return (one - other).pow(2).mean()
+
+
+def test_halves_of_a_batch_are_not_parted():
+    with pytest.raises(StepError, match="takes rows by their places"):
+        train(Pairs(), torch.randn(8, 4))
+
+
+class Ordinary(nn.Module):
+    """What models do with batches: types of zeros, places of the second dimension, a contrast of all rows, masks, expanded states."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.types, self.places = nn.Embedding(16, 8), nn.Embedding(2, 8), nn.Embedding(16, 8)
+        self.start = nn.Parameter(torch.randn(1, 1, 8))
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.register_buffer("ids", torch.arange(16).expand(1, -1))
+
+    def forward(self, words):
+        rows, length = words.shape
+        h = self.words(words) + self.types(torch.zeros_like(words))
+        h = h + self.places(self.ids[:, :length].expand(rows, length)) + self.places(torch.arange(length))
+        h = torch.cat([self.start.expand(rows, 1, 8), h], 1)
+        mask = torch.ones(length + 1, length + 1, dtype=torch.bool).tril().logical_not()
+        h = self.layer(h, src_mask=mask)
+        h = h[torch.arange(rows), (words > 0).sum(1)] + h[:, 0] + h[:, 1:].mean(1)
+        own = F.log_softmax(h @ h.t().detach(), -1)[torch.arange(rows), torch.arange(rows)]
+        return own.mean() + F.cross_entropy(h, words[:, 0] % 8)
+
+
+def test_ordinary_models_are_cut():
+    words = torch.randint(0, 16, (8, 5), generator=torch.Generator().manual_seed(0))
+    assert all(g is not None and g.isfinite().all() for g in train(Ordinary(), words))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, Program
 
 aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+_COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step, torch.ops.prims.iota.default)
+_SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 _APART = {aten.select.int: (1, 0), aten.unbind.int: (1, 0), aten.split.Tensor: (2, 0)}
 """What takes a tensor apart, with the place of the dimension among its arguments and its default."""
 
@@ -29,12 +32,15 @@ def refuse_other_dimensions(program: Program, inputs: Sequence[tuple[str, torch.
     axes = Axes(program)
     forward = [n for n in program.graph.nodes if n.op == "call_function" and info(n).phase is Phase.FORWARD]
     name, first = read[0]
+    why = _Order(program, axes, forward, set(axes.shapes(first)[0][0])).found()
     if len(_selected(first, axes, forward)) > 1:
+        why = "takes its elements one after the other", None
+    if why is not None:
         raise StepError(
-            f"dimension 0 of {name} is no batch: forward takes its elements one after the other",
-            where="micro_batches",
-            why="train_step cuts micro-batches on dimension 0; a sequence would be cut in time",
-            hint="give the batch first (batch_first=True), or micro_batches=1",
+            f"dimension 0 of {name} is no batch: forward {why[0]}",
+            where=why[1],
+            why="train_step cuts micro-batches on dimension 0; a sequence would be cut in time, and rows that belong together be parted",
+            hint="give the batch first (batch_first=True), and what belongs together as one row or as several inputs; or micro_batches=1",
         )
     batch = set(axes.shapes(first)[0][0])
     for name, node in read[1:]:
@@ -46,6 +52,82 @@ def refuse_other_dimensions(program: Program, inputs: Sequence[tuple[str, torch.
                 why=f"train_step would cut it with the batch, whose size is that of dimension 0 of {read[0][0]}",
                 hint="keep what is no part of the batch in a buffer, or give it with another shape ([1, n])",
             )
+
+
+class _Order:
+    """Looks for what a forward does with the axes of dimension 0 that it would not do with a batch: rows that are read by their places, or together
+    with their neighbours. What losses do, which may compare all rows with all, is none of it."""
+
+    def __init__(self, program: Program, axes: Axes, forward: Sequence[fx.Node], batch: set[int]) -> None:
+        self.axes, self.forward, self.batch = axes, forward, batch
+        roles = (InputRole.PARAMETER, InputRole.BUFFER)
+        self.own = {
+            n for port, n in program.input_items() if port.role in roles
+        }  # what is computed of the model's tensors alone
+        self.counts: set[fx.Node] = set()  # what is computed of 0, 1, 2, … along the batch alone
+        for node in forward:
+            operands = node.all_input_nodes
+            if operands and self.own.issuperset(operands):
+                self.own.add(node)
+            if operands and self.counts.issuperset(operands):
+                self.counts.add(node)
+            if node.target in _COUNTS and self._has(node, (0,)):
+                self.counts.add(node)
+
+    def found(self) -> tuple[str, str | None] | None:
+        """(what it does, the user's line); None where there is nothing of the kind."""
+        for node in self.forward if self.batch else ():
+            what = self._what(node)
+            if what is not None:
+                return what, info(node).source or None
+        return None
+
+    def _what(self, node: fx.Node) -> str | None:
+        packet = getattr(node.target, "overloadpacket", None)
+        name, operands = getattr(packet, "__name__", ""), node.all_input_nodes
+        if name.startswith("_scaled_dot_product") and any(self._has(o, (-2,)) for o in operands[:2]):
+            return "attends over it"
+        if (name == "convolution" and self._has(operands[0], range(1, 9))) or (
+            ("pool" in name or "upsample" in name) and self._has(operands[0], range(2, 9))
+        ):
+            return "moves a window over it"
+        if name in ("mm", "bmm") and self._has(operands[0], (-1,)) and self._weighs(operands[0]):
+            return "attends over it"
+        if name in ("slice", "split", "split_with_sizes") and self._takes_part(node, name):
+            return "takes rows by their places"
+        if name == "embedding" and operands[-1] in self.counts:
+            return "gives its rows places (by an embedding)"
+        return None
+
+    def _has(self, node: fx.Node, dims: Iterable[int]) -> bool:
+        """Are axes of the batch among these dimensions of a value?"""
+        shape = self.axes.shapes(node)[0]
+        return any(self.batch & set(shape[d]) for d in dims if -len(shape) <= d < len(shape))
+
+    def _weighs(self, node: fx.Node) -> bool:
+        """Is a value a softmax over the batch, but for what acts on each of its elements?"""
+        seen, stack = set(), [node]
+        while stack:
+            at = stack.pop()
+            if at in seen or at.op != "call_function" or at.target in _PRODUCTS:
+                continue
+            seen.add(at)
+            if at.target in _SOFTMAX and self._has(at, (int(at.args[1]),)):  # type: ignore[arg-type]
+                return True
+            stack += at.all_input_nodes
+        return False
+
+    def _takes_part(self, node: fx.Node, name: str) -> bool:
+        """Does a slice take a part of the batch, or of the model's own tensors as many rows as the batch has?"""
+        of = node.all_input_nodes[0]
+        at, default = (1, 0) if name == "slice" else (2, 0)
+        dim = node.args[at] if len(node.args) > at else default
+        made = node.meta["val"] if name == "slice" else node.meta["val"][0]
+        if not isinstance(dim, int) or made.shape[dim] == of.meta["val"].shape[dim]:
+            return False
+        if of in self.own:
+            return name == "slice" and bool(self.batch & set(self.axes.shape(node)[dim]))
+        return set(self.axes.shapes(of)[0][dim]) == self.batch
 
 
 def _selected(source: fx.Node, axes: Axes, forward: Sequence[fx.Node]) -> set[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zgraph.capture.batch import refuse_other_dimensions, tensors_of
 from zgraph.capture.cache_key import batch_size, signature
 from zgraph.capture.capture import trace
 from zgraph.capture.targets import LossesSeen
@@ -79,6 +80,10 @@ class WholeModel:
         wanted = loss if self.loss_fn is not None and by_loss else None
         pattern = loss_pattern(traced, wanted, self.module, args, kwargs)
         joint = joint_of(traced, self.plan, name, pattern)
+        size = batch_size(args, kwargs)
+        if self.staged and self.plan.micro_batches > 1 and size is not None:
+            flat = traced.flat.flatten(self.module, args, kwargs)
+            refuse_other_dimensions(joint, tensors_of((args, kwargs), flat), size)
         return Capture(
             signature(self.module, args, kwargs), traced, pattern, joint, time.perf_counter() - start, by_loss
         )
