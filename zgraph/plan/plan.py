@@ -259,116 +259,163 @@ class Plan(Record, frozen=True):
             }
         ),
     ] = Field(
+        examples=[{"replicate": 2, "dp": -1}],
         default_factory=lambda: _check_mesh({"dp": -1}),
         description="sizes by name, outermost first, of pp, replicate, dp, cp, tp; -1 once for the rest",
     )
     zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)] = Field(
+        examples=[2],
         default=3,
         description="ZeRO stage: 0 replicated, 1 optimizer state sharded, 2 gradients too, 3 parameters too",
     )
     backend: Literal["inductor", "eager"] = Field(
-        default="inductor", description="inductor compiles; eager runs the same program operator by operator"
+        examples=["eager"],
+        default="inductor",
+        description="inductor compiles; eager runs the same program operator by operator",
     )
     param_persistence_threshold: Annotated[StrictInt, Field(ge=0)] = Field(
-        default=0, description="parameters of fewer elements than this stay whole on every rank"
+        examples=[10000], default=0, description="parameters of fewer elements than this stay whole on every rank"
     )
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"] | Precision, Field(union_mode="left_to_right"), BeforeValidator(precision_of)
-    ] = Field(default="fp32", description='"fp32", "bf16", "fp16" or a record of dtypes')
+    ] = Field(examples=["bf16"], default="fp32", description='"fp32", "bf16", "fp16" or a record of dtypes')
     numerics: Literal["deepspeed", "fsdp2"] | None = Field(
+        examples=["fsdp2"],
         default=None,
         description="the system whose mixed precision to follow; none: zgraph's own (see zgraph.plan.precision)",
     )
-    optimizer: AnyOptimizer | None = Field(default=None, description="what step() does; none: an optimizer of your own")
-    lr_schedule: AnySchedule | None = Field(default=None, description="the learning rate from step to step")
-    ema: Average | None = Field(default=None, description="a moving average of the weights, or its decay")
-    grad_clip: Clip | None = Field(default=None, description="the largest norm of all gradients together, or a record")
+    optimizer: AnyOptimizer | None = Field(
+        examples=[{"name": "AdamW", "lr": 0.0003, "decay": "matrices"}],
+        default=None,
+        description="what step() does; none: an optimizer of your own",
+    )
+    lr_schedule: AnySchedule | None = Field(
+        examples=[{"name": "Cosine", "total_steps": 10000, "warmup_steps": 500}],
+        default=None,
+        description="the learning rate from step to step",
+    )
+    ema: Average | None = Field(
+        examples=[0.999], default=None, description="a moving average of the weights, or its decay"
+    )
+    grad_clip: Clip | None = Field(
+        examples=[1.0], default=None, description="the largest norm of all gradients together, or a record"
+    )
     micro_batches: Annotated[StrictInt, Field(ge=1)] = Field(
-        default=1, description="into how many parts train_step cuts its batch"
+        examples=[4], default=1, description="into how many parts train_step cuts its batch"
     )
     schedule: Annotated[str, BeforeValidator(_refuse_callable), AfterValidator(_check_schedule)] = Field(
+        examples=["zb"],
         default="1f1b",
         description="in which order pipeline stages run micro-batches (mesh.pp): gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, "
         'zb, zbvzerobubble, zbv, dualpipev, a .csv file of actions, or "package.module:function"',
     )
     partition: Annotated[str | tuple[str, ...], BeforeValidator(_refuse_callable), AfterValidator(_check_partition)] = (
         Field(
+            examples=[["layers.4", "layers.8", "layers.12"]],
             default="time",
             description="where the model is cut into pipeline stages: uniform, parameters, time, type:REGEX, or the paths of the modules that stages "
             "begin with, but for the first stage",
         )
     )
     virtual_stages: Annotated[StrictInt, Field(ge=1)] | None = Field(
-        default=None, description="pipeline stages on each rank of mesh.pp; none: as many as the schedule needs"
+        examples=[2],
+        default=None,
+        description="pipeline stages on each rank of mesh.pp; none: as many as the schedule needs",
     )
     tensor_parallel: (
         Literal["auto", "model"]
         | Annotated[dict[str, Literal["colwise", "rowwise", "vocab", "replicate"]], AfterValidator(Styles)]
     ) = Field(
+        examples=[{"*.q_proj": "colwise", "*.o_proj": "rowwise"}],
         default="auto",
         description="which weights the ranks of mesh.tp divide: auto (found from the graph), model (its own table, in transformers), or a table "
         "from patterns of module paths to colwise, rowwise, vocab or replicate",
     )
     sequence_parallel: StrictBool = Field(
+        examples=[True],
         default=False,
         description="between divided layers, ranks of mesh.tp have parts of the tokens: norms and dropouts are divided as well",
     )
     async_tensor_parallel: Literal["auto", "off"] | Annotated[StrictInt, Field(ge=2)] = Field(
+        examples=[4],
         default="auto",
         description="whether collectives of mesh.tp and the products beside them run in pieces, each on the link while the next is computed: "
         "auto (where that is simulated to be faster), off, or in how many pieces always",
     )
     partition_activations: StrictBool = Field(
+        examples=[True],
         default=False,
         description="what the backward needs of the forward, and all ranks of mesh.tp would keep, they keep in parts, and gather again",
     )
     sequence_dim: Literal["auto"] | StrictInt = Field(
+        examples=[1],
         default="auto",
         description="the dimension of inputs that is the sequence, which ranks of mesh.cp divide: auto (found from the graph), or its number",
     )
     context_attention: Literal["auto", "heads", "ring"] = Field(
+        examples=["ring"],
         default="auto",
         description="how ranks of mesh.cp compute attention: heads (each the whole sequence, for some of them), ring (keys and values go around), "
         "or auto: heads, unless the ranks do not divide them",
     )
     elastic: Elastic | None = Field(
+        examples=[{"batch": 24, "micro_batch": 8}],
         default=None,
         description="rows of a step that stay the same on any number of ranks, as a record; micro_batches then follow from the ranks",
     )
     loss_average: Literal["batch", "token"] = Field(
-        default="batch", description="whether micro-batches and ranks count equally, or by their targets"
+        examples=["token"],
+        default="batch",
+        description="whether micro-batches and ranks count equally, or by their targets",
     )
-    bucket: Bucket = Field(default=Bucket(), description="how much one gather or reduction carries, as a record")
-    prefetch: Prefetch = Field(default=Prefetch(), description="how early gathers start, as a record")
+    bucket: Bucket = Field(
+        examples=[{"gather": "16MiB"}],
+        default=Bucket(),
+        description="how much one gather or reduction carries, as a record",
+    )
+    prefetch: Prefetch = Field(
+        examples=[{"max_bytes": "256MiB", "reduce_bytes": "64MiB"}],
+        default=Prefetch(),
+        description="how early gathers start, as a record",
+    )
     recompute: Annotated[
         Literal["auto", "none", "full"] | str | tuple[str, ...],
         BeforeValidator(_recompute_type),
         AfterValidator(_check_recompute),
     ] = Field(
+        examples=[["blocks.*"]],
         default="auto",
         description="what the backward computes again: none; full (all but what comes into each layer); auto (cheap values on "
         'inductor, and what memory_budget needs); patterns of module paths; or a policy over nodes, "package.module:function"',
     )
     tiles: Annotated[dict[str, StrictInt], AfterValidator(_check_tiles)] = Field(
+        examples=[{"loss": 8, "model.layers.*.mlp": 4}],
         default_factory=Tiles,
         description="what runs in turns over slices of its rows, so that nothing inside of it is ever whole: a table from patterns of module paths, "
         'or "loss" (the classification loss with the product that gives its logits), to numbers of turns',
     )
     offload: Offload = Field(
-        default=Offload(), description="what lies in the host's memory or on disk while nothing reads it, as a record"
+        examples=[{"optimizer": "cpu", "activations": "nvme:/mnt/disk"}],
+        default=Offload(),
+        description="what lies in the host's memory or on disk while nothing reads it, as a record",
     )
     memory_budget: Bytes | None = Field(
+        examples=["20GiB"],
         default=None,
         description='bytes of device memory that a step may take on each rank, or "20GiB"; none: no bound. In a pipeline they are for all stages '
         "of a rank, with what micro-batches in flight leave there",
     )
     on_nonfinite: Literal["ignore", "stop", "skip", "rollback"] = Field(
+        examples=["rollback"],
         default="ignore",
         description="what a step is that has an infinite loss or gradient, or one that is no number: ignore (it updates the weights); skip (no "
         "update); stop (an error that names the module); rollback (that, after loading the last checkpoint)",
     )
-    watch: Watch = Field(default=Watch(), description="how ranks watch each other, as a record")
+    watch: Watch = Field(
+        examples=[{"timeout": 300}], default=Watch(), description="how ranks watch each other, as a record"
+    )
     hardware: str | None = Field(
+        examples=["h100-80g"],
         default=None,
         description="what schedules are made for: a name, or the file of zgraph calibrate; none: by the device",
     )
@@ -376,6 +423,7 @@ class Plan(Record, frozen=True):
         Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)],
         ...,
     ] = Field(
+        examples=[["flight:count_flight after overlap"]],
         default=(),
         description='own passes: "package.module:function", then "before NAME" or "after NAME" if needed',
     )
