@@ -4,6 +4,7 @@
 # make databases    the modules and operators of PyTorch's own databases, and the table of them (BACKEND=eager or inductor)
 # make fuzz N=300 SEED=0 KINDS="eager tp"    random models under random plans against plain PyTorch; see docs/fuzzing.md
 # make mutations    faults planted in zgraph one by one, and the table of the tests that find them
+# make docs    the documentation as a site, in site/
 # make bench-overlap    training steps of zgraph and its peers over a modelled link, into benchmarks/results
 #
 # torch is pinned. PyPI's own Linux build of it is for CUDA; to take another (say the small CPU build):
@@ -28,7 +29,7 @@ KINDS ?=
 BACKEND ?= eager
 PACKAGING := pyproject.toml setup.py
 
-.PHONY: help demo test test-all databases fuzz mutations lint types test-torch211 bench-overlap clean toolchain
+.PHONY: help demo test test-all databases fuzz mutations docs lint types test-torch211 bench-overlap clean toolchain
 
 help:
 	@grep '^# make' Makefile | cut -c3-
@@ -54,6 +55,11 @@ fuzz: $(VENV)/.dev toolchain
 mutations: $(VENV)/.dev toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python tests/mutations.py --write docs/mutations.md $(ARGS)
 
+# Strict: a broken link is an error. (The variable silences an advertisement of the theme's.)
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	echo "site/index.html; with search: $(VENV)/bin/python -m http.server --directory site"
+
 bench-overlap: $(VENV)/.bench toolchain
 	@$(VENV)/bin/python benchmarks/overlap.py $(ARGS)
 
@@ -74,7 +80,7 @@ $(VENV211)/.dev: $(PACKAGING)
 	@$(MAKE) --no-print-directory $(VENV211)/.dev VENV=$(VENV211) VENV211=unused TORCH="torch==2.11.0 triton==3.6.0"
 
 clean:
-	@rm -rf $(VENV) $(VENV211) .types build dist *.egg-info
+	@rm -rf $(VENV) $(VENV211) .types build dist site *.egg-info
 
 $(VENV)/bin/python:
 	@if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then
@@ -96,6 +102,10 @@ $(VENV)/.demo: $(PACKAGING) | $(VENV)/bin/python
 
 $(VENV)/.dev: $(PACKAGING) | $(VENV)/.demo
 	@$(VENV)/bin/python -m pip install --quiet -e '.[test,dev]'
+	touch $@
+
+$(VENV)/.docs: $(PACKAGING) | $(VENV)/.demo
+	@$(VENV)/bin/python -m pip install --quiet -e '.[docs]'
 	touch $@
 
 $(VENV)/.bench: $(PACKAGING) | $(VENV)/.demo

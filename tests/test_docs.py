@@ -1,7 +1,7 @@
 """What the documentation says is true: blocks run, commands exist, tables are complete.
 
 A Python block that begins with a comment `# name.py` is a file, which the other blocks can import; one of TOML is a plan.
-These run in order in one namespace, as a reader would type them.
+These run in order in one namespace, as a reader would type them; files that the README shows are there for every page.
 """
 
 from __future__ import annotations
@@ -10,15 +10,22 @@ import ast
 import re
 import shlex
 import sys
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 GUIDE = ROOT / "docs/guide.md"
-DOCUMENTS = [README, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", ROOT / "examples/README.md"]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+FEATURES = ROOT / "docs/features"
+GENERATED = ROOT / "docs/reference"
+"""Where the site has pages that are made from the code: no file is there."""
+DOCUMENTS = [README, ARCHITECTURE, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"))]
+DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 WITH_CODE = [path for path in DOCUMENTS if "```python" in path.read_text()]
 
 
@@ -44,8 +51,21 @@ def write_files(path: Path, folder: Path) -> None:
             (folder / name).write_text(block)
 
 
-def sources() -> list[Path]:
-    return sorted(p for folder in ("zgraph", "passes", "codegen") for p in (ROOT / folder).rglob("*.py"))
+def reference() -> ModuleType:
+    """What makes the generated pages."""
+    spec = spec_from_file_location("reference", ROOT / "docs/generate/reference.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def text_of(path: Path) -> str | None:
+    """A document's text, that of a page which is made from the code as well; None for any other file."""
+    if path.is_relative_to(GENERATED):
+        page = reference().PAGES.get(path.relative_to(ROOT / "docs").as_posix())
+        return page() if page else None
+    return path.read_text() if path.suffix == ".md" and path.is_file() else None
 
 
 @pytest.fixture
@@ -65,13 +85,33 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
 def test_python_blocks_run(path, folder, capsys):
+    write_files(README, folder)
     write_files(path, folder)
     namespace: dict[str, object] = {"__name__": "docs"}
     for line, block in blocks(path, "python"):
         name = file_name(block)
-        if name is None or name == "train.py":  # (a script, and the first that a reader runs)
+        if name is None or (name == "train.py" and path == README):  # (a script, and the first that a reader runs)
             code = compile("\n" * (line - 1) + block, str(path), "exec")
             exec(code, namespace)
+
+
+def test_a_file_that_several_pages_show_is_the_same_program_on_each():
+    shown: dict[str, str] = {}
+    for path in WITH_CODE:
+        for name, block in ((file_name(b), b) for _, b in blocks(path, "python")):
+            if name is not None:
+                program = ast.dump(ast.parse(block))
+                assert shown.setdefault(name, program) == program, f"{name_of(path)}: {name}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_plans_that_are_shown_can_be_loaded(path, tmp_path):
+    from zgraph.plan.plan import Plan
+
+    for number, (_, block) in enumerate(blocks(path, "toml")):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(block)
+        Plan.load(file)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
@@ -160,16 +200,17 @@ def test_commands_exist_with_their_options(path):
         assert set(given) <= options, words
 
 
-def test_the_readme_shows_every_command():
+def test_the_pages_show_every_command():
     import typer
 
     from zgraph.cli.app import app
 
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert {words[1] for words in commands(README)} == set(known)
+    assert {words[1] for words in commands(FEATURES / "inspection.md")} == set(known)
     groups = {name: set(group.commands) for name, group in known.items() if hasattr(group, "commands")}
+    shown = [words for path in FEATURES.glob("*.md") for words in commands(path)]
     for name, inner in groups.items():
-        assert {words[2] for words in commands(README) if words[1] == name and words[2:]} >= inner
+        assert {words[2] for words in shown if words[1] == name and words[2:]} >= inner
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
@@ -192,8 +233,9 @@ def rows(path: Path, header: str) -> list[str]:
 def test_the_plans_table_has_every_field_and_its_default():
     from zgraph.plan.plan import Plan
 
-    assert rows(README, "field") == list(Plan.model_fields)
-    text = README.read_text()
+    page = FEATURES / "plan.md"
+    assert rows(page, "field") == list(Plan.model_fields)
+    text = page.read_text()
     for name, shown in {"mesh": '`{"dp": -1}`', "zero": "3", "backend": '`"inductor"`'}.items():
         assert re.search(rf"^\| `{name}` \|.*\| {re.escape(shown)} \|$", text, re.M)
     assert (Plan().mesh, Plan().zero, Plan().backend) == ({"dp": -1}, 3, "inductor")
@@ -204,14 +246,14 @@ def test_the_architecture_lists_every_rule_of_the_verifier():
     from zgraph.passes import verifier
 
     rules = [rule.__name__ for rule in verifier.RULES] + ["check_values"]
-    assert [name for name in rows(ROOT / "ARCHITECTURE.md", "rule")] == rules
+    assert [name for name in rows(ARCHITECTURE, "rule")] == rules
 
 
 def test_the_architecture_lists_every_fact_that_passes_provide():
     from zgraph.build.pass_pipeline import build
     from zgraph.plan.plan import Plan
 
-    text = (ROOT / "ARCHITECTURE.md").read_text()
+    text = ARCHITECTURE.read_text()
     for plan in (Plan(zero=1), Plan(zero=3)):
         for step in build(plan):
             for fact in step.contract.provides:
@@ -221,9 +263,15 @@ def test_the_architecture_lists_every_fact_that_passes_provide():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_files_that_are_named_are_there(path):
     mentioned = re.findall(
-        r"`((?:zgraph|passes|codegen|tests|examples|benchmarks|docs)/[\w/]+\.\w+)`", path.read_text()
+        r"`((?:zgraph|passes|codegen|tests|examples|benchmarks|docs)/[\w/-]+\.\w+)`", path.read_text()
     )
     assert [name for name in mentioned if not (ROOT / name).exists()] == []
+
+
+def test_the_way_of_a_call_names_files_that_are_there():
+    named = [n for _, block in blocks(ARCHITECTURE, "text") for n in re.findall(r"\b[\w/]+/\w+\.py\b", block)]
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
@@ -233,10 +281,80 @@ def test_links_lead_somewhere(path):
             continue
         target, _, heading = link.partition("#")
         file = (path.parent / target).resolve() if target else path
-        assert file.exists(), link
+        text = text_of(file)
+        assert file.exists() or text is not None, link
         if heading:
-            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
+            headings = re.findall(r"^#+ (.+)$", text, re.M)
             assert heading in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], link
+
+
+@pytest.mark.parametrize("path, most", [(README, 250), (ARCHITECTURE, 200)], ids=["README", "ARCHITECTURE"])
+def test_what_is_read_first_is_short(path, most):
+    assert len(path.read_text().splitlines()) <= most
+
+
+def test_terms_stand_in_order_in_the_glossary():
+    terms = rows(ROOT / "docs/glossary.md", "term")
+    assert len(terms) > 40
+    assert terms == sorted(terms, key=str.lower)
+
+
+# -- pages that are made from the code --------------------------------------------------------------
+def test_the_plan_reference_has_every_field_with_an_example_that_is_a_plan(tmp_path):
+    from zgraph.plan.plan import Plan
+
+    page = text_of(GENERATED / "plan.md")
+    parts = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    for name in Plan.model_fields:
+        (example,) = re.findall(r"^```toml\n(.*?)^```$", parts[name], re.M | re.S)
+        file = tmp_path / f"{name}.toml"
+        file.write_text(example)
+        plan = Plan.load(file)
+        assert getattr(plan, name) != getattr(Plan(), name), f"{name}: the example is the default"
+        assert "| type | default |" in parts[name] and "any value" not in parts[name]
+    for record in ("Precision", "Bucket", "Prefetch", "Offload", "AdamW", "Cosine", "Elastic", "Watch"):
+        assert "| field | type | default | meaning |" in parts[record]
+
+
+def test_the_passes_reference_has_every_pass_of_a_pipeline():
+    from zgraph.build.pass_pipeline import build, build_update_passes
+    from zgraph.plan.optimizers import AdamW
+    from zgraph.plan.plan import Plan
+
+    listed = set(re.findall(r"^### (\w+)$", text_of(GENERATED / "passes.md"), re.M))
+    plans = [
+        Plan(zero=1),
+        Plan(zero=3),
+        Plan(zero=3, mesh={"dp": 2, "tp": 2}),
+        Plan(mesh={"dp": 2, "cp": 2}, recompute="full"),
+    ]
+    for plan in plans:
+        assert {step.name for step in build(plan)} <= listed
+    assert {step.name for step in build_update_passes(Plan(optimizer=AdamW()))} <= listed
+
+
+def test_the_command_reference_has_every_command_and_option():
+    import typer
+
+    from zgraph.cli.app import app
+
+    page = text_of(GENERATED / "commands.md")
+    parts = dict(re.findall(r"^## (zgraph [\w ]+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    for path, command in reference().walk("zgraph", typer.main.get_command(app)):
+        for parameter in command.params:
+            assert all(f"{option}" in parts[path] for option in parameter.opts if option.startswith("-")), (
+                path,
+                parameter,
+            )
+
+
+def test_the_other_references_have_every_public_name():
+    import zgraph
+
+    errors = re.findall(r"^## (\w+)$", text_of(GENERATED / "errors.md"), re.M)
+    assert errors == list(zgraph.errors.__all__)
+    described = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", text_of(GENERATED / "api.md"), re.M)}
+    assert set(zgraph.__all__) - {"__version__", "errors"} <= described
 
 
 def test_every_public_function_says_what_it_is():

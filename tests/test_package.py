@@ -91,7 +91,7 @@ def test_public_names_are_listed_before_they_are_loaded():
 def test_every_name_that_the_documentation_shows_is_there_without_another_import(monkeypatch):
     import zgraph
 
-    texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
     found = {name for text in texts for name in re.findall(r"(?<![\w./])zgraph\.([a-zA-Z]\w*)(?!\.md)", text)}
     assert {"allocations", "deepspeed", "symbolic", "passes", "errors", "compile", "Plan"} <= found
     for name in found - {"release"}:  # (an operator of programs)

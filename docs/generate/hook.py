@@ -61,7 +61,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     outside = {page: path for path, page in documents().items()}
     here = outside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     known = {f"docs/{file.src_uri}": file.src_uri for file in files if file.src_uri not in outside} | documents()
-    known |= {f"benchmarks/results/{path.name}": f"benchmarks/{path.name}" for path in (ROOT / "benchmarks/results").glob("*.svg")}
+    known |= {
+        f"benchmarks/results/{path.name}": f"benchmarks/{path.name}"
+        for path in (ROOT / "benchmarks/results").glob("*.svg")
+    }
 
     def moved(match: re.Match[str]) -> str:
         target, hash_, heading = match["target"].partition("#")

@@ -19,21 +19,27 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-# What a field's example needs beside it to be a plan.
+_TENSOR = {"mesh": {"dp": -1, "tp": 2}}
+_CONTEXT = {"mesh": {"dp": -1, "cp": 2}}
+_UPDATE = {"optimizer": {"name": "AdamW", "lr": 3e-4}}
 NEEDS: dict[str, dict[str, Any]] = {
     "numerics": {"precision": "bf16"},
     "schedule": {"mesh": {"pp": 4, "dp": -1}, "micro_batches": 8},
     "partition": {"mesh": {"pp": 4, "dp": -1}},
     "virtual_stages": {"mesh": {"pp": 2, "dp": -1}, "schedule": "interleaved1f1b"},
-    **dict.fromkeys(
-        ("tensor_parallel", "sequence_parallel", "async_tensor_parallel", "partition_activations"),
-        {"mesh": {"dp": -1, "tp": 2}},
-    ),
-    **dict.fromkeys(("sequence_dim", "context_attention"), {"mesh": {"dp": -1, "cp": 2}}),
-    **dict.fromkeys(
-        ("lr_schedule", "ema", "elastic", "offload", "on_nonfinite"), {"optimizer": {"name": "AdamW", "lr": 3e-4}}
-    ),
+    "tensor_parallel": _TENSOR,
+    "sequence_parallel": _TENSOR,
+    "async_tensor_parallel": _TENSOR,
+    "partition_activations": _TENSOR,
+    "sequence_dim": _CONTEXT,
+    "context_attention": _CONTEXT,
+    "lr_schedule": _UPDATE,
+    "ema": _UPDATE,
+    "elastic": _UPDATE,
+    "offload": _UPDATE,
+    "on_nonfinite": _UPDATE,
 }
+"""What a field's example needs beside it to be a plan."""
 
 
 def cell(text: str) -> str:
@@ -133,7 +139,9 @@ def sentence(text: str) -> str:
 
 def docstring(thing: Any) -> str:
     """A docstring without its indentation, or nothing."""
-    return inspect.cleandoc(vars(thing).get("__doc__") or "") if isinstance(thing, type) else inspect.getdoc(thing) or ""
+    return (
+        inspect.cleandoc(vars(thing).get("__doc__") or "") if isinstance(thing, type) else inspect.getdoc(thing) or ""
+    )
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------
@@ -246,7 +254,11 @@ def names(parameter: Any) -> str:
 
 def choices(parameter: Any) -> str:
     """The values that an option takes, where it has a list of them."""
-    return "|".join(str(value.value) for value in type(parameter.default)) if isinstance(parameter.default, Enum) else "VALUE"
+    return (
+        "|".join(str(value.value) for value in type(parameter.default))
+        if isinstance(parameter.default, Enum)
+        else "VALUE"
+    )
 
 
 def plain(text: str) -> str:
@@ -289,9 +301,9 @@ def api() -> str:
     ]
     parts = [
         "# Python API",
-        "`model.zgraph` of a compiled model is a `Handle`; its `train_step`, `step`, `eval_step`, `no_sync`, `save_checkpoint`, `load_checkpoint` and "
-        "`save_pretrained` are methods of the model as well. What each field of a record means is in the [plan reference](plan.md); "
-        "errors have [a page of their own](errors.md).",
+        "`model.zgraph` of a compiled model is a `Handle`; its `train_step`, `step`, `eval_step`, `no_sync`, `save_checkpoint`, "
+        "`load_checkpoint` and `save_pretrained` are methods of the model as well. What each field of a record means is in the "
+        "[plan reference](plan.md); errors have [a page of their own](errors.md).",
     ]
     for title, things in sections:
         parts.append(f"## {title}")
