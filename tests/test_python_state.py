@@ -304,6 +304,46 @@ def test_what_a_forward_reads_of_its_surroundings_is_never_stale(make):
     assert not torch.equal(*found[1])
 
 
+LOOKED_UP = {
+    "dict of self": lambda m: m.__dict__.get("k", 1.0),
+    "vars": lambda m: vars(m).get("k", 1.0),
+    "in": lambda m: 2.0 if "k" in m.__dict__ else 1.0,
+    "object": lambda m: m.held.__dict__.get("k", 1.0),
+    "getattr of a parameter": lambda m: getattr(m.a.weight, "k", 1.0),
+    "hasattr of a parameter": lambda m: 2.0 if hasattr(m.a.weight, "k") else 1.0,
+    "getattr of a buffer": lambda m: getattr(m.there, "k", 1.0),
+}
+
+
+class LooksUp(nn.Module):
+    """A forward that looks for an attribute by its name."""
+
+    def __init__(self, rule) -> None:
+        super().__init__()
+        self.a, self.rule, self.held = linear(), rule, types.SimpleNamespace()
+        self.register_buffer("there", torch.ones(2))
+
+    def forward(self, x):
+        return self.a(x).sum() * self.rule(self)
+
+
+@pytest.mark.parametrize("rule", LOOKED_UP)
+def test_an_attribute_that_is_looked_up_by_its_name_is_never_stale(rule):
+    found = []
+    for plan in (EAGER, None):
+        model = LooksUp(LOOKED_UP[rule])
+        model = zgraph.compile(model, plan) if plan is not None else model
+        seen = [model(X)]
+        for value in (3.0, 4.0):
+            for thing in (model, model.held, model.a.weight, model.there):
+                thing.k = value
+            seen.append(model(X))
+        for thing in (model, model.held, model.a.weight, model.there):
+            del thing.k
+        found.append(torch.stack([*seen, model(X)]))
+    assert torch.equal(*found) and not torch.equal(found[0][0], found[0][1])
+
+
 class Own(nn.Module):
     """A forward with a default and a closure of its own."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ _TORCH = os.path.dirname(torch.__file__)
 _HOOKS = tuple(
     getattr(nn.modules.module, f"_global_{n}_hooks") for n in ("forward", "forward_pre", "backward", "backward_pre")
 )
+_COMPARED = (type(None), bool, int, float, complex, str, bytes)
 # (whether two arguments of these are one object is no difference)
 _PLAIN = (
     type(None),
@@ -63,6 +65,15 @@ class Surroundings:
             if catching and not isinstance(x, (type, types.ModuleType)) and hasattr(x, "__dict__")
         ]
         self._missing = [(t, len(t), frozenset(catching - t.keys())) for t in tables]
+        # What is looked up by a string: in a __dict__, or by getattr and hasattr, which dynamo guards for all but tensors.
+        mine = [c for c in codes if not c.co_filename.startswith(_TORCH)]
+        inside = _strings(c for c in mine if not {"__dict__", "vars"}.isdisjoint(c.co_names))
+        set_here = {n for _, n in changed}
+        read = [vars(x) for x in objects if inside and hasattr(x, "__dict__") and not isinstance(x, type)]
+        self._read = [(t, _plain(t, inside - set_here)) for t in read]
+        by_name = _strings(c for c in mine if not {"getattr", "hasattr"}.isdisjoint(c.co_names))
+        self._hung_names = frozenset((inside | by_name | catching) - set_here)
+        self._hung: list[tuple[weakref.ref[torch.Tensor], dict[str, Any]]] | None = None  # on the model's tensors
         self._aliases = _aliases(scope)
         self._hooks = [tuple(h.values()) for h in _HOOKS]
         reads = any(c.co_filename == os.getenv.__code__.co_filename for c in codes)
@@ -76,6 +87,11 @@ class Surroundings:
         for table, size, names in self._missing:
             if len(table) != size and not names.isdisjoint(table):
                 return f"an object has no attribute {sorted(names & table.keys())[0]!r}"
+        for table, found in self._read:
+            if _plain(table, found) != found:
+                return "an object has the attributes that it had"
+        if self._hung_names and not self._hangs_as_before(scope):
+            return "parameters have the attributes that they had"
         if _aliases(scope) != self._aliases:
             return "the same arguments are one object"
         for hooks, before in zip(_HOOKS, self._hooks, strict=True):
@@ -84,6 +100,31 @@ class Surroundings:
         if self._environment is not None and self._environment != dict(os.environ):
             return "the environment variables are the same"
         return None
+
+    def _hangs_as_before(self, scope: dict[str, Any]) -> bool:
+        """Have the model's tensors the attributes, of those that forward may look for, that they had at the first check? (In the capture they were
+        fake ones.)"""
+        if self._hung is None:
+            owner = next((v for v in scope.values() if isinstance(v, nn.Module)), None)
+            tensors = [*owner.parameters(), *owner.buffers()] if owner is not None else []
+            self._hung = [(weakref.ref(t), _plain(vars(t), self._hung_names)) for t in tensors]
+        for there, before in self._hung:
+            tensor = there()
+            table = vars(tensor) if tensor is not None else {}
+            if (table or before) and tensor is not None and _plain(table, self._hung_names) != before:
+                return False
+        return True
+
+
+def _strings(codes: Iterable[types.CodeType]) -> frozenset[str]:
+    """The strings among the constants of code."""
+    return frozenset(v for c in codes for v in c.co_consts if isinstance(v, str))
+
+
+def _plain(table: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What a table has of these names: values that can be compared, and of others that they are there."""
+    found = {n: table.get(n, _ABSENT) for n in names}
+    return {n: v if v is _ABSENT or isinstance(v, _COMPARED) else ... for n, v in found.items()}
 
 
 def _class_attributes(
