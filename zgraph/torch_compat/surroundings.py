@@ -107,11 +107,15 @@ class Surroundings:
         if self._hung is None:
             owner = next((v for v in scope.values() if isinstance(v, nn.Module)), None)
             tensors = [*owner.parameters(), *owner.buffers()] if owner is not None else []
-            self._hung = [(weakref.ref(t), _plain(vars(t), self._hung_names)) for t in tensors]
+            names = self._hung_names
+            self._hung = [(weakref.ref(t), _plain(vars(t), names & vars(t).keys())) for t in tensors]
         for there, before in self._hung:
             tensor = there()
-            table = vars(tensor) if tensor is not None else {}
-            if (table or before) and tensor is not None and _plain(table, self._hung_names) != before:
+            table = vars(tensor) if tensor is not None else None
+            if not table or self._hung_names.isdisjoint(table):  # (of most there is nothing to compare)
+                if before and table is not None:
+                    return False
+            elif _plain(table, self._hung_names & table.keys()) != before:
                 return False
         return True
 
