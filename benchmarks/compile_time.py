@@ -37,7 +37,7 @@ def measure(layers: int) -> dict[str, float]:
     from zgraph.capture import capture
     from zgraph.parameters.sharding import layout
     from zgraph.passes import PassManager, manager
-    from zgraph.torch_compat import torch_private
+    from zgraph.torch_compat import inductor_code
 
     config = LlamaConfig(
         vocab_size=32000,
@@ -64,7 +64,7 @@ def measure(layers: int) -> dict[str, float]:
     trace = clock() - start
     start = clock()
     assert traced.loss is not None
-    captured = traced.joint(frozenset({traced.loss}), torch_private.inductor_decompositions(), "train")
+    captured = traced.joint(frozenset({traced.loss}), inductor_code.inductor_decompositions(), "train")
     joint = clock() - start
     history = PassManager(build(plan)).run(captured)
     total = clock() - begin

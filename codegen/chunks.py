@@ -21,7 +21,7 @@ from zgraph.program import transfers_to_host
 from zgraph.program.aliases import is_write
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import fx_graphs
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ def _part(program: Program, nodes: list[fx.Node], number: int) -> Program:
     set_info(graph.output(tuple(memo[n] for n in given)), NodeInfo(Phase.UPDATE))
     part = Program(
         name=f"{program.name}.{number}",
-        module=torch_private.lazy_module(program.module, graph),
+        module=fx_graphs.lazy_module(program.module, graph),
         inputs=[Port(InputRole.SAVED, n.name) for n in taken],
         outputs=[Port(OutputRole.SAVED, n.name) for n in given],
         mesh=dict(program.mesh),

@@ -17,7 +17,7 @@ from torch import fx
 
 from zgraph.program.node import tensor
 from zgraph.program.program import Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat.onednn import onednn_product
 
 LEAST = 2**23  # FLOP: below it a call of oneDNN costs as much as it saves
 SCRATCH = 700_000  # bytes that one of its calls takes meanwhile on each thread, at most (673 kB measured, of matrices of all sizes)
@@ -32,7 +32,7 @@ def onednn() -> Any:
     except OSError:
         return None
     faster = "AuthenticAMD" in processors and torch.cpu._is_avx512_supported()
-    return torch_private.onednn_product() if faster else None
+    return onednn_product() if faster else None
 
 
 def library(kernels: Any) -> Any:

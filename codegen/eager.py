@@ -20,7 +20,7 @@ from zgraph.codegen.profiled import run_profiled
 from zgraph.program.aliases import mutates
 from zgraph.program.layout import Strides, laid_out, lies_as, promised
 from zgraph.program.program import Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import fx_graphs
 
 _KEEP = "zgraph_as_promised"
 _CALL = re.compile(r"    (\w+)(?: : [^=]+)? = ")
@@ -29,7 +29,7 @@ _CALL = re.compile(r"    (\w+)(?: : [^=]+)? = ")
 def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
     """Make a callable of `program`; `groups` gives each mesh dimension's process group by name."""
     ready = lowered(program, groups)
-    torch_private.boxed(ready.graph)
+    fx_graphs.boxed(ready.graph)
     ready.module.recompile()
     code = Code(program.name, ready.module)
     return Executable(program, code, code.source, calls=_calls(code.source, program), rebuild=code.rebuild)

@@ -19,7 +19,7 @@ from zgraph.program.node import info, place_of
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.ranks import progress
 from zgraph.ranks.stacks import Line
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import autograd_state
 
 # The user's tensors, what autograd gives, and what was sent: their strides are not a program's.
 _OTHERS_DECIDE = (
@@ -114,7 +114,7 @@ class Executable:
         told = progress.enter(self)
         try:
             with (
-                torch_private.below_autograd(),
+                autograd_state.below_autograd(),
                 torch.autograd.profiler.record_function(f"zgraph:{self.program.name}"),
             ):
                 outputs = self.function(values)
@@ -133,7 +133,7 @@ class Executable:
 
     def _land(self, outputs: Sequence[Any]) -> None:
         """Wait for what is on its way, on CPU: the profile may end before the program that would."""
-        with torch_private.unrecorded():
+        with autograd_state.unrecorded():
             for port, value in zip(self.program.outputs, outputs, strict=True):
                 if port.name in self.flying and not value.is_cuda:
                     collectives.WAIT(value)

@@ -1,6 +1,6 @@
 """`backend="inductor"`: Inductor makes fused kernels of a program, in the order that passes decided.
 
-The order of collectives and library calls is pinned (see `torch_private.order_keeper`) and read back from the
+The order of collectives and library calls is pinned (see `inductor_code.order_keeper`) and read back from the
 generated code. The strides that Inductor chose for the forward's saved values are those that the backward is compiled
 for.
 """
@@ -22,7 +22,7 @@ from zgraph.program import collectives, transfers_to_host
 from zgraph.program.layout import laid_out
 from zgraph.program.node import has_info, info
 from zgraph.program.program import InputRole, OutputRole, Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import inductor_code
 
 # Inputs that whoever runs a program holds no longer than it does.
 _LET_GO = (InputRole.SAVED, InputRole.FLYING, InputRole.RECEIVED, InputRole.RETURNED)
@@ -46,8 +46,8 @@ def compile_inductor(
     communicates in another order than the program: nothing falls back.
     """
     ready = lowered(program, groups)
-    torch_private.name_origins(ready.graph)
-    torch_private.name_held([n for p, n in ready.input_items() if p.role not in _LET_GO])
+    inductor_code.name_origins(ready.graph)
+    inductor_code.name_held([n for p, n in ready.input_items() if p.role not in _LET_GO])
     inputs = [node.meta["val"] for node in ready.placeholders()]
     fixed = [
         i
@@ -59,7 +59,7 @@ def compile_inductor(
         fixed
     )  # (for the key of Inductor's cache, which leaves out what nodes carry)
     try:
-        function, source, strides = torch_private.compile_with_inductor(
+        function, source, strides = inductor_code.compile_with_inductor(
             ready.module,
             inputs,
             ready.fake_mode,
@@ -105,7 +105,7 @@ def _rebuild(compiled: Any, source: str, names: dict[str, Any]) -> Callable[[lis
     laid = _FALLBACK_RESULT.sub(
         rf"\g<indent>\g<name> = {_AS_PROMISED}(\g<name>, \g<size>, \g<strides>, '\g<of>')", source
     )
-    return torch_private.rebuild_inductor(compiled, library, laid, {_AS_PROMISED: _as_promised, **names})
+    return inductor_code.rebuild_inductor(compiled, library, laid, {_AS_PROMISED: _as_promised, **names})
 
 
 def _as_promised(value: torch.Tensor, size: tuple[int, ...], strides: tuple[int, ...], operator: str) -> torch.Tensor:

@@ -21,7 +21,7 @@ from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import root_of
 from zgraph.program.node import info, set_info, tensor
 from zgraph.program.program import Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import fx_graphs, process_groups
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def fit(program: Program, groups: dict[str, str]) -> None:
             continue
         bucket = bucket_of(start)
         name = groups.get(collectives.group_of(start), collectives.group_of(start))
-        backend, rank = torch_private.backend_of(name, tensor(start).device)
+        backend, rank = process_groups.backend_of(name, tensor(start).device)
         if start.target is collectives.SHIFT:
             _as_all_to_all(program, start, name, rank)
             continue
@@ -52,7 +52,7 @@ def fit(program: Program, groups: dict[str, str]) -> None:
     for node in program.nodes:
         if node.target is transfers_to_host.OFFLOAD:
             node.update_arg(1, groups.get(str(node.args[1]), str(node.args[1])))
-            torch_private.fix_strides(transfers_to_host.moved_value(node))
+            fx_graphs.fix_strides(transfers_to_host.moved_value(node))
         elif node.target is transfers_to_host.MOVED:
             _in_place(program, node)
 

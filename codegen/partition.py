@@ -26,7 +26,7 @@ from zgraph.program import collectives, ops
 from zgraph.program.aliases import is_view
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program, of_backward
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import fx_graphs
 
 _BACKWARD_ONLY = (InputRole.TANGENT, InputRole.ACCUMULATOR, InputRole.SCALE, InputRole.RETURNED)
 
@@ -232,7 +232,7 @@ def _extract(
     set_info(result, NodeInfo(phase))
     part = Program(
         name=f"{joint.name}.{name}",
-        module=torch_private.lazy_module(joint.module, graph),
+        module=fx_graphs.lazy_module(joint.module, graph),
         inputs=[p for p, _ in inputs],
         outputs=[p for p, _ in outputs],
         mesh=dict(joint.mesh),

@@ -17,7 +17,7 @@ from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import mutates
 from zgraph.program.layout import laid_out, promised
 from zgraph.program.program import Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import autograd_state, inductor_code
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ def run_stepwise(ready: Program, values: Sequence[Any], seen: Callable[[fx.Node,
     held: dict[fx.Node, Any] = {}
     left = {node: len(node.users) for node in ready.graph.nodes}
     given = iter(values)
-    with torch.no_grad(), torch_private.below_autograd():
+    with torch.no_grad(), autograd_state.below_autograd():
         for node in ready.graph.nodes:
             if node.op == "output":
                 return
@@ -52,8 +52,8 @@ def _value(ready: Program, node: fx.Node, held: dict[fx.Node, Any], given: Any) 
     if node.op == "get_attr":
         return operator.attrgetter(str(node.target))(ready.module)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: held[n])
-    if torch_private.draws_by_seed(node.target):
-        return torch_private.drawn_by_inductor(node.target, args, kwargs)
+    if inductor_code.draws_by_seed(node.target):
+        return inductor_code.drawn_by_inductor(node.target, args, kwargs)
     result = node.target(*args, **kwargs)  # type: ignore[operator]
     if collectives.is_start(node) or node.target in collectives.COALESCED.values():
         for tensor in pytree.tree_leaves(result):

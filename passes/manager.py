@@ -19,7 +19,7 @@ from zgraph.passes.contract import Contract, Pass
 from zgraph.passes.verifier import ValueCache, verify_program
 from zgraph.program.printer import render
 from zgraph.program.program import Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import inductor_code
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class PassManager:
     def _keep(self, program: Program, at: int, name: str) -> Program:
         if not self.snapshots:
             return program
-        torch_private.trace_artifact(f"zgraph_{program.name}_{at:02}_{name}", lambda: render(program))
+        inductor_code.trace_artifact(f"zgraph_{program.name}_{at:02}_{name}", lambda: render(program))
         return program.snapshot()
 
     def _verify(self, program: Program) -> float:

@@ -274,7 +274,7 @@ FAULTS: tuple[Fault, ...] = (
         "hooks-lost",
         "ranks",
         "hooks of a parameter do not go over to its shard",
-        "    torch_private.move_hooks(old, fresh)\n",
+        "    tensor_hooks.move_hooks(old, fresh)\n",
         "",
         (
             "tests/test_made_before_compile.py::test_hooks_and_gradients_stay_with_a_parameter_that_is_stored_anew",

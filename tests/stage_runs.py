@@ -38,7 +38,7 @@ from zgraph.program.aliases import is_random
 from zgraph.program.node import tensor, value
 from zgraph.program.program import InputRole, OutputRole, Port, Program
 from zgraph.program.tolerance import Difference
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import inductor_code
 from zgraph.verification.virtual_ranks import run_virtual
 from zgraph.verification.virtual_step import Results, named, virtual_step
 
@@ -242,7 +242,7 @@ def _random() -> Iterator[None]:
     state = torch.get_rng_state()
     torch.manual_seed(7)
     try:
-        with torch_private.eager_random_numbers():
+        with inductor_code.eager_random_numbers():
             yield
     finally:
         torch.set_rng_state(state)

@@ -11,7 +11,7 @@ from torch import nn
 
 import zgraph
 from zgraph.codegen import cpu_gemm
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import onednn
 
 pytestmark = pytest.mark.inductor
 
@@ -38,7 +38,7 @@ class Kernels:
 
 @pytest.fixture
 def product() -> Any:
-    made = torch_private.onednn_product()
+    made = onednn.onednn_product()
     if made is None:
         pytest.skip("this torch has no oneDNN")
     return made

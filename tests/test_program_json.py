@@ -285,6 +285,7 @@ def test_a_fresh_process_knows_the_operators_of_every_program():
         "import torch, zgraph.program.serialize\n"
         "for name in ('output', 'release', 'shift', 'check', 'region'):\n"
         "    getattr(torch.ops.zgraph, name).default\n"
+        "torch.ops.prims.inductor_seeds.default\n"
         "print(torch._C._dispatch_has_kernel_for_dispatch_key('zgraph::region', 'CompositeExplicitAutograd'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -24,7 +24,7 @@ from zgraph.errors import ModelError, PlanError, StepError, UnsupportedError, Zg
 from zgraph.inspection.bundle import read
 from zgraph.program.program import InputRole, OutputRole, Port
 from zgraph.stages.buffers import Buffers
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import process_groups
 
 pytestmark = pytest.mark.gloo
 ALONE: dict[str, Any] = {"mesh": {"dp": 1}, "micro_batches": 4}
@@ -408,7 +408,7 @@ def watched() -> tuple[bool, list[float | None], list[float | None]]:
     groups.append(runtime.mesh.get_group("dp"))
 
     def limits() -> list[float | None]:
-        found = [torch_private.timeout_of(group) for group in groups]
+        found = [process_groups.timeout_of(group) for group in groups]
         return [None if limit is None else limit.total_seconds() for limit in found]
 
     tight = limits()

@@ -17,7 +17,6 @@ from zgraph.passes.analysis.simulator import bucket_of
 from zgraph.program import collectives
 from zgraph.program.node import Role, info, tensor
 from zgraph.program.program import Program
-from zgraph.torch_compat import torch_private
 from zgraph.verification.virtual_ranks import run_virtual
 
 pytestmark = pytest.mark.core
@@ -26,7 +25,7 @@ MESHES = [{"dp": 3}, {"replicate": 2, "dp": 2}]
 
 def over(backend: str, rank: int, monkeypatch: pytest.MonkeyPatch, program: Program) -> Program:
     """What is compiled for this rank. (No group is there: mesh dimensions keep their names, so that virtual ranks can run it.)"""
-    monkeypatch.setattr(torch_private, "backend_of", lambda group, device: (backend, rank))
+    monkeypatch.setattr("zgraph.torch_compat.process_groups.backend_of", lambda group, device: (backend, rank))
     return lowered(program, {})
 
 

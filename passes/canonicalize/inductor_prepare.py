@@ -20,7 +20,7 @@ from zgraph.passes.contract import graph_pass
 from zgraph.program.layout import Strides, lies_as, promised
 from zgraph.program.node import NodeInfo, Phase, has_info, info, module_of, set_info, source_of, tensor, value
 from zgraph.program.program import OutputRole, Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import inductor_code
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ class _Before:
 )
 def inductor_prepare(program: Program) -> dict[str, int]:
     before = _Before.of(program)
-    torch_private.inductor_joint_passes(program.module, program.fake_mode)
+    inductor_code.inductor_joint_passes(program.module, program.fake_mode)
     made = 0
     for node in program.nodes:
         if node in before.meta:

@@ -22,7 +22,7 @@ from zgraph.passes.remat.recompute import recompute_all_but
 from zgraph.program.aliases import root_of
 from zgraph.program.node import Phase, info
 from zgraph.program.program import Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import aot
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ def checkpoint(program: Program, options: CheckpointOptions) -> dict[str, int]:
         again = {n for n in forward if _chosen(options.policy, n)}
     else:
         region = {
-            n: _module_region(program, n, options.modules) if options.modules else torch_private.users_region(n)
-            for n in forward
+            n: _module_region(program, n, options.modules) if options.modules else aot.users_region(n) for n in forward
         }
         again = {n for n in forward if region[n] is not None and not _leaves(n, region)}
     made = recompute_all_but(program, {n.name for n in forward if n not in again}, by="checkpoint")

@@ -22,7 +22,7 @@ from zgraph.passes.contract import graph_pass
 from zgraph.program.aliases import is_view, made_once, mutates
 from zgraph.program.node import Phase, info, set_info
 from zgraph.program.program import InputRole, Program, of_backward
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import aot
 
 
 @graph_pass(
@@ -39,7 +39,7 @@ def recompute(program: Program) -> dict[str, int]:
     merged = merge_equal(program)
     program.recompile()
     late = [n.name for p, n in program.input_items() if p.role in (InputRole.TANGENT, InputRole.RETURNED)]
-    saved = torch_private.min_cut_saved(program.module, forward_outputs, late)
+    saved = aot.min_cut_saved(program.module, forward_outputs, late)
     hoisted = hoist_saved(program, saved)
     return {"merged": merged, "hoisted": hoisted, "recomputed": recompute_all_but(program, saved)}
 

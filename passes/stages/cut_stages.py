@@ -25,7 +25,7 @@ from zgraph.passes.stages.stage_assignment import Homes
 from zgraph.program.aliases import root_of
 from zgraph.program.node import NodeInfo, Phase, info, set_info, tensor, value
 from zgraph.program.program import InputRole, OutputRole, Port, Program, of_backward
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import fx_graphs
 
 aten = torch.ops.aten
 
@@ -125,7 +125,7 @@ class _StageProgram:
         set_info(self.graph.output(()), info(joint.output_node()))
         self.program = Program(
             name=f"{joint.name}.stage{self.stage}",
-            module=torch_private.lazy_module(joint.module, self.graph),
+            module=fx_graphs.lazy_module(joint.module, self.graph),
             inputs=self.inputs,
             outputs=[],
             mesh=dict(joint.mesh),

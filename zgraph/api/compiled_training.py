@@ -46,7 +46,7 @@ from zgraph.runtime.train_step import (
     named,
     split_batch,
 )
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import inductor_code
 from zgraph.verification.plain_training import LossFn, PlainTraining, Ran, copy_hooks, tensors_of
 from zgraph.verification.virtual_step import SCALE, data_rank, own_copy, rows_of
 
@@ -68,7 +68,7 @@ def compare_training(
     if world > 1:
         init_process_group(device)
         _refuse_other_batch(inputs, world)
-    with restored(random_states(device), device), torch_private.eager_random_numbers():
+    with restored(random_states(device), device), inductor_code.eager_random_numbers():
         made = _Training(model, plan.for_world(world), world, inputs, loss_fn)
         made.run()
     mine, everyone = made.found, [made.found]

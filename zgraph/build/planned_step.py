@@ -27,7 +27,7 @@ from zgraph.passes import History
 from zgraph.passes.analysis.costs import Costs
 from zgraph.plan.plan import Plan
 from zgraph.program.program import TENSOR_DIM, OutputRole, Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
 
 Inputs = tuple[Any, ...] | dict[str, Any]
@@ -116,7 +116,7 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
             undo.callback(former_memory(model).note_early(model))
         undo.enter_context(prepare(model, precision, specs))
         traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)
-    decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
+    decompositions = inductor_code.inductor_decompositions() if plan.backend == "inductor" else {}
     joint = traced.joint(traced.pattern, decompositions, "train" if traced.pattern else "eval")
     joint.params = divided_layout(joint, plan, costs_of(plan, device), model)
     return joint

@@ -35,7 +35,7 @@ from zgraph.plan.plan import Plan
 from zgraph.program.aliases import is_random, is_view
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import inductor_code, lock
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class StepProgram:
     def _compile(self, program: Program, *, is_backward: bool) -> Executable:
         self.agree(program)
         start = time.perf_counter()
-        with torch_private.ONE_AT_A_TIME:
+        with lock.ONE_AT_A_TIME:
             if self.plan.backend == "eager":
                 made = compile_eager(program, self.groups)
             else:
@@ -321,7 +321,7 @@ class Entry:
 
     def _program(self, chosen: frozenset[int]) -> StepProgram:
         if chosen not in self._programs:
-            decompositions = torch_private.inductor_decompositions() if self.plan.backend == "inductor" else {}
+            decompositions = inductor_code.inductor_decompositions() if self.plan.backend == "inductor" else {}
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
             captured = self.trace.joint(chosen, decompositions, name)
             self._programs[chosen] = StepProgram(

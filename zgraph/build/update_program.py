@@ -16,7 +16,7 @@ from zgraph.passes import History, PassManager
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.program.program import ParamSpec, with_gradients_in
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import inductor_code
 from zgraph.update.build import UpdateOptions, build_update, state_bytes_of
 from zgraph.update.groups import Member, members_of
 from zgraph.update.owned_parameters import Held, mesh_of, specs_here
@@ -210,7 +210,7 @@ def update_history(
 ) -> History:
     """Build the update of `members` and run the passes for it; parameters named in `first` are updated as early as they can be. Is what
     each pass leaves `verified`? `specs` are those of the parameters that this rank holds; `sizes` has "pp" where there are other stages."""
-    decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
+    decompositions = inductor_code.inductor_decompositions() if plan.backend == "inductor" else {}
     specs = with_gradients_in(gradient_homes(plan, options, device), specs)
     program = build_update(members, specs, sizes, device, options, decompositions, name)
     recipe = to_update_recipe(plan, tuple(first))

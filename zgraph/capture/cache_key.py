@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import dynamo
 
 
 def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -107,7 +107,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 def _leaf(leaf: Any, seen: set[int]) -> str:
     if isinstance(leaf, torch.Tensor):
-        names = sorted(torch_private.hung_on(leaf)) if type(leaf) is torch.Tensor and vars(leaf) else ()
+        names = sorted(dynamo.hung_on(leaf)) if type(leaf) is torch.Tensor and vars(leaf) else ()
         hung = f", with {' '.join(names)}" if names else ""
         return f"{_form(leaf)}@{leaf.device}{', grad' if leaf.requires_grad else ''}{hung}"
     if leaf is None or isinstance(leaf, (bool, int, float, str, bytes, complex, torch.dtype, torch.device)):

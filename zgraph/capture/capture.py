@@ -40,7 +40,7 @@ from zgraph.program import ops
 from zgraph.program.aliases import root_of
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import aot, dynamo, fx_graphs, lock, tensor_storage
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Trace:
     `aliases` has all names of each module that the model has under several, by each of them.
     """
 
-    flat: torch_private.FlatCapture
+    flat: dynamo.FlatCapture
     inputs: list[FlatInput]
     differentiable: frozenset[int]
     loss: int | None
@@ -94,7 +94,7 @@ class Trace:
 
         def key(value: Any) -> int | None:
             value = value.meta.get("example_value") if isinstance(value, fx.Node) else None
-            return torch_private.storage_key(value) if isinstance(value, torch.Tensor) else None
+            return tensor_storage.storage_key(value) if isinstance(value, torch.Tensor) else None
 
         inputs = tuple(key(n) for n in graph.find_nodes(op="placeholder"))
         return PlainStorages(inputs, tuple(key(n) for n in graph.output_node().args[0]))  # type: ignore[union-attr]
@@ -104,7 +104,7 @@ class Trace:
         port = self.inputs[index]
         if port.role in (InputRole.BUFFER, InputRole.PARAMETER) and index not in self.former:
             return f"self.{port.name}"
-        return torch_private.user_source(self.flat.graph_module.graph.find_nodes(op="placeholder")[index])
+        return dynamo.user_source(self.flat.graph_module.graph.find_nodes(op="placeholder")[index])
 
     def refuse_moved(self, flat: Sequence[Any], memory: FormerMemory) -> None:
         """Raises `StepError` for a flat input that lies in a replaced parameter's former memory now and did not at the capture, or not any more.
@@ -141,10 +141,10 @@ class Trace:
         graph_module = _with_output_marks(self.flat.graph_module, differentiated, self)
         fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         context = torch.enable_grad() if differentiated else torch.no_grad()
-        with context, torch_private.ONE_AT_A_TIME:
+        with context, lock.ONE_AT_A_TIME:
             try:
-                joint = torch_private.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
-            except torch_private.ValueDependent as error:
+                joint = aot.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
+            except dynamo.ValueDependent as error:
                 raise _capture_error(error) from error
         return _program(joint, self, name)
 
@@ -166,7 +166,7 @@ def trace(
     `CaptureError` with the user's file and line if the model can't be captured whole.
     """
     refuse_state(module)
-    fake_mode = torch_private.capture_mode()
+    fake_mode = dynamo.capture_mode()
     precision = precision or Precision()
 
     def fake(x: Any) -> Any:
@@ -205,7 +205,7 @@ def trace(
 
     memory = former_memory(module)
     with (
-        torch_private.ONE_AT_A_TIME,
+        lock.ONE_AT_A_TIME,
         _fake_state(module, fake, fake_parameter, made) as names,
         memory.readable(),
         _same_draws(),
@@ -280,7 +280,7 @@ def _read_from_parameters(
     for at, (value, node) in enumerate(zip(given, nodes, strict=True)):
         if inputs[at].role is not InputRole.CONSTANT or not isinstance(value, torch.Tensor):
             continue
-        former = memory.former_of(value, torch_private.user_source(node))
+        former = memory.former_of(value, dynamo.user_source(node))
         if former is None:
             continue
         found[at], memory.is_read = former, True
@@ -327,7 +327,7 @@ def _same_draws() -> Iterator[None]:
 
 def _captured(
     bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode
-) -> torch_private.FlatCapture:
+) -> dynamo.FlatCapture:
     """Capture such that the numbers that forward itself changes, and the lists that it appends to, are no constants.
 
     (They would be others at each call.) Where a number has to be a constant, because it is a size say, it is one.
@@ -360,13 +360,13 @@ def _captured(
 
 def _with_numbers(
     bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[str], lists: list[Any]
-) -> tuple[torch_private.FlatCapture, list[str]]:
+) -> tuple[dynamo.FlatCapture, list[str]]:
     """(a capture, those of the numbers that are no constants of it)."""
 
-    def attempt(chosen: list[str]) -> torch_private.FlatCapture | None:
+    def attempt(chosen: list[str]) -> dynamo.FlatCapture | None:
         try:
-            with torch_private.quiet():
-                return torch_private.capture_flat(bound, args, kwargs, chosen, lists)
+            with dynamo.quiet():
+                return dynamo.capture_flat(bound, args, kwargs, chosen, lists)
         except Exception as error:  # (whatever dynamo says of a number that it can't leave open)
             logger.debug("numbers %s have to be constants: %s", chosen, error)
             return None
@@ -377,11 +377,11 @@ def _with_numbers(
         flat = attempt(numbers)
     if flat is not None:
         return flat, numbers
-    return torch_private.capture_flat(bound, args, kwargs, (), lists), []
+    return dynamo.capture_flat(bound, args, kwargs, (), lists), []
 
 
 def _changed_numbers(
-    flat: torch_private.FlatCapture, bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]
+    flat: dynamo.FlatCapture, bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[str]:
     """The numbers that a replay of forward's side effects changes."""
     values = flat_values(flat)
@@ -391,7 +391,7 @@ def _changed_numbers(
     return []
 
 
-def flat_values(flat: torch_private.FlatCapture) -> tuple[Any, ...]:
+def flat_values(flat: dynamo.FlatCapture) -> tuple[Any, ...]:
     """The fake flat outputs of a capture."""
     returned: Any = flat.graph_module.graph.output_node().args[0]
     return tuple(n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in returned)
@@ -399,18 +399,18 @@ def flat_values(flat: torch_private.FlatCapture) -> tuple[Any, ...]:
 
 def _capture(
     bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode
-) -> torch_private.FlatCapture:
+) -> dynamo.FlatCapture:
     """Capture; where that fails, run the forward once on fake tensors and try again.
 
     Some models finish their construction in their first forward (under locks, with hooks), which can't be traced.
     """
     try:
-        return torch_private.capture_flat(bound, args, kwargs)
+        return dynamo.capture_flat(bound, args, kwargs)
     except Exception:  # (dynamo's own errors are of many types)
         with contextlib.suppress(Exception), fake_mode, torch.no_grad():
             bound(*args, **kwargs)
         try:
-            return torch_private.capture_flat(bound, args, kwargs)
+            return dynamo.capture_flat(bound, args, kwargs)
         except Exception as error:
             raise _capture_error(error) from error
 
@@ -472,13 +472,13 @@ def _fake_parameter(spec: ParamSpec, fake_mode: FakeTensorMode, device: torch.de
 
 def _hung(real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     """Give a fake tensor what the user hangs on the real one: forward may read it."""
-    hung = torch_private.hung_on(real).items() if type(real) in (torch.Tensor, nn.Parameter, DTensor) else ()
+    hung = dynamo.hung_on(real).items() if type(real) in (torch.Tensor, nn.Parameter, DTensor) else ()
     made.__dict__.update({k: v for k, v in hung if k not in ("_spec", "_local_tensor")})  # (these are DTensor's own)
     return made
 
 
 def _find_loss(
-    flat: torch_private.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]
+    flat: dynamo.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]
 ) -> int | None:
     """The flat output that is the loss: the output itself if it is a scalar, `.loss`, `["loss"]`, or the first element."""
     with contextlib.suppress(Exception), flat.effects.undone():
@@ -548,7 +548,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     inputs: list[Port] = []
     outputs: list[tuple[Port, fx.Node]] = []
     for node in graph.find_nodes(op="placeholder"):
-        kind, at = torch_private.describe_input(node.meta.get("desc"))
+        kind, at = aot.describe_input(node.meta.get("desc"))
         if kind == "input":
             flat = trace.inputs[at]
             inputs.append(Port(flat.role, flat.name, at))
@@ -567,14 +567,14 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
         if not isinstance(node, fx.Node):
             continue
-        kind, at = torch_private.describe_output(desc)
+        kind, at = aot.describe_output(desc)
         if (kind, at) in seen:
             continue
         seen.add((kind, at))
         outputs.append((_output_port(kind, at, trace), node))
     program = Program(
         name=name,
-        module=torch_private.lazy_module(joint, graph),
+        module=fx_graphs.lazy_module(joint, graph),
         inputs=inputs,
         outputs=[],
         mesh=dict(trace.mesh),
@@ -601,7 +601,7 @@ def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:
     """Note of which inputs `as_strided` looks at the storage. Raises `UnsupportedError` where it looks beyond the input itself."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
         source = root_of(node)
-        kind, at = torch_private.describe_input(source.meta.get("desc"))
+        kind, at = aot.describe_input(source.meta.get("desc"))
         if kind != "input":
             continue
         trace.from_start.add(at)
@@ -677,14 +677,14 @@ def _refuse_changed_twice(graph: fx.Graph, outputs: Sequence[tuple[Port, fx.Node
 
     (It matters where the new value is made of the old one; what the region itself reads of it is another then, too.)
     """
-    again = {n for n in graph.nodes if torch_private.users_region(n) is not None}
+    again = {n for n in graph.nodes if aot.users_region(n) is not None}
     for port, last in outputs if again else ():
         if port.role is not OutputRole.MUTATION:
             continue
         of_old: set[fx.Node] = set()
         for node in graph.nodes:
             if node.op == "placeholder":
-                same = torch_private.describe_input(node.meta.get("desc")) == ("input", port.index)
+                same = aot.describe_input(node.meta.get("desc")) == ("input", port.index)
                 of_old |= {node} if same else set()
             elif any(a in of_old for a in node.all_input_nodes):
                 of_old.add(node)

@@ -20,7 +20,7 @@ from zgraph.errors import CaptureError, UnsupportedError
 from zgraph.program import ops, regions
 from zgraph.program.aliases import is_random
 from zgraph.program.node import NodeInfo, Phase, info, set_info
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import aot, unknown_sizes
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def pad_outputs(module: fx.GraphModule) -> tuple[tuple[int, int, int], ...]:
         if not isinstance(value, torch.Tensor) or value.is_sparse:
             continue
         unknown = [d for d, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
-        most = torch_private.largest(value.shape[unknown[0]]) if len(unknown) == 1 else None
+        most = unknown_sizes.largest(value.shape[unknown[0]]) if len(unknown) == 1 else None
         if most is None:
             continue
         with module.graph.inserting_before(output):
@@ -92,7 +92,7 @@ def fold_effects(graph: fx.Graph) -> None:
 
     Raises `UnsupportedError` for another operator with effects (a print, one of C++ objects).
     """
-    for node in [n for n in graph.nodes if n.target is torch_private.WITH_EFFECTS]:
+    for node in [n for n in graph.nodes if n.target is aot.WITH_EFFECTS]:
         token, target, *arguments = node.args
         if target is not aten._linalg_check_errors.default:
             raise UnsupportedError(
@@ -117,12 +117,12 @@ def fold_effects(graph: fx.Graph) -> None:
     kept = [
         (value, desc)
         for value, desc in zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
-        if not torch_private.is_token(desc)
+        if not aot.is_token(desc)
     ]
     output.args = (tuple(value for value, _ in kept),)
     output.meta["desc"] = [desc for _, desc in kept]
     for node in graph.find_nodes(op="placeholder"):
-        if torch_private.is_token(node.meta.get("desc")) and not node.users:
+        if aot.is_token(node.meta.get("desc")) and not node.users:
             graph.erase_node(node)
 
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from zgraph.capture.storages import overlap
 from zgraph.errors import ModelError, StepError, UnsupportedError
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import tensor_storage
 
 _TIE = "let both be one Parameter (b.weight = a.weight), or make a copy: tensor.clone()"
 
@@ -43,13 +43,13 @@ class FormerMemory:
 
     def note(self, name: str, param: nn.Parameter) -> None:
         """Remember where a parameter is, before it is replaced."""
-        if not torch_private.has_storage(param):
+        if not tensor_storage.has_storage(param):
             return
         form = torch.empty(0, dtype=param.dtype, device="meta")
         form = form.as_strided(param.shape, param.stride(), param.storage_offset())
-        there = self._by_storage.setdefault(torch_private.storage_key(param), [])
+        there = self._by_storage.setdefault(tensor_storage.storage_key(param), [])
         if not any(f.name == name and f.param() is param and _same_form(f.form, form) for f in there):
-            there.append(Former(name, weakref.ref(param), torch_private.weak_storage(param), form))
+            there.append(Former(name, weakref.ref(param), tensor_storage.weak_storage(param), form))
 
     def note_early(self, module: nn.Module) -> Callable[[], None]:
         """Let all parameters of a module count as replaced from now on, whether they are or not: what shares memory with one is read from it,
@@ -66,7 +66,7 @@ class FormerMemory:
 
     def forget_if_there(self, name: str, param: nn.Parameter) -> None:
         """Forget where a parameter was if it is still there."""
-        key = torch_private.storage_key(param) if torch_private.has_storage(param) else None
+        key = tensor_storage.storage_key(param) if tensor_storage.has_storage(param) else None
         if key in self._by_storage and name not in self._early:
             self._by_storage[key] = [f for f in self._by_storage[key] if f.name != name]
             if not self._by_storage[key]:
@@ -78,9 +78,9 @@ class FormerMemory:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Is a tensor on the storage of a parameter that was replaced?"""
-        if not self._by_storage or not torch_private.has_storage(tensor):
+        if not self._by_storage or not tensor_storage.has_storage(tensor):
             return False
-        return torch_private.storage_key(tensor) in self._by_storage
+        return tensor_storage.storage_key(tensor) in self._by_storage
 
     def former_of(self, tensor: torch.Tensor, what: str) -> Former | None:
         """The parameter in whose memory a tensor lies, None if in that of none. Raises `UnsupportedError` if only a part of it does, or with
@@ -88,7 +88,7 @@ class FormerMemory:
         if not self.holds(tensor):
             return None
         mine = _extent(tensor)
-        there = [f for f in self._by_storage[torch_private.storage_key(tensor)] if overlap(mine, _extent(f.form))]
+        there = [f for f in self._by_storage[tensor_storage.storage_key(tensor)] if overlap(mine, _extent(f.form))]
         if not there:
             return None
         last = there[-1]  # (the others are of earlier layouts)
@@ -212,7 +212,7 @@ def refuse_shared_memory(model: nn.Module, moved: Collection[str], *, updates: b
     memory of its own or an update program writes them; and for a buffer on one that is moved."""
     params = dict(model.named_parameters())
     for name, param in params.items():
-        if torch_private.has_storage(param) and torch_private.overlaps_itself(param):
+        if tensor_storage.has_storage(param) and tensor_storage.overlaps_itself(param):
             raise ModelError(
                 f"several elements of parameter {name!r} are one in memory",
                 why="it was expanded; PyTorch's own optimizers refuse to update it as well",
@@ -236,9 +236,11 @@ def refuse_shared_memory(model: nn.Module, moved: Collection[str], *, updates: b
 
 def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Have two tensors an element in common?"""
-    if not (torch_private.has_storage(one) and torch_private.has_storage(other)):
+    if not (tensor_storage.has_storage(one) and tensor_storage.has_storage(other)):
         return False
-    if torch_private.storage_key(one) != torch_private.storage_key(other) or not overlap(_extent(one), _extent(other)):
+    if tensor_storage.storage_key(one) != tensor_storage.storage_key(other) or not overlap(
+        _extent(one), _extent(other)
+    ):
         return False
     if one.dtype is not other.dtype or (one.is_contiguous() and other.is_contiguous()):
         return True

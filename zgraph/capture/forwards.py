@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zgraph.errors import ModelError
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import autograd_state
 
 logger = logging.getLogger(__name__)
 
@@ -97,15 +97,15 @@ class Forward:
             self.runs += 1
             return self._run(args, kwargs)
 
-        here = self.compiled = torch_private.untraced(functools.wraps(original)(forward))
+        here = self.compiled = autograd_state.untraced(functools.wraps(original)(forward))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `model(…)` does, in the place of the module's own `_call_impl`."""
         if self.module.__dict__.get("forward") is self.compiled:
-            return torch_private.call_module(self.module, args, kwargs)
+            return autograd_state.call_module(self.module, args, kwargs)
         self.settle()
         before = self.runs
-        result = torch_private.call_module(self.module, args, kwargs)
+        result = autograd_state.call_module(self.module, args, kwargs)
         if self.runs == before:
             raise ModelError(
                 "the model ran without its plan",

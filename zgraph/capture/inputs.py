@@ -13,18 +13,18 @@ from torch.utils import _pytree as pytree
 
 from zgraph.capture.forwards import signature_of
 from zgraph.errors import SignatureError, UnsupportedError
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import autograd_state
 
 
 def refuse_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises `UnsupportedError` for a call that no program can be made for, naming the argument of `forward`; costs nothing for plain tensors."""
-    if torch_private.is_transformed():
+    if autograd_state.is_transformed():
         raise UnsupportedError(
             "a compiled model inside of a transform",
             why="torch.func (vmap, grad, jvp, …), torch.jit.trace and the like look into the model's operators, and a program has one",
             hint="transform the plain model; torch.func.functional_call alone works",
         )
-    if all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values())) and not torch_private.in_forward_mode():
+    if all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values())) and not autograd_state.in_forward_mode():
         return
     for place, value in _leaves(forward, args, kwargs):
         fault = _fault_of(value) if isinstance(value, torch.Tensor) else None
@@ -102,7 +102,7 @@ def _fault_of(x: torch.Tensor) -> Fault | None:
             "it has no values to compute with",
             "give a real tensor: programs without any are what `zgraph dump` shows",
         )
-    if torch_private.has_tangent(x):
+    if autograd_state.has_tangent(x):
         return (
             "a dual tensor of forward-mode differentiation",
             "a program has no forward-mode derivative",

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch
 
 from zgraph.program.program import OutputRole, Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import tensor_storage
 
 K = TypeVar("K")
 
 
 def address(tensor: torch.Tensor) -> int:
     """Where a tensor's memory begins: the same number for all tensors on one storage, as long as one of them lives. 0 if it has none."""
-    return torch_private.storage_address(tensor)
+    return tensor_storage.storage_address(tensor)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -41,13 +41,13 @@ def owned(
     Whoever gets one may write to it: `.grad` is added to, clipped and scaled in place, and torch looks only at the tensor, not at its memory.
     `others` are the ids of tensors that stay where they are: a program may give an input back as it is. What came out of a collective
     (`transferred`, by position) is in memory that was made for it, which the transport may hold a little longer. The `values` were made
-    without bases of views (`torch_private.without_bases`): a base would count as one more tensor on their memory.
+    without bases of views (`autograd_state.without_bases`): a base would count as one more tensor on their memory.
     """
     taken = set(others)
     made: list[torch.Tensor] = []
     for at, value in enumerate(values):
-        own = id(value) not in taken and torch_private.elements_are_apart(value)
-        if own and torch_private.holders(value) > 1:
+        own = id(value) not in taken and tensor_storage.elements_are_apart(value)
+        if own and tensor_storage.holders(value) > 1:
             own = _beside(value, values, made, at in transferred)
         if not own:
             value = value.clone()
@@ -62,7 +62,7 @@ def _beside(
     """Is the memory of `value` shared with other `values` alone, and its part of it with none of those that are `made` already?"""
     here, mine = address(value), span(value)
     sharing = {id(v) for v in values if address(v) == here}
-    known = transferred or torch_private.holders(value) == len(sharing)
+    known = transferred or tensor_storage.holders(value) == len(sharing)
     return known and not any(overlap(mine, span(m)) for m in made)
 
 

@@ -23,7 +23,7 @@ from zgraph.checkpoint import state
 from zgraph.checkpoint.source import Block
 from zgraph.errors import CheckpointError, UnsupportedError
 from zgraph.parameters.sharding import row_by_row
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import autograd_state
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _reverted(module: nn.Module, empty: dict[str, torch.Tensor]) -> dict[str, to
     except ImportError:  # (before 5 models were what their files have)
         return empty
     try:
-        with torch_private.without_copies():
+        with autograd_state.without_copies():
             return dict(revert_weight_conversion(module, empty))
     except Exception as error:
         raise UnsupportedError(

@@ -27,7 +27,7 @@ from zgraph.errors import CheckpointError
 from zgraph.parameters.sharding import local_of
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import dtensors
 from zgraph.update.resume import Known, Last
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Staging:
             held.copy_(local, non_blocking=local.is_cuda)
             if local.is_cuda:
                 devices.add(local.device)
-            made[name] = torch_private.dtensor(held, tensor._spec) if isinstance(tensor, DTensor) else held
+            made[name] = dtensors.dtensor(held, tensor._spec) if isinstance(tensor, DTensor) else held
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         for name in self._held.keys() - tensors.keys():

@@ -16,7 +16,7 @@ from zgraph.codegen.instrumented import Stopwatch
 from zgraph.passes.analysis.costs import Link
 from zgraph.program import collectives
 from zgraph.ranks.agreement import Agreement
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import process_groups
 
 SIZES = tuple(4**k for k in range(6, 13))  # bytes of the whole: 4 KiB to 16 MiB
 LONGEST = 0.3  # seconds: a slow link is not given larger transfers once one takes this long
@@ -70,7 +70,7 @@ class _Bench:
         self.device = device
         self.agreement = agreement
         self.watch = Stopwatch(device)
-        self.gloo = torch_private.backend_of(group, device)[0] == "gloo"
+        self.gloo = process_groups.backend_of(group, device)[0] == "gloo"
 
     def gather(self, size: int) -> Callable[[], torch.Tensor]:
         """What starts a gather of `size` bytes in all, in the form in which programs have it on this transport."""
@@ -98,7 +98,7 @@ class _Bench:
             begin = self.watch.now()
             collectives.WAIT(value)
             mine.append(self.watch.between(begin, self.watch.now()))
-        group = torch_private.ranks_of(self.group)
+        group = process_groups.ranks_of(self.group)
         views = self.agreement.gather(
             "times of transfers", (group, mine[1:])
         )  # (the first one of a size may make buffers)

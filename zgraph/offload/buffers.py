@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import tensor_storage
 
 BLOCK = 4096  # bytes: what offsets and sizes of direct transfers are multiples of
 PIECE = 8 * 2**20  # bytes that one thread moves in one go
@@ -33,12 +33,12 @@ class Landing(threading.local):
         """That many aligned bytes of any values."""
         if self._kept is None:
             return aligned(size)
-        idle = [memory for memory, own in self._kept if torch_private.holders(memory) == own]
+        idle = [memory for memory, own in self._kept if tensor_storage.holders(memory) == own]
         found = next((m for m in idle if size <= m.numel() <= 2 * size), None)
         if found is None:
             gone = {id(m) for m in idle}
             found = aligned(size)
-            self._kept = [(m, n) for m, n in self._kept if id(m) not in gone] + [(found, torch_private.holders(found))]
+            self._kept = [(m, n) for m, n in self._kept if id(m) not in gone] + [(found, tensor_storage.holders(found))]
         return found[:size]
 
     @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from zgraph.errors import ModelError
-from zgraph.torch_compat.torch_private import shard_of_another_rank
+from zgraph.torch_compat.dtensors import shard_of_another_rank
 
 
 def refuse_foreign(tensors: Mapping[str, Any]) -> None:

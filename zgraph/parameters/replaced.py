@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zgraph.errors import ModelError, StepError
-from zgraph.torch_compat import guards, torch_private
+from zgraph.torch_compat import guards, tensor_hooks
 
 _REASON = (
     guards.REPLACED
@@ -56,7 +56,7 @@ for _name in dir(torch.Tensor):
 def replaced(old: nn.Parameter, fresh: nn.Parameter, done: str, why: str) -> None:
     """Let `fresh` be what `old` was: with its attributes and its hooks. `old` refuses to be used from now on, and says what was `done`."""
     fresh.__dict__.update(old.__dict__)
-    torch_private.move_hooks(old, fresh)
+    tensor_hooks.move_hooks(old, fresh)
     old.__dict__[_REASON] = done, why
     if isinstance(old, nn.Parameter) and type(old) is nn.Parameter:
         old.__class__ = ReplacedParameter
@@ -66,9 +66,9 @@ def refuse_unmovable(model: nn.Module, *, replaces: bool, in_stages: bool) -> No
     """Raises `ModelError` for what hangs on a parameter and would be lost in silence: where it is replaced by its shard (`replaces`) a
     gradient, or a hook over several parameters; in a pipeline (`in_stages`), whose backward is not autograd's, any hook."""
     for name, param in model.named_parameters():
-        if in_stages and torch_private.has_hooks(param):
+        if in_stages and tensor_hooks.has_hooks(param):
             raise _hook_in_stages(name)
-        if replaces and torch_private.has_hook_over_several(param):
+        if replaces and tensor_hooks.has_hook_over_several(param):
             raise ModelError(
                 f"parameter {name!r} has a hook over several parameters",
                 why="register_multi_grad_hook waits for the parameters that it was given, and the model has their shards now",
@@ -85,7 +85,7 @@ def refuse_unmovable(model: nn.Module, *, replaces: bool, in_stages: bool) -> No
 def refuse_hooks(params: dict[str, nn.Parameter]) -> None:
     """Raises `ModelError` for a hook of a parameter of a model in stages."""
     for name, param in params.items():
-        if torch_private.has_hooks(param):
+        if tensor_hooks.has_hooks(param):
             raise _hook_in_stages(name)
 
 

@@ -29,7 +29,7 @@ from zgraph.parameters.replaced import replaced
 from zgraph.plan.precision import Precision
 from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.program.tolerance import bits
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import dtensors
 
 if TYPE_CHECKING:
     from zgraph.offload.moves import Tier
@@ -130,7 +130,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()`, of a DTensor in a tenth of the time."""
     if isinstance(tensor, DTensor):
-        return torch_private.dtensor(tensor._local_tensor.detach(), tensor._spec)
+        return dtensors.dtensor(tensor._local_tensor.detach(), tensor._spec)
     return tensor.detach()
 
 
@@ -347,10 +347,8 @@ class Shards:
             if partial:
                 names = self.mesh.mesh_dim_names or ()
                 where = [Partial("avg") if d in DATA_DIMS else p for d, p in zip(names, where, strict=True)]
-            self._layouts[key] = torch_private.layout(
-                self.mesh, where, spec.whole_shape, spec.whole_stride, value.dtype
-            )
-        return torch_private.dtensor(value, self._layouts[key])
+            self._layouts[key] = dtensors.layout(self.mesh, where, spec.whole_shape, spec.whole_stride, value.dtype)
+        return dtensors.dtensor(value, self._layouts[key])
 
     def shown(self, name: str, value: torch.Tensor, *, of_rows: bool = False) -> torch.Tensor:
         """What a program keeps for a parameter, in the form of the parameter: with its rows, as a DTensor cut like it. Behind its rows a `value`

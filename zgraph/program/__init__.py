@@ -5,6 +5,8 @@ its inputs and outputs, `collectives.py` what a collective means, `ops.py` zgrap
 how a program is read, and `digest.py` how ranks compare one.
 """
 
-from zgraph.program import ops, regions, transfers_to_host  # (they register the operators that a program may have)
+import torch._inductor.lowering  # noqa: F401  (registers Inductor's operators: a program may have them)
+
+from zgraph.program import ops, regions, transfers_to_host  # (register zgraph's own)
 
 __all__ = ["ops", "regions", "transfers_to_host"]

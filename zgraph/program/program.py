@@ -16,7 +16,7 @@ from torch import fx
 from zgraph.names import around
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.remark import Remark
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import fx_graphs
 
 # The mesh dimensions over which ranks see different data, innermost first: gradients are averaged over them.
 DATA_DIMS = ("dp", "replicate")
@@ -397,7 +397,7 @@ class Program:
         for old, new in memo.items():
             new.meta = dict(old.meta)
         graph.output_node().meta = dict(self.output_node().meta)
-        module = torch_private.lazy_module(self.module, graph)
+        module = fx_graphs.lazy_module(self.module, graph)
         return Program(
             name=self.name,
             module=module,

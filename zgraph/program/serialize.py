@@ -26,7 +26,7 @@ from zgraph._version import __version__
 from zgraph.errors import UnsupportedError, ZgraphError
 from zgraph.program.node import NodeInfo, Phase, Role, has_info, info, set_info
 from zgraph.program.program import Division, InputRole, Level, OutputRole, ParamSpec, Port, Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import fx_graphs
 
 FORMAT = 1
 MAX_CONSTANT_BYTES = 1 << 20
@@ -300,7 +300,7 @@ class _Loader:
         graph = fx.Graph()
         for row in data["nodes"]:
             self.node(graph, row)
-        module = torch_private.lazy_module(root, graph)
+        module = fx_graphs.lazy_module(root, graph)
         graph.lint()
         specs = [ParamSpec(**self.fields(spec)) for spec in data["params"]]
         return Program(

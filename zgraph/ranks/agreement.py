@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.errors import RankMismatchError, ZgraphError
 from zgraph.ranks import progress
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import process_groups
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -54,7 +54,9 @@ class Agreement:
         self.mesh = mesh
         self.group: Any = None
         self.ranks: list[int] = []
-        self.heart: object | None = None  # a `zgraph.ranks.heartbeat.Heart` (while this lives, its ranks watch each other)
+        self.heart: object | None = (
+            None  # a `zgraph.ranks.heartbeat.Heart` (while this lives, its ranks watch each other)
+        )
         self.refuse_ended: Callable[[], None] | None = None  # (raises why they vote no more, once they don't)
         self._limited: dict[Any, tuple[timedelta, timedelta]] = {}  # the plan's timeout of a group, and the one it had
         self._relaxed = False
@@ -65,7 +67,7 @@ class Agreement:
         # programs use they would wait behind the transfers in flight. (Only its own ranks make that of a mesh over part of the world:
         # other meshes have others. torch then names it by the number of groups that a rank knows, which must be equal on all.)
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
-        timeout = torch_private.world_timeout()
+        timeout = process_groups.world_timeout()
         alone = len(self.ranks) < dist.get_world_size()
         self.group = dist.new_group(self.ranks, backend=backend, timeout=timeout, use_local_synchronization=alone)
 
@@ -76,7 +78,7 @@ class Agreement:
         if seconds is None:
             return
         for group in (self.group, *groups):
-            usual = known[group][1] if group in known else torch_private.timeout_of(group)
+            usual = known[group][1] if group in known else process_groups.timeout_of(group)
             if usual is not None:
                 self._limited[group] = timedelta(seconds=seconds), usual
         self._tighten()
@@ -85,12 +87,12 @@ class Agreement:
         """Until the next vote, ranks wait as long as they would without the plan's timeout: they compile, or write files, and one may take
         longer than another."""
         for group, (_, usual) in self._limited.items():
-            torch_private.set_timeout(group, usual)
+            process_groups.set_timeout(group, usual)
         self._relaxed = bool(self._limited)
 
     def _tighten(self) -> None:
         for group, (limit, _) in self._limited.items():
-            torch_private.set_timeout(group, limit)
+            process_groups.set_timeout(group, limit)
         self._relaxed = False
 
     def rank(self) -> int:

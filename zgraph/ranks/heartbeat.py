@@ -33,7 +33,7 @@ from zgraph.program import collectives
 from zgraph.program.node import place_of
 from zgraph.ranks import progress
 from zgraph.ranks.stacks import Line, stack_of
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import process_groups
 
 if TYPE_CHECKING:
     from zgraph.plan.watchdog import Watch
@@ -143,7 +143,7 @@ class Pulse:
     def _warn(self, mine: Beat) -> None:
         """Say once for whom this rank waits, when it has not moved for half of the time that a collective may take."""
         group = _watched(progress.HERE.others)
-        usual = torch_private.timeout_of(group.group) if group is not None else None
+        usual = process_groups.timeout_of(group.group) if group is not None else None
         if group is None or usual is None or mine.group != _name(tuple(group.ranks)):
             self._first = None
             return
@@ -206,7 +206,7 @@ class Heart:
     def __init__(self, store: Any, rank: int, interval: float) -> None:
         self.store = store
         # (of its own: who waits in the other one does not hold this one up)
-        self.pulse = pulse = Pulse(torch_private.own_store(store, "zgraph/heartbeat"), rank, interval)
+        self.pulse = pulse = Pulse(process_groups.own_store(store, "zgraph/heartbeat"), rank, interval)
         thread = threading.Thread(target=pulse.run, name="zgraph-heartbeat", daemon=True)
         weakref.finalize(self, _end, pulse, thread)
         pulse.publish("alive")
@@ -224,7 +224,7 @@ _heart: weakref.ref[Heart] | None = None
 
 def watch(plan: Watch, agreement: Agreement, groups: Sequence[Any]) -> None:
     """Let the ranks of `agreement` watch each other as the plan says, while it lives; `groups` are the process groups of its mesh."""
-    if agreement.group is None or torch_private.is_fake(agreement.group):
+    if agreement.group is None or process_groups.is_fake(agreement.group):
         return
     agreement.set_timeout(plan.timeout, groups)
     agreement.heart = _shared(plan.interval) if plan.interval else None
@@ -233,7 +233,7 @@ def watch(plan: Watch, agreement: Agreement, groups: Sequence[Any]) -> None:
 def _shared(interval: float) -> Heart | None:
     """The heart of this process: one for the models of a process group. None where its store takes nothing."""
     global _heart
-    store = torch_private.default_store()
+    store = process_groups.default_store()
     found = _heart() if _heart is not None else None
     if found is not None and found.store is store and not found.pulse.stop.is_set():
         found.pulse.interval = min(found.pulse.interval, interval)

@@ -15,7 +15,7 @@ from zgraph.parameters.sharding import Shards, differ
 from zgraph.parameters.staleness import Unchanged
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import autograd_state, tensor_storage
 
 if TYPE_CHECKING:
     from zgraph.build.step_program import StepProgram
@@ -77,7 +77,7 @@ class Ahead:
 
     def drop(self) -> None:
         """Let what is on its way arrive, and forget it: torch holds a transfer until someone has waited for it."""
-        torch_private.land(self.flying.values())
+        tensor_storage.land(self.flying.values())
         self.flying, self._sent, self._versions, self._left = {}, {}, {}, []
 
     def __del__(self) -> None:
@@ -85,7 +85,7 @@ class Ahead:
 
     def _start(self, executable: Executable) -> None:
         values = [self.shards.local(p.name) for p in executable.program.inputs]
-        with progress.runs_with(self.agreement), torch_private.unrecorded():  # (a profile may end with the step)
+        with progress.runs_with(self.agreement), autograd_state.unrecorded():  # (a profile may end with the step)
             outputs = executable.run(values)
         self.flying.update({p.name: v for p, v in zip(executable.program.outputs, outputs, strict=True)})
 

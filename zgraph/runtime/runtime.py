@@ -49,9 +49,9 @@ from zgraph.runtime.rank import Rank, RankContext
 from zgraph.runtime.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.runtime.updater import Updater
 from zgraph.runtime.versions import Versions
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import autograd_state, tensor_hooks, tensor_storage
+from zgraph.torch_compat.autograd_state import keeps_graph
 from zgraph.torch_compat.guards import Failing
-from zgraph.torch_compat.torch_private import keeps_graph
 
 logger = logging.getLogger(__name__)
 
@@ -466,7 +466,7 @@ class Runtime(Rank):
         if clear:
             saved.clear()
         self.clock.ran(executable.program)
-        bare = torch_private.without_bases()
+        bare = autograd_state.without_bases()
         with bare, progress.runs_with(self.agreement), explained(self, executable, step):
             results = executable.run(values)
         self.settle_gradients()
@@ -506,7 +506,7 @@ class Runtime(Rank):
         if self.plan.zero > 1 or self.mesh is None or self.mesh.size() == 1:
             return _Reduction()
         params = self.shards.params()
-        if any(map(torch_private.has_hooks, params.values())):
+        if any(map(tensor_hooks.has_hooks, params.values())):
             self.reduce_leftovers()
             return _Reduction()
         grads = {n: p.grad for n, p in params.items() if p.grad is not None}
@@ -605,7 +605,7 @@ class _Saved(list[Any]):
         self.flying.clear()
 
     def __del__(self) -> None:
-        torch_private.land(self.flying)
+        tensor_storage.land(self.flying)
 
 
 def _refuse_unstable(stale: Failing | None) -> None:
@@ -707,7 +707,7 @@ class _Step(torch.autograd.Function):
 def _adds_to(ctx: Any) -> frozenset[str]:
     """The parameters to whose `.grad` the running backward adds."""
     nodes = (node for node, _ in ctx.next_functions)
-    return frozenset(n for n, node in zip(ctx.names, nodes, strict=False) if torch_private.accumulates(node))
+    return frozenset(n for n, node in zip(ctx.names, nodes, strict=False) if autograd_state.accumulates(node))
 
 
 def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, _Saved, Sequence[Any]]:

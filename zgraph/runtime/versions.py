@@ -9,7 +9,7 @@ import torch
 
 from zgraph.errors import StepError
 from zgraph.program.program import InputRole
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import tensor_storage
 
 if TYPE_CHECKING:
     from zgraph.build.step_program import StepProgram
@@ -39,11 +39,11 @@ class Versions:
             if port.role is InputRole.PARAMETER:
                 self.params[port.name] = self.of_param(port.name)
             plain = port.role is not InputRole.PARAMETER and isinstance(value, torch.Tensor)
-            self.inputs.append(torch_private.version(value) if plain else None)
+            self.inputs.append(tensor_storage.version(value) if plain else None)
         for index in self.sharing.read_outputs:
             # (an output itself would hold autograd's node of this call; what is detached from it is counted with it)
             seen = outputs[index].detach()
-            self.outputs.append((index, seen, torch_private.version(seen)))
+            self.outputs.append((index, seen, tensor_storage.version(seen)))
 
     def check(self, flat: Sequence[Any], *, whole: bool) -> None:
         """Raises `StepError`, a `RuntimeError` with autograd's words, if something that the backward reads is not as it was. With `whole` the
@@ -52,7 +52,7 @@ class Versions:
         inputs = range(len(flat)) if whole else late | self.sharing.read_inputs
         for at in sorted(inputs):
             value, then = flat[at], self.inputs[at]
-            if then is None or (whole and at in self.step.mutated) or torch_private.version(value) == then:
+            if then is None or (whole and at in self.step.mutated) or tensor_storage.version(value) == then:
                 continue
             port = self.trace.inputs[at]
             name = port.name if port.role is InputRole.BUFFER else self.trace.source(at)
@@ -61,7 +61,7 @@ class Versions:
             )
         if not whole:
             for index, seen, then in self.outputs:
-                if torch_private.version(seen) != then:
+                if tensor_storage.version(seen) != then:
                     raise self._changed(
                         f"output {index} of the model (counted flat)",
                         "write x = x * 2 for x.mul_(2), or write to a clone of it",

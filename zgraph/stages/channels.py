@@ -22,7 +22,7 @@ from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.program.groups import positions_of
 from zgraph.program.program import STAGE_DIM
 from zgraph.ranks import progress
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import process_groups
 
 AHEAD = 2  # actions of this rank whose values are asked for before they run
 
@@ -66,7 +66,7 @@ def make_line(mesh: DeviceMesh, parts: Collection[str]) -> Line:
     at = names.index(STAGE_DIM)
     lines = mesh.mesh.movedim(at, -1).reshape(-1, mesh.size(at)).tolist()
     mine = next(line for line in lines if dist.get_rank() in line)
-    timeout = torch_private.world_timeout()
+    timeout = process_groups.world_timeout()
     down = [dist.new_group(line, timeout=timeout) for line in lines][lines.index(mine)]
     found: dict[str, Any] = {}
     for part in sorted(parts):

@@ -22,7 +22,7 @@ from zgraph.errors import CollectiveError, PeerError, PlanError, RankMismatchErr
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import process_groups
 
 __all__ = ["Board", "Fault", "Marker"]
 
@@ -118,7 +118,7 @@ class Board:
 
     @functools.cached_property
     def _store(self) -> Any:
-        return torch_private.own_store(torch_private.default_store(), f"zgraph/faults/{self.name}")
+        return process_groups.own_store(process_groups.default_store(), f"zgraph/faults/{self.name}")
 
     def first(self) -> Fault | None:
         """What the first rank that failed has said; None where none has, or the store is gone with it."""
@@ -137,7 +137,7 @@ class Board:
             found = self.first() or mine
         self.known = found
         for group in self.groups:
-            torch_private.shut(group)
+            process_groups.shut(group)
         return found
 
 

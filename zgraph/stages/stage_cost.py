@@ -23,7 +23,7 @@ from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.stages.values import Values, values_of
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import aot
 
 
 class SimulatedStage:
@@ -181,7 +181,7 @@ def likeness(step: StepProgram) -> str:
     modules: dict[str, int] = {}
     regions: dict[object, int] = {None: 0}
     nodes = [
-        f"{info(n).phase} {modules.setdefault(info(n).module, len(modules))} {regions.setdefault(torch_private.users_region(n), len(regions))}"
+        f"{info(n).phase} {modules.setdefault(info(n).module, len(modules))} {regions.setdefault(aot.users_region(n), len(regions))}"
         for n in program.nodes
     ]
     specs = [replace(program.params[name], name="") for name in program.params]

@@ -30,7 +30,7 @@ from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, InputRole, Program
 from zgraph.stages.memory_search import RankBudget
 from zgraph.stages.rank_memory import memory_of_rank
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import inductor_code
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def reduces_once(plan: Plan, sizes: Mapping[str, int]) -> bool:
 
 def joint_of(trace: Trace, plan: Plan, name: str, pattern: frozenset[int]) -> Program:
     """The captured program in which these outputs are differentiated."""
-    decompositions = torch_private.inductor_decompositions() if plan.backend == "inductor" else {}
+    decompositions = inductor_code.inductor_decompositions() if plan.backend == "inductor" else {}
     return trace.joint(pattern, decompositions, name)
 
 

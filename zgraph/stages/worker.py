@@ -22,7 +22,7 @@ from zgraph.ranks import progress
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.rank import Rank
 from zgraph.stages.duties import Duty
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import autograd_state
 
 # Inputs that somebody else still has when a program is over.
 _STAY = (InputRole.TANGENT, InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT, InputRole.KEPT)
@@ -57,7 +57,7 @@ class Worker:
             return
         for executable in self.step.ahead():
             values = [self._parameter(port.name) for port in executable.program.inputs]
-            with torch_private.unrecorded():  # (a profile may end with the step)
+            with autograd_state.unrecorded():  # (a profile may end with the step)
                 for port, value in self._run(executable, values):
                     self._flying[port.name] = value
 
@@ -194,7 +194,7 @@ class Worker:
     def _run(self, executable: Executable, values: list[Any]) -> Any:
         runtime = self.runtime
         runtime.clock.ran(executable.program)
-        bare = torch_private.without_bases()
+        bare = autograd_state.without_bases()
         with bare, progress.runs_with(runtime.agreement), explained(runtime, executable, self.step):
             results = executable.run(values)
         return zip(executable.program.outputs, results, strict=True)

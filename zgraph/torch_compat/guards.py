@@ -1,7 +1,4 @@
-"""Dynamo's guards and the side effects of a captured forward: the part of `torch_private` that knows them.
-
-A torch release that moves one of these private APIs breaks this file and `torch_private`, and no other.
-"""
+"""Dynamo's guards and the side effects of a captured forward: as torch.compile knows them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Functions of torch that look at values in Python or C++, written with tensors: capture traces these in their place.
 
-Each gives what torch's own gives. `torch_private` says which stands for which.
+Each gives what torch's own gives. `dynamo` says which stands for which.
 """
 
 from __future__ import annotations

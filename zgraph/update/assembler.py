@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
 from zgraph.program.program import InputRole, Level, ParamSpec, Port, Program
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import aot, fx_graphs
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ class Assembler:
         set_info(graph.output(()), NodeInfo(Phase.UPDATE))
         self.program = Program(
             name=name,
-            module=torch_private.lazy_module(torch.nn.Module(), graph),
+            module=fx_graphs.lazy_module(torch.nn.Module(), graph),
             inputs=[],
             outputs=[],
             mesh=dict(mesh),
@@ -127,7 +127,7 @@ class Assembler:
             fakes = [
                 torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device) for t in map(tensor, inputs)
             ]
-        return torch_private.trace_function(function, fakes, self.program.fake_mode, self.decompositions)
+        return aot.trace_function(function, fakes, self.program.fake_mode, self.decompositions)
 
     def _inline(self, template: fx.GraphModule, inputs: list[fx.Node], param: str | None) -> list[fx.Node]:
         """Put a traced function's nodes at the end of the program; arithmetic on numbers only once."""

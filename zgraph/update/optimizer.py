@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.errors import ModelError, PlanError, StepError
 from zgraph.parameters.foreign import refuse_foreign
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import tensor_hooks
 from zgraph.update.build import AHEAD, DERIVED
 from zgraph.update.groups import Member
 from zgraph.update.optimizer_state import OfParam, OptimizerState
@@ -123,7 +123,7 @@ class PlanOptimizer(torch.optim.Optimizer):
     def follow(self, old: PlanOptimizer) -> None:
         """Go on where another optimizer of the same parameters is: with its groups and hooks. Who holds that, a scheduler say, holds this."""
         self.param_groups = old.param_groups
-        for name in torch_private.OPTIMIZER_HOOKS:
+        for name in tensor_hooks.OPTIMIZER_HOOKS:
             setattr(self, name, getattr(old, name))
         old._newer = self
 

@@ -43,7 +43,7 @@ from zgraph.program.node import tensor
 from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.program.tolerance import Difference, difference, norm_of
 from zgraph.runtime.train_step import in_order, split_batch
-from zgraph.torch_compat import torch_private
+from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
 from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virtual
 
@@ -75,7 +75,7 @@ def virtual_step(
     draws them; afterwards the random state is what it was. Raises what `zgraph.verify` does."""
     state = torch.get_rng_state()
     try:
-        with torch_private.eager_random_numbers():
+        with inductor_code.eager_random_numbers():
             yield VirtualStep(model, plan, world, inputs, loss_fn)
     finally:
         torch.set_rng_state(state)

@@ -28,7 +28,6 @@ from torch import device, inf, nan
 import zgraph.program.collectives
 import zgraph.program.transfers_to_host
 import zgraph.program.ops
-import zgraph.torch_compat.torch_private
 '''
 _NEEDS_RANKS = """
 Its collectives need the process groups that they name: on one process they can be read, and not run."""

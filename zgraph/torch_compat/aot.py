@@ -1,0 +1,124 @@
+"""AOTAutograd: forward and backward as one graph, and what its inputs and outputs are."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.lowering  # (registers lowerings before a joint trace: some models are captured only with it)
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+
+from zgraph.torch_compat.dynamo import lstm_of_plain_operators
+from zgraph.torch_compat.fx_graphs import lazy_module
+from zgraph.torch_compat.unknown_sizes import _fakes_of_unknown_sizes
+
+# An operator with effects in a traced graph: (token, operator, its arguments) -> (token, its results).
+WITH_EFFECTS = torch.ops.higher_order.with_effects
+
+
+def export_joint(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, decompositions: dict[Any, Any]
+) -> fx.GraphModule:
+    """AOTAutograd's joint forward+backward graph (the forward alone where nothing requires a gradient)."""
+    with (
+        contextlib.ExitStack() as stack,
+        tracing(TracingContext(fake_mode)),
+        lstm_of_plain_operators(),
+        _fakes_of_unknown_sizes(),
+    ):
+        joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(inputs), decompositions=decompositions)
+        return joint.graph_module
+
+
+def trace_function(
+    function: Callable[..., Any], inputs: Sequence[Any], fake_mode: Any, decompositions: dict[Any, Any]
+) -> fx.GraphModule:
+    """A function of fake tensors as a flat graph of aten operators; it returns a tuple."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def flat(*values: Any) -> Any:  # (a default argument would count as an input)
+        return function(*values)
+
+    with fake_mode, torch.no_grad():
+        return make_fx(flat, decomposition_table=decompositions)(*inputs)
+
+
+def is_token(desc: Any) -> bool:
+    """Is this input or output of a joint graph one that only keeps operators with effects in order?"""
+    return isinstance(
+        desc, (ForwardTokenAOTInput, BackwardTokenAOTInput, ForwardTokenAOTOutput, BackwardTokenAOTOutput)
+    )
+
+
+def users_region(node: fx.Node) -> object:
+    """The torch.utils.checkpoint region of a node that is to be computed again, None for none."""
+    asked = node.meta.get("recompute")
+    return node.meta.get("ac_graph_id", 0) if asked is not None and "RECOMPUTE" in str(asked) else None
+
+
+def describe_input(desc: Any) -> tuple[str, int]:
+    """("input" or "tangent", position among the flat inputs or outputs) of a placeholder of a joint graph."""
+    if isinstance(desc, PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
+        return "tangent", desc.output.idx
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, InputMutationAOTOutput):
+        return "mutation_tangent", describe_input(desc.output.mutated_input)[1]
+    return f"unknown: {desc!r}", -1
+
+
+def describe_output(desc: Any) -> tuple[str, int]:
+    """("output" | "mutation" | "gradient", position) of an output of a joint graph."""
+    if isinstance(desc, PlainAOTOutput):
+        return "output", desc.idx
+    if isinstance(desc, InputMutationAOTOutput):
+        return "mutation", describe_input(desc.mutated_input)[1]
+    if isinstance(desc, GradAOTOutput):
+        return "gradient", describe_input(desc.grad_of)[1]
+    return f"unknown: {desc!r}", -1
+
+
+def min_cut_saved(module: fx.GraphModule, forward_outputs: int, tangents: Sequence[str]) -> set[str]:
+    """The names of the values that torch's min-cut partitioner would save for the backward (it runs on a copy). `tangents` names the
+    inputs that only the backward has."""
+    from torch._functorch import config as functorch_config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    graph = fx.Graph()
+    memo: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, memo))
+    for old, new in memo.items():
+        new.meta = dict(old.meta)
+    names = {new.name: old.name for old, new in memo.items()}
+    graph.output_node().meta["desc"] = [None] * len(graph.output_node().args[0])  # type: ignore[arg-type]
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta.setdefault("desc", None)
+            late = names[node.name] in tangents
+            node.target = f"{'tangents' if late else 'primals'}_{node.name}"  # (the partitioner knows them by this)
+        drawn = node.args[0] if node.target is operator.getitem else node
+        if isinstance(drawn, fx.Node) and torch.Tag.nondeterministic_seeded in getattr(drawn.target, "tags", ()):
+            node.meta.pop("recompute", None)  # (a checkpoint region asks for it; what was drawn is saved all the same)
+    with functorch_config.patch(activation_memory_budget=1.0):  # (a plan has a budget of its own, in bytes)
+        forward, _ = min_cut_rematerialization_partition(
+            lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
+        )
+    saved: Any = forward.graph.output_node().args[0]
+    saved = saved[forward_outputs:]
+    return {names.get(n.name, n.name) for n in saved if isinstance(n, fx.Node)}

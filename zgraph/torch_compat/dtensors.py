@@ -1,0 +1,36 @@
+"""DTensors: made of a local tensor and a layout, and told from those of another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+
+def dtensor(local: torch.Tensor, like: DTensorSpec) -> DTensor:
+    """The DTensor of this layout whose local tensor is `local`: `DTensor.from_local` without autograd, in a tenth of the time."""
+    return DTensor(local, like, requires_grad=False)  # type: ignore[call-arg]
+
+
+def layout(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """The layout of a DTensor, for `dtensor`."""
+    return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def shard_of_another_rank(value: Any) -> tuple[int, ...] | None:
+    """The place in its mesh of the rank that a shard was pickled by, where that is not this rank's; None for what is no such shard."""
+    if not isinstance(value, DTensor) or all(p.is_replicate() for p in value.placements):
+        return None
+    mesh = value.device_mesh
+    theirs = mesh.get_coordinate()  # (pickled with the mesh)
+    mine = (mesh.mesh == torch.distributed.get_rank()).nonzero()
+    if theirs is None or (len(mine) == 1 and mine[0].tolist() == list(theirs)):
+        return None
+    return tuple(theirs)

@@ -1,0 +1,371 @@
+"""Dynamo: a forward captured whole, as one graph of flat inputs."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch._inductor.lowering  # (registers lowerings before a joint trace: some models are captured only with it)
+from torch import fx
+from torch._decomp import decompositions as torch_decompositions
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.convert_frame import fullgraph_capture
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.functional_export import _compiling_state_context  # type: ignore[attr-defined]
+from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables import builder
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.fx.experimental import _config as symbol_config
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from zgraph.torch_compat import stand_ins
+from zgraph.torch_compat.dynamo_asserts import asserts_on_values
+from zgraph.torch_compat.guards import Effects, Failing, Guards, Scope, live, recorded
+from zgraph.torch_compat.numbers import Numbers, split_numbers
+from zgraph.torch_compat.unknown_sizes import _fakes_of_unknown_sizes
+
+DynamoError = TorchDynamoException
+
+
+# What tracing raises where it would have to know a value.
+ValueDependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+
+class _LogMethod(str):
+    """A method of `logging.Logger`: equal to it, but text to who wants to write it down (torch 2.11 logs its config)."""
+
+    function: Any
+
+    def __new__(cls, function: Any) -> _LogMethod:
+        made = super().__new__(cls, function.__qualname__)
+        made.function = function
+        return made
+
+    def __deepcopy__(self, memo: Any) -> _LogMethod:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return self.function is getattr(other, "function", other)
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __reduce__(self) -> Any:  # (dynamo copies its configuration to log it)
+        return _LogMethod, (self.function,)
+
+
+def _log_methods() -> set[Any]:
+    """What dynamo may leave out: it refuses to trace a call of a logger, but a log line is no part of a training step.
+
+    Looked up at each capture: libraries add methods of their own (`warning_once`) when they are imported.
+    """
+    names = (
+        "debug",
+        "info",
+        "warning",
+        "warn",
+        "error",
+        "log",
+        "exception",
+        "warning_once",
+        "warning_advice",
+        "info_once",
+    )
+    return {_LogMethod(method) for name in names if (method := getattr(logging.Logger, name, None)) is not None}
+
+
+class _Stop(Exception):
+    """Ends the replay of dynamo's bytecode once it has handed over the graph's inputs."""
+
+
+@dataclass
+class FlatCapture:
+    """What dynamo captured: a graph with flat inputs and outputs, and the bytecode around it.
+
+    `graph_module` takes the graph's inputs (parameters, buffers and the user's tensors alike, in dynamo's order) and
+    returns a flat tuple. `crops` has (flat output, dimension, flat output that is its size)
+    for each output that the graph gives as long as it can be, because its size depends on values; these sizes stand behind the model's own
+    outputs. `bind` runs the user's own calling convention around any function of that type.
+    """
+
+    graph_module: fx.GraphModule
+    fake_mode: Any
+    effects: Effects
+    _output: Any
+    _function: FunctionType
+    _guards: Guards
+    _numbers: Numbers | None = None
+    crops: tuple[tuple[int, int, int], ...] = ()
+    _bound: Callable[..., Any] | None = None
+    _within: Callable[..., Sequence[Any]] | None = None
+
+    def stale(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failing | None:
+        """What of the Python state that this capture depends on is another for this call; None if nothing is.
+
+        That is everything the forward read on its way: arguments, attributes of the module and of what hangs on it (flags, a config,
+        the lengths of lists, hooks), its closure, globals, and the forms of tensors found there. Costs some 10 µs a layer.
+        """
+        return self._guards.failing(owner, args, kwargs)
+
+    def draws_floats(self) -> bool:
+        """Does the forward draw a float from Python's `random`?"""
+        inputs = self.graph_module.graph.find_nodes(op="placeholder")
+        drawn = [n.meta["example_value"] for n in inputs if n.name.startswith("random_value_")]  # (dynamo's name)
+        return any(v.is_floating_point() for v in drawn)
+
+    @property
+    def takes_numbers(self) -> bool:
+        """Does the program take Python numbers that the forward itself changes?"""
+        return self.number_inputs > 0
+
+    @property
+    def number_inputs(self) -> int:
+        """How many of the flat inputs, the last ones, are such numbers."""
+        return len(self._numbers.into) if self._numbers is not None else 0
+
+    def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """The names of the Python numbers that this capture takes for constants, and that are others now."""
+        return self._guards.changed_numbers(owner, args, kwargs)
+
+    def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+        """A function of the user's signature (with the module first) that runs `compiled` on the flat inputs."""
+
+        def cropped(*flat: Any) -> Sequence[Any]:
+            return self._cropped(compiled(*flat))
+
+        within: Callable[..., Sequence[Any]] = cropped if self.crops else compiled
+        if self._numbers is not None:
+            within = self._numbers.around(within)
+        # (torch 2.11 leaves builtins out of what its replay may refer to)
+        names = {**vars(builtins), **self._output.graph_capture_output.f_globals}
+        replay = self._output.forward_callable(compiled_fn=within, extra_globals=names)
+        return live(replay, self._function, self._output.backend_input.backend_id)
+
+    def _cropped(self, given: Sequence[Any]) -> Sequence[Any]:
+        """The flat outputs of the model, of those of the graph: see `crops`."""
+        values = list(given)
+        for at, dim, of_size in self.crops:
+            if isinstance(size := values[of_size], torch.Tensor) and not isinstance(size, FakeTensor):
+                values[at] = values[at].narrow(dim, 0, int(size))
+        return values[: len(values) - len({of_size for _, _, of_size in self.crops})]
+
+    def around(
+        self, within: Callable[..., Sequence[Any]], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a call gives whose graph is `within` this once. (Binding takes as long as ten calls.)"""
+        if self._bound is None:
+            self._bound = self.bind(self._run_within)
+        self._within = within
+        try:
+            return self._bound(owner, *args, **kwargs)
+        finally:
+            self._within = None
+
+    def _run_within(self, *flat: Any) -> Sequence[Any]:
+        assert self._within is not None
+        return self._within(*flat)
+
+    def flatten(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The graph's inputs for a call."""
+        found: list[tuple[Any, ...]] = []
+
+        def stop(*inputs: Any) -> Sequence[Any]:
+            found.append(inputs)
+            raise _Stop
+
+        with contextlib.suppress(_Stop):
+            self.around(stop, owner, args, kwargs)
+        return found[0] if found else ()
+
+
+@contextlib.contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Let dynamo trace `stand_ins` in place of what they stand for."""
+    import torch.nn.functional as F
+    from torch._dynamo import variables
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    kinds: Any = variables  # (its types are not told to checkers)
+
+    def stands(function: Any, where: Callable[[dict[str, Any]], bool] = lambda given: True) -> Callable[..., Any]:
+        """A handler that traces `function`, but only where its arguments by name are so."""
+
+        def called(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+            if not where({name: value.realize() for name, value in given.items()}):
+                return None  # (torch's own)
+            return kinds.UserFunctionVariable(function).call_function(tx, list(args), kwargs)
+
+        return called
+
+    def call(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if variable.fn is torch.nn.modules.transformer._detect_is_causal_mask:
+            return traced(kinds.UserFunctionVariable(stand_ins.detect_is_causal_mask), tx, args, kwargs)
+        return traced(variable, tx, args, kwargs)
+
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+    ours = {
+        torch.cov: stands(stand_ins.cov),
+        torch.corrcoef: stands(stand_ins.corrcoef),
+        F.batch_norm: stands(
+            stand_ins.batch_norm, lambda given: isinstance(given.get("momentum"), kinds.SymNodeVariable)
+        ),
+        F.ctc_loss: stands(
+            stand_ins.ctc_loss, lambda given: not isinstance(given["target_lengths"], kinds.TensorVariable)
+        ),
+        F.gaussian_nll_loss: stands(F.gaussian_nll_loss),  # (traced itself: it raises by a value)
+    }
+    theirs = {function: handlers[function] for function in ours if function in handlers}
+    traced = kinds.UserFunctionVariable.call_function
+    handlers.update(ours)
+    kinds.UserFunctionVariable.call_function = call
+    try:
+        yield
+    finally:
+        kinds.UserFunctionVariable.call_function = traced
+        for function in ours:
+            del handlers[function]
+        handlers.update(theirs)
+
+
+def capture_mode() -> Any:
+    """The fake tensors of a capture: all sizes are numbers, but for those that depend on values, which are symbols."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def capture_flat(
+    bound: MethodType,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    numbers: Sequence[str] = (),
+    lists: Sequence[Any] = (),
+) -> FlatCapture:
+    """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`).
+
+    `numbers` that forward changes (by their names in guards) are no constants of the capture, and `lists` that it appends to may hold
+    anything by then. Raises `NumberInGraphError` for a number that must be one.
+    """
+    function: Any = bound.__func__
+    torch._dynamo.reset()
+    with (
+        _compiling_state_context(),
+        dynamo_config.patch(
+            ignore_logging_functions=_log_methods(),
+            automatic_dynamic_shapes=False,
+            assume_static_by_default=True,
+            specialize_int=not numbers,
+            specialize_float=not numbers,
+            allow_rnn=True,
+            skip_nnmodule_hook_guards=False,
+            capture_dynamic_output_shape_ops=True,
+            capture_scalar_outputs=True,
+            reorderable_logging_functions={*dynamo_config.reorderable_logging_functions, warnings.warn},
+        ),
+        # (A composite operator may have such sizes that none of its results shows.)
+        symbol_config.patch(soft_pending_unbacked_not_found_error=True),  # type: ignore[attr-defined]
+        _symbolic(numbers),
+        get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
+        asserts_on_values(),
+        _stand_ins(),
+        _fakes_of_unknown_sizes(),
+        recorded(function, lists) as effects,
+    ):
+        output = fullgraph_capture(bound, args, kwargs)
+        if output.backend_input is None:
+            raise ValueError("the model's forward computes nothing with tensors")
+        scope = Scope(function)
+        guards = Guards(output, scope, function.__code__, effects, scope.of(bound.__self__, args, kwargs))
+    graph_module, fake_mode = output.backend_input.graph_module, output.backend_input.fake_mode
+    apart = None
+    if numbers:
+        graph_module, apart = split_numbers(graph_module, fake_mode)
+    return FlatCapture(graph_module, fake_mode, effects, output, function, guards, apart)
+
+
+def hung_on(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a user has set on a tensor, without dynamo's marks of its sizes."""
+    return {k: v for k, v in vars(tensor).items() if not k.startswith("_dynamo_") and k not in _MARKS}
+
+
+_MARKS = ("_has_dynamo_dim_marking", "_specialize_on")
+
+
+@contextlib.contextmanager
+def _symbolic(names: Sequence[str]) -> Iterator[None]:
+    """Let dynamo take these numbers as inputs of its graph, and nothing else: what is marked as dynamic (`torch._dynamo.mark_dynamic`,
+    `torch.compiler.config.dynamic_sources`) is so for torch.compile, and a program has its sizes in its signature."""
+    there: Any = builder
+    process, asked, form = there.process_automatic_dynamic, there.is_dynamic_source, there._automatic_dynamic
+    literal = there.VariableBuilder.wrap_literal
+
+    def wrap(self: Any, value: Any) -> Any:  # (a float would be looked at late, and be a constant by then)
+        return self.wrap_symfloat(value) if type(value) is float and self.source.name in names else literal(self, value)
+
+    def of_floats(tx: Any, name: str, *rest: Any, **named: Any) -> Any:
+        entry = process(tx, name, *rest, **named)
+        return replace(entry, scalar=auto_dynamic) if name in names else entry
+
+    def of_integers(name: str, *rest: Any, **named: Any) -> bool:
+        return name in names
+
+    def of_tensors(tensor: Any, tx: Any, source: Any, static_shapes: bool, *rest: Any, **named: Any) -> Any:
+        return form(tensor, tx, source, True, *rest, **named)
+
+    there.process_automatic_dynamic, there.is_dynamic_source = of_floats, of_integers
+    there._automatic_dynamic = of_tensors
+    there.VariableBuilder.wrap_literal = wrap
+    try:
+        yield
+    finally:
+        there.process_automatic_dynamic, there.is_dynamic_source = process, asked
+        there._automatic_dynamic = form
+        there.VariableBuilder.wrap_literal = literal
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Torch logs no error while something is tried that may well fail: the exception says it all."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def lstm_of_plain_operators() -> Iterator[None]:
+    """Trace a trained LSTM on CPU without oneDNN's operator for a layer.
+
+    That operator gives what its backward needs only in grad mode, and no program runs in it.
+    """
+    chosen = torch_decompositions.select_one_layer_lstm_function
+    if torch.is_grad_enabled():
+        torch_decompositions.select_one_layer_lstm_function = lambda *_: torch_decompositions.one_layer_lstm
+    try:
+        yield
+    finally:
+        torch_decompositions.select_one_layer_lstm_function = chosen
+
+
+def user_source(placeholder: fx.Node) -> str:
+    """What the user calls a flat input that dynamo found: "L['x']" is x. Its name in the graph where torch does not say."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    name = name() if callable(name) else name
+    return re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name) if isinstance(name, str) else placeholder.name

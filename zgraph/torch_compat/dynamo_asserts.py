@@ -1,0 +1,162 @@
+"""Assertions on values, which dynamo would leave out or break the graph at, become operators of the graph."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import linecache
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for inner in kind.__subclasses__():
+        yield from _subclasses(inner)
+
+
+@contextlib.contextmanager
+def asserts_on_values() -> Iterator[None]:
+    """Let dynamo trace every assertion on a tensor's values: by itself it refuses `assert not x`, `assert x and y`, `torch._assert(x, …)` and
+    one whose message is put together where it fails."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    constants = handlers.get(torch._assert)
+    tables: list[tuple[list[Any], int, Any]] = []
+    for kind in _subclasses(InstructionTranslatorBase):
+        for code, jump in enumerate(kind.dispatch_table):
+            name = dis.opname[code]
+            if jump is not None and name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE")):
+                tables.append((kind.dispatch_table, code, jump))
+                kind.dispatch_table[code] = _asserting(jump, name.endswith("IF_TRUE"))
+
+    def called(variable: Any, tx: Any, condition: Any, message: Any = None) -> Any:
+        from torch._dynamo.variables import ConstantVariable
+
+        if _on_values(condition):
+            constant = message is not None and message.is_python_constant()
+            said = str(message.as_python_constant()) if constant else "an assertion of the model"
+            _assert_in_graph(tx, condition, said, holds=True)
+            return ConstantVariable.create(None)
+        return constants(variable, tx, condition, message) if constants is not None else None
+
+    handlers[torch._assert] = called
+    try:
+        yield
+    finally:
+        if constants is not None:
+            handlers[torch._assert] = constants
+        else:
+            del handlers[torch._assert]
+        for table, code, jump in tables:
+            table[code] = jump
+
+
+def _asserting(jump: Callable[[Any, Any], Any], if_true: bool) -> Callable[[Any, Any], Any]:
+    """A jump over, or to, code that only raises (`assert`, or `if …: raise`) as an assertion of the graph; others as they are."""
+
+    def inner(tx: Any, inst: Any) -> Any:
+        over, to = _raises(tx, tx.instruction_pointer), _raises(tx, tx.indexof[inst.target])
+        if not (over or to) or not _on_values(tx.stack[-1]) or _is_caught(tx):
+            return jump(tx, inst)
+        condition = tx.pop()
+        message = _message(tx, tx.instruction_pointer if over else tx.indexof[inst.target])
+        _assert_in_graph(tx, condition, message, holds=if_true == over)
+        return tx.jump(inst) if over else None
+
+    return inner
+
+
+_MAY_RAISE = 100  # instructions that put together what is raised
+
+
+def _raises(tx: Any, at: int) -> bool:
+    """Does the code here do nothing but raise?"""
+    for inst in tx.instructions[at : at + _MAY_RAISE]:
+        name = inst.opname
+        if name == "RAISE_VARARGS":
+            return True
+        stores = name.startswith(("STORE_", "DELETE_")) and not name.startswith("STORE_FAST")
+        if stores or "JUMP" in name or name.startswith(("RETURN", "FOR_", "YIELD", "SEND", "RERAISE", "BEFORE_WITH")):
+            return False
+    return False
+
+
+def _is_caught(tx: Any) -> bool:
+    """May an exception that is raised here be handled in the function, or in one that called it? (A `with` lets it pass.)"""
+    while tx is not None:
+        entry = tx.current_instruction.exn_tab_entry
+        if entry is not None:
+            begin = tx.indexof[entry.target]
+            if all(i.opname != "WITH_EXCEPT_START" for i in tx.instructions[begin : begin + 3]):
+                return True
+        tx = getattr(tx, "parent", None)
+    return False
+
+
+def _on_values(variable: Any) -> bool:
+    """Is this a tensor, or a number that is made of a tensor's values?"""
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    variable = variable.realize()
+    if isinstance(variable, SymNodeVariable):
+        return bool(free_unbacked_symbols(variable.sym_num))
+    return isinstance(variable, TensorVariable)
+
+
+def _assert_in_graph(tx: Any, condition: Any, message: str, holds: bool) -> None:
+    """Insert `torch._assert_async` of a condition that must be true, or must not be."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    proxy = condition.realize().as_proxy()
+    if isinstance(condition.realize(), SymNodeVariable):
+        proxy = _traced(tx, torch.scalar_tensor, proxy)
+    if not holds:
+        proxy = _traced(tx, torch.logical_not, proxy)
+    tx.output.create_proxy("call_function", torch._assert_async, (proxy, message), {})
+
+
+def _traced(tx: Any, function: Any, operand: Any) -> Any:
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, (operand,), {})).as_proxy()
+
+
+def _message(tx: Any, at: int) -> str:
+    """What is said by code that only raises: its message if that is a constant, else its text in the source."""
+    written = _said(tx)
+    if written is not None:
+        return written
+    found = (i.argval for i in tx.instructions[at : at + 5] if i.opname == "LOAD_CONST" and isinstance(i.argval, str))
+    return next(found, "an assertion of the model")
+
+
+def _said(tx: Any) -> str | None:
+    """The message of the assertion that is being traced, or what it asserts if it has none, as it is written in the source."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        source = "".join(linecache.getlines(tx.f_code.co_filename))
+        line = tx.current_instruction.positions.lineno or tx.lineno
+        found: list[tuple[int, ast.expr]] = []
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Assert) and _covers(node, line):
+                found.append((node.lineno, node.msg or node.test))
+            elif isinstance(node, ast.If) and _covers(node.test, line) and isinstance(node.body[-1], ast.Raise):
+                error = node.body[-1].exc or node.test
+                found.append((node.lineno, error.args[0] if isinstance(error, ast.Call) and error.args else error))
+        if found:
+            _, said = max(found, key=lambda item: item[0])
+            if isinstance(said, ast.Constant) and isinstance(said.value, str):
+                return said.value
+            return ast.get_source_segment(source, said)
+    return None
+
+
+def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
