@@ -43,7 +43,7 @@ demo: $(VENV)/.demo toolchain
 test: $(VENV)/.dev toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
-test-all: $(VENV)/.dev toolchain
+test-all: $(VENV)/.dev $(VENV)/.docs toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 databases: $(VENV)/.dev toolchain

@@ -176,7 +176,7 @@ def passes() -> str:
         families.setdefault(module.split(".")[2], []).append((module, step))
     for family, steps in families.items():
         about = docstring(importlib.import_module(f"zgraph.passes.{family}"))
-        parts += [f"## {family}", about.partition("\n\n")[0]]
+        parts += [f"## passes/{family}", about.partition("\n\n")[0]]
         for module, step in steps:
             contract = step.contract
             path = module.removeprefix("zgraph.").replace(".", "/")
@@ -283,6 +283,10 @@ def errors() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+INTERNAL = ("runtime", "saver", "uncut", "cut", "adopt_forward", "forward", "loss_fn")
+"""Members of a handle that are there for zgraph itself."""
+
+
 def api() -> str:
     """Every public name, for mkdocstrings to describe."""
     import zgraph
@@ -308,6 +312,8 @@ def api() -> str:
     for title, things in sections:
         parts.append(f"## {title}")
         parts += [f"::: {thing.__module__}.{thing.__qualname__}" for thing in things if hasattr(thing, "__qualname__")]
+        if title == "A compiled model":
+            parts[-1] += f'\n    options:\n      filters: ["!^_", "!^({"|".join(INTERNAL)})$"]'
     return "\n\n".join(parts) + "\n"
 
 
