@@ -526,6 +526,13 @@ def annealed():
     return model, lambda m: m.tau
 
 
+def read_beside():
+    """A number that forward changes, beside one that it reads of a tensor in double precision, as dynamo's own are."""
+    model, n = counter(3, lambda m, y: y * m.n * m.k.item())
+    model.register_buffer("k", torch.tensor(1.5, dtype=torch.float64))
+    return model, n
+
+
 def default_list():
     def rule(m, y, seen=[]):  # noqa: B006
         seen.append(1)
@@ -605,6 +612,7 @@ EFFECTS = {
     "a counter of a class": (class_counter, 1),
     "a global counter": (global_counter, 1),
     "an annealed temperature": (annealed, 1),
+    "a counter beside a number of a tensor": (read_beside, 1),
     "a default": (default_list, 1),
     "a list": (hook_list, 1),
     "a list that had something": (lambda: hook_list(seen=[1, 2]), 1),

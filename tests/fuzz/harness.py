@@ -93,6 +93,7 @@ class Plain:
     def __init__(self, plan: dict[str, Any], ranks: bool = False, rank: int = 0, keeping: bool = False) -> None:
         self.plan, self.ranks, self.rank, self.keeping = plan, ranks, rank, keeping
         self.low = plan.get("precision", "fp32") == "bf16"
+        self.staged = "pp" in plan.get("mesh", {})
         self.weights: dict[str, torch.Tensor] = {}
         self.step = 0
         self.run = Run()
@@ -106,6 +107,8 @@ class Plain:
         for at, leaf in enumerate(leaves):
             kept = Kept(self.step, group, f"{name}.{at}" if len(leaves) > 1 else name, frozen(leaf))
             assert kept.key not in self.keys, kept.key
+            if group == "python" and self.staged and None in pytree.tree_leaves(kept.value):
+                self.run.elsewhere.add(kept.key)  # (of a tensor that another stage has made, the others keep None)
             self.keys.add(kept.key)
             self.run.kept.append(kept)
 

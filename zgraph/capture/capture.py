@@ -133,6 +133,26 @@ class Trace:
                 hint=f"give or register a copy ({other}.clone()), or take the view in forward ({one}[…])",
             )
 
+    def buffers_kept(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
+        """The flat outputs that forward puts into its own state and does not return, and that are buffers which it has written to (a spectral
+        norm's): by which flat input."""
+        if self.flat.effects.is_empty:
+            return {}
+        values, returned = flat_values(self.flat), []
+        with (
+            self.flat.effects.undone(),
+            contextlib.suppress(Exception),
+        ):  # (what a call raises it raises when it is made)
+            returned = pytree.tree_leaves(self.flat.around(lambda *_: values, module, args, kwargs))
+        given = {id(leaf) for leaf in returned}
+        fakes = [n.meta.get("example_value") for n in self.flat.graph_module.graph.find_nodes(op="placeholder")]
+        buffers = [i for i, port in enumerate(self.inputs) if port.role is InputRole.BUFFER]
+        found: dict[int, int] = {}
+        for at, value in enumerate(values):
+            if isinstance(value, torch.Tensor) and id(value) not in given:
+                found.update((at, i) for i in buffers if _same_place(value, fakes[i]))
+        return found
+
     def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
         """The captured program in which just the `differentiated` flat outputs have tangents.
 
@@ -389,6 +409,12 @@ def _changed_numbers(
         flat.bind(lambda *_: values)(bound.__self__, *args, **kwargs)
         return flat.changed_numbers(bound.__self__, args, kwargs)
     return []
+
+
+def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    keys = (tensor_storage.storage_key(t) for t in (one, other))
+    geometries = [(t.shape, t.stride(), t.storage_offset(), t.dtype) for t in (one, other)]
+    return len(set(keys)) == 1 and geometries[0] == geometries[1]
 
 
 def flat_values(flat: dynamo.FlatCapture) -> tuple[Any, ...]:

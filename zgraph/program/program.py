@@ -350,8 +350,8 @@ class Program:
 
     def add_input(self, port: Port, fake: torch.Tensor, record: NodeInfo, *, name: str) -> fx.Node:
         """Append a placeholder after the last one, and its port; `fake` is its fake value."""
-        last = self.placeholders()[-1]
-        with self.graph.inserting_after(last):
+        held = self.placeholders()
+        with self.graph.inserting_after(held[-1]) if held else self.graph.inserting_before():
             node = self.graph.placeholder(name)
         set_info(node, record)
         node.meta["val"] = fake

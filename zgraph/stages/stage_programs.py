@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Capture:
     """The whole model, captured for one signature (`key`) in so many seconds: what dynamo traced, and the joint program in which the flat
-    outputs of `pattern` are differentiated: those that the loss reads, if it is `of_loss`."""
+    outputs of `pattern` are differentiated: those that the loss reads, if it is `of_loss`. `kept`: see `Trace.buffers_kept`."""
 
     key: str
     trace: Trace
@@ -46,6 +46,7 @@ class Capture:
     joint: Program
     seconds: float
     of_loss: bool
+    kept: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Staged:
         self.name = name
         self.shown = shown
         self.trace, self.pattern, self.capture_seconds = capture.trace, capture.pattern, capture.seconds
+        self.kept = capture.kept
         self.plan = plan
         self.stages = cut(capture.joint, partition)
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
@@ -191,9 +193,9 @@ def loss_pattern(
     return frozenset(i for i, g in zip(wanted, found, strict=True) if g is not None)
 
 
-def refuse_carried(trace: Trace, module: nn.Module, args: Any, kwargs: Any) -> None:
+def refuse_carried(trace: Trace, kept: Mapping[int, int], module: nn.Module, args: Any, kwargs: Any) -> None:
     """Raises `CaptureError` for a forward that reads a tensor of the model's which it replaces by another: programs of several micro-batches get
-    what was there before the first, and only the rank with the last stage would have the new one."""
+    what was there before the first, and only the rank with the last stage would have the new one. (Buffers that are `kept` are the same.)"""
     flat = trace.flat
     if flat.effects.is_empty:
         return
@@ -202,6 +204,8 @@ def refuse_carried(trace: Trace, module: nn.Module, args: Any, kwargs: Any) -> N
     made = [torch.zeros(v.shape, dtype=v.dtype, device=v.device) if isinstance(v, torch.Tensor) else v for v in fakes]
     elsewhere = [None if isinstance(v, torch.Tensor) else v for v in fakes]
     before = flat.flatten(module, args, kwargs)
+    for at, buffer in kept.items():
+        made[at] = elsewhere[at] = before[buffer]
 
     def replayed(values: list[Any]) -> tuple[str | None, str | None]:
         """After such outputs: the state that is no longer as it was captured, and else a tensor that is another."""

@@ -77,7 +77,7 @@ def train_step(
             runtime.updater.step()
         else:
             runtime.updater.clip_only()
-        _share_losses(runtime, staged, outputs)
+        _complete(runtime, staged, flats, outputs)
     total = sum(weights)
     shares = [w / total for w in weights] if total else [1.0 / len(calls)] * len(calls)
     return _joined(runtime, staged, [call for call, _, _ in given], outputs, shares)
@@ -115,16 +115,22 @@ def forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[s
     runtime.refuse_aliases(staged, flats)
     with runtime.board.watched() as marker:
         outputs = runtime.run(staged, _forwards(runtime.partition.schedule, len(calls)), flats, None, marker)
-        _share_losses(runtime, staged, outputs)
+        _complete(runtime, staged, flats, outputs)
     return _joined(runtime, staged, calls, outputs, [1.0 / len(calls)] * len(calls))
 
 
-def _share_losses(runtime: PipelineRuntime, staged: Staged, outputs: list[list[Any]]) -> None:
-    """Put the micro-batches' losses, where the model gives one, into the outputs of all ranks: so far the last stage's rank has them."""
+def _complete(
+    runtime: PipelineRuntime, staged: Staged, flats: Sequence[Sequence[Any]], outputs: list[list[Any]]
+) -> None:
+    """Put into the outputs of all ranks the micro-batches' losses, where the model gives one: so far the last stage's rank has them; and the
+    buffers that forward keeps as it has written to them: each rank's own."""
     at = staged.trace.loss
     if at is not None:
         for values, loss in zip(outputs, runtime.everywhere([values[at] for values in outputs]), strict=True):
             values[at] = loss.to(staged.loss_dtype)
+    for values, flat in zip(outputs, flats, strict=True):
+        for number, buffer in staged.kept.items():
+            values[number] = flat[buffer]
 
 
 def _entry(runtime: PipelineRuntime, calls: Sequence[Call]) -> Staged:

@@ -68,8 +68,9 @@ class WholeModel:
         specs = with_requires_grad(self.specs, dict(self.module.named_parameters(remove_duplicate=False)))
         with without_fast_path():
             traced = trace(self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision)
+            kept = traced.buffers_kept(self.module, args, kwargs)
             if self.staged:
-                refuse_carried(traced, self.module, args, kwargs)
+                refuse_carried(traced, kept, self.module, args, kwargs)
 
         def loss(output: Any) -> torch.Tensor:
             with LossesSeen() as seen:
@@ -85,5 +86,5 @@ class WholeModel:
             flat = traced.flat.flatten(self.module, args, kwargs)
             refuse_other_dimensions(joint, tensors_of((args, kwargs), flat), size)
         return Capture(
-            signature(self.module, args, kwargs), traced, pattern, joint, time.perf_counter() - start, by_loss
+            signature(self.module, args, kwargs), traced, pattern, joint, time.perf_counter() - start, by_loss, kept
         )

@@ -111,6 +111,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def _known(item: fx.Node) -> bool:
+    """Does dynamo know the number that `.item()` gives here? It knows its own tensors, in which floats come in, but none of the model's."""
+    number = item.meta.get("example_value")
+    return not isinstance(number, torch.SymFloat) or bool(number.node.has_hint())
+
+
 def _numbers(graph: fx.Graph) -> set[fx.Node]:
     """What is computed from the number inputs alone."""
     found: set[fx.Node] = set()
@@ -121,7 +127,7 @@ def _numbers(graph: fx.Graph) -> set[fx.Node]:
         if node.op == "placeholder":
             items = node.users and all(u.op == "call_method" and u.target == "item" for u in node.users)
             scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype is torch.float64
-            if _is_number(value) or (items and scalar and not value.requires_grad):
+            if _is_number(value) or (items and scalar and not value.requires_grad and all(map(_known, node.users))):
                 found.add(node)
         elif node.all_input_nodes and all(n in found for n in node.all_input_nodes):
             handed = node.target is torch.scalar_tensor and all(u.op == "output" for u in node.users)

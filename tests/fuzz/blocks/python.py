@@ -122,7 +122,7 @@ def kept_statistics(c: Draw) -> Part:
     return Part(
         "self.seen = []",
         f"self.seen.append({c.pick('x.detach().mean()', 'x.mean()', 'x.shape[0]')})\nself.seen = self.seen[-2:]\nreturn x * 1.0",
-        state="[float(v) for v in b.seen]",
+        state="[None if v is None else float(v) for v in b.seen]",
     )
 
 
@@ -137,7 +137,7 @@ def forward_hook(c: Draw) -> Part:
     return Part(
         f"self.seen = []\nself.a = nn.Linear({c.d}, {c.d})\nself.a.register_forward_hook({hook})",
         "return self.a(x)",
-        state="[round(float(v), 4) for v in b.seen]",
+        state="[None if v is None else round(float(v), 4) for v in b.seen]",
     )
 
 
