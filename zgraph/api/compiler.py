@@ -92,8 +92,6 @@ def compile(
     init_process_group(device)
     mesh, sizes = _mesh(plan, mesh, device)
     plan = plan.for_world(math.prod(sizes.values()))
-    if mesh is not None and dist.get_rank() != 0:
-        logging.getLogger("zgraph").setLevel(logging.WARNING)
     agreement = Agreement(mesh)
     precision = plan.resolved_precision()
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")

@@ -259,7 +259,6 @@ def capture_flat(
     anything by then. Raises `NumberInGraphError` for a number that must be one.
     """
     function: Any = bound.__func__
-    torch._dynamo.reset()
     with (
         _compiling_state_context(),
         dynamo_config.patch(
@@ -340,12 +339,15 @@ def _symbolic(names: Sequence[str]) -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Torch logs no error while something is tried that may well fail: the exception says it all."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.CRITICAL
+
+    logger.addFilter(nothing)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(nothing)
 
 
 @contextlib.contextmanager
