@@ -304,7 +304,7 @@ def test_the_plan_reference_has_every_field_with_an_example_that_is_a_plan(tmp_p
     from zgraph.plan.plan import Plan
 
     page = text_of(GENERATED / "plan.md")
-    parts = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    parts = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
     for name in Plan.model_fields:
         (example,) = re.findall(r"^```toml\n(.*?)^```$", parts[name], re.M | re.S)
         file = tmp_path / f"{name}.toml"
@@ -313,7 +313,8 @@ def test_the_plan_reference_has_every_field_with_an_example_that_is_a_plan(tmp_p
         assert getattr(plan, name) != getattr(Plan(), name), f"{name}: the example is the default"
         assert "| type | default |" in parts[name] and "any value" not in parts[name]
     for record in ("Precision", "Bucket", "Prefetch", "Offload", "AdamW", "Cosine", "Elastic", "Watch"):
-        assert "| field | type | default | meaning |" in parts[record]
+        assert "| field | type | default | meaning |" in parts[f"{record} (record)"]
+    assert [row for row in page.splitlines() if row.endswith("|  |")] == [], "a field without a description"
 
 
 def test_the_passes_reference_has_every_pass_of_a_pipeline():

@@ -10,7 +10,7 @@ import inspect
 import json
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+from zgraph.plan.communication import parse_bytes
 
 _TENSOR = {"mesh": {"dp": -1, "tp": 2}}
 _CONTEXT = {"mesh": {"dp": -1, "cp": 2}}
@@ -58,7 +60,7 @@ def type_name(annotation: Any, records: set[type[BaseModel]]) -> str:
     """A type as a reader of a plan file would say it; records that it holds are added to `records`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_name(arguments[0], records)
+        return "bytes" if sizes(arguments) else type_name(arguments[0], records)
     if origin is Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in arguments)
     if origin in (Union, UnionType):
@@ -70,9 +72,14 @@ def type_name(annotation: Any, records: set[type[BaseModel]]) -> str:
         return f"list of {type_name(arguments[0], records)}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         records.add(annotation)
-        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()}-record)"
     plain = {int: "integer", float: "number", str: "string", bool: "`true` or `false`"}
     return plain.get(annotation, "any value")
+
+
+def sizes(metadata: Iterable[Any]) -> bool:
+    """Does a type take bytes, as a number or as text?"""
+    return any(getattr(item, "func", None) is parse_bytes for item in metadata)
 
 
 def default_of(field: FieldInfo) -> str:
@@ -92,10 +99,21 @@ def example_of(name: str, value: Any) -> dict[str, Any]:
     return {**NEEDS.get(name, {}), name: value}
 
 
+def field_type(field: FieldInfo, records: set[type[BaseModel]]) -> str:
+    """The type of a field; bytes are an integer, or text such as "20GiB"."""
+    name = "bytes" if sizes(field.metadata) else type_name(field.annotation, records)
+    return name.replace("bytes", 'bytes: an integer, or text such as `"20GiB"`')
+
+
 def record_fields(record: type[BaseModel], records: set[type[BaseModel]]) -> str:
     """The table of a record's fields."""
     rows = [
-        (f"`{name}`", cell(type_name(f.annotation, records)), cell(default_of(f)), cell(f.description or ""))
+        (
+            f"`{name}`",
+            cell(field_type(f, records)),
+            cell(default_of(f)),
+            cell(f.description or "says in a file which record it is"),
+        )
         for name, f in record.model_fields.items()
     ]
     return table(("field", "type", "default", "meaning"), rows)
@@ -118,7 +136,7 @@ def plan() -> str:
         parts += [
             f"## {name}",
             f"{sentence(field.description or '')}",
-            table(("type", "default"), [(cell(type_name(field.annotation, records)), cell(default_of(field)))]),
+            table(("type", "default"), [(cell(field_type(field, records)), cell(default_of(field)))]),
             f"```toml\n{example}\n```",
         ]
     done: set[type[BaseModel]] = set()
@@ -128,7 +146,7 @@ def plan() -> str:
         done.add(record)
         described.append((record.__name__, docstring(record), record_fields(record, records)))
     for title, text, fields in sorted(described):
-        parts += [f"## {title}", text, fields]
+        parts += [f"## {title} (record)", text, fields]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

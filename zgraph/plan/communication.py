@@ -52,7 +52,7 @@ class Prefetch(Record, frozen=True):
     enabled: bool = Field(default=True, description="false: each collective is waited for where it starts")
     max_bytes: Bytes | None = Field(
         default=None,
-        description="gathered bytes alive at any time; none: what the program needs at once, and two of its largest layers",
+        description="the most gathered bytes at any time; none: what the program needs at once, and two of its largest layers",
     )
     spare_bytes: Bytes | None = Field(
         default=None,

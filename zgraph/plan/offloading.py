@@ -31,27 +31,27 @@ Place = Annotated[str, AfterValidator(_check_place)]
 
 
 class Offload(Record, frozen=True):
-    """Where what the device need not hold lies (after ZeRO-Infinity; Rajbhandari et al., 2021).
+    """Where what the device does not need at the moment is stored (after ZeRO-Infinity; Rajbhandari et al., 2021).
 
-    "auto" is the device, but where a `memory_budget` needs more: then the memory of the host, if that is another, or a file in
-    the FOLDER of "auto:FOLDER".
+    Each place is "none" (the device), "cpu" (the host's memory), "nvme:FOLDER" (a file), "auto" or "auto:FOLDER". "auto" is the device, unless a
+    `memory_budget` needs more: then it is the host's memory, if the device has its own, or a file in FOLDER.
     """
 
     activations: Place = Field(
-        default="auto", description="what the forward leaves for the backward (DeepSpeed: cpu_checkpointing)"
+        default="auto", description="what the forward saves for the backward (DeepSpeed: cpu_checkpointing)"
     )
     optimizer: Place = Field(
-        default="auto", description="the optimizer's states, and gradients of what the host updates with them"
+        default="auto", description="the optimizer's states, and the gradients of parameters that the host updates"
     )
     parameters: Place = Field(default="auto", description="shards of parameters, and their gradients (zero=3)")
     ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
-        description="the share of the optimizer's states that goes, the largest parameters' first (DeepSpeed: twin-flow); none: all, or "
+        description="the share of the optimizer's states that is offloaded, the largest parameters' first (DeepSpeed: twin-flow); none: all, or "
         'of "auto" what the budget needs',
     )
     update_on: Literal["host", "device"] = Field(
         default="host",
-        description="where what is offloaded is updated: on the host's processors (ZeRO-Offload), or on the device, to which it comes",
+        description="where what is offloaded is updated: on the host's processors (ZeRO-Offload), or on the device, to which it is fetched",
     )
     delayed_after: Annotated[StrictInt, Field(ge=0)] | None = Field(
         default=None,
@@ -60,11 +60,11 @@ class Offload(Record, frozen=True):
     )
     staging_bytes: Bytes | None = Field(
         default=None,
-        description="bytes on their way each way in forward and backward; none: twice the largest value that moves",
+        description="bytes in flight each way in forward and backward; none: twice the largest value that moves",
     )
     sub_group_bytes: Bytes | None = Field(
         default=None,
-        description="bytes that one part of an update brings to the device (a parameter is never parted); none: a 16th of all, "
+        description="bytes that one part of an update brings to the device (a parameter is never split); none: a 16th of all, "
         "1 MiB at least and 256 MiB at most",
     )
     least_bytes: Bytes = Field(default=4096, description="values and parts of fewer bytes stay on the device")

@@ -31,7 +31,11 @@ __all__ = [
 
 Rate = Annotated[FiniteFloat, Field(ge=0)]
 Beta = Annotated[FiniteFloat, Field(ge=0, lt=1)]
-Betas = tuple[Beta, Beta]
+Betas = Annotated[tuple[Beta, Beta], Field(description="decay rates of the gradient's average and of its square's")]
+Eps = Annotated[Rate, Field(description="added to the denominator, so that it is not zero")]
+Amsgrad = Annotated[StrictBool, Field(description="divide by the largest second moment so far, not the latest")]
+Maximize = Annotated[StrictBool, Field(description="step up the gradient instead of down")]
+Nesterov = Annotated[StrictBool, Field(description="use Nesterov's momentum")]
 
 
 def _hashable(value: Any) -> Any:
@@ -42,7 +46,7 @@ Value = Annotated[Any, AfterValidator(_hashable)]  # the fields that it is for w
 
 
 class ParamGroup(Record, frozen=True):
-    """Parameters by name, and what is other for them: `ParamGroup(match="*.bias", weight_decay=0.0)`.
+    """Parameters by name, and the numbers that differ for them: `ParamGroup(match="*.bias", weight_decay=0.0)`.
 
     `match` has the patterns of `fnmatch`, case-sensitive, over whole names ("layers.0.bias"); any of several will do.
     """
@@ -66,7 +70,7 @@ class ParamGroup(Record, frozen=True):
 
 
 class Optimizer(Record, frozen=True):
-    """What all optimizers have."""
+    """The fields of all optimizers."""
 
     name: str
     lr: Rate = Field(default=1e-3, description="the learning rate")
@@ -112,10 +116,10 @@ class Adam(Optimizer, frozen=True):
 
     name: Literal["Adam"] = "Adam"
     betas: Betas = (0.9, 0.999)
-    eps: Rate = 1e-8
-    amsgrad: StrictBool = False
-    maximize: StrictBool = False
-    decoupled_weight_decay: StrictBool = False
+    eps: Eps = 1e-8
+    amsgrad: Amsgrad = False
+    maximize: Maximize = False
+    decoupled_weight_decay: StrictBool = Field(default=False, description="decay weights as AdamW does")
 
 
 class AdamW(Optimizer, frozen=True):
@@ -123,10 +127,10 @@ class AdamW(Optimizer, frozen=True):
 
     name: Literal["AdamW"] = "AdamW"
     betas: Betas = (0.9, 0.999)
-    eps: Rate = 1e-8
+    eps: Eps = 1e-8
     weight_decay: Rate = Field(default=1e-2, description="how strongly weights decay")
-    amsgrad: StrictBool = False
-    maximize: StrictBool = False
+    amsgrad: Amsgrad = False
+    maximize: Maximize = False
 
 
 class AdamW8bit(Optimizer, frozen=True):
@@ -138,10 +142,10 @@ class AdamW8bit(Optimizer, frozen=True):
 
     name: Literal["AdamW8bit"] = "AdamW8bit"
     betas: Betas = (0.9, 0.999)
-    eps: Rate = 1e-8
+    eps: Eps = 1e-8
     weight_decay: Rate = Field(default=1e-2, description="how strongly weights decay")
-    amsgrad: StrictBool = False
-    maximize: StrictBool = False
+    amsgrad: Amsgrad = False
+    maximize: Maximize = False
     block_size: Annotated[StrictInt, Field(ge=1)] = Field(
         default=256, description="elements that share a scale, within a row"
     )
@@ -154,10 +158,10 @@ class SGD(Optimizer, frozen=True):
     """Stochastic gradient descent, with momentum and Nesterov's."""
 
     name: Literal["SGD"] = "SGD"
-    momentum: Rate = 0.0
-    dampening: FiniteFloat = 0.0
-    nesterov: StrictBool = False
-    maximize: StrictBool = False
+    momentum: Rate = Field(default=0.0, description="the share of the last step that is added to the next")
+    dampening: FiniteFloat = Field(default=0.0, description="by how much the gradient counts less in the momentum")
+    nesterov: Nesterov = False
+    maximize: Maximize = False
 
     @model_validator(mode="after")
     def _check_nesterov(self) -> Self:
@@ -171,10 +175,10 @@ class Adagrad(Optimizer, frozen=True):
 
     name: Literal["Adagrad"] = "Adagrad"
     lr: Rate = Field(default=1e-2, description="the learning rate")
-    lr_decay: Rate = 0.0
-    initial_accumulator_value: Rate = 0.0
-    eps: Rate = 1e-10
-    maximize: StrictBool = False
+    lr_decay: Rate = Field(default=0.0, description="how fast the learning rate falls with the number of steps")
+    initial_accumulator_value: Rate = Field(default=0.0, description="what the sum of squares begins with")
+    eps: Eps = 1e-10
+    maximize: Maximize = False
 
 
 class Lion(Optimizer, frozen=True):
@@ -182,7 +186,9 @@ class Lion(Optimizer, frozen=True):
 
     name: Literal["Lion"] = "Lion"
     lr: Rate = Field(default=1e-4, description="the learning rate")
-    betas: Betas = (0.9, 0.99)
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.99), description="decay rates of the update's average and of the momentum"
+    )
 
 
 class LAMB(Optimizer, frozen=True):
@@ -193,10 +199,12 @@ class LAMB(Optimizer, frozen=True):
 
     name: Literal["LAMB"] = "LAMB"
     betas: Betas = (0.9, 0.999)
-    eps: Annotated[FiniteFloat, Field(gt=0)] = 1e-6  # (a row of zeros would make the whole norm 0 / 0)
+    eps: Annotated[FiniteFloat, Field(gt=0, description="added to the denominator, so that it is not zero")] = (
+        1e-6  # (a row of zeros would make the whole norm 0 / 0)
+    )
     max_coeff: Rate = Field(default=10.0, description="the largest ratio of a weight's norm to its update's")
     min_coeff: Rate = Field(default=0.01, description="the smallest")
-    bias_correction: StrictBool = True
+    bias_correction: StrictBool = Field(default=True, description="correct the averages for beginning with zero")
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -210,12 +218,16 @@ class Muon(Optimizer, frozen=True):
 
     name: Literal["Muon"] = "Muon"
     weight_decay: Rate = Field(default=0.1, description="how strongly weights decay")
-    momentum: Rate = 0.95
-    nesterov: StrictBool = True
-    ns_coefficients: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = (3.4445, -4.775, 2.0315)
-    eps: Rate = 1e-7
-    ns_steps: Annotated[StrictInt, Field(ge=1, lt=100)] = 5
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    momentum: Rate = Field(default=0.95, description="the share of the last momentum that is kept")
+    nesterov: Nesterov = True
+    ns_coefficients: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = Field(
+        default=(3.4445, -4.775, 2.0315), description="of the Newton-Schulz iteration"
+    )
+    eps: Eps = 1e-7
+    ns_steps: Annotated[StrictInt, Field(ge=1, lt=100)] = Field(default=5, description="iterations of Newton-Schulz")
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = Field(
+        default=None, description="how the learning rate depends on a matrix's shape; none: original"
+    )
     companion: AdamW = Field(default_factory=AdamW, description="for embeddings and what is no matrix")
     companion_modules: tuple[str, ...] = Field(
         default=(), description="patterns of further parameters for the companion"

@@ -93,7 +93,7 @@ class Styles(Table[str]):
 
 
 class Tiles(Table[int]):
-    """In how many turns regions run, by pattern of module paths."""
+    """In how many chunks regions run, by pattern of module paths."""
 
     _field = "tiles"
 
@@ -261,12 +261,13 @@ class Plan(Record, frozen=True):
     ] = Field(
         examples=[{"replicate": 2, "dp": -1}],
         default_factory=lambda: _check_mesh({"dp": -1}),
-        description="sizes by name, outermost first, of pp, replicate, dp, cp, tp; -1 once for the rest",
+        description="sizes by name, outermost first: pp (pipeline ranks), replicate (copies of the shards: HSDP), "
+        "dp (ranks that share one set of shards), cp (ranks that divide sequences), tp (ranks that divide weights); -1 once for the rest",
     )
     zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)] = Field(
         examples=[2],
         default=3,
-        description="ZeRO stage: 0 replicated, 1 optimizer state sharded, 2 gradients too, 3 parameters too",
+        description="the ZeRO stage: 0 replicates, 1 shards the optimizer state, 2 gradients too, 3 parameters too",
     )
     backend: Literal["inductor", "eager"] = Field(
         examples=["eager"],
@@ -287,7 +288,7 @@ class Plan(Record, frozen=True):
     optimizer: AnyOptimizer | None = Field(
         examples=[{"name": "AdamW", "lr": 0.0003, "decay": "matrices"}],
         default=None,
-        description="what step() does; none: an optimizer of your own",
+        description="the optimizer that the update program runs; none: use one of your own",
     )
     lr_schedule: AnySchedule | None = Field(
         examples=[{"name": "Cosine", "total_steps": 10000, "warmup_steps": 500}],
@@ -301,12 +302,12 @@ class Plan(Record, frozen=True):
         examples=[1.0], default=None, description="the largest norm of all gradients together, or a record"
     )
     micro_batches: Annotated[StrictInt, Field(ge=1)] = Field(
-        examples=[4], default=1, description="into how many parts train_step cuts its batch"
+        examples=[4], default=1, description="into how many parts train_step splits its batch"
     )
     schedule: Annotated[str, BeforeValidator(_refuse_callable), AfterValidator(_check_schedule)] = Field(
         examples=["zb"],
         default="1f1b",
-        description="in which order pipeline stages run micro-batches (mesh.pp): gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, "
+        description="the order in which pipeline stages run micro-batches (mesh.pp): gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, "
         'zb, zbvzerobubble, zbv, dualpipev, a .csv file of actions, or "package.module:function"',
     )
     partition: Annotated[str | tuple[str, ...], BeforeValidator(_refuse_callable), AfterValidator(_check_partition)] = (
@@ -334,18 +335,18 @@ class Plan(Record, frozen=True):
     sequence_parallel: StrictBool = Field(
         examples=[True],
         default=False,
-        description="between divided layers, ranks of mesh.tp have parts of the tokens: norms and dropouts are divided as well",
+        description="whether ranks of mesh.tp hold parts of the tokens between divided layers, so that norms and dropouts are divided as well",
     )
     async_tensor_parallel: Literal["auto", "off"] | Annotated[StrictInt, Field(ge=2)] = Field(
         examples=[4],
         default="auto",
-        description="whether collectives of mesh.tp and the products beside them run in pieces, each on the link while the next is computed: "
-        "auto (where that is simulated to be faster), off, or in how many pieces always",
+        description="whether collectives of mesh.tp and the matrix products beside them run in pieces, each on the link while the next is computed: "
+        "auto (where the simulated step is faster), off, or the number of pieces",
     )
     partition_activations: StrictBool = Field(
         examples=[True],
         default=False,
-        description="what the backward needs of the forward, and all ranks of mesh.tp would keep, they keep in parts, and gather again",
+        description="whether ranks of mesh.tp store saved activations in parts that all of them would store whole, and gather them for the backward",
     )
     sequence_dim: Literal["auto"] | StrictInt = Field(
         examples=[1],
@@ -355,18 +356,19 @@ class Plan(Record, frozen=True):
     context_attention: Literal["auto", "heads", "ring"] = Field(
         examples=["ring"],
         default="auto",
-        description="how ranks of mesh.cp compute attention: heads (each the whole sequence, for some of them), ring (keys and values go around), "
-        "or auto: heads, unless the ranks do not divide them",
+        description="how ranks of mesh.cp compute attention: heads (each rank the whole sequence for some heads), ring (keys and "
+        "values are passed around), "
+        "or auto: heads, unless the ranks don't divide them",
     )
     elastic: Elastic | None = Field(
         examples=[{"batch": 24, "micro_batch": 8}],
         default=None,
-        description="rows of a step that stay the same on any number of ranks, as a record; micro_batches then follow from the ranks",
+        description="the rows of a step, the same on any number of ranks, as a record; micro_batches then follows from the number of ranks",
     )
     loss_average: Literal["batch", "token"] = Field(
         examples=["token"],
         default="batch",
-        description="whether micro-batches and ranks count equally, or by their targets",
+        description="whether micro-batches and ranks count equally (batch) or by their numbers of targets (token)",
     )
     bucket: Bucket = Field(
         examples=[{"gather": "16MiB"}],
@@ -385,31 +387,32 @@ class Plan(Record, frozen=True):
     ] = Field(
         examples=[["blocks.*"]],
         default="auto",
-        description="what the backward computes again: none; full (all but what comes into each layer); auto (cheap values on "
+        description="what the backward recomputes: none; full (all but each layer's inputs); auto (cheap values on "
         'inductor, and what memory_budget needs); patterns of module paths; or a policy over nodes, "package.module:function"',
     )
     tiles: Annotated[dict[str, StrictInt], AfterValidator(_check_tiles)] = Field(
         examples=[{"loss": 8, "model.layers.*.mlp": 4}],
         default_factory=Tiles,
-        description="what runs in turns over slices of its rows, so that nothing inside of it is ever whole: a table from patterns of module paths, "
-        'or "loss" (the classification loss with the product that gives its logits), to numbers of turns',
+        description="what runs in chunks over slices of its rows, so that nothing inside of it is stored whole: a table from "
+        "patterns of module paths, "
+        'or "loss" (the classification loss with the matrix product that gives its logits), to numbers of chunks',
     )
     offload: Offload = Field(
         examples=[{"optimizer": "cpu", "activations": "nvme:/mnt/disk"}],
         default=Offload(),
-        description="what lies in the host's memory or on disk while nothing reads it, as a record",
+        description="what is stored in the host's memory or on disk while nothing reads it, as a record",
     )
     memory_budget: Bytes | None = Field(
         examples=["20GiB"],
         default=None,
-        description='bytes of device memory that a step may take on each rank, or "20GiB"; none: no bound. In a pipeline they are for all stages '
-        "of a rank, with what micro-batches in flight leave there",
+        description='bytes of device memory that a step may take on each rank, or "20GiB"; none: no bound. In a pipeline it is for all stages '
+        "of a rank, with its in-flight micro-batches",
     )
     on_nonfinite: Literal["ignore", "stop", "skip", "rollback"] = Field(
         examples=["rollback"],
         default="ignore",
-        description="what a step is that has an infinite loss or gradient, or one that is no number: ignore (it updates the weights); skip (no "
-        "update); stop (an error that names the module); rollback (that, after loading the last checkpoint)",
+        description="what happens at a step with an infinite or NaN loss or gradient: ignore (it updates the weights); skip (no "
+        "update); stop (an error that names the module); rollback (the same error, after the last checkpoint was loaded)",
     )
     watch: Watch = Field(
         examples=[{"timeout": 300}], default=Watch(), description="how ranks watch each other, as a record"
@@ -417,7 +420,8 @@ class Plan(Record, frozen=True):
     hardware: str | None = Field(
         examples=["h100-80g"],
         default=None,
-        description="what schedules are made for: a name, or the file of zgraph calibrate; none: by the device",
+        description="the hardware that schedules are made for: h100-80g, h200-141g, a100-80g, cpu, or a file that "
+        "zgraph calibrate has written; none: by the device",
     )
     passes: tuple[
         Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)],
@@ -425,7 +429,7 @@ class Plan(Record, frozen=True):
     ] = Field(
         examples=[["flight:count_flight after overlap"]],
         default=(),
-        description='own passes: "package.module:function", then "before NAME" or "after NAME" if needed',
+        description='passes of your own: "package.module:function", then "before NAME" or "after NAME" if needed',
     )
 
     @model_validator(mode="after")
