@@ -299,6 +299,18 @@ def test_terms_stand_in_order_in_the_glossary():
     assert terms == sorted(terms, key=str.lower)
 
 
+def test_the_sites_menu_has_every_page():
+    import yaml
+
+    menu = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2], re.M)
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    pages += reference().PAGES
+    pages += [f"benchmarks/{path.name}" for path in (ROOT / "benchmarks/results").glob("*.md")]
+    pages += ["index.md", "internals/architecture.md", "contributing.md", "changelog.md", "examples.md"]
+    assert sorted(menu) == sorted(pages)
+    assert yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+
+
 # -- pages that are made from the code --------------------------------------------------------------
 def test_the_plan_reference_has_every_field_with_an_example_that_is_a_plan(tmp_path):
     from zgraph.plan.plan import Plan
