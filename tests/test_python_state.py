@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import fractions
+import functools
 import logging
 import os
 import random
@@ -342,6 +343,45 @@ def test_an_attribute_that_is_looked_up_by_its_name_is_never_stale(rule):
             del thing.k
         found.append(torch.stack([*seen, model(X)]))
     assert torch.equal(*found) and not torch.equal(found[0][0], found[0][1])
+
+
+FACTOR = {"value": 1.0}
+
+
+@functools.lru_cache
+def from_cache(power: int) -> float:
+    return FACTOR["value"] * 2.0**power
+
+
+@functools.cache
+def tensor_from_cache(size: int) -> torch.Tensor:
+    return torch.ones(size)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = linear()
+
+    def forward(self, x):
+        return self.a(x).sum() * from_cache(1) * tensor_from_cache(2).sum()
+
+
+def test_a_cached_function_gives_what_the_cache_has():
+    """(Also where that is not what it would compute now, and after the cache was cleared.)"""
+    found = []
+    for plan in (EAGER, None):
+        FACTOR["value"] = 1.0
+        from_cache.cache_clear()
+        assert from_cache(1) == 2.0
+        FACTOR["value"] = 5.0
+        model = Cached() if plan is None else zgraph.compile(Cached(), plan)
+        seen = [model(X)]
+        FACTOR["value"] = 3.0
+        seen.append(model(X))
+        from_cache.cache_clear()
+        found.append(torch.stack([*seen, model(X)]))
+    assert torch.equal(*found) and torch.equal(found[0][0], found[0][1]) and not torch.equal(found[0][1], found[0][2])
 
 
 class Own(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import inspect
 import logging
 import re
@@ -282,6 +283,7 @@ def capture_flat(
         _stand_ins(),
         _fakes_of_unknown_sizes(),
         recorded(function, lists) as effects,
+        _cached_calls(effects),
     ):
         output = fullgraph_capture(bound, args, kwargs)
         if output.backend_input is None:
@@ -293,6 +295,40 @@ def capture_flat(
     if numbers:
         graph_module, apart = split_numbers(graph_module, fake_mode)
     return FlatCapture(graph_module, fake_mode, effects, output, function, guards, apart)
+
+
+@contextlib.contextmanager
+def _cached_calls(effects: Effects) -> Iterator[None]:
+    """Let a function behind functools.lru_cache that is called with constants be called, and a constant that it gives be noted. (Dynamo looks through
+    to what it would compute, which need not be what the cache has.) What gives something else is looked through."""
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.functions import WrapperUserFunctionVariable as Wrapper
+
+    through = Wrapper.call_function
+
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        own = type(self.wrapper_obj) is _CACHE and not _module_of(self.wrapper_obj).startswith("torch")
+        if own and all(v.is_python_constant() for v in [*args, *kwargs.values()]):
+            given = tuple(v.as_python_constant() for v in args), {k: v.as_python_constant() for k, v in kwargs.items()}
+            with contextlib.suppress(Exception):  # (what it raises is raised where it is looked through)
+                value = self.wrapper_obj(*given[0], **given[1])
+                if type(value) in (type(None), bool, int, float, str):
+                    effects.cached.append((self.wrapper_obj, *given, value))
+                    return ConstantVariable.create(value)
+        return through(self, tx, args, kwargs)
+
+    Wrapper.call_function = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Wrapper.call_function = through  # type: ignore[method-assign]
+
+
+_CACHE = type(functools.lru_cache(lambda: None))
+
+
+def _module_of(function: Any) -> str:
+    return getattr(function, "__module__", None) or ""
 
 
 def hung_on(tensor: torch.Tensor) -> dict[str, Any]:

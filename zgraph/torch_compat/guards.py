@@ -87,6 +87,10 @@ def _binder(code: types.CodeType) -> types.FunctionType:
     return made["bind"]  # type: ignore[no-any-return]
 
 
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
 class Guards:
     """All that dynamo found a captured forward to depend on, to be checked before each call.
 
@@ -109,11 +113,15 @@ class Guards:
         changed = [(x, n) for x, names in effects.objects for n in names]
         self._around = Surroundings(captured.traced_code, self._objects, bound, changed)
         self._objects.clear()
+        self._cached = effects.cached
 
     def failing(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failing | None:
         """What is no longer as it was at capture; None if all holds."""
         scope = self._scope.of(owner, args, kwargs)
         changed = self._around.changed(scope)
+        for function, given, named, value in self._cached:
+            if changed is None and not _same(function(*given, **named), value):
+                changed = f"{function.__qualname__} gives {value!r}"
         if changed is not None:
             return Failing(changed, None, lasts=True)
         guards = self._manager.guard_manager
@@ -176,6 +184,8 @@ class Effects:
     )  # the user's lines that take from an iterator, or draw from a random.Random
     appended: list[Any] = field(default_factory=list)  # lists that are only appended to, of those watched
     namespace: dict[str, Any] = field(default_factory=dict)  # where the globals are
+    # Calls of functions behind functools.lru_cache, with what they gave.
+    cached: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
