@@ -51,10 +51,11 @@ def write_files(path: Path, folder: Path) -> None:
             (folder / name).write_text(block)
 
 
-def reference() -> ModuleType:
-    """What makes the generated pages."""
-    spec = spec_from_file_location("reference", ROOT / "docs/generate/reference.py")
+def reference(name: str = "reference") -> ModuleType:
+    """What makes the generated pages, or their charts."""
+    spec = spec_from_file_location(name, ROOT / f"docs/generate/{name}.py")
     module = module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -381,3 +382,13 @@ def test_every_public_function_says_what_it_is():
     own = {n: vars(v).get("__doc__") if isinstance(v, type) else v.__doc__ for n, v in public.items()}
     # (a dataclass without a docstring is given its signature as one)
     assert [name for name, doc in own.items() if not doc or doc.startswith(f"{name}(")] == []
+
+
+def test_results_are_drawn_from_their_tables():
+    plots = reference("plots")
+    results = {path.stem: path.read_text() for path in (ROOT / "benchmarks/results").glob("*.md")}
+    assert set(plots.PLOTS) <= set(results)
+    for name, plot in plots.PLOTS.items():
+        rows = plots.groups(results[name], plot)
+        assert len(rows) >= 3 and all(set(bars) <= set(plot.bars) for _, bars in rows), name
+        assert f"{rows[0][1][next(iter(plot.bars))]:g}</text>" in plots.with_plot(name, results[name])

@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import plots
 import reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -50,7 +51,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, make in reference.PAGES.items():
         files.append(File.generated(config, path, content=make()))
     for path, page in documents().items():
-        files.append(File.generated(config, page, content=(ROOT / path).read_text()))
+        text = (ROOT / path).read_text()
+        if page.startswith("benchmarks/"):
+            text = plots.with_plot(Path(path).stem, text)
+        files.append(File.generated(config, page, content=text))
     for picture in sorted((ROOT / "benchmarks/results").glob("*.svg")):
         files.append(File.generated(config, f"benchmarks/{picture.name}", content=picture.read_text()))
     return files
