@@ -362,3 +362,22 @@ def test_what_is_summed_over_other_ranks_is_divided_behind_its_wait():
     torch.manual_seed(0)
     mesh = {"cp": 2, "tp": 2}
     assert_same(Mixer().double(), (torch.randn(4, 8, WIDTH).double(),), 4, mesh=mesh, sequence_parallel=True)
+
+
+class Selects(nn.Module):
+    """What runs along the whole sequence turns the gradient of a layer before it, for whose weight a kernel runs that reads no strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.head = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = x + torch.tanh(self.a(x))
+        return self.head(torch.zeros_like(h).scatter(1, h.topk(2, 1)[1], h.topk(2, 1)[0])).square().mean()
+
+
+def test_operands_of_kernels_that_read_no_strides_lie_as_they_were_captured():
+    plan = zgraph.Plan(backend="eager", mesh={"cp": 2}, sequence_dim=1, zero=0)
+    found = zgraph.verify(Selects(), plan, 2, (torch.randn(4, 8, 8),))
+    assert found.ok, found

@@ -35,6 +35,15 @@ from zgraph.program.program import Division, InputRole, Level, OutputRole, Param
 
 aten = torch.ops.aten
 
+_BLIND = frozenset(
+    [
+        aten.native_layer_norm_backward, aten.native_group_norm, aten.native_group_norm_backward,
+        aten._weight_norm_interface, aten._weight_norm_interface_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    ]
+)  # fmt: skip
+"""Operators whose kernels take it for granted how their operands lie in memory: plain PyTorch has seen to it before it calls them."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -332,6 +341,8 @@ class Divider:
     def _build(self, node: fx.Node, way: Way) -> None:
         operands = operands_of(node)
         given = [self._as(o, s, node) for o, s in zip(operands, way.operands, strict=True)]
+        if getattr(node.target, "overloadpacket", None) in _BLIND:
+            given = [self._laid_out(g, self._fakes[o], node) for g, o in zip(given, operands, strict=True)]
         if way.build is not None:
             self._by_hand(node, way, way.build, given)
             return
@@ -587,6 +598,17 @@ class Divider:
         if tensor(node).is_contiguous():
             return node
         return self._call(aten.clone.default, (node,), record, "packed", memory_format=torch.contiguous_format)
+
+    def _laid_out(self, node: fx.Node, captured: Any, user: fx.Node) -> fx.Node:
+        """A value laid out as it was captured, as far as a kernel may read it by that."""
+        if not isinstance(captured, torch.Tensor) or captured.dim() == 0:
+            return node
+        now = tensor(node)
+        dense, rows = captured.is_contiguous(), captured.stride(-1) == 1
+        if (not dense or now.is_contiguous()) and (not rows or now.stride(-1) == 1 or now.shape[-1] == 1):
+            return node
+        with self.program.graph.inserting_before(user):
+            return self._packed(node, info(user).but(made_by="divide"))
 
     def _viewed(self, node: fx.Node, shape: Sequence[int], record: NodeInfo) -> fx.Node:
         if tuple(tensor(node).shape) == tuple(shape):

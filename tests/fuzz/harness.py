@@ -161,7 +161,8 @@ class Plain:
 
     def averaged(self, grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
         if not self.ranks:
-            return list(grads)
+            # (Those of torch.autograd.grad may be expanded, and refuse to be written to; zgraph's have memory of their own.)
+            return [g.contiguous() if g is not None and 0 in g.stride() else g for g in grads]
         found: list[torch.Tensor | None] = []
         for grad in grads:
             if grad is not None:
