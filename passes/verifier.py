@@ -1,13 +1,12 @@
 """Checks a program against the invariants of its level; runs after capture and after every pass.
 
-Each rule is one function over the program that raises `VerifyError` with the node at fault; `RULES` lists them with
-the first level at which they hold. A fault is shown with the nodes around it.
+Each rule is one function over the program that yields a `VerifyError` for each node at fault. A fault is shown with the nodes around it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +21,10 @@ from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Port
 
 AROUND = 5  # nodes shown on each side of a fault
 
+Faults = Iterator[VerifyError]
 
-def _fault(program: Program, node: fx.Node | None, what: str, why: str) -> VerifyError:
+
+def fault(program: Program, node: fx.Node | None, what: str, why: str) -> VerifyError:
     name = node.name if node is not None else None
     where = None
     if node is not None:
@@ -42,20 +43,20 @@ def _fault(program: Program, node: fx.Node | None, what: str, why: str) -> Verif
 
 
 # -- structure ------------------------------------------------------------------------------------------------------
-def check_order(program: Program) -> None:
+def check_order(program: Program) -> Faults:
     """Every value is defined before it is used (so there is no cycle), and every node has its record."""
     seen: set[fx.Node] = set()
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
             if used not in seen:
-                raise _fault(
+                yield fault(
                     program,
                     node,
                     f"node {node.name!r} uses {used.name!r} before it is defined",
                     "the order is broken or the graph has a cycle",
                 )
         if node.op != "output" and not has_info(node):
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"node {node.name!r} has no record",
@@ -64,14 +65,14 @@ def check_order(program: Program) -> None:
         seen.add(node)
 
 
-def check_phases(program: Program) -> None:
+def check_phases(program: Program) -> Faults:
     """The forward uses nothing of the backward."""
     for node in program.graph.nodes:
         if node.op == "output" or info(node).phase is not Phase.FORWARD:
             continue
         for used in node.all_input_nodes:
             if info(used).phase is Phase.BACKWARD:
-                raise _fault(
+                yield fault(
                     program,
                     node,
                     f"node {node.name!r} of the forward uses {used.name!r} of the backward",
@@ -79,36 +80,38 @@ def check_phases(program: Program) -> None:
                 )
 
 
-def check_ports(program: Program) -> None:
+def check_ports(program: Program) -> Faults:
     """Inputs and outputs are what their roles say: count, phase, shape and dtype."""
     placeholders, results = program.placeholders(), program.output_values()
     if len(placeholders) != len(program.inputs):
-        raise _fault(
+        yield fault(
             program,
             None,
             "inputs and their roles differ in number",
             f"{len(placeholders)} placeholders, {len(program.inputs)} roles",
         )
+        return
     if len(results) != len(program.outputs):
-        raise _fault(
+        yield fault(
             program,
             None,
             "outputs and their roles differ in number",
             f"{len(results)} outputs, {len(program.outputs)} roles",
         )
+        return
     for port, node in program.input_items():
         if port.role is InputRole.PARAMETER and program.level >= Level.DISTRIBUTED and node.users:
             spec = program.params[port.name]
             if "divided" in program.facts and "sharded" not in program.facts:
-                _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
+                yield from _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
             else:
-                _same_tensor(program, node, value(node), spec.shard_shape, spec.dtype)
+                yield from _same_tensor(program, node, value(node), spec.shard_shape, spec.dtype)
         if port.role is InputRole.KEPT:
             spec = program.params[port.name]
-            _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
+            yield from _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
         if port.role is InputRole.GRADIENT:
             spec = program.params[port.name]
-            _same_tensor(program, node, value(node), spec.shard_shape, spec.grad_dtype)
+            yield from _same_tensor(program, node, value(node), spec.shard_shape, spec.grad_dtype)
         if port.role in (
             InputRole.PARAMETER,
             InputRole.KEPT,
@@ -116,34 +119,34 @@ def check_ports(program: Program) -> None:
             InputRole.GRADIENT,
             InputRole.FLYING,
         ):
-            _serves(program, node, port, "inputs")
+            yield from _serves(program, node, port, "inputs")
         if port.role is InputRole.TANGENT and info(node).phase is not Phase.BACKWARD:
-            raise _fault(program, node, f"tangent {node.name!r} is not of the backward", "its record was changed")
+            yield fault(program, node, f"tangent {node.name!r} is not of the backward", "its record was changed")
     for port, node in program.output_items():
         phase = info(node).phase
         if port.role in (OutputRole.OUTPUT, OutputRole.MUTATION, OutputRole.KEPT) and phase is Phase.BACKWARD:
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"{port.role} {port.name!r} comes from the backward node {node.name!r}",
                 "outputs were exchanged",
             )
         if port.role is OutputRole.CHECK and node.target is not ops.CHECK:
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"check {port.name!r} is made by {node.name!r}, which checks nothing",
                 "outputs were exchanged",
             )
         if port.role is OutputRole.KEPT:
-            _serves(program, node, port, "outputs")
+            yield from _serves(program, node, port, "outputs")
             spec = program.params[port.name]
-            _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
+            yield from _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
         if port.role is OutputRole.MUTATION and port.of in (InputRole.PARAMETER, InputRole.GRADIENT):
             spec = program.params[port.name]
             dtype = spec.dtype if port.of is InputRole.PARAMETER else spec.grad_dtype
-            _serves(program, node, port, "outputs")
-            _same_tensor(program, node, value(node), spec.shard_shape, dtype)
+            yield from _serves(program, node, port, "outputs")
+            yield from _same_tensor(program, node, value(node), spec.shard_shape, dtype)
         if port.role is OutputRole.GRADIENT:
             if (
                 phase is not Phase.BACKWARD
@@ -151,25 +154,27 @@ def check_ports(program: Program) -> None:
                 and node.op != "placeholder"
                 and node.all_input_nodes
             ):
-                raise _fault(
+                yield fault(
                     program,
                     node,
                     f"gradient {port.name!r} comes from the forward node {node.name!r}",
                     "outputs were exchanged",
                 )
-            _serves(program, node, port, "outputs")
+            yield from _serves(program, node, port, "outputs")
             if port.of is InputRole.PARAMETER:
                 spec = program.params[port.name]
                 done = "reduced" in program.facts
                 shape = spec.shard_shape if done and "partial" not in program.facts else spec.shape
                 shape = spec.whole_shape if program.level is Level.CAPTURED else shape
-                _same_tensor(program, node, value(node), shape, spec.grad_dtype if done else spec.compute_dtype)
+                yield from _same_tensor(
+                    program, node, value(node), shape, spec.grad_dtype if done else spec.compute_dtype
+                )
 
 
-def _serves(program: Program, node: fx.Node, port: Port, ports: str) -> None:
+def _serves(program: Program, node: fx.Node, port: Port, ports: str) -> Faults:
     served = info(node).param
     if served is not None and served != port.name:
-        raise _fault(
+        yield fault(
             program,
             node,
             f"{port.role} {port.name!r} is {node.name!r}, which serves {served!r}",
@@ -177,11 +182,14 @@ def _serves(program: Program, node: fx.Node, port: Port, ports: str) -> None:
         )
 
 
-def _same_tensor(program: Program, node: fx.Node, val: Any, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+def _same_tensor(
+    program: Program, node: fx.Node, val: Any, shape: tuple[int, ...], dtype: torch.dtype | None
+) -> Faults:
     if not isinstance(val, torch.Tensor):
-        raise _fault(program, node, f"node {node.name!r} is no tensor", f"it is {type(val).__name__}")
+        yield fault(program, node, f"node {node.name!r} is no tensor", f"it is {type(val).__name__}")
+        return
     if tuple(val.shape) != tuple(shape) or (dtype is not None and val.dtype != dtype):
-        raise _fault(
+        yield fault(
             program,
             node,
             f"node {node.name!r} has the wrong type",
@@ -197,7 +205,7 @@ class ValueCache:
         self.known: dict[Any, Any] = {}
 
 
-def check_values(program: Program, cache: ValueCache) -> None:
+def check_values(program: Program, cache: ValueCache) -> Faults:
     """Each node's recorded value is what its operator's fake implementation gives for its arguments."""
     for node in program.graph.nodes:
         if node.op != "call_function" or (
@@ -212,15 +220,16 @@ def check_values(program: Program, cache: ValueCache) -> None:
                 try:
                     cache.known[key] = _type(program.evaluate(node))
                 except Exception as error:
-                    raise _fault(
+                    yield fault(
                         program,
                         node,
                         f"node {node.name!r} can't be evaluated",
                         f"{type(error).__name__}: {error}",
-                    ) from error
+                    )
+                    continue
             expected = cache.known[key]
         if _type(value(node)) != expected:
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"node {node.name!r} has the wrong value",
@@ -250,13 +259,13 @@ def _type(val: Any) -> Any:
 
 
 # -- collectives ----------------------------------------------------------------------------------------------------
-def check_pure(program: Program) -> None:
+def check_pure(program: Program) -> Faults:
     """A captured program has no collective."""
     if program.level > Level.CAPTURED:
         return
     for node in program.graph.nodes:
         if collectives.is_start(node) or collectives.is_wait(node):
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"node {node.name!r} communicates in a captured program",
@@ -264,7 +273,7 @@ def check_pure(program: Program) -> None:
             )
 
 
-def check_waits(program: Program) -> None:
+def check_waits(program: Program) -> Faults:
     """Each start of a collective is waited for exactly once, and nothing else reads it."""
     handed_on: set[fx.Node] = set()
     if program.level is Level.EXECUTABLE:  # the next program waits for these
@@ -274,9 +283,9 @@ def check_waits(program: Program) -> None:
     for node in program.graph.nodes:
         if collectives.is_start(node):
             waits = [u for u in node.users if collectives.is_wait(u)]
-            _awaited_once(program, node, waits, "collective", handed_on=node in handed_on)
+            yield from _awaited_once(program, node, waits, "collective", handed_on=node in handed_on)
         if collectives.is_wait(node) and not _starts(node.args[0], program):
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"node {node.name!r} waits for no collective",
@@ -284,10 +293,10 @@ def check_waits(program: Program) -> None:
             )
 
 
-def _awaited_once(program: Program, start: fx.Node, waits: list[fx.Node], what: str, *, handed_on: bool) -> None:
+def _awaited_once(program: Program, start: fx.Node, waits: list[fx.Node], what: str, *, handed_on: bool) -> Faults:
     """One of `waits` waits for this start, and nothing else reads it. What is `handed_on` leaves the program, and may have none."""
     if len(waits) != 1 and not (handed_on and not waits):
-        raise _fault(
+        yield fault(
             program,
             start,
             f"{what} {start.name!r} is waited for {len(waits)} times",
@@ -295,7 +304,7 @@ def _awaited_once(program: Program, start: fx.Node, waits: list[fx.Node], what: 
         )
     others = [u for u in start.users if u not in waits and not (handed_on and u.op == "output")]
     if others:
-        raise _fault(
+        yield fault(
             program,
             others[0],
             f"node {others[0].name!r} reads {start.name!r} without waiting for it",
@@ -311,16 +320,16 @@ def _starts(node: Any, program: Program) -> bool:
     return collectives.is_start(node) or (came_in and program.level is Level.EXECUTABLE)
 
 
-def check_moves(program: Program) -> None:
+def check_moves(program: Program) -> Faults:
     """Each start of a move is waited for once, by a wait that keeps what it moves; nothing else reads what is on its way."""
     for node in program.graph.nodes:
         if transfers_to_host.is_start(node):
             waits = [u for u in node.users if transfers_to_host.is_wait(u)]
             # (another part of the update may wait for it)
             handed_on = program.level is Level.EXECUTABLE and not waits and program.output_node() in node.users
-            _awaited_once(program, node, waits, "move", handed_on=handed_on)
+            yield from _awaited_once(program, node, waits, "move", handed_on=handed_on)
             if waits and waits[0].args[1] is not transfers_to_host.moved_value(node):
-                raise _fault(
+                yield fault(
                     program,
                     waits[0],
                     f"{waits[0].name!r} lets go of what {node.name!r} moves",
@@ -334,11 +343,11 @@ def check_moves(program: Program) -> None:
             and not transfers_to_host.is_start(transfers_to_host.start_of(node))
             and not came_in
         ):
-            raise _fault(program, node, f"node {node.name!r} waits for no move", f"{node.args[0]} starts none")
+            yield fault(program, node, f"node {node.name!r} waits for no move", f"{node.args[0]} starts none")
         if "offloaded" in program.facts and node.op == "call_function" and not transfers_to_host.is_move(node):
             away = next((a for a in node.all_input_nodes if info(a).home is not None and not _on_host(node, a)), None)
             if away is not None:
-                raise _fault(
+                yield fault(
                     program,
                     node,
                     f"node {node.name!r} reads {away.name!r}, which lies in {info(away).home}",
@@ -352,7 +361,7 @@ def _on_host(node: fx.Node, read: fx.Node) -> bool:
     return info(node).phase is Phase.UPDATE and info(read).home == "cpu" and there
 
 
-def check_groups(program: Program) -> None:
+def check_groups(program: Program) -> Faults:
     """Each collective runs over the mesh dimension, or the part of one, that its role and its parameter say, with that many ranks."""
     for node in program.graph.nodes:
         if not collectives.is_start(node):
@@ -362,9 +371,10 @@ def check_groups(program: Program) -> None:
             ranks = ranks_in(group, program.mesh)
         except MeshError as error:
             what = f"collective {node.name!r} runs over the wrong group {group!r}"
-            raise _fault(program, node, what, f"{error.what}: {error.why}") from error
+            yield fault(program, node, what, f"{error.what}: {error.why}")
+            continue
         if group != record.mesh_dim:
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"collective {node.name!r} runs over the wrong group {group!r}",
@@ -372,7 +382,7 @@ def check_groups(program: Program) -> None:
             )
         size = collectives.group_size_of(node)
         if size is not None and size != ranks:
-            raise _fault(program, node, f"collective {node.name!r} states {size} ranks", f"group {group!r} has {ranks}")
+            yield fault(program, node, f"collective {node.name!r} states {size} ranks", f"group {group!r} has {ranks}")
         if record.param is None or record.role not in (Role.GATHER, Role.REDUCE):
             continue
         spec = program.params[record.param]
@@ -380,7 +390,7 @@ def check_groups(program: Program) -> None:
         if record.role is Role.GATHER and record.phase is Phase.UPDATE and spec.division is not None:
             over.add(spec.division.mesh_dim)  # (for an optimizer that takes whole matrices)
         if (record.role is Role.GATHER or node.target is collectives.REDUCE_SCATTER) and group not in over:
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"collective {node.name!r} runs over the wrong group {group!r}",
@@ -391,7 +401,7 @@ def check_groups(program: Program) -> None:
             while shard.op != "placeholder" and info(shard).role is Role.LAYOUT and shard.all_input_nodes:
                 shard = shard.all_input_nodes[0]
             if shard.op == "placeholder" and info(shard).param != spec.name:
-                raise _fault(
+                yield fault(
                     program,
                     node,
                     f"collective {node.name!r} gathers {shard.name!r}",
@@ -399,7 +409,7 @@ def check_groups(program: Program) -> None:
                 )
         averages = record.role is Role.REDUCE and record.phase is Phase.BACKWARD
         if averages and collectives.reduce_op_of(node) != "avg":
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"gradient reduction {node.name!r} does not average",
@@ -410,7 +420,7 @@ def check_groups(program: Program) -> None:
 _SERVING = (Role.WAIT, Role.LAYOUT, Role.REDUCE)
 
 
-def check_reductions(program: Program) -> None:
+def check_reductions(program: Program) -> Faults:
     """Each parameter's gradient is averaged over every data dimension, each once, and scattered where it is sharded."""
     if "reduced" not in program.facts or "partial" in program.facts:
         return
@@ -425,7 +435,7 @@ def check_reductions(program: Program) -> None:
                 dims.append(str(info(at).mesh_dim))
             at = at.all_input_nodes[0]
         if sorted(dims) != needed:
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"gradient {port.name!r} ({node.name!r}) is not averaged over the data-parallel ranks",
@@ -433,7 +443,7 @@ def check_reductions(program: Program) -> None:
             )
 
 
-def check_buckets(program: Program) -> None:
+def check_buckets(program: Program) -> Faults:
     """The starts of a bucket stand side by side and are of one kind, over one mesh dimension, in one dtype."""
     last: dict[str, fx.Node] = {}
     for node in program.graph.nodes:
@@ -445,7 +455,7 @@ def check_buckets(program: Program) -> None:
             continue
         alike = [(n.target, collectives.group_of(n), value(n).dtype) for n in (before, node)]
         if before.next is not node or alike[0] != alike[1]:
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"collective {node.name!r} does not fit its bucket {name!r}",
@@ -453,7 +463,7 @@ def check_buckets(program: Program) -> None:
             )
 
 
-def check_ahead(program: Program) -> None:
+def check_ahead(program: Program) -> Faults:
     """What runs before the forward reads parameters' shards alone."""
     shards = set(program.input_nodes(InputRole.PARAMETER).values())
     for node in program.graph.nodes:
@@ -461,7 +471,7 @@ def check_ahead(program: Program) -> None:
             continue
         wrong = next((a for a in node.all_input_nodes if a not in shards and not info(a).ahead), None)
         if wrong is not None:
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"node {node.name!r} runs ahead of the forward and reads {wrong.name!r}",
@@ -470,14 +480,14 @@ def check_ahead(program: Program) -> None:
 
 
 # -- lifetimes ------------------------------------------------------------------------------------------------------
-def check_releases(program: Program) -> None:
+def check_releases(program: Program) -> Faults:
     """Nothing reads a gathered buffer, or a view of it, after its release; each is released at most once."""
     released: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
             root = root_of(used)
             if root in released:
-                raise _fault(
+                yield fault(
                     program,
                     node,
                     f"node {node.name!r} reads {used.name!r} after its release",
@@ -490,7 +500,7 @@ def check_releases(program: Program) -> None:
                 and collectives.is_wait(buffer)
                 and info(collectives.start_of(buffer)).role is Role.GATHER
             ):
-                raise _fault(
+                yield fault(
                     program,
                     node,
                     f"node {node.name!r} releases {buffer}, which was not gathered",
@@ -499,11 +509,11 @@ def check_releases(program: Program) -> None:
             released[buffer] = node
 
 
-def check_random(program: Program) -> None:
+def check_random(program: Program) -> Faults:
     """No random operator is repeated: it would draw other numbers."""
     for node in program.graph.nodes:
         if node.op != "output" and info(node).copy_of is not None and is_random(node):
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"random operator {node.name!r} repeats {info(node).copy_of!r}",
@@ -511,7 +521,7 @@ def check_random(program: Program) -> None:
             )
 
 
-def check_mutation(program: Program) -> None:
+def check_mutation(program: Program) -> Faults:
     """No operator writes to its arguments, but an update's last step: it writes an input that nothing reads after it (or what was
     fetched of one, which is then stored)."""
     written: dict[fx.Node, fx.Node] = {}
@@ -519,7 +529,7 @@ def check_mutation(program: Program) -> None:
         for used in node.all_input_nodes:
             root = root_of(used)
             if root in written and not (transfers_to_host.is_move(node) and used.op != "placeholder"):
-                raise _fault(
+                yield fault(
                     program,
                     node,
                     f"node {node.name!r} reads {root.name!r} after it was written",
@@ -528,7 +538,7 @@ def check_mutation(program: Program) -> None:
         if is_write(node):
             written[node.all_input_nodes[0]] = node
         elif mutates(node):
-            raise _fault(
+            yield fault(
                 program,
                 node,
                 f"node {node.name!r} changes its argument",
@@ -536,7 +546,7 @@ def check_mutation(program: Program) -> None:
             )
 
 
-Rule = Callable[[Program], None]
+Rule = Callable[[Program], Faults]
 RULES: tuple[Rule, ...] = (
     check_order,
     check_phases,
@@ -554,14 +564,32 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def all_faults(program: Program, values: ValueCache | None = None) -> Faults:
+    """Yield each fault of a program, in the order of the rules. What a fault makes other rules trip over is not listed: they end there."""
+    cache = values or ValueCache()
+    found = False
+    for rule in (*RULES, lambda program: check_values(program, cache)):
+        try:
+            for error in rule(program):
+                found = True
+                yield error
+        except Exception:
+            if not found:
+                raise
+        if found and rule is check_order:
+            return
+
+
 def verify_program(program: Program, values: ValueCache | None = None) -> None:
-    """Raise `VerifyError`, naming the node, unless the program keeps every invariant of its level.
+    """Raise `VerifyError`, naming the node, unless the program keeps every invariant of its level. Its `others` are all further faults.
 
     `values` remembers operators that were evaluated before: give the same one to successive calls over one program.
     """
-    for rule in RULES:
-        rule(program)
-    check_values(program, values or ValueCache())
+    faults = all_faults(program, values)
+    first = next(faults, None)
+    if first is not None:
+        first.others = tuple(faults)
+        raise first
 
 
 def verify_ranks(programs: Sequence[Program]) -> None:
@@ -570,7 +598,7 @@ def verify_ranks(programs: Sequence[Program]) -> None:
     for rank, (program, nodes) in enumerate(zip(programs, lists, strict=True)):
         for mine, first in zip(nodes, lists[0], strict=False):
             if (mine.name, _signature(mine)) != (first.name, _signature(first)):
-                raise _fault(
+                raise fault(
                     program,
                     mine,
                     f"rank {rank} and rank 0 communicate in different order: {mine.name!r} against {first.name!r}",
@@ -579,7 +607,7 @@ def verify_ranks(programs: Sequence[Program]) -> None:
         if len(nodes) != len(lists[0]):
             longer = max(nodes, lists[0], key=len)
             odd = longer[min(len(nodes), len(lists[0]))]
-            raise _fault(
+            raise fault(
                 program,
                 odd,
                 f"rank {rank} has {len(nodes)} collective nodes, rank 0 has {len(lists[0])}; the first extra is {odd.name!r}",

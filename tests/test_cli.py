@@ -346,6 +346,14 @@ def test_verify_of_a_wrong_program_exits_with_one_and_says_what_differs(plan):
     assert "BAD gradient first.weight" in done.stdout and "relative error 1" in done.stdout
 
 
+def test_verify_lists_all_faults_of_a_broken_program_if_asked(plan):
+    path = plan('passes = ["cli_targets:false_dtypes after regather"]')
+    one = refused("verify", SMALL, "--plan", path)
+    assert "in pass 'false_dtypes'" in one and "further faults of this program: --all-faults lists them" in one
+    said = refused("verify", SMALL, "--plan", path, "--all-faults")
+    assert said.count("has the wrong") > one.count("has the wrong") and "further" not in said
+
+
 def test_verify_gives_every_rank_other_rows_of_the_batch():
     import torch
 

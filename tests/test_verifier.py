@@ -82,11 +82,11 @@ def forward_compute(program: Program, target=None):
 
 
 # -- good programs ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("rule", [*verifier.RULES, verify_program], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [*verifier.RULES, verifier.all_faults], ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("kind", list(PLANS))
 def test_every_rule_accepts_the_program_after_every_pass(kind, rule):
     for record in history(kind).records:
-        rule(record.program)
+        assert list(rule(record.program)) == []
 
 
 @pytest.mark.parametrize("kind", list(PLANS))
@@ -249,7 +249,7 @@ def test_a_collective_in_a_captured_program_is_refused(program):
     program.params = {n: s for n, s in program.params.items()}
     start = first(program, collectives.is_start)
     with pytest.raises(VerifyError) as caught:
-        verifier.check_pure(program)
+        raise next(verifier.check_pure(program))
     assert caught.value.node == start.name
 
 
@@ -505,7 +505,7 @@ def test_a_bucket_over_two_mesh_dimensions_is_refused():
         set_info(start, info(start).but(bucket=None))
     other.prepend(scatter) if info(other).param != info(scatter).param else None
     with pytest.raises(VerifyError, match="does not fit its bucket"):
-        verifier.check_buckets(program)
+        raise next(verifier.check_buckets(program))
 
 
 # -- what crosses from the forward to the backward --------------------------------------------------------------------
@@ -541,7 +541,7 @@ def test_a_start_without_a_wait_is_refused_where_the_user_gets_it(across):
     items[at] = (items[at][0], start)
     across.set_outputs(items)
     with pytest.raises(VerifyError) as caught:
-        verifier.check_waits(across)
+        raise next(verifier.check_waits(across))
     assert caught.value.node == start.name
 
 
@@ -549,7 +549,7 @@ def test_a_joint_program_waits_for_all_that_it_starts(across):
     """Only the split may part a start from its wait."""
     across.level = Level.SCHEDULED
     with pytest.raises(VerifyError) as caught:
-        verifier.check_waits(across)
+        raise next(verifier.check_waits(across))
     assert caught.value.node == flying(across)[0].name
 
 
@@ -594,3 +594,17 @@ def test_a_fault_is_shown_with_the_nodes_around_it_and_the_users_line(program):
     node.meta.pop("val")
     error = refuses(program, node)
     assert node.prev.name in str(error) and "models.py:" in str(error)
+
+
+# -- several faults ---------------------------------------------------------------------------------------------------
+def test_all_faults_of_a_program_are_listed(program):
+    wrong = forward_compute(program)[:: len(forward_compute(program)) - 1]
+    for node in wrong:
+        node.meta["val"] = node.meta["val"].to(torch.float64)
+    gather = starts(program, Role.GATHER)[0]
+    gather.args = (*gather.args[:-1], "nowhere")
+    with pytest.raises(VerifyError) as caught:
+        verify_program(program)
+    found = [caught.value, *caught.value.others]
+    assert {gather.name, *(n.name for n in wrong)} <= {error.node for error in found}
+    assert [e.node for e in found] == [e.node for e in verifier.all_faults(program)]

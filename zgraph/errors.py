@@ -140,7 +140,7 @@ class ContractError(PassError):
 
 
 class VerifyError(PassError):
-    """A program that breaks an invariant of its level; `node` names the offending node, if there is one."""
+    """A program that breaks an invariant of its level; `node` names the offending node, if there is one, and `others` are further faults."""
 
     def __init__(
         self,
@@ -153,6 +153,7 @@ class VerifyError(PassError):
     ) -> None:
         super().__init__(what, where=where, why=why, hint=hint)
         self.node = node
+        self.others: tuple[VerifyError, ...] = ()
 
 
 class FilterError(ZgraphError, ValueError):

@@ -39,7 +39,8 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ZgraphError as error:
-            typer.echo(f"zgraph: {error}", err=True)
+            notes = [f"  {note}" for note in getattr(error, "__notes__", ())]
+            typer.echo("\n".join([f"zgraph: {error}", *notes]), err=True)
             raise typer.Exit(USAGE_ERROR) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):

@@ -20,6 +20,7 @@ from zgraph.cli.options import (
 )
 from zgraph.cli.output import CHECK_FAILED, give, progress
 from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world, with_hardware
+from zgraph.errors import VerifyError
 
 if TYPE_CHECKING:
     from zgraph.build.planned_step import Inputs
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 CompiledOption = Annotated[
     bool, typer.Option("--compiled", help="Run the generated code on real ranks; under torchrun for more than one.")
+]
+
+AllFaultsOption = Annotated[
+    bool,
+    typer.Option("--all-faults", help="List every fault of a program that breaks an invariant, not the first alone."),
 ]
 
 
@@ -37,13 +43,15 @@ def verify(
     hardware: HardwareOption = None,
     batch: BatchOption = None,
     compiled: CompiledOption = False,
+    all_faults: AllFaultsOption = False,
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the program on N virtual ranks and compare outputs, gradients and buffers with the plain model.
 
     Exits with 1 if they differ by more than rounding. Of a pipeline all stages run, by its schedule. With --compiled the generated code
-    takes four training steps on real ranks, here or, for more than one, under torchrun.
+    takes four training steps on real ranks, here or, for more than one, under torchrun. A program that breaks an invariant is an error, which
+    shows the first fault; with --all-faults it shows each.
     """
     refuse_bundle(target, "verify")
     the_plan = with_hardware(load_plan(plan), hardware)
@@ -54,7 +62,14 @@ def verify(
 
     inputs = batch_of_all(found.inputs, the_plan.data_ranks(ranks))
     with progress(f"running {target} on {ranks} {'real' if compiled else 'virtual'} ranks"):
-        report = run(found.model, the_plan, ranks, inputs, compiled=compiled)
+        try:
+            report = run(found.model, the_plan, ranks, inputs, compiled=compiled)
+        except VerifyError as error:
+            if error.others and not all_faults:
+                error.add_note(f"and {len(error.others)} further faults of this program: --all-faults lists them")
+            for other in error.others if all_faults else ():
+                typer.echo(f"zgraph: {other}\n", err=True)
+            raise
     worst = [_data(d) for d in report.worst()]
     values = {
         "ok": report.ok,
