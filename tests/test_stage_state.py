@@ -117,6 +117,17 @@ class InPlace(Base):
         return h.square().mean()
 
 
+class Counts(Base):
+    """Each micro-batch is one of its own: none is what the program of the first gives."""
+
+    def more(self):
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(1)
+        return self.b(self.a(x) * len(self.seen)).square().mean()
+
+
 class Spectral(Base):
     """Its norm puts buffers that it has written to into their places again."""
 
@@ -207,6 +218,20 @@ def test_a_tensor_that_forward_replaces_is_refused_on_all_ranks_and_one_that_it_
     assert set(first) == {(k.__name__, n) for k in CARRIED for n in (1, 2)} and first == second
     assert all("reads a tensor and replaces it" in text for text in first.values())
     assert two.run(all_trained, (InPlace, Spectral), {"pp": 2}) == [[], []]
+
+
+def first_step(parts):
+    model = zgraph.compile(made(Counts), zgraph.Plan(backend="eager", mesh={"pp": 2}, micro_batches=parts))
+    try:
+        return model.train_step(torch.ones(4, 4)).item()
+    except CaptureError as error:
+        return str(error)
+
+
+@pytest.mark.gloo
+def test_state_that_changes_with_each_micro_batch_is_refused_before_the_step(two):
+    assert all("several micro-batches" in said for said in two.run(first_step, 2))
+    assert two.run(first_step, 1) == [made(Counts)(torch.ones(4, 4)).item()] * 2
 
 
 def test_a_stage_whose_gradients_are_nothing_but_zeros_is_right():

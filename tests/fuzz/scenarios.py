@@ -35,10 +35,8 @@ LOSSES: dict[str, Loss] = {
     "log-sum-exp": Loss("torch.logsumexp(out, -1).square().mean()"),
     "rmse": Loss("(F.mse_loss(out, torch.ones_like(out)) + 0.1).sqrt()"),
     "absolute": Loss("out.abs().mean() + out.square().mean()"),
-    # (Not against ones: near a similarity of 1 all that is left in bfloat16, of its gradient too, is rounding.)
-    "cosine": Loss(
-        "1 - F.cosine_similarity(out + 0.1, torch.tensor([1.0, -1.0, 0.5], dtype=out.dtype), dim=-1).mean()"
-    ),
+    # (Near a similarity of 1 all that is left in bfloat16, of its gradient too, is rounding.)
+    "cosine": Loss("1 - F.cosine_similarity(out + 0.1, torch.ones_like(out), dim=-1).mean()", False),
     "nll": Loss("F.nll_loss(out.flatten(0, -2).log_softmax(-1), y.flatten())"),
     "gaussian": Loss("F.gaussian_nll_loss(out, torch.ones_like(out), out.square() + 0.5)", False),
     "kl": Loss("F.kl_div(out.log_softmax(-1), torch.full_like(out, 1 / out.shape[-1]), reduction='batchmean')"),

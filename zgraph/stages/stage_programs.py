@@ -16,7 +16,7 @@ from torch import fx, nn
 from zgraph.build.memory_search import Outsides
 from zgraph.build.step_program import StepProgram
 from zgraph.capture.cache_key import batch_size
-from zgraph.capture.capture import Trace
+from zgraph.capture.capture import Trace, flat_values
 from zgraph.errors import CaptureError, StepError
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.stages.cut_stages import Stages, cut_stages
@@ -191,6 +191,32 @@ def loss_pattern(
         wanted = sorted(trace.differentiable)
         found = torch.autograd.grad(loss, [values[i] for i in wanted], allow_unused=True)
     return frozenset(i for i, g in zip(wanted, found, strict=True) if g is not None)
+
+
+def refuse_changing(first: Trace, again: Callable[[], Trace], module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raises `CaptureError` for a forward that changes Python state which it depends on, at every call: a step runs one program for all of its
+    micro-batches. (Once is how a model finishes its construction.) `again` captures it as it is then."""
+    with left_by(first, module, args, kwargs) as stale:
+        if stale is None or not stale.lasts:
+            return
+        with left_by(again(), module, args, kwargs) as stale:
+            if stale is None or not stale.lasts:
+                return
+    raise CaptureError(
+        "the model's forward changes Python state that it depends on, in a pipeline with several micro-batches",
+        where=stale.where,
+        why=f"no longer true after the first of them: {stale.what}",
+        hint="keep such state in a buffer (register_buffer), or change it outside of forward",
+    )
+
+
+@contextlib.contextmanager
+def left_by(trace: Trace, module: nn.Module, args: Any, kwargs: Any) -> Iterator[Any]:
+    """With Python's state as a call leaves it; yields what of it the program does not fit any more."""
+    values = flat_values(trace.flat)
+    with trace.flat.effects.undone():
+        trace.flat.around(lambda *_: values, module, args, kwargs)
+        yield trace.flat.stale(module, args, kwargs)
 
 
 def refuse_carried(trace: Trace, kept: Mapping[int, int], module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -13,14 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.capture.batch import refuse_other_dimensions, tensors_of
 from zgraph.capture.cache_key import batch_size, signature
-from zgraph.capture.capture import trace
+from zgraph.capture.capture import Trace, trace
 from zgraph.capture.targets import LossesSeen
 from zgraph.parameters.sharding import with_requires_grad
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, ParamSpec
 from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.train_step import for_forward, loss_of, named, split_batch
-from zgraph.stages.stage_programs import Capture, joint_of, loss_pattern, refuse_carried, without_fast_path
+from zgraph.stages.stage_programs import (
+    Capture,
+    joint_of,
+    loss_pattern,
+    refuse_carried,
+    refuse_changing,
+    without_fast_path,
+)
 from zgraph.update.owned_parameters import within
 
 
@@ -66,9 +73,15 @@ class WholeModel:
         inner = within(self.sizes)
         precision = self.plan.resolved_precision()
         specs = with_requires_grad(self.specs, dict(self.module.named_parameters(remove_duplicate=False)))
+
+        def traced_now() -> Trace:
+            return trace(self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision)
+
         with without_fast_path():
-            traced = trace(self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision)
+            traced = traced_now()
             kept = traced.buffers_kept(self.module, args, kwargs)
+            if self.staged and self.plan.micro_batches > 1 and not traced.flat.effects.is_empty:
+                refuse_changing(traced, traced_now, self.module, args, kwargs)
             if self.staged:
                 refuse_carried(traced, kept, self.module, args, kwargs)
 
