@@ -12,6 +12,7 @@ import pkgutil
 import re
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -163,6 +164,7 @@ def docstring(thing: Any) -> str:
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------
+@cache
 def pass_types() -> dict[str, Any]:
     """Every pass of zgraph's own by its name, as (module, pass type), in the order of the folders."""
     from zgraph import passes as package
@@ -175,6 +177,12 @@ def pass_types() -> dict[str, Any]:
             if isinstance(value, PassType) and value.function.__module__ == module.name:
                 found[value.contract.name] = (module.name, value)
     return found
+
+
+def idea(module: str) -> str:
+    """The first paragraph of the text at the top of a pass's file, where the file has one pass."""
+    own = [name for name, _ in pass_types().values() if name == module]
+    return docstring(importlib.import_module(module)).partition("\n\n")[0] if len(own) == 1 else ""
 
 
 def facts(names: frozenset[str]) -> str:
@@ -213,7 +221,7 @@ def passes() -> str:
                         )
                     ],
                 ),
-                docstring(step.function),
+                docstring(step.function) or idea(module),
                 options(step.options) if step.options else "",
             ]
     return "\n\n".join(part for part in parts if part) + "\n"
