@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
-from zgraph.errors import CaptureError
+from zgraph.errors import CaptureError, UnsupportedError
 from zgraph.stages.channels import _flat, _shown
 
 
@@ -232,6 +232,21 @@ def first_step(parts):
 def test_state_that_changes_with_each_micro_batch_is_refused_before_the_step(two):
     assert all("several micro-batches" in said for said in two.run(first_step, 2))
     assert two.run(first_step, 1) == [made(Counts)(torch.ones(4, 4)).item()] * 2
+
+
+def hooked():
+    model = made(SameStage)
+    zgraph.compile(model, zgraph.Plan(backend="eager", mesh={"pp": 2}, micro_batches=2))
+    model.register_forward_hook(lambda *_: None)
+    try:
+        return model.train_step(torch.ones(4, 4)).item()
+    except UnsupportedError as error:
+        return str(error)
+
+
+@pytest.mark.gloo
+def test_hooks_of_the_model_itself_are_refused_where_a_step_does_not_call_it(two):
+    assert all("hooks of its own" in said for said in two.run(hooked))
 
 
 def test_a_stage_whose_gradients_are_nothing_but_zeros_is_right():

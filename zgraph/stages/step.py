@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from zgraph.capture.cache_key import batch_size
-from zgraph.errors import CaptureError, StepError
+from zgraph.errors import CaptureError, StepError, UnsupportedError
 from zgraph.parameters.replaced import refuse_hooks
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
@@ -34,6 +35,7 @@ def train_step(
     """See `zgraph.api.handle.Handle.train_step`."""
     plan = runtime.plan
     refuse_hooks(runtime.shards.params())
+    _refuse_module_hooks(runtime.module)
     kwargs = in_order(runtime, kwargs)
     calls = split_batch(args, kwargs, plan.micro_batches, uneven=None)
     given = [for_forward(runtime, *call) for call in calls]
@@ -117,6 +119,17 @@ def forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[s
         outputs = runtime.run(staged, _forwards(runtime.partition.schedule, len(calls)), flats, None, marker)
         _complete(runtime, staged, flats, outputs)
     return _joined(runtime, staged, calls, outputs, [1.0 / len(calls)] * len(calls))
+
+
+def _refuse_module_hooks(module: nn.Module) -> None:
+    """Raises `UnsupportedError` for hooks on the compiled model itself: a step in stages does not call it, only its stages' programs."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise UnsupportedError(
+            "the model has hooks of its own, in a pipeline",
+            where="mesh.pp",
+            why="train_step runs the programs of its stages, and does not call the model, which calls hooks",
+            hint="put hooks on modules inside of it, which are part of its forward; or do before and after train_step what they do",
+        )
 
 
 def _complete(
