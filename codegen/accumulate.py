@@ -26,7 +26,7 @@ def summing(part: Program) -> Program:
             continue
         with made.fake_mode:
             fake = torch.empty_like(node.meta["val"])
-        record = info(node).but(role=Role.ACCUMULATE, param=port.name, made_by="summing")
+        record = info(node).replace(role=Role.ACCUMULATE, param=port.name, made_by="summing")
         name = "sum_" + re.sub(r"\W+", "_", port.name)
         held = made.add_input(Port(InputRole.ACCUMULATOR, port.name), fake, record, name=name)
         with made.graph.inserting_after(made.behind(node)):

@@ -19,7 +19,7 @@ from zgraph.program.node import tensor
 from zgraph.program.program import Program
 from zgraph.torch_compat.onednn import onednn_product
 
-LEAST = 2**23  # FLOP: below it a call of oneDNN costs as much as it saves
+MIN_FLOP = 2**23  # FLOP: below it a call of oneDNN costs as much as it saves
 SCRATCH = 700_000  # bytes that one of its calls takes meanwhile on each thread, at most (673 kB measured, of matrices of all sizes)
 THIN = 16  # rows or columns: products with fewer are bound by memory
 
@@ -58,7 +58,7 @@ def _worth(made: torch.Tensor, inner: int) -> bool:
     """Is this a product of the kind that oneDNN computes faster, of so many terms a number?"""
     if made.dtype is not torch.float32 or made.device.type != "cpu":
         return False
-    return min(*made.shape, inner) >= THIN and 2 * made.numel() * inner >= LEAST
+    return min(*made.shape, inner) >= THIN and 2 * made.numel() * inner >= MIN_FLOP
 
 
 class Products:

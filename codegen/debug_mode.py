@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "ZGRAPH_DEBUG"
 LAYOUT, VALUES = KINDS = ("layout", "values")
-FEW = 0.01  # of saved integers and masks may differ: a rounding may turn one
+MAX_SHARE = 0.01  # of saved integers and masks may differ: a rounding may turn one
 
 
 def wanted() -> frozenset[str]:
@@ -155,7 +155,7 @@ def compare(
     compared = difference("value", node.name, 0, mine, plain, norm, coarsest(program))
     if loose and not compared.ok and not mine.is_floating_point() and mine.shape == plain.shape:
         share = float(mine.ne(plain).double().mean())
-        return Difference("value", node.name, 0, share, FEW, False)
+        return Difference("value", node.name, 0, share, MAX_SHARE, False)
     return compared
 
 

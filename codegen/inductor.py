@@ -25,7 +25,7 @@ from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.torch_compat import inductor_code
 
 # Inputs that whoever runs a program holds no longer than it does.
-_LET_GO = (InputRole.SAVED, InputRole.FLYING, InputRole.RECEIVED, InputRole.RETURNED)
+_LET_GO = (InputRole.SAVED, InputRole.IN_FLIGHT, InputRole.RECEIVED, InputRole.RETURNED)
 
 
 def compile_inductor(

@@ -53,7 +53,7 @@ def split(program: Program, *, apart: bool = False) -> Parts:
     ahead = _cut_ahead(joint)
     gradients = [item for item in joint.output_items() if of_backward(*item)]
     results = [item for item in joint.output_items() if not of_backward(*item)]
-    kept = {node: port for port, node in results if port.role is OutputRole.KEPT}
+    kept = {node: port for port, node in results if port.role is OutputRole.UNSHARDED}
     backward_nodes = [
         n for n in joint.graph.nodes if n.op not in ("placeholder", "output") and info(n).phase is Phase.BACKWARD
     ]
@@ -72,7 +72,7 @@ def split(program: Program, *, apart: bool = False) -> Parts:
     if not gradients:
         return Parts(forward, None, ahead)
     taken: list[tuple[Port, fx.Node]] = [(Port(InputRole.SAVED, n.name), n) for n in saved]
-    taken += [(Port(InputRole.KEPT, kept[n].name), n) for n in crossing if n in kept]
+    taken += [(Port(InputRole.UNSHARDED, kept[n].name), n) for n in crossing if n in kept]
     taken += [(ports[n], n) for n in crossing if n.op == "placeholder"]
     taken += [(p, n) for n, p in ports.items() if p.role in _BACKWARD_ONLY]
     if apart:
@@ -125,11 +125,11 @@ def _cut_ahead(joint: Program) -> tuple[Program, ...]:
             while operand.op != "placeholder":
                 operand = operand.all_input_nodes[0]
             shards[operand] = None
-        outputs = [(Port(OutputRole.FLYING, str(info(s).param)), s) for s in starts]
+        outputs = [(Port(OutputRole.IN_FLIGHT, str(info(s).param)), s) for s in starts]
         made.append(_extract(joint, f"ahead{number}", [(ports[n], n) for n in shards], outputs, Phase.FORWARD))
     for starts in buckets.values():
         for start in starts:
-            port = Port(InputRole.FLYING, str(info(start).param))
+            port = Port(InputRole.IN_FLIGHT, str(info(start).param))
             came = joint.add_input(port, start.meta["val"], info(start), name=start.name)
             start.replace_all_uses_with(came)
             while start.op != "placeholder" and not start.users:

@@ -106,7 +106,7 @@ def check_ports(program: Program) -> Faults:
                 yield from _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
             else:
                 yield from _same_tensor(program, node, value(node), spec.shard_shape, spec.dtype)
-        if port.role is InputRole.KEPT:
+        if port.role is InputRole.UNSHARDED:
             spec = program.params[port.name]
             yield from _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
         if port.role is InputRole.GRADIENT:
@@ -114,17 +114,17 @@ def check_ports(program: Program) -> Faults:
             yield from _same_tensor(program, node, value(node), spec.shard_shape, spec.grad_dtype)
         if port.role in (
             InputRole.PARAMETER,
-            InputRole.KEPT,
+            InputRole.UNSHARDED,
             InputRole.ACCUMULATOR,
             InputRole.GRADIENT,
-            InputRole.FLYING,
+            InputRole.IN_FLIGHT,
         ):
             yield from _serves(program, node, port, "inputs")
         if port.role is InputRole.TANGENT and info(node).phase is not Phase.BACKWARD:
             yield fault(program, node, f"tangent {node.name!r} is not of the backward", "its record was changed")
     for port, node in program.output_items():
         phase = info(node).phase
-        if port.role in (OutputRole.OUTPUT, OutputRole.MUTATION, OutputRole.KEPT) and phase is Phase.BACKWARD:
+        if port.role in (OutputRole.OUTPUT, OutputRole.MUTATION, OutputRole.UNSHARDED) and phase is Phase.BACKWARD:
             yield fault(
                 program,
                 node,
@@ -138,7 +138,7 @@ def check_ports(program: Program) -> Faults:
                 f"check {port.name!r} is made by {node.name!r}, which checks nothing",
                 "outputs were exchanged",
             )
-        if port.role is OutputRole.KEPT:
+        if port.role is OutputRole.UNSHARDED:
             yield from _serves(program, node, port, "outputs")
             spec = program.params[port.name]
             yield from _same_tensor(program, node, value(node), spec.shape, spec.compute_dtype)
@@ -277,7 +277,7 @@ def check_waits(program: Program) -> Faults:
     """Each start of a collective is waited for exactly once, and nothing else reads it."""
     handed_on: set[fx.Node] = set()
     if program.level is Level.EXECUTABLE:  # the next program waits for these
-        roles = (OutputRole.SAVED, OutputRole.FLYING)
+        roles = (OutputRole.SAVED, OutputRole.IN_FLIGHT)
         handed_on = {n for p, n in program.output_items() if p.role in roles}
         handed_on -= {n for p, n in program.output_items() if p.role not in roles}
     for node in program.graph.nodes:

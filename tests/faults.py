@@ -159,13 +159,13 @@ def forgotten(program: Program) -> None:
 @graph_pass("kept_too_small", "keeps half of a gathered weight", requires=("kept",))
 def kept_too_small(program: Program) -> None:
     items = list(program.output_items())
-    if not any(p.role is OutputRole.KEPT for p, _ in items):
+    if not any(p.role is OutputRole.UNSHARDED for p, _ in items):
         return
     made = []
     for port, node in items:
-        if port.role is OutputRole.KEPT and port.name == "second.weight":
+        if port.role is OutputRole.UNSHARDED and port.name == "second.weight":
             with program.graph.inserting_before(program.output_node()):
-                record = info(node).but(role=Role.COMPUTE, made_by="fault")
+                record = info(node).replace(role=Role.COMPUTE, made_by="fault")
                 node = program.call(aten.mul.Tensor, (node, 0.5), record, name="halved")
         made.append((port, node))
     program.set_outputs(made)

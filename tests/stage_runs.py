@@ -47,8 +47,8 @@ PASSED = {
     OutputRole.SENT: InputRole.RECEIVED,
     OutputRole.RETURNED: InputRole.RETURNED,
     OutputRole.SAVED: InputRole.SAVED,
-    OutputRole.KEPT: InputRole.KEPT,
-    OutputRole.FLYING: InputRole.FLYING,
+    OutputRole.UNSHARDED: InputRole.UNSHARDED,
+    OutputRole.IN_FLIGHT: InputRole.IN_FLIGHT,
 }
 
 
@@ -278,7 +278,7 @@ def with_passes(
         joint = whole.step.captured
         stages = cut_stages(joint, assign(joint, find_cuts(joint, count, "time", COSTS)), count)
         steps = [
-            StepProgram(p.name, p, whole.plan, {}, whole.costs, whole.outsides, lambda program: None)
+            StepProgram(p.name, p, whole.plan, {}, whole.costs, whole.residents, lambda program: None)
             for p in stages.programs
         ]
         states = whole.random_states()

@@ -220,9 +220,9 @@ def test_they_are_programs_of_their_own_cut_out_of_the_forward():
     assert parts.ahead
     for part in parts.ahead:
         assert {p.role for p in part.inputs} == {InputRole.PARAMETER}
-        assert {p.role for p in part.outputs} == {OutputRole.FLYING}
+        assert {p.role for p in part.outputs} == {OutputRole.IN_FLIGHT}
         assert all(collectives.is_start(n) for _, n in part.output_items())
-    given = {p.name for p in parts.forward.inputs if p.role is InputRole.FLYING}
+    given = {p.name for p in parts.forward.inputs if p.role is InputRole.IN_FLIGHT}
     assert given == {p.name for part in parts.ahead for p in part.outputs}
 
 

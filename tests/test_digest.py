@@ -72,7 +72,7 @@ def test_where_the_source_lies_and_what_modules_are_called_do_not_count(made):
     def elsewhere(program: Program) -> None:
         for node in program.nodes:
             if node.op != "output":
-                set_info(node, info(node).but(source="/other/machine/model.py:1", module="renamed"))
+                set_info(node, info(node).replace(source="/other/machine/model.py:1", module="renamed"))
 
     assert digest(changed(made, elsewhere)) == digest(made)
 

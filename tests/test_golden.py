@@ -50,7 +50,7 @@ def in_tests_folder(monkeypatch):
     monkeypatch.setattr(assemble, "of_model", inspected_once)
 
 
-def inspected_once(model, plan, inputs, world, *, origin="", edit=None, captured=None):
+def inspected_once(model, plan, inputs, world, *, origin="", pass_filter=None, captured=None):
     if not origin:  # (not the target's own step, but one that a command makes of it)
         return of_model(model, plan, inputs, world, captured=captured)
     return _inspected(origin, plan, world)

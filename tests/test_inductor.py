@@ -399,7 +399,7 @@ def train_convolutions(kind: str, zero: int | None) -> tuple[list[torch.Tensor],
     if zero is not None:
         parts = [e for step in model.zgraph.programs.values() for e in step.executables()]
         whole = sum(
-            e.program.name.endswith("forward") and any(p.role is InputRole.KEPT for p in e.program.inputs)
+            e.program.name.endswith("forward") and any(p.role is InputRole.UNSHARDED for p in e.program.inputs)
             for e in parts
         )
     state = [*model.parameters(), *model.buffers()]

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from sweeps import in_turn, sweep
 
 import zgraph
-from zgraph.build.pass_pipeline import Edit, build
+from zgraph.build.pass_pipeline import PassFilter, build
 from zgraph.build.planned_step import captured_program
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.costs import H100, Costs, Hardware, Link
@@ -87,7 +87,7 @@ def divided(
     plan = zgraph.Plan(mesh={"tp": TP}, zero=0, backend=backend, sequence_parallel=sequence, precision="bf16")
     costs = Costs(hardware, backend == "inductor")
     program = captured_program(model, plan, (words, words), TP)
-    for before in Edit(until="interleave").cut(build(plan, costs=costs))[:-1]:
+    for before in PassFilter(until="interleave").cut(build(plan, costs=costs))[:-1]:
         before(program)
     return program, costs
 

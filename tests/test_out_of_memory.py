@@ -91,7 +91,7 @@ def test_what_is_said_to_fit_fits(monkeypatch, share):
     )
     lines = error.hint.splitlines()
     assert 2 <= len(lines) <= 4
-    budget = int(whole * share * (1 - out_of_memory.DOUBT))
+    budget = int(whole * share * (1 - out_of_memory.FORECAST_ERROR))
     assert f"memory_budget={budget}: " in error.hint
     made = zgraph.compile(Deep(), plan.model_copy(update={"memory_budget": budget}), inputs=(batch,))
     assert sum(made.zgraph.forecast().programs[0].peak.values()) <= budget

@@ -217,14 +217,14 @@ def test_zero3_saves_no_other_weight_with_inductor_either():
 def test_zero1_and_zero2_gather_only_in_forward(stage):
     program = made(Two(), stage)
     assert len(gathers(program, Phase.FORWARD)) == 2 and not gathers(program, Phase.BACKWARD)
-    assert [p.name for p in program.outputs if p.role is OutputRole.KEPT] == ["a", "b"]
+    assert [p.name for p in program.outputs if p.role is OutputRole.UNSHARDED] == ["a", "b"]
     assert not any(n.target is ops.RELEASE for n in program.nodes)
 
 
 def test_the_backward_of_stage_2_reads_the_weights_that_the_forward_kept():
     """b goes into the product transposed, so what the backward takes is a view of the kept one."""
     parts = split(made(Two(), 2))
-    kept = {p.name: n for p, n in parts.forward.output_items() if p.role is OutputRole.KEPT}
+    kept = {p.name: n for p, n in parts.forward.output_items() if p.role is OutputRole.UNSHARDED}
     views = {n.name for n in aliases_of(kept["b"])}
     assert len(views & {p.name for p in parts.backward.inputs}) == 1
     assert not any(collectives.is_start(n) and info(n).role is Role.GATHER for n in parts.backward.nodes)
@@ -246,13 +246,13 @@ def test_weights_that_an_earlier_program_gathered_come_in_whole():
         captured(Linear(), zero=2), cleanup(), shard_parameters(), keep_gathered(KeepOptions(gathered_before=True))
     )
     assert not count(program)
-    assert [(p.role, p.name) for p in program.inputs if p.name == "w"] == [(InputRole.KEPT, "w")]
-    assert tuple(tensor(program.input_nodes(InputRole.KEPT)["w"]).shape) == (4, 3)
+    assert [(p.role, p.name) for p in program.inputs if p.name == "w"] == [(InputRole.UNSHARDED, "w")]
+    assert tuple(tensor(program.input_nodes(InputRole.UNSHARDED)["w"]).shape) == (4, 3)
 
 
 def test_weights_that_are_not_gathered_before_go_out_whole():
     program = after(captured(Linear(5), 2, zero=2), cleanup(), shard_parameters(), keep_gathered())
-    (kept,) = [n for p, n in program.output_items() if p.role is OutputRole.KEPT]
+    (kept,) = [n for p, n in program.output_items() if p.role is OutputRole.UNSHARDED]
     assert tuple(tensor(kept).shape) == (5, 3)
 
 
@@ -413,7 +413,7 @@ def test_zero2_holds_every_layer():
     """(So that the bound above can fail.)"""
     case = models.stack(6)
     parts = split(programs(case.model, Plan(zero=2, backend="eager"), case.inputs, 3).program)
-    kept = {p.name for p in parts.forward.outputs if p.role is OutputRole.KEPT}
+    kept = {p.name for p in parts.forward.outputs if p.role is OutputRole.UNSHARDED}
     assert kept == {n for n, _ in case.model.named_parameters()}
 
 

@@ -15,7 +15,7 @@ import zgraph
 from zgraph.build.pass_pipeline import costs_of
 from zgraph.build.planned_step import captured_program
 from zgraph.build.step_program import StepProgram
-from zgraph.build.update_program import outside_of
+from zgraph.build.update_program import resident_of
 from zgraph.passes.stages.cut_stages import Stages, cut_stages
 from zgraph.passes.stages.cuts import assign, find_cuts
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
@@ -85,9 +85,9 @@ class Pipeline:
         costs = costs_of(self.plan)
         cuts = find_cuts(self.joint, stages, "time", costs)
         self.stages: Stages = cut_stages(self.joint, assign(self.joint, cuts), stages)
-        outsides = outside_of(self.model, self.joint.params, self.plan, {}, torch.device("cpu"), costs)
+        residents = resident_of(self.model, self.joint.params, self.plan, {}, torch.device("cpu"), costs)
         self.steps = [
-            StepProgram(f"stage{i}", p, self.plan, {}, costs, outsides, lambda program: None)
+            StepProgram(f"stage{i}", p, self.plan, {}, costs, residents, lambda program: None)
             for i, p in enumerate(self.stages.programs)
         ]
         self.held = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
@@ -129,10 +129,10 @@ class Pipeline:
 
     def whole(self, micro_batches: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Gradients summed, and losses, of the uncut program."""
-        outsides = outside_of(
+        residents = resident_of(
             self.model, self.joint.params, self.plan, {}, torch.device("cpu"), costs := costs_of(self.plan)
         )
-        step = StepProgram("whole", self.joint, self.plan, {}, costs, outsides, lambda program: None)
+        step = StepProgram("whole", self.joint, self.plan, {}, costs, residents, lambda program: None)
         worker, runtime = None, self.runtime()
         losses = []
         for number in range(micro_batches):

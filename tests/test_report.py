@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from zgraph.build.pass_pipeline import Edit
+from zgraph.build.pass_pipeline import PassFilter
 from zgraph.cli.app import app
 from zgraph.inspection import bundle
 from zgraph.inspection.assemble import of_model
@@ -584,7 +584,7 @@ def test_a_block_that_is_damaged_is_said_and_leaves_what_needs_no_script(browser
 def test_twenty_thousand_nodes_are_painted_at_once_and_searched_while_typing(browser, capsys):
     case = models.stack(252)
     found = of_model(
-        case.model, Plan(zero=3), case.inputs, 8, edit=Edit(verified=False)
+        case.model, Plan(zero=3), case.inputs, 8, pass_filter=PassFilter(verified=False)
     )  # (that takes half of the time)
     nodes = len(found.way().last.program.nodes)
     assert nodes >= MANY

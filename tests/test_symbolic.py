@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import zgraph
 from zgraph.build.planned_step import programs
-from zgraph.build.update_program import outside_of
+from zgraph.build.update_program import resident_of
 from zgraph.cli.app import app
 from zgraph.errors import MeshError, PlanError, SymbolicError
 from zgraph.forecast.formulas import SymbolicForecast
@@ -61,7 +61,7 @@ def agrees(found: SymbolicForecast, model: nn.Module, inputs, worlds: list[int],
         assert mine.activations == max(m.get("activations", 0) for m in real.memory)
         assert mine.parameters == real.memory[-1]["parameters"]
         assert mine.gradients == real.memory[-1]["gradients"]
-        held = outside_of(model, program.params, plan, program.mesh, torch.device("cpu"), costs(plan)).at(None).held
+        held = resident_of(model, program.params, plan, program.mesh, torch.device("cpu"), costs(plan)).at(None).held
         assert mine.states == held
 
 

@@ -110,7 +110,7 @@ class Virtual:
             given |= {(InputRole.GRADIENT, n): self.shard(n, g, rank) for n, g in grads.items()}
             given[InputRole.SCALARS, "scalars"] = torch.tensor(self.numbers, dtype=torch.float64)
             for dim, at in coordinates(self.sizes, rank).items():
-                given[InputRole.INDEX, dim] = torch.tensor(at)
+                given[InputRole.RANK_INDEX, dim] = torch.tensor(at)
             inputs.append([given[p.role, p.name] for p in self.program.inputs])
         results = run_virtual(self.program, inputs)
         shown = [

@@ -125,7 +125,7 @@ class Stage:
         for key, first in (scaler.initial(self.options.loss_scale) if self.options.loss_scale else {}).items():
             self.kept[InputRole.STATE, f"/{key}"] = first
         self.kept[InputRole.STATE, "/nonfinite"] = torch.tensor(0)
-        self.kept[InputRole.INDEX, "dp"] = torch.tensor(rank)
+        self.kept[InputRole.RANK_INDEX, "dp"] = torch.tensor(rank)
 
     def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         spec = self.specs[name]
@@ -413,7 +413,7 @@ def test_a_collective_that_could_run_earlier_stays_behind_those_before_it():
     record = NodeInfo(Phase.UPDATE, Role.REDUCE, mesh_dim="pp")
     with program.graph.inserting_before(program.output_node()):
         start = program.call(collectives.ALL_REDUCE, (count, "max", "pp"), record, name="most")
-        wait = program.call(collectives.WAIT, (start,), record.but(role=Role.WAIT), name="counted")
+        wait = program.call(collectives.WAIT, (start,), record.replace(role=Role.WAIT), name="counted")
     program.set_outputs([*program.output_items(), (Port(OutputRole.OUTPUT, "most"), wait)])
     before = starts(program)
     assert before[-1] == "most" and len(before) == 4
@@ -554,7 +554,7 @@ def test_a_sum_over_a_group_that_the_mesh_has_not_is_refused(group):
     program = updates(plan_of(), THREE)[0].program.snapshot()
     start = next(n for n in program.graph.nodes if n.name == "tied_wte")
     collectives.set_group(start, group)
-    set_info(start, info(start).but(mesh_dim=group))
+    set_info(start, info(start).replace(mesh_dim=group))
     with pytest.raises(VerifyError, match="wrong group") as caught:
         verify_program(program)
     assert caught.value.node == "tied_wte"
@@ -642,6 +642,6 @@ def test_a_stage_keeps_states_of_its_own_parameters_alone():
     sizes = [state_bytes(model, specs, plan, held_at(p, APART, 2)) for p in range(2)]
     assert all(sizes) and sum(sizes) == state_bytes(model, specs, plan)
     program = updates(plan, APART, 2)[1].program
-    ports = {p.name.partition("/")[0] for p in program.inputs if p.role is not InputRole.INDEX} - {"", "scalars"}
+    ports = {p.name.partition("/")[0] for p in program.inputs if p.role is not InputRole.RANK_INDEX} - {"", "scalars"}
     assert ports == {n for n, at in APART.items() if at == (1,)} == set(program.params)
     assert all(p.role is not OutputRole.OUTPUT for p in program.outputs)

@@ -173,7 +173,7 @@ def test_a_collective_over_another_dimension_of_the_mesh_is_refused(role):
     program = good("HSDP")
     start = next(n for n in starts(program, role) if collectives.group_of(n) == "dp")
     collectives.set_group(start, "replicate")
-    set_info(start, info(start).but(mesh_dim="replicate"))
+    set_info(start, info(start).replace(mesh_dim="replicate"))
     refuses(program, start, "wrong group", "sharded over 'dp'")
 
 
@@ -351,8 +351,8 @@ def test_two_gradients_of_equal_shape_exchanged_are_refused(program):
 
 def test_two_kept_weights_exchanged_are_refused():
     program = good("stage 2")
-    kept = {p.name: n for p, n in program.output_items() if p.role is OutputRole.KEPT}
-    exchanged(program, (OutputRole.KEPT, "body.0.bias"), (OutputRole.KEPT, "body.2.bias"))
+    kept = {p.name: n for p, n in program.output_items() if p.role is OutputRole.UNSHARDED}
+    exchanged(program, (OutputRole.UNSHARDED, "body.0.bias"), (OutputRole.UNSHARDED, "body.2.bias"))
     refuses(program, kept["body.2.bias"], "body.0.bias", "exchanged")
 
 
@@ -455,7 +455,7 @@ def test_a_random_operator_that_is_repeated_is_refused(kind):
     with program.graph.inserting_after(drawn):
         node = program.graph.node_copy(drawn)
     node.meta = dict(drawn.meta)
-    set_info(node, info(drawn).but(phase=Phase.BACKWARD, copy_of=drawn.name))
+    set_info(node, info(drawn).replace(phase=Phase.BACKWARD, copy_of=drawn.name))
     refuses(program, node, "random", drawn.name)
 
 
@@ -485,9 +485,9 @@ def test_a_bucket_of_two_dtypes_is_refused(kind):
         next(n for n in starts(program, Role.GATHER) if info(n).param == f"{m}.weight") for m in ("first", "middle")
     )
     for start in starts(program, Role.GATHER):
-        set_info(start, info(start).but(bucket=None))
+        set_info(start, info(start).replace(bucket=None))
     for start in (one, two):
-        set_info(start, info(start).but(bucket="mixed"))
+        set_info(start, info(start).replace(bucket="mixed"))
     one.append(two)
     refuses(program, two, one.name, "of another kind")
 
@@ -498,11 +498,11 @@ def test_a_bucket_over_two_mesh_dimensions_is_refused():
     other = next(n for n in starts(program, Role.REDUCE) if collectives.group_of(n) == "replicate")
     wait = wait_of(scatter)
     for start in (scatter, other):
-        set_info(start, info(start).but(bucket="both"))
+        set_info(start, info(start).replace(bucket="both"))
     assert scatter < wait
     following = [n for n in starts(program, Role.REDUCE) if n > scatter and n is not other]
     for start in following:
-        set_info(start, info(start).but(bucket=None))
+        set_info(start, info(start).replace(bucket=None))
     other.prepend(scatter) if info(other).param != info(scatter).param else None
     with pytest.raises(VerifyError, match="does not fit its bucket"):
         raise next(verifier.check_buckets(program))

@@ -141,7 +141,7 @@ def scale_one_gradient(program):
         if port.role is OutputRole.GRADIENT and port.name == "body.0.weight":
             with program.graph.inserting_before(program.output_node()):
                 made = program.call(
-                    torch.ops.aten.mul.Tensor, (node, 1.5), info(node).but(role=Role.LAYOUT), name="scaled"
+                    torch.ops.aten.mul.Tensor, (node, 1.5), info(node).replace(role=Role.LAYOUT), name="scaled"
                 )
             items[i] = (port, made)
     program.set_outputs(items)

@@ -32,7 +32,7 @@ def expand(
 ) -> bool:
     """Put an operator's expansion in its place, if it has one for these arguments. `note` is told of every new node, in order, and
     `stand_for` of those that give what an old one gave."""
-    record = info(node).but(made_by="divide")
+    record = info(node).replace(made_by="divide")
 
     def build(target: object, *args: object, **kwargs: object) -> fx.Node:
         made = program.call(target, args, record, name=f"{node.name}_of", kwargs=kwargs)

@@ -22,7 +22,7 @@ from zgraph.program.program import InputRole, OutputRole, Port, Program
 _INPUTS = {
     InputRole.PARAMETER: "parameters",
     InputRole.STATE: "states",
-    InputRole.KEPT: "gathered",
+    InputRole.UNSHARDED: "gathered",
     InputRole.GRADIENT: "gradients",
     InputRole.ACCUMULATOR: "gradients",
     InputRole.SAVED: "activations",

@@ -77,7 +77,7 @@ def _tell(node: fx.Node) -> None:
     backward = any(has_info(a) and info(a).phase is Phase.BACKWARD for a in node.all_input_nodes)
     if has_info(node):
         if backward:
-            set_info(node, info(node).but(phase=Phase.BACKWARD))
+            set_info(node, info(node).replace(phase=Phase.BACKWARD))
         return
     backward = backward or node.meta.get("partitioner_tag") == "is_backward"
     phase = Phase.BACKWARD if backward else Phase.FORWARD
@@ -105,7 +105,7 @@ def _laid_out(program: Program, node: fx.Node, strides: Strides, phase: Phase) -
     """Insert a copy of a value with these strides."""
     val = tensor(node)
     phase = Phase.BACKWARD if info(node).phase is Phase.BACKWARD else phase
-    record = info(node).but(phase=phase, made_by="inductor_prepare")
+    record = info(node).replace(phase=phase, made_by="inductor_prepare")
     like = {"dtype": val.dtype, "device": val.device}
     empty = program.call(
         aten.empty_strided.default, (list(val.shape), list(strides)), record, kwargs=like, name=f"room_for_{node.name}"
@@ -120,7 +120,7 @@ def _keep_gradients(program: Program) -> None:
     for port, node in list(items):
         if port.role is OutputRole.GRADIENT and info(node).phase is not Phase.BACKWARD:
             with program.graph.inserting_before(program.output_node()):
-                record = info(node).but(phase=Phase.BACKWARD, made_by="inductor_prepare")
+                record = info(node).replace(phase=Phase.BACKWARD, made_by="inductor_prepare")
                 node = program.call(aten.clone.default, (node,), record, name=f"own_{node.name}")
         outputs.append((port, node))
     program.set_outputs(outputs)

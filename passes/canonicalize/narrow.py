@@ -200,7 +200,7 @@ class _Narrowed:
         self, node: fx.Node, target: object, args: Sequence[object], kwargs: Mapping[str, object] | None = None
     ) -> fx.Node:
         """An operator that does what a node did: for the same module and line, and of the same operation of autograd's."""
-        record = info(node).but(made_by="narrow")
+        record = info(node).replace(made_by="narrow")
         made = self.program.call(target, tuple(args), record, name=node.name, kwargs=dict(kwargs or {}))
         for key, note in node.meta.items():
             if key not in ("tensor_meta", "original_aten"):

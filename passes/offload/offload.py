@@ -33,7 +33,7 @@ from zgraph.program.program import InputRole, OutputRole, Program
 
 aten = torch.ops.aten
 
-DOUBT = 1.3  # a fetch may take so many times as long as the forecast
+SAFETY_FACTOR = 1.3  # a fetch may take so many times as long as the forecast
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class _Offload:
         strides = self.program.params[name].shard_stride
         if tensor(grad).stride() == strides:
             return grad
-        record = info(grad).but(role=Role.LAYOUT, param=name, made_by="offload")
+        record = info(grad).replace(role=Role.LAYOUT, param=name, made_by="offload")
         order = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
         rows = {"memory_format": torch.contiguous_format}
         with self.program.graph.inserting_before(self.program.behind(grad).next):
@@ -175,13 +175,13 @@ class _Offload:
         with self.program.graph.inserting_before(reader):
             start = self.program.call(transfers_to_host.FETCH, (home, device), record, name=f"fetch_{name}")
             wait = self.program.call(
-                transfers_to_host.MOVED, (start, home), record.but(role=Role.WAIT), name=f"here_{name}"
+                transfers_to_host.MOVED, (start, home), record.replace(role=Role.WAIT), name=f"here_{name}"
             )
         self.fetched.append(Move(start, wait, size_of(home), self.costs.move(start)))
         return wait
 
     def _store(self, node: fx.Node, tier: str, param: str | None = None) -> fx.Node:
-        record = info(node).but(role=Role.STORE, param=param, made_by="offload", home=tier, copy_of=None)
+        record = info(node).replace(role=Role.STORE, param=param, made_by="offload", home=tier, copy_of=None)
         after = self.program.behind(node)
         while after.next.op == "call_function" and after.next.target is transfers_to_host.OFFLOAD:
             after = after.next
@@ -189,7 +189,7 @@ class _Offload:
             start = self.program.call(transfers_to_host.OFFLOAD, (node, tier), record, name=f"offload_{node.name}")
         with self.program.graph.inserting_after(start):
             wait = self.program.call(
-                transfers_to_host.MOVED, (start, node), record.but(role=Role.WAIT), name=f"away_{node.name}"
+                transfers_to_host.MOVED, (start, node), record.replace(role=Role.WAIT), name=f"away_{node.name}"
             )
         self.stored.append(Move(start, wait, size_of(node), self.costs.move(start)))
         return wait
@@ -233,7 +233,7 @@ def _place_fetches(
     wanted: list[int] = []
     until = clock[-1]
     for move in reversed(ordered):
-        until = min(until, clock[at[move.wait]]) - DOUBT * move.seconds
+        until = min(until, clock[at[move.wait]]) - SAFETY_FACTOR * move.seconds
         wanted.insert(0, max(0, bisect.bisect_right(clock, until) - 1))
     flying: deque[Move] = deque()
     first = 0

@@ -113,7 +113,7 @@ class _Places:
             if value not in self.begun:
                 self._fetch(value, place, nodes[0], f"late{number}")
             start = self.begun.pop(value)
-            record = info(start).but(role=Role.WAIT, group=f"here{number}")
+            record = info(start).replace(role=Role.WAIT, group=f"here{number}")
             found[value] = self._call(nodes[0], transfers_to_host.MOVED, (start, value), record, f"here_{value.name}")
             self.fetched += size_of(value)
             if not tensor(value).dim() and value not in self.homes:
@@ -132,7 +132,7 @@ class _Places:
         if self.device != HOST:
             node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), _on_host)  # type: ignore[assignment]
             node.meta["val"] = self.program.evaluate(node)
-            set_info(node, info(node).but(home="cpu"))
+            set_info(node, info(node).replace(home="cpu"))
 
     def send(
         self, node: fx.Node, here: dict[fx.Node, fx.Node], after: fx.Node, on_host: bool, number: int
@@ -142,7 +142,7 @@ class _Places:
         record = NodeInfo(
             Phase.UPDATE, Role.STORE, param=info(target).param, made_by="offload_update", group=f"out{number}"
         )
-        done = record.but(role=Role.WAIT, group=f"away{number}")
+        done = record.replace(role=Role.WAIT, group=f"away{number}")
         if target in self.homes:
             if on_host and info(target).home == "cpu":
                 return []  # (it is written where it lies)
@@ -160,11 +160,11 @@ class _Places:
         if tensor(new).device == tensor(target).device:
             return []
         start = self._call(
-            after, transfers_to_host.FETCH, (new, self.device), record.but(role=Role.FETCH), f"up_{target.name}"
+            after, transfers_to_host.FETCH, (new, self.device), record.replace(role=Role.FETCH), f"up_{target.name}"
         )
         wait = self._call(after, transfers_to_host.MOVED, (start, new), done, f"new_{target.name}")
         node.replace_input_with(new, wait)
-        set_info(node, info(node).but(group=f"away{number}"))
+        set_info(node, info(node).replace(group=f"away{number}"))
         self.fetched += size_of(target)
         return [wait, node]
 

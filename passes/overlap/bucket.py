@@ -132,7 +132,7 @@ def _join(members: list[Transfer], name: str, together: Callable[[list[Transfer]
         return
     together(members)
     for member in members:
-        set_info(member.start, info(member.start).but(bucket=name))
+        set_info(member.start, info(member.start).replace(bucket=name))
 
 
 def _together_before(members: list[Transfer]) -> None:

@@ -46,7 +46,7 @@ from zgraph.program.program import InputRole, Level, Program
 from zgraph.program.remark import Remark
 from zgraph.units import shown_bytes
 
-DOUBT = 1.5  # a gather is as urgent as if all transfers took so many times their (simulated) time
+SAFETY_FACTOR = 1.5  # a gather is as urgent as if all transfers took so many times their (simulated) time
 SLACK = 1.25  # what is wanted on the link while an operator runs, in its own (simulated) time: costs are estimates
 MARGIN = 5e-4  # seconds on top of it: how late a rank may start its part
 UPDATE_TRAFFIC = 4  # how often an update reads and writes the bytes of all shards, at least
@@ -210,9 +210,9 @@ class _Scheduler:
                 scattered += ready[at][1]
                 at += 1
             wanted.append(wanted[-1] + bucket.seconds)
-            latest.append(self.before[bucket.first] - DOUBT * (wanted[-1] + scattered) - MARGIN)
+            latest.append(self.before[bucket.first] - SAFETY_FACTOR * (wanted[-1] + scattered) - MARGIN)
         everything = wanted[-1] + sum(b.seconds for b in self.reductions)
-        least = self.before[-1] - DOUBT * everything - MARGIN
+        least = self.before[-1] - SAFETY_FACTOR * everything - MARGIN
         for i in range(len(latest) - 1, -1, -1):
             least = latest[i] = min(latest[i], least)
         return latest, wanted
@@ -322,7 +322,7 @@ class _Scheduler:
             upcoming.pop(0)
             for member in bucket.members:
                 for node in (*member.before, member.start):
-                    set_info(node, info(node).but(ahead=True))
+                    set_info(node, info(node).replace(ahead=True))
             self._start(bucket, None)
             seconds += bucket.seconds
         self.clock = 0.0
@@ -359,7 +359,7 @@ class _Scheduler:
     def _urgent(self, gather: _Bucket, i: int) -> bool:
         """Would it, or a later one, be late if it did not start before operator `i` ends?"""
         at = self.place[gather]
-        latest = self.latest[at] - self.before[i] + DOUBT * (self.wanted[at] + self.scattered)
+        latest = self.latest[at] - self.before[i] + SAFETY_FACTOR * (self.wanted[at] + self.scattered)
         return latest <= max(self.free - self.clock, 0.0) + self.cost[i]
 
     def _fits(self, gather: _Bucket, i: int) -> bool:
@@ -455,7 +455,7 @@ class _Scheduler:
         for node in self.order:
             output.prepend(node)
         for node, phase in self.phases.items():
-            set_info(node, info(node).but(phase=phase))
+            set_info(node, info(node).replace(phase=phase))
 
     @property
     def counts(self) -> dict[str, int]:

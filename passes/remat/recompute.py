@@ -89,7 +89,7 @@ def hoist_saved(program: Program, saved: set[str]) -> int:
             return
         for used in node.all_input_nodes:
             hoist(used)
-        set_info(node, info(node).but(phase=Phase.FORWARD))
+        set_info(node, info(node).replace(phase=Phase.FORWARD))
         max([last_input, *node.all_input_nodes]).append(node)
         moved += 1
 

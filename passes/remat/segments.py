@@ -34,7 +34,7 @@ FLAT = 1.1  # crossings within this factor are equal
 LONG = 0.25  # a value that is read after so much of the forward is pinned
 MOST = 96  # segments
 SHARED = 0.5  # of what crosses a cut: more may not cross the next one as well
-LEAST = 0.002  # of all bytes are made in a segment at least
+MIN_SHARE = 0.002  # of all bytes are made in a segment at least
 WAYS = 10  # of a segment
 
 
@@ -206,7 +206,7 @@ class _Builder:
             live += change[position]
             self.crossing.append(live)
             made[position] += made[position - 1] if position else 0
-        ends = LEAST * made[-1]
+        ends = MIN_SHARE * made[-1]
         first, last = bisect.bisect_right(made, ends), bisect.bisect_left(made, made[-1] - ends)
         found: list[int] = []
         for position in range(first, last):

@@ -261,7 +261,7 @@ class Divider:
         if spec.division.blocks > 1 and node.users:
             # Held in plain pieces, which every checkpoint can describe, it is made whole and cut again into parts of its blocks.
             users = sorted(node.users)
-            record = info(node).but(param=None, made_by="divide", phase=info(users[0]).phase)
+            record = info(node).replace(param=None, made_by="divide", phase=info(users[0]).phase)
             with self.program.graph.inserting_before(users[0]):
                 whole = self._joined(node, spec.division.dim, 1, record)
                 self._stands_for(whole, node, [None])
@@ -274,7 +274,7 @@ class Divider:
     def _held(self, gradient: fx.Node, part: Part, division: Division, output: fx.Node) -> fx.Node:
         """A gradient in the pieces that ranks hold of a parameter that is made of several blocks."""
         whole = self._as(gradient, None, output)
-        record = info(whole).but(role=Role.COMPUTE, param=None, made_by="divide", mesh_dim=None, stream="compute")
+        record = info(whole).replace(role=Role.COMPUTE, param=None, made_by="divide", mesh_dim=None, stream="compute")
         sizes, d = list(tensor(whole).shape), division.dim
         with self.program.graph.inserting_before(output):
             opened = self._viewed(whole, [*sizes[:d], self.ranks, sizes[d] // self.ranks, *sizes[d + 1 :]], record)
@@ -494,7 +494,7 @@ class Divider:
         if isinstance(target, Part) and (state is None or reduces) and (node, None, key[2]) in self._converted:
             node, state, reduces = self._converted[node, None, key[2]], None, False
         at = self.program.behind(node).next if reduces else user
-        record = info(node).but(
+        record = info(node).replace(
             role=Role.COMPUTE, made_by="divide", param=None, copy_of=None, phase=info(node).phase if reduces else phase
         )
         shape = self.axes.shape(node)
@@ -561,7 +561,7 @@ class Divider:
         phase = info(user).phase if user.op != "output" else info(node).phase
         with self.program.graph.inserting_before(user):
             made = self.program.graph.create_node("call_function", node.target, given, dict(kwargs), name=node.name)
-        set_info(made, info(node).but(made_by="divide", phase=phase))
+        set_info(made, info(node).replace(made_by="divide", phase=phase))
         made.meta["val"] = self._fakes[node]
         self._stands_for(made, node, list(way.results))
         if way.results[0] is not None:
@@ -586,12 +586,12 @@ class Divider:
         dtype = tensor(args[0]).dtype  # type: ignore[arg-type]
         if dtype is torch.bool:  # (Inductor would send integers of eight bytes, and not wait for them)
             args = (self._call(_CONVERT, (args[0], torch.uint8), record, f"{name}_as_bytes"), *args[1:])
-        there = record.but(role=Role.EXCHANGE, mesh_dim=dim, stream=f"comm:{dim}")
+        there = record.replace(role=Role.EXCHANGE, mesh_dim=dim, stream=f"comm:{dim}")
         start = self._call(target, (*args, dim), there, name)
         kind = collectives.kind(start)
         self.counts[kind] += 1
         self.counts["bytes"] += int(self._bytes(tensor(start.all_input_nodes[0])))
-        wait = self._call(collectives.WAIT, (start,), there.but(role=Role.WAIT), f"{name}_wait")
+        wait = self._call(collectives.WAIT, (start,), there.replace(role=Role.WAIT), f"{name}_wait")
         return wait if dtype is not torch.bool else self._call(_CONVERT, (wait, dtype), record, name)
 
     def _packed(self, node: fx.Node, record: NodeInfo) -> fx.Node:
@@ -608,7 +608,7 @@ class Divider:
         if (not dense or now.is_contiguous()) and (not rows or now.stride(-1) == 1 or now.shape[-1] == 1):
             return node
         with self.program.graph.inserting_before(user):
-            return self._packed(node, info(user).but(made_by="divide"))
+            return self._packed(node, info(user).replace(made_by="divide"))
 
     def _viewed(self, node: fx.Node, shape: Sequence[int], record: NodeInfo) -> fx.Node:
         if tuple(tensor(node).shape) == tuple(shape):
@@ -794,7 +794,7 @@ class Divider:
                 raise
             source: fx.Node = node.args[0]  # type: ignore[assignment]
             with self.program.graph.inserting_before(node):
-                packed = self._packed(source, info(node).but(made_by="divide"))
+                packed = self._packed(source, info(node).replace(made_by="divide"))
             if packed is not source:
                 self._stands_for(packed, source, self.states[source])
             node.update_arg(0, packed)
@@ -831,7 +831,7 @@ class Divider:
     # -- what is not the operator itself ------------------------------------------------------------------------------
     def _by_hand(self, node: fx.Node, way: Way, build: Build, given: list[fx.Node]) -> None:
         with self.program.graph.inserting_before(node):
-            made = build(self, node, given, info(node).but(made_by="divide"))
+            made = build(self, node, given, info(node).replace(made_by="divide"))
         picks = {node: made} if isinstance(made, fx.Node) else {u: made[argument(u, 1)] for u in node.users}
         for old, new in picks.items():
             old.replace_all_uses_with(new)

@@ -41,7 +41,7 @@ aten = torch.ops.aten
 _COPIES = {aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 PIECES = (2, 4, 8)
 """How many pieces are tried."""
-WORTH = 0.02
+MIN_GAIN = 0.02
 """Of the time that a collective and its products take, what has to be saved: costs are estimates."""
 
 
@@ -282,9 +282,9 @@ def _decide(program: Program, axes: Axes, regions: Sequence[_Region], options: I
     """Which of the regions of one collective takes least time, and in how many pieces: 1 if that saves too little."""
     clocks = [_Clock(program, options.costs, region) for region in regions]
     link, operators = clocks[0].alone()
-    if options.pieces is None and min(link, operators) < WORTH * (link + operators):
+    if options.pieces is None and min(link, operators) < MIN_GAIN * (link + operators):
         return 0, 1
-    best, least = (0, 1), math.inf if options.pieces else clocks[0].seconds() - WORTH * (link + operators)
+    best, least = (0, 1), math.inf if options.pieces else clocks[0].seconds() - MIN_GAIN * (link + operators)
     for at, (region, clock) in enumerate(zip(regions, clocks, strict=True)):
         for count in (options.pieces,) if options.pieces else PIECES:
             if count > axes.size(region.axis):
@@ -366,7 +366,7 @@ class _Pieces(Slices):
                     return made[operand]
                 if operand not in slices and rows_of(self.axes, operand, self.axis):
                     slices[operand] = self.slice(
-                        operand, turn, record.but(role=Role.COMPUTE, mesh_dim=None, stream="compute")
+                        operand, turn, record.replace(role=Role.COMPUTE, mesh_dim=None, stream="compute")
                     )
                 return slices.get(operand, operand)
 
@@ -383,7 +383,7 @@ class _Pieces(Slices):
 
     def _join(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
-            record = _record(node).but(role=Role.COMPUTE, mesh_dim=None, stream="compute")
+            record = _record(node).replace(role=Role.COMPUTE, mesh_dim=None, stream="compute")
             if node in self.sums:
                 self.joins[node] = self.cast(self.sums[node], tensor(node).dtype, record)
             else:
@@ -391,4 +391,4 @@ class _Pieces(Slices):
 
 
 def _record(node: fx.Node) -> NodeInfo:
-    return info(node).but(made_by="interleave", copy_of=None)
+    return info(node).replace(made_by="interleave", copy_of=None)

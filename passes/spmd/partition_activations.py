@@ -93,7 +93,7 @@ def same_on_all(program: Program, dim: str) -> set[fx.Node]:
 
 def _is_own(program: Program, port: Port, dim: str) -> bool:
     """Does each rank have a value of its own at this input?"""
-    if port.role is InputRole.INDEX:
+    if port.role is InputRole.RANK_INDEX:
         return port.name == dim
     division = program.params[port.name].division if port.name in program.params else None
     return division is not None and division.mesh_dim == dim
@@ -115,13 +115,13 @@ def _partition(program: Program, crossing: Crossing, position: fx.Node, options:
     root, first = crossing.root, crossing.first
     shape, stride = tensor(root).shape, tensor(root).stride()
     order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
-    record = info(root).but(role=Role.COMPUTE, param=None, copy_of=None, made_by="partition_activations")
+    record = info(root).replace(role=Role.COMPUTE, param=None, copy_of=None, made_by="partition_activations")
     with program.graph.inserting_before(first):
         cut = list(_cut(program, root, order, position, record, ranks))
-        there = record.but(phase=Phase.BACKWARD, module=info(first).module)
-        over = there.but(role=Role.EXCHANGE, mesh_dim=options.dim, stream=f"comm:{options.dim}")
+        there = record.replace(phase=Phase.BACKWARD, module=info(first).module)
+        over = there.replace(role=Role.EXCHANGE, mesh_dim=options.dim, stream=f"comm:{options.dim}")
         start = program.call(collectives.ALL_GATHER, (cut[-1], ranks, options.dim), over, name=f"gather_{root.name}")
-        wait = program.call(collectives.WAIT, (start,), over.but(role=Role.WAIT), name=f"whole_{root.name}")
+        wait = program.call(collectives.WAIT, (start,), over.replace(role=Role.WAIT), name=f"whole_{root.name}")
         back = program.call(aten.view.default, (wait, [shape[d] for d in order]), there, name=f"back_{root.name}")
         if tensor(root).dtype is torch.bool:
             back = program.call(_CAST, (back, torch.bool), there, name=f"true_{root.name}")

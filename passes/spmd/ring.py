@@ -186,7 +186,7 @@ class RingDivider(Divider):
     # -- what both are made of ----------------------------------------------------------------------------------------
     def _passed_on(self, values: Sequence[fx.Node], record: NodeInfo) -> list[fx.Node]:
         """What the rank before this one has. All transfers start before the first is waited for."""
-        there = record.but(role=Role.EXCHANGE, mesh_dim=self.options.dim, stream=f"comm:{self.options.dim}")
+        there = record.replace(role=Role.EXCHANGE, mesh_dim=self.options.dim, stream=f"comm:{self.options.dim}")
         starts = []
         for x in values:
             sent = self._packed(x, record)
@@ -194,7 +194,7 @@ class RingDivider(Divider):
             self.counts["shift"] = self.counts.get("shift", 0) + 1
             self.counts["bytes"] += int(self._bytes(tensor(sent)))
             starts.append(start)
-        return [self._call(collectives.WAIT, (s,), there.but(role=Role.WAIT), f"{s.name}_wait") for s in starts]
+        return [self._call(collectives.WAIT, (s,), there.replace(role=Role.WAIT), f"{s.name}_wait") for s in starts]
 
     def _is_earlier(self, turn: int, record: NodeInfo) -> fx.Node:
         """Are the keys that came in this turn from a rank whose first piece is before this one's? One element."""

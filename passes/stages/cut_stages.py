@@ -191,7 +191,7 @@ class _StageProgram:
 
     def _as_it_leaves(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
         """A value in the layout that is awaited, and no part of a buffer that is about to change."""
-        here, record = self.here[node], info(node).but(made_by="cut_stages")
+        here, record = self.here[node], info(node).replace(made_by="cut_stages")
         changed = {(p.of, p.name) for p in self.homes.joint.outputs if p.role is OutputRole.MUTATION}
         root = self.homes.ports.get(root_of(node))
         if _same_strides(tensor(here), like) and (root is None or (root.role, root.name) not in changed):
@@ -211,7 +211,7 @@ class _StageProgram:
             if port.role is not OutputRole.GRADIENT or self.stage not in self.homes.holders[port.name]:
                 continue
             terms = [self.here[r.node] for r in self.results if r.port is port]
-            record = info(gradient).but(made_by="cut_stages")
+            record = info(gradient).replace(made_by="cut_stages")
             total = terms[0] if terms else self._zeros(gradient, record)
             for term in terms[1:]:
                 total = self._call(aten.add.Tensor, (total, term), record, gradient.name)

@@ -185,7 +185,7 @@ class Turns(Slices):
         slices: dict[fx.Node, fx.Node] = {}  # by what they are of
         copies: dict[fx.Node, fx.Node] = {}  # (the forward's own slices, of the same values, are among what is copied)
         for node in region.nodes:
-            record = _made(node).but(turn=f"{self.name} {info(node).phase} {turn}")
+            record = _made(node).replace(turn=f"{self.name} {info(node).phase} {turn}")
 
             def now(operand: fx.Node, record: NodeInfo = record) -> fx.Node:
                 if operand in made:
@@ -210,10 +210,10 @@ class Turns(Slices):
             for used in node.all_input_nodes:
                 self._again(used, copies, turn)
             copies[node] = self.program.repeat(node, copies, "tile")
-            set_info(copies[node], info(copies[node]).but(turn=turn))
+            set_info(copies[node], info(copies[node]).replace(turn=turn))
             self.copies += 1
         return copies[node]
 
 
 def _made(node: fx.Node) -> NodeInfo:
-    return info(node).but(made_by="tile", copy_of=None)
+    return info(node).replace(made_by="tile", copy_of=None)

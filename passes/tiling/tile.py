@@ -380,7 +380,7 @@ def _sum_losses(program: Program) -> None:
             continue
         node.update_arg(3, _SUM)
         mean = results[0]
-        record = info(mean).but(made_by="tile")
+        record = info(mean).replace(made_by="tile")
         with program.graph.inserting_after(max(results.values())):
             total = results.get(1) or program.call(operator.getitem, (node, 1), record, name=f"{node.name}_total")
         with program.graph.inserting_after(max(total, mean)):

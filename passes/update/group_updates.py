@@ -46,7 +46,7 @@ def group_updates(program: Program, options: GroupOptions) -> dict[str, int]:
     output = program.output_node()
     for number, nodes in enumerate(groups):
         for node in nodes:
-            set_info(node, info(node).but(group=f"group{number}"))
+            set_info(node, info(node).replace(group=f"group{number}"))
             output.prepend(node)
     return {"groups": len(groups)}
 

@@ -55,7 +55,7 @@ def stored_shape(shape: tuple[int, ...], spec: ParamSpec) -> list[int]:
 def add_gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, like: fx.Node) -> fx.Node:
     """(cast ->) all_gather -> wait (-> slice) (-> permute): the whole parameter. `like` is its first user."""
     base = record_for(spec, phase, like)
-    layout = base.but(role=Role.LAYOUT)
+    layout = base.replace(role=Role.LAYOUT)
     slug = identifier_of(spec.name) + ("" if phase is Phase.FORWARD else "_again")
     order = stored_order(spec)
     node = cast_to(program, shard, spec.compute_dtype, layout, f"cast_{slug}")
@@ -67,10 +67,10 @@ def add_gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, 
     start = program.call(
         collectives.ALL_GATHER,
         (node, ranks, dim),
-        base.but(role=Role.GATHER, mesh_dim=dim, stream=f"comm:{dim}"),
+        base.replace(role=Role.GATHER, mesh_dim=dim, stream=f"comm:{dim}"),
         name=f"gather_{slug}",
     )
-    node = program.call(collectives.WAIT, (start,), base.but(role=Role.WAIT, mesh_dim=dim), name=f"whole_{slug}")
+    node = program.call(collectives.WAIT, (start,), base.replace(role=Role.WAIT, mesh_dim=dim), name=f"whole_{slug}")
     if spec.rows * ranks != spec.shape[0]:
         node = program.call(aten.slice.Tensor, (node, 0, 0, spec.shape[0]), layout, name=f"cut_{slug}")
     if order != sorted(order):

@@ -33,10 +33,10 @@ def keep_gathered(program: Program, options: KeepOptions) -> dict[str, int]:
     shards = program.input_nodes(InputRole.PARAMETER)
     for name, whole in kept.items():
         if not options.gathered_before:
-            items.append((Port(OutputRole.KEPT, name), whole))
+            items.append((Port(OutputRole.UNSHARDED, name), whole))
             continue
         record = NodeInfo(phase=Phase.FORWARD, param=name, made_by="keep_gathered")
-        held = program.add_input(Port(InputRole.KEPT, name), tensor(whole), record, name=whole.name)
+        held = program.add_input(Port(InputRole.UNSHARDED, name), tensor(whole), record, name=whole.name)
         whole.replace_all_uses_with(held)
         node = whole
         while node is not shards[name]:

@@ -92,7 +92,7 @@ def _accumulate(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeIn
     slug = identifier_of(spec.name)
     with program.fake_mode:
         fake = torch.empty_strided(spec.shape, tensor(grad).stride(), dtype=spec.grad_dtype, device=tensor(grad).device)
-    mine = record.but(role=Role.ACCUMULATE)
+    mine = record.replace(role=Role.ACCUMULATE)
     node = program.add_input(Port(InputRole.ACCUMULATOR, spec.name), fake, mine, name=f"accumulated_{slug}")
     scale = program.input_nodes(InputRole.SCALE).get("loss_scale")
     if scale is not None:
@@ -103,7 +103,7 @@ def _accumulate(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeIn
 
 def _leave(program: Program, node: fx.Node, spec: ParamSpec, record: NodeInfo) -> fx.Node:
     """(cast ->) (/ loss scale): a gradient as it leaves the program."""
-    layout, slug = record.but(role=Role.LAYOUT), identifier_of(spec.name)
+    layout, slug = record.replace(role=Role.LAYOUT), identifier_of(spec.name)
     node = cast_to(program, node, spec.grad_dtype, layout, f"kept_grad_{slug}")
     scale = program.input_nodes(InputRole.SCALE).get("loss_scale")
     if scale is not None:
@@ -114,7 +114,7 @@ def _leave(program: Program, node: fx.Node, spec: ParamSpec, record: NodeInfo) -
 def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) -> tuple[fx.Node, list[fx.Node], int]:
     """(the reduced gradient, the starts of its collectives, 1 if it is scattered)."""
     slug = identifier_of(spec.name)
-    layout = record.but(role=Role.LAYOUT)
+    layout = record.replace(role=Role.LAYOUT)
     order = stored_order(spec)
     node = grad
     starts: list[fx.Node] = []
@@ -135,7 +135,7 @@ def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) 
     scatter = 0
     for dim in dims:
         ranks = program.mesh[dim]
-        here = record.but(role=Role.REDUCE, mesh_dim=dim, stream=f"comm:{dim}")
+        here = record.replace(role=Role.REDUCE, mesh_dim=dim, stream=f"comm:{dim}")
         if dim == spec.shard_dim:
             missing = spec.rows * ranks - spec.shape[0]
             if missing:
@@ -148,7 +148,9 @@ def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) 
         else:
             node = program.call(collectives.ALL_REDUCE, (node, "avg", dim), here, name=f"reduce_grad_{slug}")
         starts.append(node)
-        node = program.call(collectives.WAIT, (node,), record.but(role=Role.WAIT, mesh_dim=dim), name=f"grad_{slug}")
+        node = program.call(
+            collectives.WAIT, (node,), record.replace(role=Role.WAIT, mesh_dim=dim), name=f"grad_{slug}"
+        )
     if order != sorted(order):
         node = program.call(aten.permute.default, (node, inverse_of(order)), layout, name=f"unpacked_grad_{slug}")
     return node, starts, scatter

@@ -35,7 +35,7 @@ def release(program: Program) -> dict[str, int]:
             program.call(
                 ops.RELEASE,
                 (node,),
-                info(node).but(role=Role.RELEASE, phase=info(users[-1]).phase, made_by="release"),
+                info(node).replace(role=Role.RELEASE, phase=info(users[-1]).phase, made_by="release"),
                 name=f"release_{node.name}",
             )
         released += 1

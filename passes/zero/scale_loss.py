@@ -48,7 +48,10 @@ def scale_loss(program: Program) -> dict[str, int]:
         if port.role is OutputRole.GRADIENT and port.of is not InputRole.PARAMETER:  # (parameters: reduce_gradients)
             with program.graph.inserting_before(program.output_node()):
                 node = program.call(
-                    aten.div.Tensor, (node, scale), info(node).but(made_by="scale_loss"), name=f"unscaled_{node.name}"
+                    aten.div.Tensor,
+                    (node, scale),
+                    info(node).replace(made_by="scale_loss"),
+                    name=f"unscaled_{node.name}",
                 )
         items.append((port, node))
     program.set_outputs(items)

@@ -57,7 +57,7 @@ def shard_parameters(program: Program) -> dict[str, int]:
             if spec.shard_dim is None:
                 base = record_for(spec, phase, users[0])
                 whole = cast_to(
-                    program, node, spec.compute_dtype, base.but(role=Role.LAYOUT), f"cast_{identifier_of(name)}"
+                    program, node, spec.compute_dtype, base.replace(role=Role.LAYOUT), f"cast_{identifier_of(name)}"
                 )
             else:
                 whole = add_gather(program, node, spec, phase, like=users[0])
@@ -77,4 +77,4 @@ def _enter(program: Program, node: fx.Node, spec: ParamSpec) -> None:
         else:
             held = torch.empty(stored_shape(spec.shard_shape, spec), dtype=spec.dtype, device=device)
             node.meta["val"] = held.permute(inverse_of(stored_order(spec)))
-    set_info(node, info(node).but(param=spec.name))
+    set_info(node, info(node).replace(param=spec.name))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zgraph.api.deferred import Undivided
+from zgraph.api.deferred import DeferredDivision
 from zgraph.api.handle import attach, started
 from zgraph.build.pass_pipeline import refuse_unmatched
 from zgraph.build.planned_step import Inputs, device_of, split_inputs
@@ -33,7 +33,7 @@ from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.compiled_models import free_dropped_models, is_compiled
 from zgraph.runtime.rank import RankContext, agreed_costs, opened_tiers
 from zgraph.runtime.runtime import Runtime
-from zgraph.stages.partition_model import Uncut
+from zgraph.stages.partition_model import DeferredPipeline
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import compile_first
 from zgraph.update.groups import members_of, refuse_complex_clipping
@@ -123,7 +123,7 @@ def compile(
         raise overflow_error(too_large or ["(of another rank)"])
     if sizes.get(STAGE_DIM, 1) > 1 or sizes.get(TENSOR_DIM, 1) > 1:
         assert mesh is not None
-        made = Uncut if sizes.get(STAGE_DIM, 1) > 1 else Undivided
+        made = DeferredPipeline if sizes.get(STAGE_DIM, 1) > 1 else DeferredDivision
         uncut = made(model, forward, plan, sizes, mesh, specs, device, agreement, seed, loss_fn)
         first = started(uncut.runtime(*split_inputs(inputs))) if inputs is not None else uncut
         attach(model, first, loss_fn)  # (where that was refused the model is as it was)

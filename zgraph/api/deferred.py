@@ -15,11 +15,11 @@ from zgraph.program.program import ParamSpec
 from zgraph.runtime.rank import RankContext, agreed_costs, opened_tiers
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.train_step import in_order
-from zgraph.stages.partition_model import Uncut, as_in_training
+from zgraph.stages.partition_model import DeferredPipeline, as_in_training
 
 
-class Undivided(Uncut):
-    """Likewise to `Uncut`, for a plan without a pipeline."""
+class DeferredDivision(DeferredPipeline):
+    """Likewise to `DeferredPipeline`, for a plan without a pipeline."""
 
     def runtime(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
         """Capture the model by a call with these arguments and put this rank's parts of its parameters in their places. All ranks must

@@ -37,7 +37,7 @@ from zgraph.runtime.compiled_models import Compiled, remember
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import Timings
 from zgraph.runtime.train_step import train_step
-from zgraph.stages.partition_model import Uncut, made_again
+from zgraph.stages.partition_model import DeferredPipeline, made_again
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import forward_only, refuse_gradients
 from zgraph.stages.step import train_step as train_step_in_stages
@@ -63,7 +63,7 @@ _METHODS = (
 class Handle(Compiled):
     """What is known of a compiled module, and what can be asked of it: `model.zgraph`."""
 
-    def __init__(self, runtime: Runtime | Uncut, loss_fn: Callable[..., Any] | None = None) -> None:
+    def __init__(self, runtime: Runtime | DeferredPipeline, loss_fn: Callable[..., Any] | None = None) -> None:
         self._runtime = runtime
         self.loss_fn = loss_fn
         self.forward: Forward  # (set by `attach`)
@@ -71,7 +71,7 @@ class Handle(Compiled):
     @property
     def runtime(self) -> Runtime:
         """What runs it. Raises `StepError` for a model in stages, or with divided weights, that was not called yet: how is not known."""
-        if isinstance(self._runtime, Uncut):
+        if isinstance(self._runtime, DeferredPipeline):
             staged = self._runtime.staged
             raise StepError(
                 "the model is not cut into stages yet" if staged else "the model's weights are not divided yet",
@@ -93,14 +93,14 @@ class Handle(Compiled):
         return saver
 
     @property
-    def uncut(self) -> Uncut | None:
+    def uncut(self) -> DeferredPipeline | None:
         """What a model in stages, or with divided weights, is before its first call; None for every other."""
-        return self._runtime if isinstance(self._runtime, Uncut) else None
+        return self._runtime if isinstance(self._runtime, DeferredPipeline) else None
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
         """The run time; a model in stages or with divided weights is cut now if it was not, for a call with these arguments. All ranks must
         call it."""
-        if isinstance(self._runtime, Uncut):
+        if isinstance(self._runtime, DeferredPipeline):
             self._runtime = started(self._runtime.runtime(args, kwargs))
         return self._runtime
 
@@ -440,7 +440,7 @@ def started(runtime: Runtime) -> Runtime:
     return runtime
 
 
-def attach(module: nn.Module, runtime: Runtime | Uncut, loss_fn: Callable[..., Any] | None = None) -> Handle:
+def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Callable[..., Any] | None = None) -> Handle:
     """Let the module's own `forward` run compiled. Its class and its parameters' names stay."""
     handle = Handle(runtime, loss_fn)
 

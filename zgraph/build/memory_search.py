@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from zgraph.build.pass_pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant, build
+from zgraph.build.pass_pipeline import EVERY_PASS, PLAIN, MemoryDecision, PassFilter, Variant, build
 from zgraph.build.recipe import to_recipe
 from zgraph.codegen import cpu_gemm
 from zgraph.errors import PlanError
@@ -35,9 +35,9 @@ from zgraph.units import shown_bytes
 
 TURNS = 10  # of the search for the bytes that activations may take
 BELOW = 4  # steps below what segments seem to need
-WORTH = 0.01  # of a step: so much waiting is worth a search
+MIN_GAIN = 0.01  # of a step: so much waiting is worth a search
 CLOSE = 0.0002  # of a step: so much less computed again is worth a look
-LEAST = Choice(room=0, spare=0, reduce=0)
+LEAST_MEMORY = MemoryDecision(room=0, spare=0, reduce=0)
 
 
 def run_passes(
@@ -47,20 +47,22 @@ def run_passes(
     variant: Variant = PLAIN,
     *,
     training: bool = True,
-    outsides: Outsides | None = None,
-    choice: Choice | None = None,
-    edit: Edit = EVERYTHING,
-) -> tuple[History, Choice]:
+    residents: ResidentMemoryByShare | None = None,
+    choice: MemoryDecision | None = None,
+    pass_filter: PassFilter = EVERY_PASS,
+) -> tuple[History, MemoryDecision]:
     """The plan's pipeline over a captured program, which is changed; and what was decided. `outsides` are what lives besides
     it. With a `choice` (another variant's: both must save the same values) nothing is decided again. An `edit` leaves passes out.
 
     Raises `PlanError` with the smallest budget that works if the plan's does not.
     """
-    outsides = outsides or Outsides()
+    residents = residents or ResidentMemoryByShare()
     if plan.memory_budget is None:
-        captured.params = with_gradients_in(outsides.at(None).homes, captured.params)
-        return by_choice(captured, plan, costs, variant, Choice(), training=training, edit=edit), Choice()
-    search = Search(captured, plan, costs, variant, training, outsides, edit)
+        captured.params = with_gradients_in(residents.at(None).homes, captured.params)
+        return by_choice(
+            captured, plan, costs, variant, MemoryDecision(), training=training, pass_filter=pass_filter
+        ), MemoryDecision()
+    search = Search(captured, plan, costs, variant, training, residents, pass_filter)
     return search.run() if choice is None else search.follow(choice)
 
 
@@ -69,20 +71,20 @@ def by_choice(
     plan: Plan,
     costs: Costs,
     variant: Variant,
-    choice: Choice,
+    choice: MemoryDecision,
     *,
     training: bool,
-    edit: Edit = EVERYTHING,
+    pass_filter: PassFilter = EVERY_PASS,
     solver: Solver | None = None,
 ) -> History:
     """The plan's pipeline over a captured program, which is changed, as was decided already. `solver`: see `build`."""
-    passes = build(plan, variant, training=training, costs=costs, choice=choice, solver=solver, edit=edit)
-    recipe = to_recipe(plan, costs, variant, training, choice, edit)
-    return PassManager(edit.cut(passes), verify=edit.verified, recipe=recipe).run(captured)
+    passes = build(plan, variant, training=training, costs=costs, choice=choice, solver=solver, pass_filter=pass_filter)
+    recipe = to_recipe(plan, costs, variant, training, choice, pass_filter)
+    return PassManager(pass_filter.cut(passes), verify=pass_filter.verified, recipe=recipe).run(captured)
 
 
 @dataclass(frozen=True)
-class Outside:
+class ResidentMemory:
     """What there is besides forward and backward: bytes `held` all the time, `waiting` of them gradients between micro-batches, all
     bytes at the peak of the `update`, and the seconds that it takes, `late` beside the next step or between two. `homes` are the tiers
     that gradients go to, by their parameters' names."""
@@ -99,16 +101,18 @@ class Outside:
         return max(seconds, self.seconds) if self.late else seconds + self.seconds
 
 
-class Outsides:
-    """The `Outside` for each of the `shares` of the optimizer's states that may be offloaded, made when it is asked for."""
+class ResidentMemoryByShare:
+    """The `ResidentMemory` for each of the `shares` of the optimizer's states that may be offloaded, made when it is asked for."""
 
     def __init__(
-        self, shares: tuple[float, ...] = (0.0,), make: Callable[[float], Outside] = lambda share: Outside()
+        self,
+        shares: tuple[float, ...] = (0.0,),
+        make: Callable[[float], ResidentMemory] = lambda share: ResidentMemory(),
     ) -> None:
         self.shares = shares
         self._made = functools.cache(make)
 
-    def at(self, share: float | None) -> Outside:
+    def at(self, share: float | None) -> ResidentMemory:
         """That for a share, by default the first."""
         return self._made(self.shares[0] if share is None else share)
 
@@ -117,17 +121,17 @@ class Outsides:
 class Outcome:
     """What a program takes by a `choice`: bytes at the `peak` of all that it is part of, and its seconds."""
 
-    choice: Choice
+    choice: MemoryDecision
     peak: int
     seconds: float
     forecast: Forecast
 
 
 @dataclass(frozen=True, eq=False)
-class Decision:
+class SearchResult:
     """What a search has chosen, how any variant is made by it, and what is said of it."""
 
-    choice: Choice
+    choice: MemoryDecision
     search: Search
     remark: Remark | None = None
 
@@ -158,8 +162,8 @@ class Search:
         costs: Costs,
         variant: Variant,
         training: bool,
-        outsides: Outsides,
-        edit: Edit,
+        residents: ResidentMemoryByShare,
+        pass_filter: PassFilter,
     ) -> None:
         assert plan.memory_budget is not None
         self.captured = captured
@@ -167,24 +171,24 @@ class Search:
         self.costs = costs
         self.variant = variant
         self.training = training
-        self.outsides = outsides
-        self.edit = edit
+        self.residents = residents
+        self.pass_filter = pass_filter
         self.offloads = training and plan.offload.tier("activations") is not None
-        self.least = LEAST.but(away=0) if self.offloads else LEAST
+        self.least = LEAST_MEMORY.replace(away=0) if self.offloads else LEAST_MEMORY
         self.budget: int = plan.memory_budget
-        passes = self._passes(LEAST)
+        passes = self._passes(LEAST_MEMORY)
         self.cut = [p.name for p in passes].index("shard_parameters")
-        self.start = self._run(passes[: self.cut], captured.snapshot(), LEAST)  # what all choices have in common
+        self.start = self._run(passes[: self.cut], captured.snapshot(), LEAST_MEMORY)  # what all choices have in common
         self.idle = idle_bytes(captured)
         if plan.backend == "inductor":
             self.idle += cpu_gemm.scratch(captured)
-        self.share = outsides.shares[0]
-        self.tried: dict[Choice, Outcome] = {}
-        self.simulated: dict[Choice, tuple[Forecast, int, int]] = {}
+        self.share = residents.shares[0]
+        self.tried: dict[MemoryDecision, Outcome] = {}
+        self.simulated: dict[MemoryDecision, tuple[Forecast, int, int]] = {}
 
-    def run(self) -> tuple[History, Choice]:
+    def run(self) -> tuple[History, MemoryDecision]:
         best, missed = self._best_of_all()
-        made = Decision(best.choice.but(states=self.share), self, missed)
+        made = SearchResult(best.choice.replace(states=self.share), self, missed)
         return made.history(self.variant), made.choice
 
     def _best_of_all(self) -> tuple[Outcome, Remark | None]:
@@ -192,7 +196,7 @@ class Search:
         done for activations. Raises `PlanError` where none fits."""
         found: list[tuple[float, float, Outcome, Remark | None]] = []
         refused: list[PlanError] = []
-        for share in self.outsides.shares:
+        for share in self.residents.shares:
             least = min((f.seconds for f, _, _ in self.simulated.values()), default=0.0)
             if any(outcome.seconds <= least for _, _, outcome, _ in found):
                 break  # (no step is faster, and the update hardly)
@@ -216,8 +220,8 @@ class Search:
         self.share, self.tried = share, {}
 
     @property
-    def outside(self) -> Outside:
-        return self.outsides.at(self.share)
+    def outside(self) -> ResidentMemory:
+        return self.residents.at(self.share)
 
     def _best(self) -> tuple[Outcome, Remark | None]:
         """The fastest for one share. Raises `PlanError` where none fits."""
@@ -227,12 +231,12 @@ class Search:
         found = [base]
         for n in (1, 2, 4):
             spare = max(self.budget - base.peak - layer * n, 0)
-            found += self._fitted(base.choice.but(room=layer * n // 2, spare=spare, reduce=layer * n))
+            found += self._fitted(base.choice.replace(room=layer * n // 2, spare=spare, reduce=layer * n))
         best = min(found, key=lambda o: (o.seconds, o.peak))
         ways = [self._keep(outcome) for outcome in dict.fromkeys((best, base, *self._with_room(base)))]
         return min(ways, key=lambda way: (way[0].seconds, way[0].peak))
 
-    def follow(self, choice: Choice) -> tuple[History, Choice]:
+    def follow(self, choice: MemoryDecision) -> tuple[History, MemoryDecision]:
         """Another variant's decisions. Raises `PlanError` if it does not fit with them."""
         if choice.states is not None:
             self._turn_to(choice.states)
@@ -241,7 +245,7 @@ class Search:
             raise self._refusal(outcome, f"{self.captured.name} with the gradients and weights of other micro-batches")
         return self.history(choice), choice
 
-    def history(self, choice: Choice, variant: Variant | None = None) -> History:
+    def history(self, choice: MemoryDecision, variant: Variant | None = None) -> History:
         """All passes, verified, by a choice; of another variant if one is given."""
         return by_choice(
             self._snapshot(self.captured, choice),
@@ -250,12 +254,12 @@ class Search:
             self.variant if variant is None else variant,
             choice,
             training=self.training,
-            edit=self.edit,
+            pass_filter=self.pass_filter,
             solver=self._solver if choice.activations is not None else None,
         )
 
     # -- trying -----------------------------------------------------------------------------------------------------------
-    def _passes(self, choice: Choice, variant: Variant | None = None) -> list[Pass]:
+    def _passes(self, choice: MemoryDecision, variant: Variant | None = None) -> list[Pass]:
         solver = self._solver if choice.activations is not None else None
         return build(
             self.plan,
@@ -264,17 +268,17 @@ class Search:
             costs=self.costs,
             choice=choice,
             solver=solver,
-            edit=self.edit,
+            pass_filter=self.pass_filter,
         )
 
-    def _try(self, choice: Choice) -> Outcome:
+    def _try(self, choice: MemoryDecision) -> Outcome:
         # (programs of all shares are the same as long as no gradient goes)
-        choice = choice.but(waiting=self.waiting, states=self.share if self.outside.homes else None)
+        choice = choice.replace(waiting=self.waiting, states=self.share if self.outside.homes else None)
         if choice not in self.tried:
             self.tried[choice] = self._weighed(choice)
         return self.tried[choice]
 
-    def _weighed(self, choice: Choice) -> Outcome:
+    def _weighed(self, choice: MemoryDecision) -> Outcome:
         if choice not in self.simulated:
             program = self._after_cut(choice)
             with self._failures_of(choice):
@@ -286,21 +290,21 @@ class Search:
         peak = max(peak + max(self.outside.held - came, 0) + self.idle, self.outside.update)
         return Outcome(choice, peak, found.seconds, found)
 
-    def _after_cut(self, choice: Choice, until: int | None = None, variant: Variant | None = None) -> Program:
+    def _after_cut(self, choice: MemoryDecision, until: int | None = None, variant: Variant | None = None) -> Program:
         return self._run(self._passes(choice, variant)[self.cut : until], self._snapshot(self.start, choice), choice)
 
-    def _snapshot(self, program: Program, choice: Choice) -> Program:
+    def _snapshot(self, program: Program, choice: MemoryDecision) -> Program:
         """A copy in which gradients lie where the share of the states says."""
         made = program.snapshot()
-        made.params = with_gradients_in(self.outsides.at(choice.states).homes, made.params)
+        made.params = with_gradients_in(self.residents.at(choice.states).homes, made.params)
         return made
 
-    def _run(self, passes: list[Pass], program: Program, choice: Choice) -> Program:
+    def _run(self, passes: list[Pass], program: Program, choice: MemoryDecision) -> Program:
         with self._failures_of(choice):
             return PassManager(passes, verify=False, snapshots=False).run(program).program
 
     @contextlib.contextmanager
-    def _failures_of(self, choice: Choice) -> Iterator[None]:
+    def _failures_of(self, choice: MemoryDecision) -> Iterator[None]:
         """Without snapshots and the verifier a search is fast, but what fails leaves no reproducer: it is run again with both."""
         try:
             yield
@@ -320,20 +324,20 @@ class Search:
         if not self.offloads:
             return self._recompute(plain)
         found: list[Outcome] = []
-        every = self._try(LEAST)
+        every = self._try(LEAST_MEMORY)
         if every.peak <= self.budget:
             total = sum(plain.forecast.peak.values())
-            self._bisect(2**TURNS, lambda stays: LEAST.but(away=total - total * stays // 2**TURNS))
+            self._bisect(2**TURNS, lambda stays: LEAST_MEMORY.replace(away=total - total * stays // 2**TURNS))
             found += [o for o in self.tried.values() if o.peak <= self.budget]
         for away in (0, plain.forecast.peak.get("activations", 0) // 2, None) if self.plan.recompute == "auto" else ():
             with contextlib.suppress(PlanError):
-                found.append(self._recompute(every, LEAST.but(away=away)))
+                found.append(self._recompute(every, LEAST_MEMORY.replace(away=away)))
         if not found:
             smallest = min(self.tried.values(), key=lambda o: o.peak)
             raise self._refusal(smallest, f"{self.captured.name}, with all offloaded or computed again that can be")
         return min(found, key=lambda o: (o.seconds, sum(o.forecast.moved.values()), o.peak))
 
-    def _recompute(self, plain: Outcome, least: Choice = LEAST) -> Outcome:
+    def _recompute(self, plain: Outcome, least: MemoryDecision = LEAST_MEMORY) -> Outcome:
         """The least that must be computed again, near enough. What is tried next depends on the budget only by what fitted: so one
         that has more room has tried all that a smaller one found. Raises `PlanError` where the smallest is too much."""
         if self.plan.recompute != "auto" or not self.training:
@@ -342,7 +346,7 @@ class Search:
         sizes = solver.sizes
 
         def outcome(at: int) -> Outcome:
-            return self._try(least.but(activations=sizes[at]))
+            return self._try(least.replace(activations=sizes[at]))
 
         def seconds(at: int) -> float:
             return solver.seconds(sizes[min(at, len(sizes) - 1)])
@@ -368,16 +372,16 @@ class Search:
     def _with_room(self, base: Outcome) -> list[Outcome]:
         """Where a step waits for gathers: more is computed again than must be, so that weights can be kept instead."""
         used = base.choice.activations
-        if used is None or base.forecast.exposed.get("gather", 0.0) < WORTH * base.seconds:
+        if used is None or base.forecast.exposed.get("gather", 0.0) < MIN_GAIN * base.seconds:
             return []
         least = self._solver.least()
-        return [self._try(base.choice.but(activations=at)) for at in sorted({least, (least + used) // 2} - {used})]
+        return [self._try(base.choice.replace(activations=at)) for at in sorted({least, (least + used) // 2} - {used})]
 
-    def _fitted(self, choice: Choice) -> list[Outcome]:
+    def _fitted(self, choice: MemoryDecision) -> list[Outcome]:
         """The outcome of a choice, with fewer bytes for activations if it needs them for transfers; none if it does not fit."""
         outcome = self._try(choice)
         if outcome.peak > self.budget and choice.activations is not None:
-            outcome = self._try(choice.but(activations=choice.activations - (outcome.peak - self.budget)))
+            outcome = self._try(choice.replace(activations=choice.activations - (outcome.peak - self.budget)))
         return [outcome] if outcome.peak <= self.budget else []
 
     def _refusal(self, outcome: Outcome, what: str) -> PlanError:
@@ -424,13 +428,13 @@ class Search:
         does not."""
         ranked = self._candidates(base.choice)
         order = [name for _, name in ranked]
-        some = self._bisect(len(order), lambda n: base.choice.but(keep=frozenset(order[:n])))
-        best = self._try(base.choice.but(keep=frozenset(order[:some])))
+        some = self._bisect(len(order), lambda n: base.choice.replace(keep=frozenset(order[:n])))
+        best = self._try(base.choice.replace(keep=frozenset(order[:some])))
         if best.seconds > base.seconds:
             best, some = base, 0
         if some == len(order):
             return best, None
-        more = self._try(base.choice.but(keep=frozenset(order[: some + 1]))).peak
+        more = self._try(base.choice.replace(keep=frozenset(order[: some + 1]))).peak
         return best, Remark(
             "regather",
             order[some],
@@ -440,7 +444,7 @@ class Search:
             f"memory_budget={more} has room for the first of them",
         )
 
-    def _bisect(self, most: int, choice: Callable[[int], Choice]) -> int:
+    def _bisect(self, most: int, choice: Callable[[int], MemoryDecision]) -> int:
         """The largest number up to `most` of which the choice fits; 0 is known to."""
         low, high = 0, most
         while low < high:
@@ -449,7 +453,7 @@ class Search:
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def _candidates(self, choice: Choice) -> list[tuple[float, str]]:
+    def _candidates(self, choice: MemoryDecision) -> list[tuple[float, str]]:
         """The weights that both phases gather, with the seconds of the second gather: most per byte first, then those whose uses
         are closest."""
         names = [p.name for p in self._passes(choice)]

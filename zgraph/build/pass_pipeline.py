@@ -61,7 +61,7 @@ PLAIN = Variant()  # a step of one micro-batch
 
 
 @dataclass(frozen=True)
-class Choice:
+class MemoryDecision:
     """What is decided under a memory budget: bytes of gathered weights beyond what is needed at once, those by which they may
     raise the peak, those of gradients that wait (None: as the plan says), the weights that are held from the forward to
     the backward, the bytes that activations may take (None: all are kept that the plan does not say otherwise of), those of
@@ -77,12 +77,12 @@ class Choice:
     states: float | None = None
     waiting: int = 0
 
-    def but(self, **changes: Any) -> Choice:
+    def replace(self, **changes: Any) -> MemoryDecision:
         return replace(self, **changes)
 
 
 @dataclass(frozen=True)
-class Edit:
+class PassFilter:
     """Passes that are left out of a pipeline, and the one it ends after, for someone who looks for what a pass does; and whether the
     verifier looks at what each leaves."""
 
@@ -107,7 +107,7 @@ class Edit:
         return [p for p in passes if p.name not in self.without]
 
 
-EVERYTHING = Edit()
+EVERY_PASS = PassFilter()
 
 
 def costs_of(plan: Plan, device: torch.device | None = None) -> Costs:
@@ -129,9 +129,9 @@ def build(
     *,
     training: bool = True,
     costs: Costs | None = None,
-    choice: Choice = Choice(),
+    choice: MemoryDecision = MemoryDecision(),
     solver: Solver | None = None,
-    edit: Edit = EVERYTHING,
+    pass_filter: PassFilter = EVERY_PASS,
 ) -> list[Pass]:
     """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there, `PassError` for one to leave out that is not.
 
@@ -202,10 +202,10 @@ def build(
         passes.append(offload(OffloadOptions(tier, choice.away, away.least_bytes, away.staging_bytes, costs)))
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
-    return edit.kept(passes)
+    return pass_filter.kept(passes)
 
 
-def _checkpointing(plan: Plan, costs: Costs, choice: Choice, solver: Solver | None) -> list[Pass]:
+def _checkpointing(plan: Plan, costs: Costs, choice: MemoryDecision, solver: Solver | None) -> list[Pass]:
     """What is computed again besides cheap values: what the model and the plan say, or what the budget needs."""
     asked = plan.recompute
     if isinstance(asked, tuple):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.build.pass_pipeline import EVERYTHING, Edit, costs_of, refuse_unmatched
+from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, costs_of, refuse_unmatched
 from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import StepProgram
-from zgraph.build.update_program import outside_of, whole_update
+from zgraph.build.update_program import resident_of, whole_update
 from zgraph.capture.capture import trace
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.forwards import unbound
@@ -68,7 +68,7 @@ def planned_step(
     inputs: Inputs,
     world: int,
     costs: Costs | None = None,
-    edit: Edit = EVERYTHING,
+    pass_filter: PassFilter = EVERY_PASS,
     captured: Program | None = None,
 ) -> PlannedStep:
     """What `programs` makes, and the update that belongs to it. `inputs` are those of a micro-batch. An `edit` leaves passes out of the
@@ -83,8 +83,8 @@ def planned_step(
     specs = {
         n: replace(s, requires_grad=n in reached) for n, s in captured.params.items()
     }  # (what has no gradient is not updated)
-    outsides = outside_of(model, specs, plan, sizes, device, costs)
-    step = StepProgram(captured.name, captured, plan, {}, costs, outsides, lambda program: None, edit)
+    residents = resident_of(model, specs, plan, sizes, device, costs)
+    step = StepProgram(captured.name, captured, plan, {}, costs, residents, lambda program: None, pass_filter)
 
     def update() -> History | None:
         step.history()

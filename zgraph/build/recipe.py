@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from zgraph.build.pass_pipeline import Choice, Edit, Variant, build, build_update_passes
+from zgraph.build.pass_pipeline import MemoryDecision, PassFilter, Variant, build, build_update_passes
 from zgraph.passes import Pass
 from zgraph.passes.analysis.costs import Costs, Hardware
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
 
 
-def to_recipe(plan: Plan, costs: Costs, variant: Variant, training: bool, choice: Choice, edit: Edit) -> dict[str, Any]:
+def to_recipe(
+    plan: Plan, costs: Costs, variant: Variant, training: bool, choice: MemoryDecision, pass_filter: PassFilter
+) -> dict[str, Any]:
     """What `build` was given for a step's pipeline, as JSON."""
     return {
         "plan": plan.model_dump(mode="json"),
@@ -21,7 +23,7 @@ def to_recipe(plan: Plan, costs: Costs, variant: Variant, training: bool, choice
         "variant": asdict(variant),
         "training": training,
         "choice": asdict(choice) | {"keep": sorted(choice.keep)},
-        "without": sorted(edit.without),
+        "without": sorted(pass_filter.without),
     }
 
 
@@ -37,12 +39,12 @@ def passes_of(recipe: dict[str, Any]) -> list[Pass]:
     plan = Plan.model_validate(recipe["plan"])
     if "first" in recipe:
         return build_update_passes(plan, tuple(recipe["first"]))
-    choice = Choice(**{**recipe["choice"], "keep": frozenset(recipe["choice"]["keep"])})
+    choice = MemoryDecision(**{**recipe["choice"], "keep": frozenset(recipe["choice"]["keep"])})
     return build(
         plan,
         Variant(**recipe["variant"]),
         training=recipe["training"],
         costs=Costs(Hardware.model_validate(recipe["hardware"]), fused=plan.backend == "inductor"),
         choice=choice,
-        edit=Edit(frozenset(recipe["without"])),
+        pass_filter=PassFilter(frozenset(recipe["without"])),
     )

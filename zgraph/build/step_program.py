@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zgraph.build.memory_search import Decision, Outside, Outsides, run_passes
-from zgraph.build.pass_pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant
+from zgraph.build.memory_search import ResidentMemory, ResidentMemoryByShare, SearchResult, run_passes
+from zgraph.build.pass_pipeline import EVERY_PASS, PLAIN, MemoryDecision, PassFilter, Variant
 from zgraph.capture.cache_key import batch_size
 from zgraph.capture.capture import Trace, trace
 from zgraph.capture.storages import Sharing
@@ -73,24 +73,24 @@ class StepProgram:
         plan: Plan,
         groups: dict[str, str],
         costs: Costs,
-        outsides: Outsides,
+        residents: ResidentMemoryByShare,
         agree: Callable[[Program], None],
-        edit: Edit = EVERYTHING,
-        decide: Callable[[], Decision] | None = None,
+        pass_filter: PassFilter = EVERY_PASS,
+        decide: Callable[[], SearchResult] | None = None,
     ) -> None:
         self.name = name
         self.agree = agree
         self.decide = decide
-        self.edit = edit
+        self.pass_filter = pass_filter
         self.captured = captured
         self.plan = plan
         self.groups = groups
         self.costs = costs
-        self.outsides = outsides
+        self.residents = residents
         self.random = any(is_random(n) for n in captured.graph.nodes)
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
-        self._choice: Choice | None = None
+        self._choice: MemoryDecision | None = None
         self._parts: dict[tuple[Variant, bool], Parts] = {}
         self._ahead: list[Executable] | None = None
         self._forwards: dict[bool, Executable] = {}
@@ -107,7 +107,7 @@ class StepProgram:
     @property
     def keeps(self) -> bool:
         """Do whole weights outlive the program?"""
-        return any(p.role is OutputRole.KEPT for p in self.history().program.outputs)
+        return any(p.role is OutputRole.UNSHARDED for p in self.history().program.outputs)
 
     def history(self, variant: Variant = PLAIN) -> History:
         """The way of this program through the pipeline."""
@@ -123,14 +123,14 @@ class StepProgram:
                 self.costs,
                 variant,
                 training=self.differentiated,
-                outsides=self.outsides,
+                residents=self.residents,
                 choice=self._choice,
-                edit=self.edit,
+                pass_filter=self.pass_filter,
             )
         return self._histories[variant]
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> MemoryDecision | None:
         """What was decided under a memory budget. Of a stage it is decided now if need be; else None before the search."""
         return self.decide().choice if self.decide is not None else self._choice
 
@@ -140,9 +140,9 @@ class StepProgram:
         return self.choice.states if self.choice is not None else None
 
     @property
-    def outside(self) -> Outside:
+    def outside(self) -> ResidentMemory:
         """What a rank holds besides."""
-        found = self.outsides.at(self.states)
+        found = self.residents.at(self.states)
         return replace(found, held=found.held + idle_bytes(self.captured))
 
     def runs(self) -> list[tuple[str, Variant, int]]:
@@ -178,7 +178,7 @@ class StepProgram:
         read counts as well where a gathered copy of it was saved: a change is the same error at every ZeRO stage."""
         part = self.parts().backward
         ports = [] if part is None else part.inputs
-        weights = (InputRole.PARAMETER, InputRole.KEPT)
+        weights = (InputRole.PARAMETER, InputRole.UNSHARDED)
         others = (*weights, InputRole.TANGENT)
         return (
             frozenset(p.index for p in ports if p.index is not None and p.role not in others),
@@ -283,7 +283,7 @@ class Entry:
         plan: Plan,
         groups: dict[str, str],
         costs: Costs,
-        outsides: Outsides,
+        residents: ResidentMemoryByShare,
         device: torch.device,
         agree: Callable[[Program], None] = lambda program: None,
     ) -> None:
@@ -293,7 +293,7 @@ class Entry:
         self.plan = plan
         self.groups = groups
         self.costs = costs
-        self.outsides = outsides
+        self.residents = residents
         self.agree = agree
         self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device, plan.resolved_precision())
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
@@ -325,7 +325,7 @@ class Entry:
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
             captured = self.trace.joint(chosen, decompositions, name)
             self._programs[chosen] = StepProgram(
-                name, captured, self.plan, self.groups, self.costs, self.outsides, self.agree
+                name, captured, self.plan, self.groups, self.costs, self.residents, self.agree
             )
         return self._programs[chosen]
 

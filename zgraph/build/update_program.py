@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zgraph.build.memory_search import Outside, Outsides
+from zgraph.build.memory_search import ResidentMemory, ResidentMemoryByShare
 from zgraph.build.pass_pipeline import build_update_passes
 from zgraph.build.recipe import to_update_recipe
 from zgraph.passes import History, PassManager
@@ -85,7 +85,7 @@ def gradient_homes(plan: Plan, options: UpdateOptions, device: torch.device) -> 
     return {n: "cpu" for n, tier in options.homes.items() if plan.offload.gradients and tier in there}
 
 
-def outside_of(
+def resident_of(
     module: torch.nn.Module,
     specs: dict[str, ParamSpec],
     plan: Plan,
@@ -94,7 +94,7 @@ def outside_of(
     costs: Costs,
     shares: tuple[float, ...] | None = None,
     held: Held | None = None,
-) -> Outsides:
+) -> ResidentMemoryByShare:
     """What a rank holds besides what forward and backward take and make, by the share of the states that is offloaded (`shares`,
     by default `shares_of` the plan); where a budget lets the update bring states to the device, and in a pipeline, its own peak as well.
     `specs` are those of the whole model, `sizes` those of the mesh without stages; `held` is what a rank of a pipeline holds, None
@@ -102,7 +102,7 @@ def outside_of(
     whole, specs = specs, specs_here(specs, held)
     shares = shares or shares_of(plan)
 
-    def at(share: float) -> Outside:
+    def at(share: float) -> ResidentMemory:
         members, options = trained(module, whole, plan, share, held)
         size = sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name not in options.homes)
         homes = gradient_homes(plan, options, device)
@@ -111,14 +111,16 @@ def outside_of(
         late = (laid[m.name] for m in members if m.name in options.late() and laid[m.name].grad_home is None)
         size += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the step before)
         if plan.memory_budget is None or not members or (held is None and not plan.offload.tiers()):
-            return Outside(size + waiting, waiting, homes=homes)
+            return ResidentMemory(size + waiting, waiting, homes=homes)
         found = simulate(update_history(plan, members, specs, mesh_of(sizes, held), device, options).program, costs)
         if options.late():  # (what it brings to the device is there beside a step)
             kept = sum(found.peak.get(k, 0) for k in ("parameters", "gradients", "states"))
             size += sum(found.peak.values()) - kept
-        return Outside(size + waiting, waiting, sum(found.peak.values()), found.seconds, bool(options.late()), homes)
+        return ResidentMemory(
+            size + waiting, waiting, sum(found.peak.values()), found.seconds, bool(options.late()), homes
+        )
 
-    return Outsides(shares, at)
+    return ResidentMemoryByShare(shares, at)
 
 
 def whole_update(

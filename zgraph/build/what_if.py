@@ -12,7 +12,7 @@ from torch import nn
 from zgraph.build.memory_search import run_passes
 from zgraph.build.pass_pipeline import PLAIN
 from zgraph.build.resolve_offload import placed
-from zgraph.build.update_program import outside_of, whole_update
+from zgraph.build.update_program import resident_of, whole_update
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.errors import ZgraphError
 from zgraph.parameters.sharding import planned_layout
@@ -44,13 +44,13 @@ def step_by(plan: Plan, module: nn.Module, captured: Program, costs: Costs, devi
     program = captured.snapshot()
     program.params = {n: replace(specs[n], requires_grad=s.requires_grad) for n, s in captured.params.items()}
     costs = replace(costs, fused=plan.backend == "inductor")
-    outsides = outside_of(module, program.params, plan, captured.mesh, device, costs)
-    history, choice = run_passes(program, plan, costs, PLAIN, outsides=outsides)
+    residents = resident_of(module, program.params, plan, captured.mesh, device, costs)
+    history, choice = run_passes(program, plan, costs, PLAIN, residents=residents)
     update = whole_update(module, program.params, plan, captured.mesh, device, choice.states)
     late = plan.offload.late
     step = simulate_step(history.program, update.program if update is not None else None, costs, late)
     peaks = [sum(f.peak.values()) for f in step.programs]
-    peaks[0] += outsides.at(choice.states).held
+    peaks[0] += residents.at(choice.states).held
     return Taken(step.seconds, max(peaks))
 
 

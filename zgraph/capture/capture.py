@@ -648,7 +648,7 @@ def _own_gradient(program: Program, port: Port, node: fx.Node) -> fx.Node:
         return node
     with program.graph.inserting_before(program.output_node()):
         return program.call(
-            torch.ops.aten.clone.default, (node,), info(node).but(phase=Phase.BACKWARD), name=f"own_{node.name}"
+            torch.ops.aten.clone.default, (node,), info(node).replace(phase=Phase.BACKWARD), name=f"own_{node.name}"
         )
 
 

@@ -126,10 +126,10 @@ def dump(
 
     edited = None
     if stop_after is not None or disable:
-        from zgraph.build.pass_pipeline import Edit
+        from zgraph.build.pass_pipeline import PassFilter
 
-        edited = Edit(frozenset(disable or ()), stop_after)
-    found = look(target, plan, world, hardware, batch, edit=edited, stage=stage)
+        edited = PassFilter(frozenset(disable or ()), stop_after)
+    found = look(target, plan, world, hardware, batch, pass_filter=edited, stage=stage)
     if rank is not None and rank >= found.world:
         raise typer.BadParameter(
             f"there is no rank {rank} in a world of {found.world}: they are 0 to {found.world - 1}"

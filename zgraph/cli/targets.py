@@ -31,7 +31,7 @@ from zgraph.names import did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    from zgraph.build.pass_pipeline import Edit
+    from zgraph.build.pass_pipeline import PassFilter
     from zgraph.build.planned_step import Inputs
     from zgraph.forecast.stages import PipelineForecast
     from zgraph.inspection.inspection import Inspection, Way
@@ -97,7 +97,7 @@ def look(
     hardware: str | None = None,
     batch: str | None = None,
     *,
-    edit: Edit | None = None,
+    pass_filter: PassFilter | None = None,
     program: str | None = None,
     stage: int | None = None,
 ) -> Inspection:
@@ -113,7 +113,7 @@ def look(
             if value
         ]
         given += ["--stage"] if stage is not None else []
-        given += ["--stop-after or --disable"] if edit is not None else []
+        given += ["--stop-after or --disable"] if pass_filter is not None else []
         if given:
             raise TargetError(
                 f"a bundle takes no {', no '.join(given)}",
@@ -135,8 +135,12 @@ def look(
 
     with progress(f"compiling {text} for {ranks} ranks"):
         if not staged:
-            return assemble.of_model(target.model, the_plan, target.inputs, ranks, origin=text, edit=edit).only(program)
-        found = assemble.of_stage(target.model, the_plan, target.inputs, ranks, stage or 0, origin=text, edit=edit)
+            return assemble.of_model(
+                target.model, the_plan, target.inputs, ranks, origin=text, pass_filter=pass_filter
+            ).only(program)
+        found = assemble.of_stage(
+            target.model, the_plan, target.inputs, ranks, stage or 0, origin=text, pass_filter=pass_filter
+        )
     if stage is None:
         typer.echo(f"note: this is {found.origin}; --stage K shows another", err=True)
     return found.only(program)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zgraph.build.memory_search import Decision, Outside, Outsides
-from zgraph.build.pass_pipeline import EVERYTHING, Edit, costs_of
+from zgraph.build.memory_search import ResidentMemory, ResidentMemoryByShare, SearchResult
+from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, costs_of
 from zgraph.build.planned_step import Inputs, captured_program, placed_for
 from zgraph.build.step_program import StepProgram
-from zgraph.build.update_program import outside_of, whole_update
+from zgraph.build.update_program import resident_of, whole_update
 from zgraph.errors import PlanError
 from zgraph.passes import History
 from zgraph.passes.analysis.costs import Costs
@@ -45,7 +45,7 @@ class PlannedStages:
     partition: Partition
     stages: Stages
     held: tuple[Held, ...]
-    outsides: tuple[Outsides, ...]
+    residents: tuple[ResidentMemoryByShare, ...]
     steps: Sequence[StepProgram]
 
     @property
@@ -76,9 +76,9 @@ class PlannedStages:
         """The share of the optimizer's states that is offloaded there; None: as the plan says."""
         return self.steps[self.partition.schedule.stages_of(position)[0]].states
 
-    def outside(self, position: int) -> Outside:
+    def outside(self, position: int) -> ResidentMemory:
         """What that rank holds besides its programs."""
-        return self.outsides[position].at(self.share(position))
+        return self.residents[position].at(self.share(position))
 
     def update(self, position: int) -> History | None:
         """The update of the rank at this position of "pp"; None for a plan without an optimizer, and a model that does not train."""
@@ -95,7 +95,7 @@ def planned_stages(
     inputs: Inputs,
     world: int,
     costs: Costs | None = None,
-    edit: Edit = EVERYTHING,
+    pass_filter: PassFilter = EVERY_PASS,
     captured: Program | None = None,
 ) -> PlannedStages:
     """What a plan with a pipeline makes of `model` (not compiled, on any device, also meta; it is not changed) for `world` ranks.
@@ -117,23 +117,27 @@ def planned_stages(
     stages = cut(joint, parted)
     holders = parted.holders(stages)
     held = tuple(held_at(position, holders, ranks) for position in range(ranks))
-    outsides = tuple(outside_of(model, layout, plan, sizes, device, costs, held=h) for h in held)
+    residents = tuple(resident_of(model, layout, plan, sizes, device, costs, held=h) for h in held)
     steps: list[StepProgram] = []
-    made = PlannedStages(model, plan, world, sizes, device, costs, layout, joint, parted, stages, held, outsides, steps)
-    budgets = _Budgets(made, edit)
+    made = PlannedStages(
+        model, plan, world, sizes, device, costs, layout, joint, parted, stages, held, residents, steps
+    )
+    budgets = _Budgets(made, pass_filter)
     for stage, program in enumerate(stages.programs):
-        outside = outsides[parted.schedule.rank_of[stage]]
+        outside = residents[parted.schedule.rank_of[stage]]
         decide = functools.partial(budgets.decision, stage) if plan.memory_budget is not None else None
-        steps.append(StepProgram(program.name, program, plan, {}, costs, outside, lambda made: None, edit, decide))
+        steps.append(
+            StepProgram(program.name, program, plan, {}, costs, outside, lambda made: None, pass_filter, decide)
+        )
     return made
 
 
 class _Budgets:
     """The decisions of all ranks, made when one is first looked at. Raises `PlanError` if a rank can't hold the plan's budget."""
 
-    def __init__(self, made: PlannedStages, edit: Edit) -> None:
+    def __init__(self, made: PlannedStages, pass_filter: PassFilter) -> None:
         self.made = made
-        self.edit = edit
+        self.pass_filter = pass_filter
 
     @functools.cached_property
     def ranks(self) -> list[RankBudget]:
@@ -144,14 +148,14 @@ class _Budgets:
                 {s: made.stages.programs[s] for s in made.partition.schedule.stages_of(rank)},
                 made.plan,
                 made.costs,
-                made.outsides[rank],
+                made.residents[rank],
                 made.once,
-                self.edit,
+                self.pass_filter,
             )
             for rank in range(made.partition.schedule.ranks)
         ]
         refuse(made.plan, [rank.refusal for rank in found])
         return found
 
-    def decision(self, stage: int) -> Decision:
+    def decision(self, stage: int) -> SearchResult:
         return self.ranks[self.made.partition.schedule.rank_of[stage]].decision(stage)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from zgraph.build.planned_step import Inputs
 from zgraph.errors import SymbolicError
 
-LEAST = 2  # what is 1 broadcasts: operators and strides are others there
+MIN_SIZE = 2  # what is 1 broadcasts: operators and strides are others there
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,15 @@ class SizedInputs:
 
 def batches(given: int) -> list[int]:
     """Two batch sizes to fit a line through, and one more."""
-    first, step = max(given, LEAST), _step(given)
+    first, step = max(given, MIN_SIZE), _step(given)
     return [first, first + step, first + 2 * step]
 
 
 def lengths(given: int) -> list[int]:
     """Three sequence lengths to fit a parabola through, and one more."""
     step = _step(given)
-    if given - 3 * step < LEAST:
-        return [max(given, LEAST) + n * step for n in range(4)]
+    if given - 3 * step < MIN_SIZE:
+        return [max(given, MIN_SIZE) + n * step for n in range(4)]
     return [given - n * step for n in range(4)]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from zgraph.build.pass_pipeline import Choice, Variant, costs_of
+from zgraph.build.pass_pipeline import MemoryDecision, Variant, costs_of
 from zgraph.build.planned_step import Inputs, split_inputs
 from zgraph.forecast.pipeline_plan import PlannedStages, planned_stages
 from zgraph.passes.analysis.costs import Costs
@@ -249,8 +249,10 @@ class _Forecaster:
     def __init__(self, made: PlannedStages) -> None:
         self.made = made
         self.schedule = made.partition.schedule
-        kinds: dict[tuple[str, Choice], int] = {}
-        self.like = [kinds.setdefault((likeness(s), s.choice or Choice()), stage) for stage, s in enumerate(made.steps)]
+        kinds: dict[tuple[str, MemoryDecision], int] = {}
+        self.like = [
+            kinds.setdefault((likeness(s), s.choice or MemoryDecision()), stage) for stage, s in enumerate(made.steps)
+        ]
         simulated = {stage: SimulatedStage(made.steps[stage], made.costs, made.once) for stage in kinds.values()}
         self.stages = [simulated[like] for like in self.like]
         self.variants = dict(self._variants())

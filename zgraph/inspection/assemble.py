@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zgraph.build.pass_pipeline import EVERYTHING, PLAIN, Edit, Variant, costs_of
+from zgraph.build.pass_pipeline import EVERY_PASS, PLAIN, PassFilter, Variant, costs_of
 from zgraph.build.step_program import StepProgram
 from zgraph.inspection.inspection import EVALUATION, STEP, UPDATE, Inspection, Way
 from zgraph.inspection.snapshot import of_record
@@ -31,7 +31,7 @@ def of_model(
     world: int,
     *,
     origin: str = "",
-    edit: Edit | None = None,
+    pass_filter: PassFilter | None = None,
     captured: Program | None = None,
 ) -> Inspection:
     """What a plan makes of a model, for so many ranks, without any. `inputs` are a rank's batch, which is cut into the plan's
@@ -42,7 +42,7 @@ def of_model(
     plan, costs = plan.for_world(world), costs_of(plan)
     args, kwargs = first_part(plan, *split_inputs(inputs))
     part = kwargs if isinstance(inputs, dict) else args
-    made = planned_step(model, plan, part, world, costs, edit or EVERYTHING, captured)
+    made = planned_step(model, plan, part, world, costs, pass_filter or EVERY_PASS, captured)
     ways = _step_ways(made.step, costs, made.step.runs())
     update = made.update()
     ways += [_way(update, 0, costs)] if update is not None else []  # (it takes all states itself)
@@ -58,7 +58,7 @@ def of_stage(
     stage: int,
     *,
     origin: str = "",
-    edit: Edit | None = None,
+    pass_filter: PassFilter | None = None,
 ) -> Inspection:
     """What a plan with a pipeline makes of one stage of a model, and the update of the rank that has it. Its `world` are the ranks that run
     these programs. All else is as in `of_model`; raises what it does, and `PlanError` for a stage that there is none of."""
@@ -66,11 +66,11 @@ def of_stage(
     from zgraph.forecast.stages import besides, micro_batch
 
     plan, costs = plan.for_world(world), costs_of(plan)
-    made = planned_stages(model, plan, micro_batch(plan, inputs), world, costs, edit or EVERYTHING)
+    made = planned_stages(model, plan, micro_batch(plan, inputs), world, costs, pass_filter or EVERY_PASS)
     step, parts = made.step(stage), plan.micro_batches
     each = [("first", PLAIN, 1), ("next", Variant(step.keeps), parts - 1)] if parts > 1 else [("first", PLAIN, 1)]
     ways = _step_ways(step, costs, step.runs() if made.once else each)
-    if edit is None:  # (what is in flight is known of finished programs)
+    if pass_filter is None:  # (what is in flight is known of finished programs)
         around = besides(made, stage)
         for way in ways:
             way.held += around

@@ -387,7 +387,7 @@ def _transfers(inspection: Inspection, way: Way, name: str) -> Iterator[Statemen
 
 def _why_once(inspection: Inspection, way: Way, name: str) -> str:
     program = way.last.program
-    if any(port.name == name and port.role is OutputRole.KEPT for port in program.outputs):
+    if any(port.name == name and port.role is OutputRole.UNSHARDED for port in program.outputs):
         return f"zero = {inspection.plan.zero} keeps what the forward gathered"
     gathers = [n for n in program.graph.nodes if collectives.is_start(n) and info(n).param == name]
     waits = [u for n in gathers if info(n).role is Role.GATHER for u in n.users if collectives.is_wait(u)]

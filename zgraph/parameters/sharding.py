@@ -417,7 +417,7 @@ class Shards:
             )
         return nn.Parameter(sharded, requires_grad=spec.requires_grad)
 
-    def send_away(self, name: str) -> None:
+    def offload_to_home(self, name: str) -> None:
         """Let a parameter be on another rank: here it is on the meta device, under every name that it had."""
         old, spec = self._params[name], self.specs[name]
         former_memory(self.module).note(name, old)
@@ -447,10 +447,10 @@ class Shards:
                 padded[:rows].copy_(param._local_tensor)
                 param._local_tensor = padded[:rows]
                 other.buffers[name] = padded
-        other.come_home()
+        other.fetch()
         return other
 
-    def come_home(self) -> None:
+    def fetch(self) -> None:
         """Take whole parameters that the user has replaced (`load_state_dict(assign=True)`, `p.data = …`) to where they lie."""
         if self.home is not None:
             for name in self._params:
@@ -567,7 +567,7 @@ def shard(
     shards.look_up()
     elsewhere = shards.elsewhere = frozenset() if own is None else frozenset(specs) - frozenset(own)
     for name in elsewhere:
-        shards.send_away(name)
+        shards.offload_to_home(name)
     _materialise(shards, device, seed, elsewhere)
     for name, param in list(shards.params().items()):
         if name not in elsewhere and not isinstance(param, DTensor):

@@ -65,7 +65,7 @@ class NodeInfo:
     group: str | None = None
     turn: str | None = None
 
-    def but(self, **changes: Any) -> NodeInfo:
+    def replace(self, **changes: Any) -> NodeInfo:
         """This record with some fields changed."""
         return replace(self, **changes)
 

@@ -49,26 +49,26 @@ class InputRole(StrEnum):
     CONSTANT = "constant"  # a tensor that the model holds but did not register
     INPUT = "input"  # the user's
     TANGENT = "tangent"
-    KEPT = "kept"  # a whole parameter that an earlier program gathered
+    UNSHARDED = "kept"  # a whole parameter that an earlier program gathered
     ACCUMULATOR = "accumulator"  # this rank's unreduced gradient of earlier micro-batches
     SAVED = "saved"  # from the forward program to the backward one
-    FLYING = "flying"  # a gather that was started before the forward program, which waits for it
+    IN_FLIGHT = "flying"  # a gather that was started before the forward program, which waits for it
     RECEIVED = "received"  # what an earlier pipeline stage has sent
     RETURNED = "returned"  # what a later one has sent back, for the backward
     SCALE = "scale"  # the loss scale of half precision, 0-dim float32
     GRADIENT = "gradient"  # an update's: the reduced gradient, in the layout of its parameter
     STATE = "state"  # what an optimizer keeps: "parameter/name", or "/name" for a number of the whole step
     SCALARS = "scalars"  # learning rates and other numbers of the optimizer's groups, 1-dim float64
-    INDEX = "index"  # this rank's position in a mesh dimension, 0-dim int64
+    RANK_INDEX = "index"  # this rank's position in a mesh dimension, 0-dim int64
 
 
 class OutputRole(StrEnum):
     OUTPUT = "output"  # the user's
     MUTATION = "mutation"  # the new value of a buffer, constant or user input
     GRADIENT = "gradient"
-    KEPT = "kept"
+    UNSHARDED = "kept"
     SAVED = "saved"
-    FLYING = "flying"  # a gather that this program starts and the forward waits for
+    IN_FLIGHT = "flying"  # a gather that this program starts and the forward waits for
     SENT = "sent"  # for later pipeline stages
     RETURNED = "returned"  # for earlier ones: what their backward goes on from
     CHECK = "check"  # the condition of an assertion of the model's, which raises where it does not hold
@@ -325,7 +325,7 @@ class Program:
         of its operands where there are some. `made_by` is the pass that wants it."""
         copied = self.graph.node_copy(node, lambda n: copies.get(n, n))
         copied.meta = dict(node.meta)
-        set_info(copied, info(node).but(phase=Phase.BACKWARD, copy_of=node.name, made_by=made_by))
+        set_info(copied, info(node).replace(phase=Phase.BACKWARD, copy_of=node.name, made_by=made_by))
         return copied
 
     def put_home(self, node: fx.Node, tier: str) -> None:
@@ -333,7 +333,7 @@ class Program:
         val = value(node)
         with self.fake_mode:
             node.meta["val"] = torch.empty_strided(val.size(), val.stride(), dtype=val.dtype, device="cpu")
-        set_info(node, info(node).but(home=tier))
+        set_info(node, info(node).replace(home=tier))
 
     def evaluate(self, node: fx.Node) -> Any:
         """The fake value that a node's operator gives for its arguments' fake values."""
@@ -362,13 +362,13 @@ class Program:
         """This rank's position in a mesh dimension, as an int64 tensor of one element. The pass `made_by` adds the input for it where there
         is none."""
         record = NodeInfo(phase=Phase.FORWARD, made_by=made_by)
-        index = self.input_nodes(InputRole.INDEX).get(dim)
+        index = self.input_nodes(InputRole.RANK_INDEX).get(dim)
         if index is None:
             params = self.input_nodes(InputRole.PARAMETER).values()
             device = next((value(n).device for n in params), None)
             with self.fake_mode:
                 fake = torch.empty((), dtype=torch.int64, device=device)
-            index = self.add_input(Port(InputRole.INDEX, dim), fake, record, name=f"rank_in_{dim}")
+            index = self.add_input(Port(InputRole.RANK_INDEX, dim), fake, record, name=f"rank_in_{dim}")
         with self.graph.inserting_after(self.placeholders()[-1]):
             return self.call(torch.ops.aten.unsqueeze.default, (index, 0), record, name="place")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zgraph.runtime.rank import Rank
 
 SHOWN = 5  # tensors
-DOUBT = 0.03  # of what there is: a forecast's error
+FORECAST_ERROR = 0.03  # of what there is: a forecast's error
 
 
 class OutOfMemoryError(errors.OutOfMemoryError, torch.OutOfMemoryError):
@@ -90,7 +90,7 @@ def _explanation(
     hint = "a smaller batch"
     if step is not None and step.differentiated:
         held_now = room.held if room.held is not None else total
-        budget = int((held_now + room.free - besides) * (1 - DOUBT))
+        budget = int((held_now + room.free - besides) * (1 - FORECAST_ERROR))
         traceback.clear_frames(error.__traceback__)  # (what the program had made goes: trying needs room as well)
         try:
             hint = what_fits(runtime.plan, runtime.module, step.captured, runtime.costs, runtime.device, budget)

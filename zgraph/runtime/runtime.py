@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zgraph.build.step_program import Entry, StepProgram
-from zgraph.build.update_program import outside_of
+from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import brief, shared, signature
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.inputs import refuse_inputs, resolved
@@ -127,7 +127,7 @@ class Runtime(Rank):
         """The compiled entry for inputs of this signature; a new signature is captured and compiled, on all ranks alike."""
         refuse_inputs(self.forward_function, args, kwargs)
         self.shards.refresh()
-        self.shards.come_home()
+        self.shards.fetch()
         signed = self._signed(args, kwargs)
         key, known = signed, 0  # the same inputs may have programs for several states of the Python attributes
         while key in self.entries and (stale := self.entries[key].trace.flat.stale(self.module, args, kwargs)):
@@ -191,7 +191,7 @@ class Runtime(Rank):
             self.plan,
             self.groups,
             self.costs,
-            outside_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares),
+            resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares),
             self.device,
             self.agree,
         )
@@ -229,7 +229,7 @@ class Runtime(Rank):
             options = self.updater.options_with(step.states)
             self._require("optimizer", self.updater.states.bytes_at(options))
             self.updater.offload(options)
-            self.shares = step.outsides.shares = (step.states,)
+            self.shares = step.residents.shares = (step.states,)
 
     def _require(self, what: str, size: int) -> None:
         """Raises `OffloadError` on every rank if the disk of one has no room for so many bytes of this kind."""
@@ -356,7 +356,7 @@ class Runtime(Rank):
         flying = self.ahead.take(step) if step.ahead() and not gathered_before else {}
         self.clock.ran(executable.program)
         given = [
-            flying.pop(p.name) if p.role is InputRole.FLYING else self._input(p, flat)
+            flying.pop(p.name) if p.role is InputRole.IN_FLIGHT else self._input(p, flat)
             for p in executable.program.inputs
         ]
         with progress.runs_with(self.agreement), explained(self, executable, step):
@@ -377,7 +377,7 @@ class Runtime(Rank):
                     saved.append(value.detach() if id(value) in given_out else value)
                     if port.name in executable.flying:
                         saved.flying.append(value)
-                elif port.role is OutputRole.KEPT:
+                elif port.role is OutputRole.UNSHARDED:
                     self.kept[port.name] = value
                     self._kept_versions[port.name] = self.shards.version(port.name)
                 elif port.role is OutputRole.OUTPUT and port.index is not None:
@@ -391,16 +391,16 @@ class Runtime(Rank):
         """With whom what a forward has given shares memory."""
         program = executable.program
         own = {p.name: self.shards.local(p.name) for p in program.inputs if p.role is InputRole.PARAMETER}
-        kept = [v for p, v in zip(program.outputs, values, strict=True) if p.role is OutputRole.KEPT]
+        kept = [v for p, v in zip(program.outputs, values, strict=True) if p.role is OutputRole.UNSHARDED]
         of_user = [None if p.role is InputRole.PARAMETER else v for p, v in zip(entry.trace.inputs, flat, strict=True)]
         return sharing(program, values, of_user, own, [*self.kept.values(), *kept], entry.trace.storages)
 
     def _input(self, port: Port, flat: Sequence[Any]) -> Any:
         if port.role is InputRole.PARAMETER:
             return self.shards.local(port.name)
-        if port.role is InputRole.KEPT:
+        if port.role is InputRole.UNSHARDED:
             return self.kept[port.name]
-        if port.role is InputRole.INDEX:
+        if port.role is InputRole.RANK_INDEX:
             return self.places[port.name]
         assert port.index is not None
         return resolved(flat[port.index])
@@ -413,7 +413,7 @@ class Runtime(Rank):
         """
         if not self.kept:
             return False
-        needed = [p.name for p in step.forward().program.outputs if p.role is OutputRole.KEPT]
+        needed = [p.name for p in step.forward().program.outputs if p.role is OutputRole.UNSHARDED]
         if not self._unchanged.since(self._kept_versions, lambda: self.shards.differences(self.kept)):
             self.drop_kept()
         return all(n in self.kept for n in needed)
@@ -455,7 +455,7 @@ class Runtime(Rank):
                 values.append(tangents[port.index])
             elif port.role is InputRole.ACCUMULATOR:
                 values.append(self._take_partial(port.name, port.name in way.added))
-            elif port.role is InputRole.KEPT:
+            elif port.role is InputRole.UNSHARDED:
                 values.append(kept[port.name])
             elif port.role is InputRole.SCALE:
                 values.append(self.updater.states["/scale"])

@@ -486,7 +486,7 @@ class Updater:
                 values.append(shards.local_gradient(name, homes[name].grad_home))
                 if name in update.clipped:
                     clipped.append((name, values[-1]))
-            elif role is InputRole.INDEX:
+            elif role is InputRole.RANK_INDEX:
                 values.append(self.runtime.places[name])
             else:
                 values.append(self._scalars(update.numbers))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zgraph.build.memory_search import Decision, Outcome, Outsides, Search
-from zgraph.build.pass_pipeline import EVERYTHING, PLAIN, Choice, Edit, Variant
+from zgraph.build.memory_search import Outcome, ResidentMemoryByShare, Search, SearchResult
+from zgraph.build.pass_pipeline import EVERY_PASS, PLAIN, MemoryDecision, PassFilter, Variant
 from zgraph.build.step_program import StepProgram, is_differentiated
 from zgraph.codegen.partition import Parts, split
 from zgraph.errors import PlanError
@@ -59,19 +59,19 @@ class RankBudget:
         programs: Mapping[int, Program],
         plan: Plan,
         costs: Costs,
-        outsides: Outsides,
+        residents: ResidentMemoryByShare,
         once: bool,
-        edit: Edit = EVERYTHING,
+        pass_filter: PassFilter = EVERY_PASS,
     ) -> None:
         assert plan.memory_budget is not None
         self.budget: int = plan.memory_budget
         self.memory = memory
-        self.outsides = outsides
+        self.residents = residents
         self.searches = {
-            stage: _StageSearch(stage, memory, program, plan, costs, outsides, once, edit)
+            stage: _StageSearch(stage, memory, program, plan, costs, residents, once, pass_filter)
             for stage, program in programs.items()
         }
-        self._decided: dict[int, Decision] | Refusal | None = None
+        self._decided: dict[int, SearchResult] | Refusal | None = None
 
     @property
     def refusal(self) -> Refusal | None:
@@ -79,35 +79,35 @@ class RankBudget:
         found = self._decide()
         return found if isinstance(found, Refusal) else None
 
-    def decision(self, stage: int) -> Decision:
+    def decision(self, stage: int) -> SearchResult:
         """What was chosen for a stage of this rank. Raises `PlanError` if the budget can't be held."""
         found = self._decide()
         if isinstance(found, Refusal):
             raise refused(self.budget, [found])
         return found[stage]
 
-    def _decide(self) -> dict[int, Decision] | Refusal:
+    def _decide(self) -> dict[int, SearchResult] | Refusal:
         if self._decided is None:
             self._decided = self._best_share()
             for search in self.searches.values():
                 search.forget()
         return self._decided
 
-    def _best_share(self) -> dict[int, Decision] | Refusal:
+    def _best_share(self) -> dict[int, SearchResult] | Refusal:
         """The fastest step with its update, over all shares of the states that may be offloaded."""
-        best: tuple[float, dict[int, Decision]] | None = None
+        best: tuple[float, dict[int, SearchResult]] | None = None
         least: Refusal | None = None
-        for share in self.outsides.shares:
+        for share in self.residents.shares:
             for search in self.searches.values():
                 search.turn_to(share)
             found = self._within()
             if isinstance(found, Refusal):
                 least = found if least is None or found.least < least.least else least
                 continue
-            seconds = self.outsides.at(share).step(sum(s.busy(found[n][0]) for n, s in self.searches.items()))
+            seconds = self.residents.at(share).step(sum(s.busy(found[n][0]) for n, s in self.searches.items()))
             if best is None or seconds < best[0]:
                 chosen = {
-                    stage: Decision(outcome.choice.but(states=share), self.searches[stage], remark)
+                    stage: SearchResult(outcome.choice.replace(states=share), self.searches[stage], remark)
                     for stage, (outcome, remark) in found.items()
                 }
                 best = seconds, chosen
@@ -194,16 +194,16 @@ def refused(budget: int, refusals: Sequence[Refusal], plan: Plan | None = None) 
 class _Trial(StepProgram):
     """A stage's programs by a choice that is tried: not verified, and never run."""
 
-    def __init__(self, search: _StageSearch, choice: Choice) -> None:
+    def __init__(self, search: _StageSearch, choice: MemoryDecision) -> None:
         super().__init__(
             search.captured.name,
             search.captured,
             search.plan,
             {},
             search.costs,
-            search.outsides,
+            search.residents,
             lambda made: None,
-            search.edit,
+            search.pass_filter,
         )
         self.made: Callable[[Variant], History] = lambda variant: search.trial(choice, variant)
 
@@ -228,17 +228,17 @@ class _StageSearch(Search):
         program: Program,
         plan: Plan,
         costs: Costs,
-        outsides: Outsides,
+        residents: ResidentMemoryByShare,
         once: bool,
-        edit: Edit,
+        pass_filter: PassFilter,
     ) -> None:
         self.stage = stage
         self.memory = memory
         self.once = once
         self.others: Mapping[int, SimulatedStage] = {}
         self.waiting = memory.waiting(stage)
-        self.stages: dict[Choice, SimulatedStage] = {}
-        super().__init__(program, plan, costs, PLAIN, is_differentiated(program), outsides, edit)
+        self.stages: dict[MemoryDecision, SimulatedStage] = {}
+        super().__init__(program, plan, costs, PLAIN, is_differentiated(program), residents, pass_filter)
 
     def best(self, budget: int) -> tuple[Outcome, Remark | None] | Outcome:
         """The fastest within a budget; where none fits, what takes least."""
@@ -276,7 +276,7 @@ class _StageSearch(Search):
             stages, self.memory.states(outside), {UPDATE: outside.update} if outside.update else None
         )
 
-    def trial(self, choice: Choice, variant: Variant) -> History:
+    def trial(self, choice: MemoryDecision, variant: Variant) -> History:
         """Passes without snapshots and verifier."""
         passes = self._passes(choice, variant)[self.cut :]
         with self._failures_of(choice):
@@ -286,7 +286,7 @@ class _StageSearch(Search):
         """Let go of what was tried."""
         self.tried, self.stages, self.others = {}, {}, {}
 
-    def _weighed(self, choice: Choice) -> Outcome:
+    def _weighed(self, choice: MemoryDecision) -> Outcome:
         if choice not in self.stages:
             self.stages[choice] = SimulatedStage(_Trial(self, choice), self.costs, self.once)
         stage = self.stages[choice]

@@ -43,7 +43,7 @@ from zgraph.update.owned_parameters import held_at, within
 logger = logging.getLogger(__name__)
 
 
-class Uncut(WholeModel):
+class DeferredPipeline(WholeModel):
     """A compiled model in stages before its first call: all that is needed to cut it. `mesh` and `everyone` are of all stages."""
 
     def runtime(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zgraph.build.memory_search import Outside
+from zgraph.build.memory_search import ResidentMemory
 from zgraph.build.pass_pipeline import Variant
 from zgraph.passes.analysis.costs import size_of
 from zgraph.passes.stages.cut_stages import Stages, Transfer
@@ -73,7 +73,7 @@ class RankMemory:
         """The most micro-batches of a stage that wait for their backward while another one of it is computed."""
         return max(dict(m.saved).get(stage, 0) for m in self.moments if m.action.stage == stage)
 
-    def states(self, outside: Outside) -> int:
+    def states(self, outside: ResidentMemory) -> int:
         """The bytes of the optimizer's states, of what there is besides programs. (That has gradients between micro-batches all the time.)"""
         return outside.held - outside.waiting
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zgraph.build.step_program import StepProgram
-from zgraph.build.update_program import outside_of
+from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import brief
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.tensor_parallel_layout import as_divided
@@ -105,7 +105,7 @@ class PipelineRuntime(Runtime):
             found.joint.params = as_divided(found.joint.params, self.shards.specs, self.sizes)
         specs = with_requires_grad(self.shards.specs, self.shards.params())
         held = self.held
-        outsides = outside_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares, held)
+        residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares, held)
         staged = Staged(
             name,
             shown,
@@ -115,7 +115,7 @@ class PipelineRuntime(Runtime):
             self.plan,
             self.groups,
             self.costs,
-            outsides,
+            residents,
             self.agree,
             (args, kwargs),
             self.once,

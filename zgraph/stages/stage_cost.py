@@ -118,7 +118,7 @@ class SimulatedStage:
     @cached_property
     def gathered(self) -> int:
         """The bytes of whole weights that stay from the first forward of a step to its last backward."""
-        return sum(size_of(n) for p, n in self.step.history().program.output_items() if p.role is OutputRole.KEPT)
+        return sum(size_of(n) for p, n in self.step.history().program.output_items() if p.role is OutputRole.UNSHARDED)
 
     @cached_property
     def gradients(self) -> int:

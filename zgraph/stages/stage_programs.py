@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zgraph.build.memory_search import Outsides
+from zgraph.build.memory_search import ResidentMemoryByShare
 from zgraph.build.step_program import StepProgram
 from zgraph.capture.cache_key import batch_size
 from zgraph.capture.capture import Trace, flat_values
@@ -124,7 +124,7 @@ class Staged:
         plan: Plan,
         groups: dict[str, str],
         costs: Costs,
-        outsides: Outsides,
+        residents: ResidentMemoryByShare,
         agree: Callable[[Program], None],
         call: tuple[tuple[Any, ...], dict[str, Any]],
         once: bool,
@@ -145,7 +145,7 @@ class Staged:
         self.rows = 1 if rows is None else rows
         programs = {stage: self.stages.programs[stage] for stage in partition.schedule.stages_of(position)}
         memory = memory_of_rank(capture.joint, self.stages, partition.schedule, position)
-        self.budget = RankBudget(memory, programs, plan, costs, outsides, once) if plan.memory_budget else None
+        self.budget = RankBudget(memory, programs, plan, costs, residents, once) if plan.memory_budget else None
         self.steps = {
             stage: StepProgram(
                 f"{name}.stage{stage}",
@@ -153,7 +153,7 @@ class Staged:
                 plan,
                 groups,
                 costs,
-                outsides,
+                residents,
                 agree,
                 decide=functools.partial(self.budget.decision, stage) if self.budget is not None else None,
             )

@@ -19,7 +19,7 @@ from zgraph.plan.pipeline_schedules.actions import Kind
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
 
-_ALWAYS = {InputRole.PARAMETER, InputRole.INPUT, InputRole.KEPT}
+_ALWAYS = {InputRole.PARAMETER, InputRole.INPUT, InputRole.UNSHARDED}
 _COMES = {InputRole.RECEIVED, InputRole.RETURNED, InputRole.TANGENT, InputRole.ACCUMULATOR}
 
 

@@ -25,7 +25,7 @@ from zgraph.stages.duties import Duty
 from zgraph.torch_compat import autograd_state
 
 # Inputs that somebody else still has when a program is over.
-_STAY = (InputRole.TANGENT, InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT, InputRole.KEPT)
+_STAY = (InputRole.TANGENT, InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT, InputRole.UNSHARDED)
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Worker:
         for port, value in self._run(executable, values):
             if port.role is OutputRole.SAVED:
                 batch.saved[port.name] = value
-            elif port.role is OutputRole.KEPT:
+            elif port.role is OutputRole.UNSHARDED:
                 self._kept[port.name] = value
             elif port.role is OutputRole.SENT:
                 sent[port.name] = value
@@ -167,9 +167,9 @@ class Worker:
     ) -> Any:
         if port.role is InputRole.PARAMETER:
             return self._parameter(port.name)
-        if port.role is InputRole.KEPT:
+        if port.role is InputRole.UNSHARDED:
             return self._kept[port.name]
-        if port.role is InputRole.FLYING:
+        if port.role is InputRole.IN_FLIGHT:
             return self._flying.pop(port.name)
         if port.role is InputRole.SAVED:
             return batch.saved[port.name]
@@ -181,7 +181,7 @@ class Worker:
             return self.gradients[port.name]
         if port.role is InputRole.SCALE:
             return self.runtime.updater.states["/scale"]
-        if port.role is InputRole.INDEX:
+        if port.role is InputRole.RANK_INDEX:
             return self.runtime.places[port.name]
         assert port.index is not None
         return tangents[port.index] if port.role is InputRole.TANGENT else batch.flat[port.index]

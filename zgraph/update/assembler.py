@@ -68,7 +68,7 @@ class Assembler:
                 fake = torch.empty(shape, dtype=dtype, device=self.device)
         label = "".join(c if c.isalnum() else "_" for c in port.name).strip("_")
         placeholders = self.program.placeholders()
-        prefix = "grad_" if port.role is InputRole.GRADIENT else "rank_in_" if port.role is InputRole.INDEX else ""
+        prefix = "grad_" if port.role is InputRole.GRADIENT else "rank_in_" if port.role is InputRole.RANK_INDEX else ""
         name = prefix + label if (prefix + label).isidentifier() else f"_{label}"
         record = NodeInfo(Phase.UPDATE, param=spec.name if spec is not None else None, made_by="update", home=home)
         if placeholders:
@@ -79,7 +79,7 @@ class Assembler:
             set_info(node, record)
             node.meta["val"] = fake
             self.program.inputs.append(port)
-        if spec is None and port.role is not InputRole.INDEX:
+        if spec is None and port.role is not InputRole.RANK_INDEX:
             self._known[node] = None
         return node
 
@@ -99,12 +99,14 @@ class Assembler:
         stride = tensor(x).stride()
         order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
         here = NodeInfo(Phase.UPDATE, Role.LAYOUT, made_by="update")
-        there = here.but(role=Role.REDUCE, mesh_dim=group, stream=f"comm:{group}")
+        there = here.replace(role=Role.REDUCE, mesh_dim=group, stream=f"comm:{group}")
         with program.graph.inserting_before(program.output_node()):
             if order != sorted(order):  # (a transport takes rows as they lie)
                 x = program.call(aten.permute.default, (x, order), here, name=f"packed_{label}")
             x = program.call(collectives.ALL_REDUCE, (x, "sum", group), there, name=f"tied_{label}")
-            x = program.call(collectives.WAIT, (x,), there.but(role=Role.WAIT, stream="compute"), name=f"sum_{label}")
+            x = program.call(
+                collectives.WAIT, (x,), there.replace(role=Role.WAIT, stream="compute"), name=f"sum_{label}"
+            )
             if order != sorted(order):
                 back = [order.index(d) for d in range(len(order))]
                 x = program.call(aten.permute.default, (x, back), here, name=f"unpacked_{label}")
@@ -169,9 +171,9 @@ class Assembler:
         if collectives.is_start(made):
             gathers = made.target is collectives.ALL_GATHER
             dim = collectives.group_of(made)
-            record = record.but(role=Role.GATHER if gathers else Role.REDUCE, mesh_dim=dim, stream=f"comm:{dim}")
+            record = record.replace(role=Role.GATHER if gathers else Role.REDUCE, mesh_dim=dim, stream=f"comm:{dim}")
         elif collectives.is_wait(made):
-            record = record.but(role=Role.WAIT, mesh_dim=info(made.all_input_nodes[0]).mesh_dim)
+            record = record.replace(role=Role.WAIT, mesh_dim=info(made.all_input_nodes[0]).mesh_dim)
         set_info(made, record)
         if key is not None:
             self._shared[key] = made

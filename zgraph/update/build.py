@@ -236,7 +236,7 @@ class _Builder:
             else None
         )
         dims = sorted({dim for m in updated for dim in _parted_over(self.specs[m.name])})
-        indices = {d: self.assembler.input(Port(InputRole.INDEX, d), (), torch.int64) for d in dims}
+        indices = {d: self.assembler.input(Port(InputRole.RANK_INDEX, d), (), torch.int64) for d in dims}
         params: dict[str, fx.Node] = {}
         grads: dict[str, fx.Node] = {}
         states: dict[str, dict[str, fx.Node]] = {}

@@ -223,8 +223,8 @@ class _Worker:
                     sent.setdefault(port.name, []).append(
                         self._arrived(port.name, port.role is OutputRole.RETURNED, value)
                     )
-                elif port.role is OutputRole.KEPT:
-                    self._kept[rank][InputRole.KEPT, port.name] = value
+                elif port.role is OutputRole.UNSHARDED:
+                    self._kept[rank][InputRole.UNSHARDED, port.name] = value
                 elif port.role in HANDED:
                     batch[rank][HANDED[port.role], port.name] = value
                 elif port.role is OutputRole.GRADIENT:

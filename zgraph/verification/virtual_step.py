@@ -25,11 +25,11 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from zgraph.build.pass_pipeline import PLAIN, Edit, Variant, costs_of, refuse_unmatched
+from zgraph.build.pass_pipeline import PLAIN, PassFilter, Variant, costs_of, refuse_unmatched
 from zgraph.build.planned_step import Inputs, split_inputs
 from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import Entry, StepProgram
-from zgraph.build.update_program import outside_of
+from zgraph.build.update_program import resident_of
 from zgraph.capture.capture import find_loss
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.forwards import method_of
@@ -56,9 +56,9 @@ Results = list[dict[tuple[str, str], torch.Tensor]]
 """What a program gave, rank by rank: by what it is (see `Difference.what`) and its name."""
 
 HANDED: dict[InputRole | OutputRole, InputRole] = {
-    OutputRole.FLYING: InputRole.FLYING,
+    OutputRole.IN_FLIGHT: InputRole.IN_FLIGHT,
     OutputRole.SAVED: InputRole.SAVED,
-    OutputRole.KEPT: InputRole.KEPT,
+    OutputRole.UNSHARDED: InputRole.UNSHARDED,
 }
 """What one part of a program gives to another on the same rank."""
 
@@ -140,7 +140,7 @@ class VirtualStep:
         called = Called(self.model, forward)
         batches = [_micro_batches(called, rows_of(inputs, d, max(data) + 1), parts) for d in range(max(data) + 1)]
         self.costs = costs_of(self.plan, self.device)
-        self.outsides = outside_of(self.model, self.specs, self.plan, self.sizes, self.device, self.costs)
+        self.residents = resident_of(self.model, self.specs, self.plan, self.sizes, self.device, self.costs)
         self.entry = Entry(
             "step",
             "",
@@ -152,7 +152,7 @@ class VirtualStep:
             self.plan,
             {},
             self.costs,
-            self.outsides,
+            self.residents,
             self.device,
         )
         each = [list(_in_turn(self.model, plain, self.entry, rows, loss_fn)) for rows in batches]
@@ -188,9 +188,9 @@ class VirtualStep:
             made.plan,
             made.groups,
             made.costs,
-            made.outsides,
+            made.residents,
             made.agree,
-            Edit(verified=False),
+            PassFilter(verified=False),
         )
 
     # -- what programs give -------------------------------------------------------------------------------------------
@@ -242,12 +242,12 @@ class VirtualStep:
         if port.role is InputRole.PARAMETER and "sharded" in program.facts:
             mine = self._mine(port.name, self.params[port.name], rank)
             return shard_of(mine, self.specs[port.name], rank, self.sizes)
-        if port.role in (InputRole.PARAMETER, InputRole.KEPT):
+        if port.role in (InputRole.PARAMETER, InputRole.UNSHARDED):
             whole = self.params[port.name]
             return _laid_out(self._mine(port.name, whole, rank) if "divided" in program.facts else whole, node)
         if port.role is InputRole.ACCUMULATOR:
             return _laid_out(self._mine(port.name, run.waiting(port.name, self.specs[port.name]), rank), node)
-        if port.role is InputRole.INDEX:
+        if port.role is InputRole.RANK_INDEX:
             return torch.tensor(coordinates(self.sizes, rank)[port.name])
         if port.role is InputRole.TANGENT:
             return _laid_out(run.tangents[int(port.name.removeprefix("output_"))], node)
@@ -489,7 +489,7 @@ def named(program: Program, run: PlainRun, values: Sequence[Any]) -> dict[tuple[
             found["output", run.output_name(port.index)] = value
         elif port.role is OutputRole.MUTATION:
             found["buffer" if port.of is InputRole.BUFFER else "changed input", port.name] = value
-        elif port.role is OutputRole.KEPT:
+        elif port.role is OutputRole.UNSHARDED:
             found["kept weight", port.name] = value
         elif port.role is OutputRole.GRADIENT:
             found["gradient" if port.of is InputRole.PARAMETER else "gradient of input", port.name] = value

@@ -92,7 +92,7 @@ class VirtualUpdate:
         held[InputRole.STATE, f"/{NONFINITE}"] = torch.tensor(0)
         held[InputRole.SCALARS, "scalars"] = torch.tensor(self._numbers(), dtype=torch.float64)
         for dim, at in coordinates(step.sizes, rank).items():
-            held[InputRole.INDEX, dim] = torch.tensor(at)
+            held[InputRole.RANK_INDEX, dim] = torch.tensor(at)
         return held
 
     def _numbers(self) -> list[float]:

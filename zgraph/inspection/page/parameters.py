@@ -30,8 +30,8 @@ class _Uses:
 def parameters_of(program: Program, update: Program | None) -> list[dict[str, Any]]:
     """A row for each parameter, in the model's order. The bytes of optimizer states are those that `update` takes in."""
     uses, states = _uses(program), _states(update)
-    kept = {port.name for port in program.outputs if port.role is OutputRole.KEPT}
-    kept |= {port.name for port in program.inputs if port.role in (InputRole.KEPT, InputRole.FLYING)}
+    kept = {port.name for port in program.outputs if port.role is OutputRole.UNSHARDED}
+    kept |= {port.name for port in program.inputs if port.role in (InputRole.UNSHARDED, InputRole.IN_FLIGHT)}
     return [
         _row(spec, uses[spec.name], states.get(spec.name, 0), spec.name in kept) for spec in program.params.values()
     ]
@@ -87,7 +87,7 @@ def _uses(program: Program) -> defaultdict[str, _Uses]:
     carried: dict[fx.Node, set[str]] = {}  # the parameters that a node's value is, gathered, cast or viewed
     for port, node in program.input_items():
         name = info(node).param or port.name
-        if port.role in (InputRole.PARAMETER, InputRole.KEPT, InputRole.FLYING) and name in program.params:
+        if port.role in (InputRole.PARAMETER, InputRole.UNSHARDED, InputRole.IN_FLIGHT) and name in program.params:
             carried[node] = {name}
     for node in program.graph.nodes:
         if node.op == "output":
