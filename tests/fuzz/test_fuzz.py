@@ -14,7 +14,7 @@ import torch
 
 from .blocks import KINDS
 from .case import Case, Line, draw, run_of
-from .harness import Kept, Run, compare, differs
+from .harness import Kept, Run, compare, differs, sensitive
 from .runner import Outcome, run
 from .shrink import shrink
 from .source import render, script
@@ -117,6 +117,18 @@ def test_a_gradient_off_by_a_thousandth_is_wrong() -> None:
 def test_rounding_beside_a_large_gradient_is_equal() -> None:
     large, small = kept(torch.ones(100)), torch.full((2,), 1e-9)
     assert compare(Run([large, kept(small, name="b")]), Run([large, kept(-small, name="b")])).word == "equal"
+
+
+def test_numbers_that_a_rounding_changes_as_much_are_no_fault_and_others_are() -> None:
+    steady, wild = torch.ones(3, dtype=torch.float64), torch.full((3,), 1e38, dtype=torch.float64)
+    plain = Run([Kept(0, "gradient", "a", steady), Kept(2, "gradient", "a", wild)])
+    nudged = Run([Kept(0, "gradient", "a", steady * (1 + 1e-15)), Kept(2, "gradient", "a", -wild)])
+    loose = sensitive(plain, nudged, None)
+    assert loose == {(2, "gradient", "a")}
+    assert compare(plain, Run([plain.kept[0], Kept(2, "gradient", "a", 3 * wild)]), None, loose).word == "equal"
+    off = Run([Kept(0, "gradient", "a", steady * 1.001), plain.kept[1]])
+    assert compare(plain, off, None, loose).word == "wrong"
+    assert compare(plain, Run([plain.kept[0], Kept(2, "gradient", "a", None)]), None, loose).word == "wrong"
 
 
 def test_another_dtype_shape_or_type_is_wrong() -> None:
