@@ -366,13 +366,12 @@ def test_emulated_link_takes_the_time_that_costs_forecast_and_integers_none() ->
         shard = torch.ones(5000)
         begin = time.perf_counter()
         flying = [functional.all_gather_into_tensor(shard, 2, dist.group.WORLD.group_name) for _ in range(2)]
-        started = time.perf_counter() - begin
         dist.all_reduce(torch.ones(10**6, dtype=torch.int64))
         for f in flying:
             functional.wait_tensor(f)
         seconds = time.perf_counter() - begin
         assert [link.seconds(s) for s in link.sent] == [pytest.approx(21e-3)] * 2
-    assert started < 0.021 <= 0.042 <= seconds
+    assert seconds >= 0.042  # (a sleep takes no less)
 
 
 @pytest.mark.inductor
