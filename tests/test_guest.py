@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 import zgraph
 
@@ -21,31 +20,6 @@ def compiled_model():
     model = zgraph.compile(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), zgraph.Plan(backend="eager"))
     model(torch.randn(2, 3)).sum().backward()
     return model
-
-
-def test_functions_that_the_user_has_compiled_stay_compiled():
-    counter = CompileCounter()
-
-    @torch.compile(backend=counter)
-    def own(x):
-        return x.sin() + 1
-
-    own(torch.randn(3))
-    compiled_model()
-    own(torch.randn(3))
-    assert counter.frame_count == 1
-
-
-def test_a_module_that_was_compiled_with_torch_stays_so_beside_one_of_its_class():
-    counter = CompileCounter()
-    theirs, mine = nn.Linear(3, 3), nn.Linear(3, 3)
-    run = torch.compile(theirs, backend=counter)
-    run(torch.randn(2, 3))
-    mine = zgraph.compile(mine, zgraph.Plan(backend="eager"))
-    x = torch.randn(2, 3)
-    torch.testing.assert_close(mine(x), nn.functional.linear(x, mine.weight, mine.bias))
-    run(torch.randn(2, 3))
-    assert counter.frame_count == 1
 
 
 def test_a_size_that_torch_has_made_dynamic_is_a_number_here():

@@ -260,6 +260,7 @@ def capture_flat(
     anything by then. Raises `NumberInGraphError` for a number that must be one.
     """
     function: Any = bound.__func__
+    torch._dynamo.reset()
     with (
         _compiling_state_context(),
         dynamo_config.patch(
