@@ -1,6 +1,7 @@
 """Packages stand on floors: each imports only from those above it in ARCHITECTURE.md's table."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -19,6 +20,9 @@ def floors() -> list[str]:
     return [re.sub(r"^(passes|codegen)$", r"zgraph.\1", folder).replace("/", ".") for folder in folders]
 
 
+FLOORS = floors()
+
+
 def modules() -> dict[str, Path]:
     """Every module of zgraph, by its name."""
     found = {}
@@ -32,6 +36,7 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """The modules of zgraph that a file imports, also inside functions and for types alone."""
     found = set()
@@ -47,15 +52,15 @@ def imports(path: Path) -> set[str]:
 
 def floor_of(module: str) -> int:
     """The floor that a module is on: that of its package, 0 for what stands at the top."""
-    order = floors()
+    order = FLOORS
     return max(
         (at for at, name in enumerate(order) if f"{module}.".startswith(f"{name}.")), key=lambda at: len(order[at])
     )
 
 
-@pytest.mark.parametrize("package", floors())
+@pytest.mark.parametrize("package", FLOORS)
 def test_a_package_imports_only_from_floors_above(package):
-    mine = [m for m in MODULES if floors()[floor_of(m)] == package and m not in ROOF]
+    mine = [m for m in MODULES if FLOORS[floor_of(m)] == package and m not in ROOF]
     assert mine
     wrong = [
         f"{module} imports {other}"
@@ -73,7 +78,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_the_table_names_every_package():
     packages = {m.split(".")[1] for m, path in MODULES.items() if path.name == "__init__.py" and m != "zgraph"}
-    assert packages == {name.split(".")[1] for name in floors() if name != "zgraph"}
+    assert packages == {name.split(".")[1] for name in FLOORS if name != "zgraph"}
 
 
 def test_nothing_but_what_all_may_use_stands_at_the_top():

@@ -15,8 +15,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zgraph.build.pass_pipeline import refuse_unmatched
+from zgraph.build.resolve_offload import placed_as
 from zgraph.build.step_program import StepProgram
 from zgraph.capture.forwards import Forward
+from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.checkpoint.loading import load
 from zgraph.checkpoint.pretrained import is_pretrained
 from zgraph.checkpoint.publish import publish
@@ -28,12 +31,14 @@ from zgraph.inspection.inspection import Inspection
 from zgraph.inspection.recorder import record
 from zgraph.inspection.run_report import Report
 from zgraph.parameters.foreign import watch_loads
+from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import History
 from zgraph.passes.analysis.simulator import StepForecast, simulate_step
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.remark import Remark
 from zgraph.runtime.compiled_models import Compiled, remember
+from zgraph.runtime.rank import agreed_costs
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import Timings
 from zgraph.runtime.train_step import train_step
@@ -389,12 +394,6 @@ class Handle(Compiled):
         optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would be another (stages 1
         to 3 share one), `RankMismatchError` if ranks give different plans.
         """
-        from zgraph.build.pass_pipeline import refuse_unmatched
-        from zgraph.build.resolve_offload import placed_as
-        from zgraph.capture.tensor_parallel_layout import as_divided
-        from zgraph.parameters.sharding import planned_layout
-        from zgraph.runtime.rank import agreed_costs
-
         old = self.runtime
         world = max(1, len(old.everyone.ranks))
         plan, sizes = plan.for_world(world), plan.resolve_mesh(world)

@@ -38,6 +38,7 @@ from zgraph.plan.plan import Plan, located
 from zgraph.program.node import info
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole, ParamSpec, Program
 from zgraph.ranks.host import host_free
+from zgraph.runtime.compiled_models import is_compiled
 from zgraph.runtime.train_step import first_part
 from zgraph.units import shown_bytes
 from zgraph.update.groups import faults_of, members_of
@@ -242,8 +243,6 @@ class _Checks:
             self.costs = Costs(found, fused=self.plan.backend == "inductor")
 
     def _target(self) -> Iterator[Finding]:
-        from zgraph.runtime.compiled_models import is_compiled
-
         self.model, self.inputs = self.find()
         if is_compiled(self.model):
             self.model = None

@@ -42,6 +42,7 @@ from zgraph.plan.plan import Plan
 from zgraph.program.node import tensor
 from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.program.tolerance import Difference, difference, norm_of
+from zgraph.runtime.compiled_models import is_compiled
 from zgraph.runtime.train_step import in_order, split_batch
 from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
@@ -108,8 +109,6 @@ class VirtualStep:
         inputs: Inputs,
         loss_fn: Callable[..., torch.Tensor] | None,
     ) -> None:
-        from zgraph.runtime.compiled_models import is_compiled
-
         if is_compiled(model):
             raise ModelError(
                 "a plain model is compared, on virtual ranks", why="this one is compiled", hint="build it again"
