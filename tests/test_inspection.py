@@ -401,7 +401,7 @@ def test_model_explorer_loads_the_graph_and_its_overlays(inspected):
     nodes = {n.id: n for n in collection.graphs[0].nodes}
     assert len(nodes) == len(program.graph.nodes)
     assert all(edge.sourceNodeId in nodes for n in nodes.values() for edge in n.incomingEdges)
-    assert any(n.namespace == "forward/model/layers/0/self_attn/q_proj" for n in nodes.values())
+    assert "forward/model/layers/0/self_attn/q_proj" in {n.namespace for n in nodes.values()}
     for data in overlays(program, inspected.costs).values():
         made = dacite.from_dict(data_builder.GraphNodeData, data[program.name], strict)
         assert made.results.keys() <= nodes.keys() and made.results

@@ -226,8 +226,7 @@ class Plain:
 
     def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """torch's `checkpoint`, for a forward whose weights are cast: what it computes again, when forward is over, reads the cast ones too."""
-        model, weights = self.model, self.weights
-        again = lambda: (contextlib.nullcontext(), _reparametrize_module(model, weights, tie_weights=True))  # noqa: E731
+        again = lambda: (contextlib.nullcontext(), _Cast(self.model, self.weights))  # noqa: E731
         return torch.utils.checkpoint.checkpoint(function, *args, context_fn=again, **kwargs)
 
     def through(self, program: Any) -> Any:
@@ -237,6 +236,20 @@ class Plain:
         if self.keeping:
             return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
         return contextlib.nullcontext()
+
+
+class _Cast:
+    """Within it a model has other weights. It is entered as often as a backward runs."""
+
+    def __init__(self, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+        self.model, self.weights = model, weights
+
+    def __enter__(self) -> None:
+        self.within = _reparametrize_module(self.model, self.weights, tie_weights=True)
+        self.within.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.within.__exit__(*raised)
 
 
 class Compiled(Plain):
