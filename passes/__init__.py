@@ -1,7 +1,7 @@
 """The graph passes, one idea a file, and what runs and checks them.
 
 A pass is a function over a `Program` with a declared contract (`contract.py`); `manager.py` runs a pipeline of them,
-`verifier.py` checks the program after each, `virtual.py` runs a program on any number of virtual ranks.
+`verifier/` checks the program after each.
 """
 
 from zgraph.passes.contract import Contract, Pass, PassType, graph_pass

@@ -1,0 +1,72 @@
+"""Checks a program against the invariants of its level; runs after capture and after every pass.
+
+Each rule is one function over the program that yields a `VerifyError` for each node at fault. `RULES` lists them; a file of
+this folder has those about one thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zgraph.passes.verifier.collectives import (
+    check_ahead,
+    check_buckets,
+    check_groups,
+    check_pure,
+    check_reductions,
+    check_waits,
+)
+from zgraph.passes.verifier.faults import Faults
+from zgraph.passes.verifier.lifetimes import check_moves, check_releases
+from zgraph.passes.verifier.ports import check_ports
+from zgraph.passes.verifier.ranks import verify_ranks
+from zgraph.passes.verifier.structure import check_mutation, check_order, check_phases, check_random
+from zgraph.passes.verifier.values import ValueCache, check_values
+from zgraph.program.program import Program
+
+__all__ = ["RULES", "ValueCache", "all_faults", "verify_program", "verify_ranks"]
+
+Rule = Callable[[Program], Faults]
+RULES: tuple[Rule, ...] = (
+    check_order,
+    check_phases,
+    check_ports,
+    check_pure,
+    check_waits,
+    check_moves,
+    check_groups,
+    check_reductions,
+    check_buckets,
+    check_ahead,
+    check_releases,
+    check_random,
+    check_mutation,
+)
+
+
+def all_faults(program: Program, values: ValueCache | None = None) -> Faults:
+    """Yield each fault of a program, in the order of the rules. What a fault makes other rules trip over is not listed: they end there."""
+    cache = values or ValueCache()
+    found = False
+    for rule in (*RULES, lambda program: check_values(program, cache)):
+        try:
+            for error in rule(program):
+                found = True
+                yield error
+        except Exception:
+            if not found:
+                raise
+        if found and rule is check_order:
+            return
+
+
+def verify_program(program: Program, values: ValueCache | None = None) -> None:
+    """Raise `VerifyError`, naming the node, unless the program keeps every invariant of its level. Its `others` are all further faults.
+
+    `values` remembers operators that were evaluated before: give the same one to successive calls over one program.
+    """
+    faults = all_faults(program, values)
+    first = next(faults, None)
+    if first is not None:
+        first.others = tuple(faults)
+        raise first

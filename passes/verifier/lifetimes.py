@@ -1,0 +1,81 @@
+"""Rules about where values are stored and how long: transfers to and from the host, and gathered buffers after their release."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zgraph.passes.verifier.faults import Faults, awaited_once, fault
+from zgraph.program import collectives, ops, transfers_to_host
+from zgraph.program.aliases import root_of
+from zgraph.program.node import Phase, Role, info, tensors
+from zgraph.program.program import Level, Program
+
+
+def check_moves(program: Program) -> Faults:
+    """Each start of a move is waited for once, by a wait that keeps what it moves; nothing else reads what is on its way."""
+    for node in program.graph.nodes:
+        if transfers_to_host.is_start(node):
+            waits = [u for u in node.users if transfers_to_host.is_wait(u)]
+            # (another part of the update may wait for it)
+            handed_on = program.level is Level.EXECUTABLE and not waits and program.output_node() in node.users
+            yield from awaited_once(program, node, waits, "move", handed_on=handed_on)
+            if waits and waits[0].args[1] is not transfers_to_host.moved_value(node):
+                yield fault(
+                    program,
+                    waits[0],
+                    f"{waits[0].name!r} lets go of what {node.name!r} moves",
+                    "its memory could be used again before the move is over",
+                )
+        came_in = (
+            program.level is Level.EXECUTABLE and node.all_input_nodes and node.all_input_nodes[0].op == "placeholder"
+        )
+        if (
+            transfers_to_host.is_wait(node)
+            and not transfers_to_host.is_start(transfers_to_host.start_of(node))
+            and not came_in
+        ):
+            yield fault(program, node, f"node {node.name!r} waits for no move", f"{node.args[0]} starts none")
+        if "offloaded" in program.facts and node.op == "call_function" and not transfers_to_host.is_move(node):
+            away = next((a for a in node.all_input_nodes if info(a).home is not None and not _on_host(node, a)), None)
+            if away is not None:
+                yield fault(
+                    program,
+                    node,
+                    f"node {node.name!r} reads {away.name!r}, which lies in {info(away).home}",
+                    "only a fetch brings it to the device",
+                )
+
+
+def _on_host(node: fx.Node, read: fx.Node) -> bool:
+    """Do a node of an update and what it reads both stand in the host's memory?"""
+    there = all(t.device.type == "cpu" for t in tensors(node))
+    return info(node).phase is Phase.UPDATE and info(read).home == "cpu" and there
+
+
+def check_releases(program: Program) -> Faults:
+    """Nothing reads a gathered buffer, or a view of it, after its release; each is released at most once."""
+    released: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        for used in node.all_input_nodes:
+            root = root_of(used)
+            if root in released:
+                yield fault(
+                    program,
+                    node,
+                    f"node {node.name!r} reads {used.name!r} after its release",
+                    f"{released[root].name!r} released {root.name!r}",
+                )
+        if node.op == "call_function" and node.target is ops.RELEASE:
+            buffer = node.args[0]
+            if not (
+                isinstance(buffer, fx.Node)
+                and collectives.is_wait(buffer)
+                and info(collectives.start_of(buffer)).role is Role.GATHER
+            ):
+                yield fault(
+                    program,
+                    node,
+                    f"node {node.name!r} releases {buffer}, which was not gathered",
+                    "only gathered buffers are released",
+                )
+            released[buffer] = node

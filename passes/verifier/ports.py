@@ -1,0 +1,151 @@
+"""The rule about ports: what the value of each input and output must be, by its role, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zgraph.passes.verifier.faults import Faults, fault
+from zgraph.program import ops
+from zgraph.program.node import Phase, info, value
+from zgraph.program.program import InputRole, Level, OutputRole, ParamSpec, Port, Program
+
+Type = tuple[tuple[int, ...], torch.dtype]
+"""A shape and a dtype."""
+
+
+def _stored(program: Program, node: fx.Node, spec: ParamSpec) -> Type | None:
+    """A parameter as it comes in: before `shard_parameters` as programs compute with it, then as a rank stores it."""
+    if program.level < Level.DISTRIBUTED or not node.users:
+        return None
+    if "divided" in program.facts and "sharded" not in program.facts:
+        return spec.shape, spec.compute_dtype
+    return spec.shard_shape, spec.dtype
+
+
+def _whole(program: Program, node: fx.Node, spec: ParamSpec) -> Type:
+    return spec.shape, spec.compute_dtype
+
+
+def _new_weight(program: Program, node: fx.Node, spec: ParamSpec) -> Type:
+    return spec.shard_shape, spec.dtype
+
+
+def _stored_gradient(program: Program, node: fx.Node, spec: ParamSpec) -> Type:
+    return spec.shard_shape, spec.grad_dtype
+
+
+def _gradient(program: Program, node: fx.Node, spec: ParamSpec) -> Type:
+    """A gradient as it goes out: before `reduce_gradients` this rank's own, then reduced, and scattered unless it is partial."""
+    done = "reduced" in program.facts
+    dtype = spec.grad_dtype if done else spec.compute_dtype
+    if program.level is Level.CAPTURED:
+        return spec.whole_shape, dtype
+    return spec.shard_shape if done and "partial" not in program.facts else spec.shape, dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PortRule:
+    """What holds of a port with some role."""
+
+    # The shape and dtype of its value, by the layout of the parameter that it is named after.
+    type: Callable[[Program, fx.Node, ParamSpec], Type | None] | None = None
+    # Does a node that serves a parameter have to serve this one?
+    serves: bool = False
+    # Which phase it comes from.
+    phase: Phase | None = None
+
+
+INPUTS: Mapping[InputRole, PortRule] = {
+    InputRole.PARAMETER: PortRule(_stored, serves=True),
+    InputRole.UNSHARDED: PortRule(_whole, serves=True),
+    InputRole.ACCUMULATOR: PortRule(serves=True),
+    InputRole.GRADIENT: PortRule(_stored_gradient, serves=True),
+    InputRole.IN_FLIGHT: PortRule(serves=True),
+    InputRole.TANGENT: PortRule(phase=Phase.BACKWARD),
+}
+
+# By role, and by the role of what they change or are the gradient of (None: any other).
+OUTPUTS: Mapping[tuple[OutputRole, InputRole | None], PortRule] = {
+    (OutputRole.OUTPUT, None): PortRule(phase=Phase.FORWARD),
+    (OutputRole.MUTATION, None): PortRule(phase=Phase.FORWARD),
+    (OutputRole.MUTATION, InputRole.PARAMETER): PortRule(_new_weight, serves=True, phase=Phase.FORWARD),
+    (OutputRole.MUTATION, InputRole.GRADIENT): PortRule(_stored_gradient, serves=True, phase=Phase.FORWARD),
+    (OutputRole.UNSHARDED, None): PortRule(_whole, serves=True, phase=Phase.FORWARD),
+    (OutputRole.GRADIENT, None): PortRule(serves=True, phase=Phase.BACKWARD),
+    (OutputRole.GRADIENT, InputRole.PARAMETER): PortRule(_gradient, serves=True, phase=Phase.BACKWARD),
+}
+
+_ANY = PortRule()
+
+
+def check_ports(program: Program) -> Faults:
+    """Inputs and outputs are what their roles say: count, phase, shape and dtype."""
+    placeholders, results = program.placeholders(), program.output_values()
+    if len(placeholders) != len(program.inputs):
+        numbers = f"{len(placeholders)} placeholders, {len(program.inputs)} roles"
+        yield fault(program, None, "inputs and their roles differ in number", numbers)
+        return
+    if len(results) != len(program.outputs):
+        numbers = f"{len(results)} outputs, {len(program.outputs)} roles"
+        yield fault(program, None, "outputs and their roles differ in number", numbers)
+        return
+    for port, node in program.input_items():
+        yield from _check_input(program, port, node)
+    for port, node in program.output_items():
+        yield from _check_output(program, port, node)
+
+
+def _check_input(program: Program, port: Port, node: fx.Node) -> Faults:
+    rule = INPUTS.get(port.role, _ANY)  # type: ignore[arg-type]
+    if rule.type is not None:
+        yield from _same_type(program, node, rule.type(program, node, program.params[port.name]))
+    if rule.serves:
+        yield from _serves(program, node, port, "inputs")
+    if rule.phase is not None and info(node).phase is not rule.phase:
+        yield fault(program, node, f"{port.role} {node.name!r} is not of the {rule.phase}", "its record was changed")
+
+
+def _check_output(program: Program, port: Port, node: fx.Node) -> Faults:
+    rule = OUTPUTS.get((port.role, port.of)) or OUTPUTS.get((port.role, None), _ANY)  # type: ignore[arg-type]
+    yield from _comes_from(program, node, port, rule.phase)
+    if port.role is OutputRole.CHECK and node.target is not ops.CHECK:
+        what = f"check {port.name!r} is made by {node.name!r}, which checks nothing"
+        yield fault(program, node, what, "outputs were exchanged")
+    if rule.serves:
+        yield from _serves(program, node, port, "outputs")
+    if rule.type is not None:
+        yield from _same_type(program, node, rule.type(program, node, program.params[port.name]))
+
+
+def _comes_from(program: Program, node: fx.Node, port: Port, phase: Phase | None) -> Faults:
+    """An output of the forward is no result of the backward; a gradient is one, if it is computed from anything."""
+    comes = info(node).phase
+    if phase is Phase.FORWARD and comes is Phase.BACKWARD:
+        what = f"{port.role} {port.name!r} comes from the backward node {node.name!r}"
+        yield fault(program, node, what, "outputs were exchanged")
+    computed = node.op != "placeholder" and bool(node.all_input_nodes)
+    if phase is Phase.BACKWARD and comes is not phase and program.level < Level.EXECUTABLE and computed:
+        what = f"{port.role} {port.name!r} comes from the forward node {node.name!r}"
+        yield fault(program, node, what, "outputs were exchanged")
+
+
+def _serves(program: Program, node: fx.Node, port: Port, ports: str) -> Faults:
+    served = info(node).param
+    if served is not None and served != port.name:
+        what = f"{port.role} {port.name!r} is {node.name!r}, which serves {served!r}"
+        yield fault(program, node, what, f"{ports} were exchanged")
+
+
+def _same_type(program: Program, node: fx.Node, needed: Type | None) -> Faults:
+    if needed is None:
+        return
+    (shape, dtype), val = needed, value(node)
+    if not isinstance(val, torch.Tensor):
+        yield fault(program, node, f"node {node.name!r} is no tensor", f"it is {type(val).__name__}")
+    elif tuple(val.shape) != tuple(shape) or val.dtype != dtype:
+        why = f"it is {val.dtype}{list(val.shape)}; its role needs {dtype}{list(shape)}"
+        yield fault(program, node, f"node {node.name!r} has the wrong type", why)

@@ -1,0 +1,85 @@
+"""Rules about the order of nodes, their phases, and what they may not do: repeat a random operator, write to an argument."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zgraph.passes.verifier.faults import Faults, fault
+from zgraph.program import transfers_to_host
+from zgraph.program.aliases import is_random, is_write, mutates, root_of
+from zgraph.program.node import Phase, has_info, info
+from zgraph.program.program import Program
+
+
+def check_order(program: Program) -> Faults:
+    """Every value is defined before it is used (so there is no cycle), and every node has its record."""
+    seen: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        for used in node.all_input_nodes:
+            if used not in seen:
+                yield fault(
+                    program,
+                    node,
+                    f"node {node.name!r} uses {used.name!r} before it is defined",
+                    "the order is broken or the graph has a cycle",
+                )
+        if node.op != "output" and not has_info(node):
+            yield fault(
+                program,
+                node,
+                f"node {node.name!r} has no record",
+                "a pass inserted it without saying what it is",
+            )
+        seen.add(node)
+
+
+def check_phases(program: Program) -> Faults:
+    """The forward uses nothing of the backward."""
+    for node in program.graph.nodes:
+        if node.op == "output" or info(node).phase is not Phase.FORWARD:
+            continue
+        for used in node.all_input_nodes:
+            if info(used).phase is Phase.BACKWARD:
+                yield fault(
+                    program,
+                    node,
+                    f"node {node.name!r} of the forward uses {used.name!r} of the backward",
+                    "a forward value can't wait for the backward",
+                )
+
+
+def check_random(program: Program) -> Faults:
+    """No random operator is repeated: it would draw other numbers."""
+    for node in program.graph.nodes:
+        if node.op != "output" and info(node).copy_of is not None and is_random(node):
+            yield fault(
+                program,
+                node,
+                f"random operator {node.name!r} repeats {info(node).copy_of!r}",
+                "it would draw other numbers than the forward did",
+            )
+
+
+def check_mutation(program: Program) -> Faults:
+    """No operator writes to its arguments, but an update's last step: it writes an input that nothing reads after it (or what was
+    fetched of one, which is then stored)."""
+    written: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        for used in node.all_input_nodes:
+            root = root_of(used)
+            if root in written and not (transfers_to_host.is_move(node) and used.op != "placeholder"):
+                yield fault(
+                    program,
+                    node,
+                    f"node {node.name!r} reads {root.name!r} after it was written",
+                    f"{written[root].name!r} put its new value there",
+                )
+        if is_write(node):
+            written[node.all_input_nodes[0]] = node
+        elif mutates(node):
+            yield fault(
+                program,
+                node,
+                f"node {node.name!r} changes its argument",
+                f"{node.target} writes in place; programs are functional",
+            )

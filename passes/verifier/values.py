@@ -1,0 +1,73 @@
+"""The rule about values: each is what its operator gives."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.passes.verifier.faults import Faults, fault
+from zgraph.program.node import value
+from zgraph.program.program import Program
+
+
+class ValueCache:
+    """Remembers what operators give for arguments of given types: equal layers are evaluated once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Any] = {}
+
+
+def check_values(program: Program, cache: ValueCache) -> Faults:
+    """Each node's recorded value is what its operator's fake implementation gives for its arguments."""
+    for node in program.graph.nodes:
+        if node.op != "call_function" or (
+            not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem
+        ):
+            continue
+        if node.target is operator.getitem:
+            expected = type_of(value(node.args[0])[node.args[1]])
+        else:
+            key = (node.target, _key(node.args), _key(tuple(sorted(node.kwargs.items()))))
+            if key not in cache.known:
+                try:
+                    cache.known[key] = type_of(program.evaluate(node))
+                except Exception as error:
+                    yield fault(
+                        program,
+                        node,
+                        f"node {node.name!r} can't be evaluated",
+                        f"{type(error).__name__}: {error}",
+                    )
+                    continue
+            expected = cache.known[key]
+        if type_of(value(node)) != expected:
+            yield fault(
+                program,
+                node,
+                f"node {node.name!r} has the wrong value",
+                f"it is recorded as {type_of(value(node))}; its operator gives {expected}",
+            )
+
+
+def _key(arg: Any) -> Any:
+    if isinstance(arg, fx.Node):
+        val = value(arg)
+        return ("attr", arg.target) if val is None else type_of(val)
+    if isinstance(arg, (tuple, list)):
+        return tuple(_key(a) for a in arg)
+    if isinstance(arg, dict):
+        return tuple((k, _key(v)) for k, v in sorted(arg.items()))
+    return (type(arg).__name__, str(arg))
+
+
+def type_of(val: Any) -> Any:
+    if isinstance(val, torch.Tensor):
+        # The stride of a dimension of size 1 means nothing, and operators disagree about it.
+        strides = tuple(s if n != 1 else 0 for s, n in zip(val.stride(), val.shape, strict=True)) if val.numel() else ()
+        return (val.dtype, tuple(val.shape), strides, str(val.device))
+    if isinstance(val, (tuple, list)):
+        return tuple(type_of(v) for v in val)
+    return type(val).__name__
