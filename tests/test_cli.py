@@ -290,6 +290,19 @@ def test_passes_lists_the_pipeline_with_what_each_requires_and_provides(plan):
     assert all(r["summary"] for r in rows) and rows[names.index("shard_parameters")]["provides"] == ["sharded"]
 
 
+def test_passes_why_says_of_every_pass_whether_the_plan_runs_it_and_why(plan):
+    path = plan('zero = 2\nrecompute = "full"\npasses = ["cli_targets:double_gradients after regather"]')
+    refused("passes", "--why", "--plan", path)  # (regather does not run with it)
+    path = plan('zero = 2\nrecompute = "full"\npasses = ["cli_targets:double_gradients after keep_gathered"]')
+    rows = json.loads(ok("passes", "--why", "--plan", path, "--json"))["passes"]
+    ran = [r["name"] for r in json.loads(ok("passes", "--plan", path, "--json"))["passes"]]
+    assert [r["name"] for r in rows if r["runs"]] == ran
+    why = {r["name"]: r["why"] for r in rows}
+    assert why["regather"] == "zero is 2" and why["divide"] == "mesh.tp is 1"
+    assert why["rematerialize"] == "recompute is 'full'" and all(why.values())
+    assert re.search(r"^offload_update +- +nothing is offloaded$", ok("passes", "--why", "--update"), re.M)
+
+
 @pytest.mark.parametrize("world", [8, 512])
 @pytest.mark.parametrize("target", [SMALL, "train_lm"])
 def test_passes_on_a_target_counts_what_each_did(target, world):

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zgraph.api.deferred import DeferredDivision
 from zgraph.api.handle import attach, started
-from zgraph.build.pass_pipeline import refuse_unmatched
 from zgraph.build.planned_step import Inputs, device_of, split_inputs
 from zgraph.build.resolve_offload import placed
+from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.capture.former_memory import refuse_shared_memory
 from zgraph.capture.forwards import unbound
 from zgraph.capture.inputs import refuse_state

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.build.pass_pipeline import refuse_unmatched
 from zgraph.build.resolve_offload import placed_as
 from zgraph.build.step_program import StepProgram
+from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.capture.forwards import Forward
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.checkpoint.loading import load

@@ -1,19 +1,18 @@
-"""From a plan to a pipeline: which passes run, with which options, in which order."""
+"""From a plan to a pipeline: which passes run, with which options, in which order. `STEP_PASSES` is the table."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from zgraph.capture.tensor_parallel_layout import unmatched as unmatched_rows
 from zgraph.errors import PassError, PlanError
-from zgraph.names import did_you_mean, matches
-from zgraph.passes import Pass, PassType
+from zgraph.names import did_you_mean
+from zgraph.passes import Contract, Pass, PassType
 from zgraph.passes.analysis.costs import Costs, hardware, hardware_like
 from zgraph.passes.canonicalize.cleanup import cleanup
 from zgraph.passes.canonicalize.inductor_prepare import inductor_prepare
@@ -41,7 +40,6 @@ from zgraph.passes.zero.release import release
 from zgraph.passes.zero.scale_loss import scale_loss
 from zgraph.passes.zero.shard_parameters import shard_parameters
 from zgraph.program.program import CONTEXT_DIM, TENSOR_DIM
-from zgraph.record import joined
 
 if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
@@ -123,6 +121,226 @@ def costs_of(plan: Plan, device: torch.device | None = None) -> Costs:
     return Costs(found, fused=plan.backend == "inductor")
 
 
+@dataclass(frozen=True)
+class PassContext:
+    """What a pipeline is built for."""
+
+    plan: Plan
+    costs: Costs  # what passes decide from
+    variant: Variant = PLAIN
+    training: bool = True  # does the program have gradients?
+    choice: MemoryDecision = MemoryDecision()
+    solver: Solver | None = None  # of what is recomputed, where there is one already
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Do gathered weights stay until the update (ZeRO stages 1 and 2)?"""
+        return self.training and self.plan.zero in (1, 2)
+
+    @property
+    def staged(self) -> bool:
+        """Is this a stage of a pipeline? (Its backward is not next to its forward, nor the next forward to its update.)"""
+        return self.plan.mesh.get("pp", 1) != 1
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Does a plan run a pass, and why?"""
+
+    runs: bool
+    why: str
+
+    def unless(self, refused: bool, why: str) -> Decision:
+        """The same, but for a pass that runs a further reason not to."""
+        return Decision(False, why) if self.runs and refused else self
+
+
+@dataclass(frozen=True)
+class PassRow:
+    """A row of the table of passes: when a pass runs, and with which options (None: it has none, or their defaults)."""
+
+    type: PassType
+    when: Callable[[PassContext], Decision]
+    options: Callable[[PassContext], object] = lambda context: None
+
+
+def _always(why: str) -> Callable[[PassContext], Decision]:
+    return lambda context: Decision(True, why)
+
+
+def _over(dim: str) -> Callable[[PassContext], Decision]:
+    """With more than one rank along a mesh dimension."""
+
+    def when(context: PassContext) -> Decision:
+        ranks = context.plan.mesh.get(dim, 1)
+        return Decision(ranks != 1, f"mesh.{dim} is {ranks}")
+
+    return when
+
+
+def _of(field: str, test: Callable[[Plan], bool]) -> Callable[[PassContext], Decision]:
+    """With some values of a field of the plan."""
+
+    def when(context: PassContext) -> Decision:
+        return Decision(test(context.plan), f"{field} is {getattr(context.plan, field)!r}")
+
+    return when
+
+
+def _in_training(when: Callable[[PassContext], Decision]) -> Callable[[PassContext], Decision]:
+    return lambda context: when(context).unless(not context.training, "the program has no gradients")
+
+
+def _recomputes(context: PassContext) -> Decision:
+    on_inductor = Decision(context.plan.backend == "inductor", f"backend is {context.plan.backend!r}")
+    return on_inductor.unless(context.plan.recompute == "none", "recompute is 'none'")
+
+
+def _checkpoints(context: PassContext) -> Decision:
+    asked = context.plan.recompute
+    if isinstance(asked, tuple) or ":" in asked:
+        return Decision(True, f"recompute is {asked!r}")
+    if asked == "none" or context.plan.backend == "eager":
+        return Decision(True, "the model's own checkpointed regions are recomputed")
+    return Decision(False, "on inductor the min-cut follows the model's own checkpointed regions")
+
+
+def _checkpoint_options(context: PassContext) -> CheckpointOptions:
+    asked = context.plan.recompute
+    if isinstance(asked, tuple):
+        return CheckpointOptions(modules=asked)
+    return CheckpointOptions(policy=load_policy(asked)) if ":" in asked else CheckpointOptions()
+
+
+def _rematerializes(context: PassContext) -> Decision:
+    asked = context.plan.recompute
+    if asked == "full":
+        return Decision(True, "recompute is 'full'")
+    if isinstance(asked, tuple) or ":" in asked:
+        return Decision(False, f"recompute is {asked!r}, which says what is recomputed")
+    if context.choice.activations is not None:
+        return Decision(True, "the memory budget needs it")
+    return Decision(False, f"recompute is {asked!r}; a memory budget adds it where the model needs it")
+
+
+def _rematerialize_options(context: PassContext) -> RematerializeOptions:
+    if context.plan.recompute == "full":
+        return RematerializeOptions(None, context.costs)
+    return RematerializeOptions(context.choice.activations, context.costs, context.solver, context.choice.waiting)
+
+
+def _interleaves(context: PassContext) -> Decision:
+    return _over(TENSOR_DIM)(context).unless(
+        context.plan.async_tensor_parallel == "off", "async_tensor_parallel is 'off'"
+    )
+
+
+def _interleave_options(context: PassContext) -> InterleaveOptions:
+    asked = context.plan.async_tensor_parallel
+    return InterleaveOptions(TENSOR_DIM, asked if isinstance(asked, int) else None, context.costs)
+
+
+def _context_options(context: PassContext) -> ContextOptions:
+    plan = context.plan
+    told = None if plan.sequence_dim == "auto" else plan.sequence_dim
+    return ContextOptions(CONTEXT_DIM, told, plan.context_attention)
+
+
+def _keeps(context: PassContext) -> Decision:
+    why = f"zero is {context.plan.zero}"
+    return Decision(context.keeps_weights, why if context.training else "the program has no gradients")
+
+
+def _lets_go(context: PassContext) -> Decision:
+    kept = _keeps(context)
+    return Decision(not kept.runs, kept.why)
+
+
+def _regather_options(context: PassContext) -> RegatherOptions:
+    reused = context.plan.prefetch.reuse_bytes
+    return RegatherOptions(reused, context.choice.keep, not context.staged or reused is not None)
+
+
+def _scales(context: PassContext) -> Decision:
+    scaled = context.plan.loss_scale() is not None
+    return Decision(scaled, "the plan has a loss scale" if scaled else "the plan has no loss scale")
+
+
+def _overlap_options(context: PassContext) -> OverlapOptions:
+    plan, choice, early = context.plan, context.choice, context.plan.prefetch
+    beside: Literal["update", "receives"] | None = "receives" if context.staged else None
+    if plan.optimizer is not None and early.across_steps and not context.staged:
+        beside = "update"
+    if not context.training or plan.offload.tier("parameters") is not None:
+        beside = None
+    return OverlapOptions(
+        max_bytes=early.max_bytes,
+        room_bytes=choice.room,
+        spare_bytes=choice.spare if early.spare_bytes is None else early.spare_bytes,
+        ahead_bytes=early.ahead_bytes,
+        reduce_bytes=choice.reduce if early.reduce_bytes is None else early.reduce_bytes,
+        ahead=early.enabled,
+        beside=beside,
+        costs=context.costs,
+    )
+
+
+def _offloads(context: PassContext) -> Decision:
+    offloaded = context.plan.offload
+    names = [n for n in ("activations", "parameters") if offloaded.tier(n) is not None]
+    names += ["gradients"] if offloaded.gradients else []
+    # What a step without gradients has of these are parameters.
+    here = [n for n in names if context.training or n == "parameters"]
+    if here:
+        return Decision(True, f"offload has {' and '.join(here)}")
+    why = "the program has no gradients" if names else "nothing of the step is offloaded"
+    return Decision(False, why)
+
+
+def _offload_options(context: PassContext) -> OffloadOptions:
+    offloaded = context.plan.offload
+    tier = offloaded.tier("activations") if context.training else None
+    return OffloadOptions(tier, context.choice.away, offloaded.least_bytes, offloaded.staging_bytes, context.costs)
+
+
+STEP_PASSES = (
+    PassRow(cleanup, _always("the passes behind it rely on it")),
+    PassRow(narrow, _of("tiles", lambda plan: LOSS in plan.tiles)),
+    PassRow(divide, _over(TENSOR_DIM), lambda c: DivideOptions(TENSOR_DIM, c.plan.sequence_parallel)),
+    PassRow(known_masks, _over(CONTEXT_DIM)),
+    PassRow(divide_context, _over(CONTEXT_DIM), _context_options),
+    PassRow(inductor_prepare, _of("backend", lambda plan: plan.backend == "inductor")),
+    PassRow(recompute, _recomputes),
+    PassRow(tile, _of("tiles", lambda plan: bool(plan.tiles)), lambda c: TileOptions(tuple(c.plan.tiles.items()))),
+    PassRow(checkpoint, _in_training(_checkpoints), _checkpoint_options),
+    PassRow(rematerialize, _in_training(_rematerializes), _rematerialize_options),
+    PassRow(interleave, _interleaves, _interleave_options),
+    PassRow(shard_parameters, _always("parameters enter as this rank stores them")),
+    PassRow(keep_gathered, _keeps, lambda c: KeepOptions(c.variant.gathered_before)),
+    PassRow(regather, _lets_go, _regather_options),
+    PassRow(scale_loss, _in_training(_scales)),
+    PassRow(
+        reduce_gradients,
+        _always("gradients leave as this rank stores them"),
+        lambda c: ReduceOptions(c.variant.reduce, c.variant.accumulated),
+    ),
+    PassRow(
+        partition_activations,
+        _in_training(_of("partition_activations", lambda plan: plan.partition_activations)),
+        lambda c: PartitionOptions(TENSOR_DIM, c.costs),
+    ),
+    PassRow(
+        bucket,
+        _always("small transfers are joined"),
+        lambda c: BucketOptions(c.plan.bucket.gather, c.plan.bucket.reduce, c.costs),
+    ),
+    PassRow(overlap, _always("the order of transfers is decided here"), _overlap_options),
+    PassRow(release, _lets_go),
+    PassRow(offload, _offloads, _offload_options),
+)
+"""The passes of a step, in their order: which, when, with which options. The plan's own come on top (`build`)."""
+
+
 def build(
     plan: Plan,
     variant: Variant = PLAIN,
@@ -135,135 +353,14 @@ def build(
 ) -> list[Pass]:
     """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there, `PassError` for one to leave out that is not.
 
-    Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU); `solver` is one for what is computed
-    again, where there is one already. A program
-    that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
+    Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU); `solver` is one for what is recomputed,
+    where there is one already. A program that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
     """
-    costs = costs or costs_of(plan)
-    keep = training and plan.zero in (1, 2)
-    staged = (
-        plan.mesh.get("pp", 1) != 1
-    )  # (a stage's backward is not next to its forward, nor the next forward to its update)
-    passes = [cleanup()]
-    if LOSS in plan.tiles:
-        passes.append(narrow())
-    if plan.mesh.get(TENSOR_DIM, 1) != 1:
-        passes.append(divide(DivideOptions(TENSOR_DIM, plan.sequence_parallel)))
-    if plan.mesh.get(CONTEXT_DIM, 1) != 1:
-        passes.append(known_masks())
-        told = None if plan.sequence_dim == "auto" else plan.sequence_dim
-        passes.append(divide_context(ContextOptions(CONTEXT_DIM, told, plan.context_attention)))
-    if plan.backend == "inductor":
-        passes.append(inductor_prepare())
-        if plan.recompute != "none":
-            passes.append(recompute())
-    if plan.tiles:
-        passes.append(tile(TileOptions(tuple(plan.tiles.items()))))
-    if training:
-        passes += _checkpointing(plan, costs, choice, solver)
-    if plan.mesh.get(TENSOR_DIM, 1) != 1 and plan.async_tensor_parallel != "off":
-        asked = None if plan.async_tensor_parallel == "auto" else plan.async_tensor_parallel
-        passes.append(interleave(InterleaveOptions(TENSOR_DIM, asked, costs)))
-    passes.append(shard_parameters())
-    if keep:
-        passes.append(keep_gathered(KeepOptions(variant.gathered_before)))
-    else:
-        turn = not staged or plan.prefetch.reuse_bytes is not None
-        passes.append(regather(RegatherOptions(plan.prefetch.reuse_bytes, choice.keep, turn)))
-    if training and plan.loss_scale() is not None:
-        passes.append(scale_loss())
-    passes.append(reduce_gradients(ReduceOptions(variant.reduce, variant.accumulated)))
-    if training and plan.partition_activations:
-        passes.append(partition_activations(PartitionOptions(TENSOR_DIM, costs)))
-    passes.append(bucket(BucketOptions(plan.bucket.gather, plan.bucket.reduce, costs)))
-    early = plan.prefetch
-    beside: Literal["update", "receives"] | None = "receives" if staged else None
-    if plan.optimizer is not None and early.across_steps and not staged:
-        beside = "update"
-    if not training or plan.offload.tier("parameters") is not None:
-        beside = None
-    waiting = choice.reduce if early.reduce_bytes is None else early.reduce_bytes
-    bounds = OverlapOptions(
-        max_bytes=early.max_bytes,
-        room_bytes=choice.room,
-        spare_bytes=choice.spare if early.spare_bytes is None else early.spare_bytes,
-        ahead_bytes=early.ahead_bytes,
-        reduce_bytes=waiting,
-        ahead=early.enabled,
-        beside=beside,
-        costs=costs,
-    )
-    passes.append(overlap(bounds))
-    if not keep:
-        passes.append(release())
-    away = plan.offload
-    tier = away.tier("activations") if training else None
-    if tier is not None or away.tier("parameters") is not None or (training and away.gradients):
-        passes.append(offload(OffloadOptions(tier, choice.away, away.least_bytes, away.staging_bytes, costs)))
+    context = PassContext(plan, costs or costs_of(plan), variant, training, choice, solver)
+    passes = [row.type(row.options(context)) for row in STEP_PASSES if row.when(context).runs]
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
     return pass_filter.kept(passes)
-
-
-def _checkpointing(plan: Plan, costs: Costs, choice: MemoryDecision, solver: Solver | None) -> list[Pass]:
-    """What is computed again besides cheap values: what the model and the plan say, or what the budget needs."""
-    asked = plan.recompute
-    if isinstance(asked, tuple):
-        return [checkpoint(CheckpointOptions(modules=asked))]
-    if ":" in asked:
-        return [checkpoint(CheckpointOptions(policy=load_policy(asked)))]
-    # (on Inductor the min-cut follows the model's own regions)
-    found = [checkpoint()] if plan.backend == "eager" or asked == "none" else []
-    if asked == "full":
-        found.append(rematerialize(RematerializeOptions(None, costs)))
-    elif choice.activations is not None:
-        found.append(rematerialize(RematerializeOptions(choice.activations, costs, solver, choice.waiting)))
-    return found
-
-
-@dataclass(frozen=True)
-class Unmatched:
-    """A pattern in a field of a plan that names nothing of the model."""
-
-    field: str
-    pattern: str
-    error: PlanError
-
-
-def unmatched(plan: Plan, model: nn.Module) -> Iterator[Unmatched]:
-    """Each pattern of `recompute`, `tiles` and `tensor_parallel` that matches no module, by any of its names."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    recompute = plan.recompute if isinstance(plan.recompute, tuple) else ()
-    tiles = [p for p in plan.tiles if p != LOSS]
-    for field, patterns in (("recompute", recompute), ("tiles", tiles)):
-        for pattern in patterns:
-            if not matches(names, [pattern]):
-                what = f"{field} has a pattern {pattern!r} that matches no module"
-                hint = did_you_mean(pattern, [name for name in names if name])
-                where = field if field == "recompute" else f"{field}.{pattern}"
-                yield Unmatched(field, pattern, PlanError(what, where=where, hint=hint))
-    if isinstance(plan.tensor_parallel, Mapping) and plan.mesh.get(TENSOR_DIM, 1) != 1:
-        for pattern in plan.tensor_parallel:
-            for error in unmatched_rows([pattern], model):
-                yield Unmatched("tensor_parallel", pattern, error)
-
-
-def refuse_unmatched(plan: Plan, model: nn.Module) -> None:
-    """Raises `PlanError` for patterns that match no module."""
-    faults = [found.error for found in unmatched(plan, model)]
-    if faults:
-        raise joined(faults)
-
-
-def without(plan: Plan, faulty: Iterable[Unmatched]) -> Plan:
-    """The plan without these patterns."""
-    lost = {(found.field, found.pattern) for found in faulty}
-    changes: dict[str, Any] = {}
-    for field in {field for field, _ in lost}:
-        patterns = getattr(plan, field)
-        kept = [p for p in patterns if (field, p) not in lost]
-        changes[field] = {p: patterns[p] for p in kept} if isinstance(patterns, Mapping) else tuple(kept) or "auto"
-    return plan.model_copy(update=changes)
 
 
 def load_policy(ref: str) -> Callable[[fx.Node], bool]:
@@ -276,14 +373,46 @@ def load_policy(ref: str) -> Callable[[fx.Node], bool]:
     return found  # type: ignore[no-any-return]
 
 
+def _offloads_update(plan: Plan) -> Decision:
+    tiers = bool(plan.offload.tiers())
+    return Decision(tiers, "something is offloaded" if tiers else "nothing is offloaded")
+
+
 def build_update_passes(plan: Plan, first: tuple[str, ...] = ()) -> list[Pass]:
     """The pipeline of update programs; the parameters named in `first` are updated as early as they can be."""
-    away = bool(plan.offload.tiers())
-    grouped = group_updates(GroupOptions(first, plan.offload.sub_group_bytes))
+    passes = [write_in_place(), group_updates(GroupOptions(first, plan.offload.sub_group_bytes))]
+    if _offloads_update(plan).runs:
+        passes.append(offload_update(OffloadUpdateOptions(plan.offload.update_on == "host")))
+    return passes
+
+
+@dataclass(frozen=True)
+class ExplainedPass:
+    """A pass, and whether and why a plan runs it."""
+
+    contract: Contract
+    decision: Decision
+
+
+def explain_step_passes(plan: Plan) -> list[ExplainedPass]:
+    """Every pass that a training step may have, in order, the plan's own among them. Raises as `build`."""
+    build(plan)
+    context = PassContext(plan, costs_of(plan))
+    found = [ExplainedPass(row.type.contract, row.when(context)) for row in STEP_PASSES]
+    for user in plan.user_passes():
+        mine = ExplainedPass(load_pass(user.ref).contract, Decision(True, "the plan's passes name it"))
+        names = [f.contract.name for f in found]
+        at = len(found) if user.anchor is None else names.index(user.anchor) + (user.position == "after")
+        found.insert(at, mine)
+    return found
+
+
+def explain_update_passes(plan: Plan) -> list[ExplainedPass]:
+    """Every pass that an update may have, in order."""
     return [
-        write_in_place(),
-        grouped,
-        *([offload_update(OffloadUpdateOptions(plan.offload.update_on == "host"))] if away else []),
+        ExplainedPass(write_in_place.contract, Decision(True, "weights and states are written where they are")),
+        ExplainedPass(group_updates.contract, Decision(True, "parameters are updated in groups")),
+        ExplainedPass(offload_update.contract, _offloads_update(plan)),
     ]
 
 

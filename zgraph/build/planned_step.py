@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, costs_of, refuse_unmatched
+from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, costs_of
 from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import StepProgram
+from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of, whole_update
 from zgraph.capture.capture import trace
 from zgraph.capture.former_memory import former_memory

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,8 +18,11 @@ from zgraph.cli.options import (
     UpdateOption,
     WorldOption,
 )
-from zgraph.cli.output import give
+from zgraph.cli.output import give, table
 from zgraph.cli.targets import load_plan, look, planned_passes, resolve_world, way_of
+
+if TYPE_CHECKING:
+    from zgraph.plan.plan import Plan
 
 
 def passes(
@@ -33,10 +37,18 @@ def passes(
     stage: StageOption = None,
     program: ProgramOption = None,
     update: UpdateOption = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="List every pass: whether the plan runs it, and why or why not.")
+    ] = False,
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the passes that a plan runs, in order, and what they missed."""
+    if why:
+        if target is not None:
+            raise typer.BadParameter("--why: only without a TARGET")
+        _give_reasons(load_plan(plan), update, as_json, output)
+        return
     if target is None:
         only = (("hw", hardware), ("batch", batch), ("stage", stage), ("program", program))
         if given := [f"--{name}" for name, value in only if value is not None]:
@@ -63,6 +75,18 @@ def passes(
     lines = [_text(row, width) for row in rows]
     lines += [f"missed by {remark['made_by']}: {remark['text']}" for remark in missed]
     give({"world": ranks, "passes": rows, "remarks": missed}, "\n".join(lines), as_json, output)
+
+
+def _give_reasons(plan: Plan, update: bool, as_json: bool, output: Path | None) -> None:
+    from zgraph.build.pass_pipeline import explain_step_passes, explain_update_passes
+
+    found = explain_update_passes(plan) if update else explain_step_passes(plan)
+    rows = [
+        {"name": f.contract.name, "summary": f.contract.summary, "runs": f.decision.runs, "why": f.decision.why}
+        for f in found
+    ]
+    shown = [(row["name"], "runs" if row["runs"] else "-", row["why"]) for row in rows]
+    give({"passes": rows}, table(("pass", "", "why"), shown), as_json, output)
 
 
 def _text(row: dict[str, Any], width: int) -> str:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Embedding, EmbeddingBag
 
-from zgraph.build.pass_pipeline import Variant, build, build_update_passes, load_pass, load_policy, unmatched, without
+from zgraph.build.pass_pipeline import Variant, build, build_update_passes, load_pass, load_policy
 from zgraph.build.planned_step import captured_program, placed_for, split_inputs
+from zgraph.build.unmatched_patterns import unmatched, without
 from zgraph.build.update_program import away_bytes, state_bytes
 from zgraph.build.what_if import what_fits
 from zgraph.errors import OffloadError, PlanError, ZgraphError

@@ -25,10 +25,11 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from zgraph.build.pass_pipeline import PLAIN, PassFilter, Variant, costs_of, refuse_unmatched
+from zgraph.build.pass_pipeline import PLAIN, PassFilter, Variant, costs_of
 from zgraph.build.planned_step import Inputs, split_inputs
 from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import Entry, StepProgram
+from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of
 from zgraph.capture.capture import find_loss
 from zgraph.capture.former_memory import former_memory

@@ -1,0 +1,64 @@
+"""Patterns in a plan that match nothing of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from zgraph.capture.tensor_parallel_layout import unmatched as unmatched_rows
+from zgraph.errors import PlanError
+from zgraph.names import did_you_mean, matches
+from zgraph.passes.tiling.tile import LOSS
+from zgraph.program.program import TENSOR_DIM
+from zgraph.record import joined
+
+if TYPE_CHECKING:
+    from zgraph.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """A pattern in a field of a plan that names nothing of the model."""
+
+    field: str
+    pattern: str
+    error: PlanError
+
+
+def unmatched(plan: Plan, model: nn.Module) -> Iterator[Unmatched]:
+    """Each pattern of `recompute`, `tiles` and `tensor_parallel` that matches no module, by any of its names."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    recompute = plan.recompute if isinstance(plan.recompute, tuple) else ()
+    tiles = [p for p in plan.tiles if p != LOSS]
+    for field, patterns in (("recompute", recompute), ("tiles", tiles)):
+        for pattern in patterns:
+            if not matches(names, [pattern]):
+                what = f"{field} has a pattern {pattern!r} that matches no module"
+                hint = did_you_mean(pattern, [name for name in names if name])
+                where = field if field == "recompute" else f"{field}.{pattern}"
+                yield Unmatched(field, pattern, PlanError(what, where=where, hint=hint))
+    if isinstance(plan.tensor_parallel, Mapping) and plan.mesh.get(TENSOR_DIM, 1) != 1:
+        for pattern in plan.tensor_parallel:
+            for error in unmatched_rows([pattern], model):
+                yield Unmatched("tensor_parallel", pattern, error)
+
+
+def refuse_unmatched(plan: Plan, model: nn.Module) -> None:
+    """Raises `PlanError` for patterns that match no module."""
+    faults = [found.error for found in unmatched(plan, model)]
+    if faults:
+        raise joined(faults)
+
+
+def without(plan: Plan, faulty: Iterable[Unmatched]) -> Plan:
+    """The plan without these patterns."""
+    lost = {(found.field, found.pattern) for found in faulty}
+    changes: dict[str, Any] = {}
+    for field in {field for field, _ in lost}:
+        patterns = getattr(plan, field)
+        kept = [p for p in patterns if (field, p) not in lost]
+        changes[field] = {p: patterns[p] for p in kept} if isinstance(patterns, Mapping) else tuple(kept) or "auto"
+    return plan.model_copy(update=changes)
