@@ -246,7 +246,7 @@ def test_a_value_that_ranks_do_not_divide_is_kept_whole_and_remarked_upon():
 
 # -- plans --------------------------------------------------------------------------------------------------------------
 def test_it_is_refused_without_ranks_that_would_keep_the_same():
-    with pytest.raises(PlanError, match="partition_activations without ranks that divide weights"):
+    with pytest.raises(PlanError, match="partition_activations is set without ranks that divide weights"):
         zgraph.Plan(partition_activations=True)
 
 

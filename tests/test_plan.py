@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 
 from zgraph.errors import MeshError, PlanError
 from zgraph.plan import planfile
+from zgraph.plan.clipping_and_ema import Clip
+from zgraph.plan.communication import Prefetch
+from zgraph.plan.conflicts import CONFLICTS
+from zgraph.plan.offloading import Offload
 from zgraph.plan.plan import MESH_DIMENSIONS, Plan, Record, UserPass
 
 pytestmark = pytest.mark.core
@@ -104,6 +108,15 @@ def test_a_bad_value_is_refused_with_its_place_and_the_way_out(values, where, sa
     assert caught.value.where == where
     assert says in str(caught.value)
     assert "pydantic" not in str(caught.value)
+
+
+def test_every_conflict_names_a_field_of_the_plan_and_a_way_out():
+    for row in CONFLICTS:
+        record, _, field = row.where.partition(".")
+        inner = {"grad_clip": Clip, "prefetch": Prefetch, "offload": Offload}.get(record)
+        assert record in Plan.model_fields and (not field or field in inner.model_fields)
+        assert row.hint and not row.when(Plan())
+        assert row.error(Plan()).where == row.where
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from zgraph.names import did_you_mean
 from zgraph.plan import planfile
 from zgraph.plan.clipping_and_ema import Average, Clip
 from zgraph.plan.communication import Bucket, Bytes, Prefetch
+from zgraph.plan.conflicts import first_conflict
 from zgraph.plan.elasticity import Elastic, divisors, shown_worlds
 from zgraph.plan.loss_scaling import LossScale
 from zgraph.plan.lr_schedules import AnySchedule
@@ -434,110 +435,13 @@ class Plan(Record, frozen=True):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.lr_schedule is not None and self.optimizer is None:
-            raise PlanError(
-                "a schedule without an optimizer",
-                where="lr_schedule",
-                hint="give the plan an optimizer, or use a scheduler of torch.optim.lr_scheduler on your own",
-            )
-        if self.grad_clip is not None and self.grad_clip.error_if_nonfinite and self.loss_scale() is not None:
-            raise PlanError(
-                "error_if_nonfinite together with a loss scale",
-                where="grad_clip.error_if_nonfinite",
-                why="gradients that overflow are how the scale is found; such steps are skipped and counted",
-                hint="leave it out: at the smallest scale an error says so",
-            )
-        if self.on_nonfinite != "ignore":
-            self._check_nonfinite()
-        if self.ema is not None and self.optimizer is None:
-            raise PlanError("a moving average without an optimizer", where="ema", hint="give the plan an optimizer")
-        only = [
-            n
-            for n in ("max_bytes", "spare_bytes", "ahead_bytes", "reuse_bytes")
-            if getattr(self.prefetch, n) is not None
-        ]
-        if only and self.zero < 3:
-            raise PlanError(
-                f"prefetch.{only[0]} at stage {self.zero}",
-                where=f"prefetch.{only[0]}",
-                why="only stage 3 gathers weights for a time; the other stages keep what they gather until the update",
-                hint="zero=3, or leave it out",
-            )
-        if self.offload.tier("parameters") is not None and self.zero < 3:
-            raise PlanError(
-                f"offload.parameters at stage {self.zero}",
-                where="offload.parameters",
-                why="only stage 3 lets go of a weight after its use; the other stages hold what they gather",
-                hint="zero=3 (in one process too), or leave it out",
-            )
-        if self.offload.tier("optimizer") is not None and self.optimizer is None:
-            raise PlanError("states of no optimizer", where="offload.optimizer", hint="give the plan an optimizer")
-        if self.offload.tier("optimizer") is None and self.memory_budget is None:
-            for name, nothing in (("delayed_after", (None,)), ("ratio", (None, 1.0))):
-                if getattr(self.offload, name) not in nothing:
-                    raise PlanError(
-                        f"{name} of states that stay on the device",
-                        where=f"offload.{name}",
-                        hint='offload={"optimizer": "cpu"} or "nvme:FOLDER" lets them go; or leave it out',
-                    )
-        if self.numerics is not None and not isinstance(self.precision, str):
-            raise PlanError(
-                "numerics names a system's precision, and precision is a record already",
-                where="numerics",
-                hint='leave numerics out, or say precision="bf16"',
-            )
+        if (conflict := first_conflict(self)) is not None:
+            raise conflict
         if self.elastic is not None:
-            self._check_elastic(self.elastic)
-        self._check_pipeline()
-        asked = ("tensor_parallel", "sequence_parallel", "async_tensor_parallel", "partition_activations")
-        divides = [n for n in asked if n in self.model_fields_set]
-        changed = [n for n in divides if getattr(self, n) != type(self).model_fields[n].default]
-        if self.mesh.get("tp", 1) == 1 and changed:
-            raise PlanError(
-                f"{changed[0]} without ranks that divide weights",
-                where=changed[0],
-                hint='mesh={"dp": -1, "tp": 2} has two; or leave it out',
-            )
-        told = [n for n in ("sequence_dim", "context_attention") if getattr(self, n) != "auto"]
-        if self.mesh.get("cp", 1) == 1 and told:
-            raise PlanError(
-                f"{told[0]} without ranks that divide a sequence",
-                where=told[0],
-                hint='mesh={"dp": -1, "cp": 2} has two; or leave it out',
-            )
+            self._check_worlds(self.elastic)
         return self
 
-    def _check_pipeline(self) -> None:
-        staged = [n for n in ("schedule", "partition", "virtual_stages") if n in self.model_fields_set]
-        if self.mesh.get("pp", 1) == 1:
-            changed = [n for n in staged if getattr(self, n) != type(self).model_fields[n].default]
-            if changed:
-                raise PlanError(
-                    f"{changed[0]} without a pipeline",
-                    where=changed[0],
-                    hint='mesh={"pp": 2, "dp": -1} has two stages; or leave it out',
-                )
-            return
-        for name, why in (
-            ("elastic", "how many micro-batches there are would change the schedule"),
-            (
-                "on_nonfinite",
-                "the module that a step became infinite in is found by running it again, which stages can't do alone",
-            ),
-        ):
-            if getattr(self, name) not in (None, "ignore"):
-                raise PlanError(f"{name} together with a pipeline", where=name, why=why, hint="leave it out")
-        if self.offload.late:
-            raise PlanError("late updates together with a pipeline", where="offload.delayed_after", hint="leave it out")
-
-    def _check_elastic(self, elastic: Elastic) -> None:
-        if self.micro_batches != (1 if elastic.rows is None else elastic.parts(elastic.rows)):
-            raise PlanError(
-                "micro_batches together with elastic",
-                where="micro_batches",
-                why="how many there are follows from the ranks that there are",
-                hint="leave it out; elastic.micro_batch bounds the rows of one",
-            )
+    def _check_worlds(self, elastic: Elastic) -> None:
         for world in elastic.worlds or ():
             try:
                 self.resolve_mesh(world)
@@ -554,29 +458,6 @@ class Plan(Record, frozen=True):
                 where="elastic.batch",
                 why=f"the mesh is {_shown(self.mesh)}",
                 hint="another batch or micro_batch, or -1 for a size of the mesh",
-            )
-
-    def _check_nonfinite(self) -> None:
-        if self.optimizer is None:
-            raise PlanError(
-                f"on_nonfinite={self.on_nonfinite!r} without an optimizer",
-                where="on_nonfinite",
-                why="a step that is not finite is skipped by the update program, on all ranks alike",
-                hint="give the plan an optimizer",
-            )
-        if self.grad_clip is not None and self.grad_clip.error_if_nonfinite:
-            raise PlanError(
-                "error_if_nonfinite together with on_nonfinite",
-                where="grad_clip.error_if_nonfinite",
-                why="both say what such a step is",
-                hint='on_nonfinite="stop" alone: its error names the module as well',
-            )
-        if self.on_nonfinite != "skip" and self.offload.late:
-            raise PlanError(
-                f"on_nonfinite={self.on_nonfinite!r} together with late updates",
-                where="on_nonfinite",
-                why="the weights that such a step ran with are gone by then: it can't be run again",
-                hint='on_nonfinite="skip", or leave out offload.delayed_after',
             )
 
     def resolved_precision(self) -> Precision:

@@ -1,0 +1,200 @@
+"""Fields of a plan that do not go together, as a table: which, when, what is wrong, and what to do. `Plan` walks it when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zgraph.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A row. The plan is untyped in it, since `Plan` checks itself by this table."""
+
+    where: str  # the field that can't be as it is
+    when: Callable[[Any], bool]
+    what: str  # with the plan's values put in, as `str.format` does
+    hint: str
+    why: str | None = None
+
+    def error(self, plan: Any) -> PlanError:
+        return PlanError(self.what.format(plan=plan), where=self.where, why=self.why, hint=self.hint)
+
+
+def first_conflict(plan: Any) -> PlanError | None:
+    """The first row that a plan meets, as an error."""
+    return next((row.error(plan) for row in CONFLICTS if row.when(plan)), None)
+
+
+def _ranks(plan: Any, dim: str) -> int:
+    return int(plan.mesh.get(dim, 1))
+
+
+def _changed(plan: Any, field: str) -> bool:
+    return bool(getattr(plan, field) != type(plan).model_fields[field].default)
+
+
+def _is_set(record: str, field: str) -> Callable[[Any], bool]:
+    return lambda plan: getattr(getattr(plan, record), field) is not None
+
+
+def _micro_batches_differ(plan: Any) -> bool:
+    """Are there other micro-batches than the elastic batch says?"""
+    elastic = plan.elastic
+    if elastic is None:
+        return False
+    return bool(plan.micro_batches != (1 if elastic.rows is None else elastic.parts(elastic.rows)))
+
+
+def _errs_if_nonfinite(plan: Any) -> bool:
+    return plan.grad_clip is not None and bool(plan.grad_clip.error_if_nonfinite)
+
+
+def _stays(plan: Any) -> bool:
+    """Do the optimizer's states stay on the device?"""
+    return plan.offload.tier("optimizer") is None and plan.memory_budget is None
+
+
+GIVE_OPTIMIZER = "give the plan an optimizer"
+LEAVE_OUT = "leave it out"
+OFFLOAD_STATES = 'offload={"optimizer": "cpu"} or "nvme:FOLDER" offloads them; or leave it out'
+GATHERS_FOR_A_TIME = "only stage 3 gathers weights for a time; the other stages keep what they gather until the update"
+
+
+def _only_at_stage_3(field: str) -> Conflict:
+    return Conflict(
+        f"prefetch.{field}",
+        lambda plan: plan.zero < 3 and _is_set("prefetch", field)(plan),
+        f"prefetch.{field} is set, and zero is {{plan.zero}}",
+        why=GATHERS_FOR_A_TIME,
+        hint="zero=3, or leave it out",
+    )
+
+
+def _only_with(dim: str, field: str, what: str) -> Conflict:
+    return Conflict(
+        field,
+        lambda plan: _ranks(plan, dim) == 1 and _changed(plan, field),
+        f"{field} is set without ranks that divide {what}",
+        hint=f'mesh={{"dp": -1, "{dim}": 2}} has two; or leave it out',
+    )
+
+
+def _only_in_a_pipeline(field: str) -> Conflict:
+    return Conflict(
+        field,
+        lambda plan: _ranks(plan, "pp") == 1 and _changed(plan, field),
+        f"{field} is set without a pipeline",
+        hint='mesh={"pp": 2, "dp": -1} has two stages; or leave it out',
+    )
+
+
+CONFLICTS = (
+    Conflict(
+        "lr_schedule",
+        lambda plan: plan.lr_schedule is not None and plan.optimizer is None,
+        "lr_schedule is set, but the plan has no optimizer",
+        hint="give the plan an optimizer, or use a scheduler of torch.optim.lr_scheduler on your own",
+    ),
+    Conflict(
+        "grad_clip.error_if_nonfinite",
+        lambda plan: _errs_if_nonfinite(plan) and plan.loss_scale() is not None,
+        "error_if_nonfinite is set together with a loss scale",
+        why="gradients that overflow are how the scale is found; such steps are skipped and counted",
+        hint="leave it out: at the smallest scale an error says so",
+    ),
+    Conflict(
+        "on_nonfinite",
+        lambda plan: plan.on_nonfinite != "ignore" and plan.optimizer is None,
+        "on_nonfinite={plan.on_nonfinite!r} is set, but the plan has no optimizer",
+        why="a step that is not finite is skipped by the update program, on all ranks alike",
+        hint=GIVE_OPTIMIZER,
+    ),
+    Conflict(
+        "grad_clip.error_if_nonfinite",
+        lambda plan: plan.on_nonfinite != "ignore" and _errs_if_nonfinite(plan),
+        "error_if_nonfinite is set together with on_nonfinite",
+        why="both say what happens at such a step",
+        hint='on_nonfinite="stop" alone: its error names the module as well',
+    ),
+    Conflict(
+        "on_nonfinite",
+        lambda plan: plan.on_nonfinite not in ("ignore", "skip") and plan.offload.late,
+        "on_nonfinite={plan.on_nonfinite!r} is set together with late updates",
+        why="the weights that such a step ran with are gone by then: it can't be run again",
+        hint='on_nonfinite="skip", or leave out offload.delayed_after',
+    ),
+    Conflict(
+        "ema",
+        lambda plan: plan.ema is not None and plan.optimizer is None,
+        "ema is set, but the plan has no optimizer",
+        hint=GIVE_OPTIMIZER,
+    ),
+    *map(_only_at_stage_3, ("max_bytes", "spare_bytes", "ahead_bytes", "reuse_bytes")),
+    Conflict(
+        "offload.parameters",
+        lambda plan: plan.offload.tier("parameters") is not None and plan.zero < 3,
+        "offload.parameters is set, and zero is {plan.zero}",
+        why="only stage 3 frees a weight after its use; the other stages keep what they gather",
+        hint="zero=3 (in one process too), or leave it out",
+    ),
+    Conflict(
+        "offload.optimizer",
+        lambda plan: plan.offload.tier("optimizer") is not None and plan.optimizer is None,
+        "offload.optimizer is set, but the plan has no optimizer",
+        hint=GIVE_OPTIMIZER,
+    ),
+    Conflict(
+        "offload.delayed_after",
+        lambda plan: _stays(plan) and plan.offload.delayed_after is not None,
+        "offload.delayed_after is set, but the optimizer's states stay on the device",
+        hint=OFFLOAD_STATES,
+    ),
+    Conflict(
+        "offload.ratio",
+        lambda plan: _stays(plan) and plan.offload.ratio not in (None, 1.0),
+        "offload.ratio is set, but the optimizer's states stay on the device",
+        hint=OFFLOAD_STATES,
+    ),
+    Conflict(
+        "numerics",
+        lambda plan: plan.numerics is not None and not isinstance(plan.precision, str),
+        "numerics names a system's precision, and precision is a record already",
+        hint='leave numerics out, or say precision="bf16"',
+    ),
+    Conflict(
+        "micro_batches",
+        _micro_batches_differ,
+        "micro_batches is set together with elastic",
+        why="how many there are follows from the ranks that there are",
+        hint="leave it out; elastic.micro_batch bounds the rows of one",
+    ),
+    *map(_only_in_a_pipeline, ("schedule", "partition", "virtual_stages")),
+    Conflict(
+        "elastic",
+        lambda plan: _ranks(plan, "pp") != 1 and plan.elastic is not None,
+        "elastic is set together with a pipeline",
+        why="how many micro-batches there are would change the schedule",
+        hint=LEAVE_OUT,
+    ),
+    Conflict(
+        "on_nonfinite",
+        lambda plan: _ranks(plan, "pp") != 1 and plan.on_nonfinite != "ignore",
+        "on_nonfinite is set together with a pipeline",
+        why="the module that a step became infinite in is found by running it again, which stages can't do alone",
+        hint=LEAVE_OUT,
+    ),
+    Conflict(
+        "offload.delayed_after",
+        lambda plan: _ranks(plan, "pp") != 1 and plan.offload.late,
+        "offload.delayed_after is set together with a pipeline",
+        hint=LEAVE_OUT,
+    ),
+    *(
+        _only_with("tp", field, "weights")
+        for field in ("tensor_parallel", "sequence_parallel", "async_tensor_parallel", "partition_activations")
+    ),
+    *(_only_with("cp", field, "a sequence") for field in ("sequence_dim", "context_attention")),
+)
