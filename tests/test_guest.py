@@ -5,6 +5,8 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import zgraph
 
@@ -20,6 +22,56 @@ def compiled_model():
     model = zgraph.compile(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), zgraph.Plan(backend="eager"))
     model(torch.randn(2, 3)).sum().backward()
     return model
+
+
+@pytest.fixture
+def counter():
+    return CompileCounterWithBackend("eager")
+
+
+def test_functions_that_the_user_has_compiled_stay_compiled(counter):
+    @torch.compile(backend=counter)
+    def own(x):
+        return x.sin() + 1
+
+    own(torch.randn(3))
+    compiled_model()
+    own(torch.randn(3))
+    assert counter.frame_count == 1
+
+
+def test_a_module_that_was_compiled_with_torch_stays_so_beside_one_of_its_class(counter):
+    theirs, mine = nn.Linear(3, 3), nn.Linear(3, 3)
+    run = torch.compile(theirs, backend=counter)
+    run(torch.randn(2, 3))
+    mine = zgraph.compile(mine, zgraph.Plan(backend="eager"))
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(mine(x), nn.functional.linear(x, mine.weight, mine.bias))
+    run(torch.randn(2, 3))
+    assert counter.frame_count == 1
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 3), 0.5
+
+    def forward(self, x):
+        self.scale = self.scale * 0.75
+        return self.linear(x) * self.scale
+
+
+def test_a_float_that_torch_compile_made_a_constant_is_none_here():
+    """(Torch remembers which by the names of symbols, which are the same in every model.)"""
+    constants = {f"zf{n}" for n in range(9)}
+    TensorifyState.force_specializations.update(constants)
+    model = zgraph.compile(Scaled(), zgraph.Plan(backend="eager"))
+    for scale in (0.375, 0.28125):
+        x = torch.randn(2, 3)
+        torch.testing.assert_close(model(x), model.linear(x) * scale)
+    trace = model.zgraph.runtime.entered.trace
+    assert trace.flat.number_inputs == 1
+    assert TensorifyState.force_specializations == constants
 
 
 def test_a_size_that_torch_has_made_dynamic_is_a_number_here():

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from zgraph.torch_compat import stand_ins
 from zgraph.torch_compat.dynamo_asserts import asserts_on_values
+from zgraph.torch_compat.dynamo_memory import own_memory
 from zgraph.torch_compat.guards import Effects, Failing, Guards, Scope, live, recorded
 from zgraph.torch_compat.numbers import Numbers, split_numbers
 from zgraph.torch_compat.unknown_sizes import _fakes_of_unknown_sizes
@@ -260,8 +261,8 @@ def capture_flat(
     anything by then. Raises `NumberInGraphError` for a number that must be one.
     """
     function: Any = bound.__func__
-    torch._dynamo.reset()
     with (
+        own_memory(),
         _compiling_state_context(),
         dynamo_config.patch(
             ignore_logging_functions=_log_methods(),

@@ -1,0 +1,40 @@
+"""What dynamo remembers of the code that it has traced, kept apart from a capture."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo import pgo
+from torch._dynamo.code_context import code_context
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.utils import ExactWeakKeyDictionary
+
+# (owner, attribute, what it is in a process that has traced nothing). A capture calls dynamo's tracer itself: it neither looks up
+# compiled code nor adds any, and no limit of recompilations counts it. Besides that cache, these are what one trace leaves to the next.
+_MEMORY: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
+    (pgo, "_CODE_STATE", lambda: defaultdict(pgo.CodeState)),  # by code object: which sizes and numbers have changed between calls
+    (pgo, "_INIT_CODE_STATE", lambda: None),  # (the same, as it was read from a file)
+    (TensorifyState, "force_specializations", set),  # by symbol ("zf0"), for every model: which floats have to be constants
+    (code_context, "code_context", ExactWeakKeyDictionary),  # by code object: the graph module whose forward it is
+    (GenerationTracker, "dynamic_classes", ExactWeakKeyDictionary),  # classes whose modules were changed while they were traced
+)
+
+
+@contextlib.contextmanager
+def own_memory() -> Iterator[None]:
+    """Trace as in a process that has traced nothing, and leave what torch.compile remembers as it is."""
+    theirs = [(owner, name, getattr(owner, name)) for owner, name, _ in _MEMORY]
+    hooks_traced = torch._C._autograd._saved_tensors_hooks_set_tracing(False)  # type: ignore[attr-defined]
+    for owner, name, fresh in _MEMORY:
+        setattr(owner, name, fresh())
+    try:
+        yield
+    finally:
+        for owner, name, value in theirs:
+            setattr(owner, name, value)
+        torch._C._autograd._saved_tensors_hooks_set_tracing(hooks_traced)  # type: ignore[attr-defined]
