@@ -1,14 +1,17 @@
 """zgraph is a guest in the user's process: what it does not own is as it was."""
 
 import logging
+import traceback
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import zgraph
+from zgraph.parameters.optimizer_steps import count_steps_on, steps_on, watch_optimizers
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +94,57 @@ def test_levels_and_filters_of_loggers_are_as_they_were():
     before = [(log.level, list(log.filters), list(log.handlers)) for log in loggers]
     compiled_model()
     assert [(log.level, list(log.filters), list(log.handlers)) for log in loggers] == before
+
+
+class FailsTwice(nn.Module):
+    """Forward fails in another way once it has been called."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.called = nn.Linear(3, 3), []
+
+    def forward(self, x):
+        if not self.called:
+            if not torch.compiler.is_compiling():
+                self.called.append(1)
+            raise KeyError("what comes first")
+        raise IndexError("what comes next")
+
+
+def test_an_error_of_a_capture_has_those_of_all_attempts():
+    model = zgraph.compile(FailsTwice(), zgraph.Plan(backend="eager"))
+    with pytest.raises(zgraph.errors.CaptureError, match="can't be captured") as caught:
+        model(torch.randn(2, 3))
+    lines = FailsTwice.forward.__code__.co_firstlineno + 4, FailsTwice.forward.__code__.co_firstlineno + 5
+    told = "".join(traceback.format_exception(caught.value))
+    assert all(f'test_guest.py", line {line}, in forward' in told for line in lines)
+
+
+class Owner:
+    """Stands for the shards of a model."""
+
+
+def test_optimizers_are_watched_only_while_a_sharded_model_lives():
+    hooks = _global_optimizer_post_hooks
+    ours, theirs = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    before = dict(hooks)
+    first, second = Owner(), Owner()
+    for owner in (first, second):
+        watch_optimizers(owner)
+    assert len(hooks) == len(before) + 1
+    count_steps_on(ours)
+    ours.grad = theirs.grad = torch.ones(2)
+    with_ours, without = torch.optim.SGD([theirs, ours]), torch.optim.SGD([theirs])
+    for optimizer in (with_ours, without, with_ours):
+        optimizer.step()
+    assert steps_on(ours) == 2 and vars(theirs) == {}
+    del owner, first
+    assert len(hooks) == len(before) + 1
+    del second
+    assert hooks == before
+
+
+def test_a_model_that_is_not_sharded_needs_no_hook_on_optimizers():
+    before = dict(_global_optimizer_post_hooks)
+    model = compiled_model()
+    assert _global_optimizer_post_hooks == before and model is not None

@@ -403,12 +403,15 @@ def _with_numbers(
 def _changed_numbers(
     flat: dynamo.FlatCapture, bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[str]:
-    """The numbers that a replay of forward's side effects changes."""
+    """The numbers that a replay of forward's side effects changes; none where it can't be replayed on fake tensors."""
     values = flat_values(flat)
-    with contextlib.suppress(Exception), flat.effects.undone():
-        flat.bind(lambda *_: values)(bound.__self__, *args, **kwargs)
-        return flat.changed_numbers(bound.__self__, args, kwargs)
-    return []
+    try:
+        with flat.effects.undone():
+            flat.bind(lambda *_: values)(bound.__self__, *args, **kwargs)
+            return flat.changed_numbers(bound.__self__, args, kwargs)
+    except Exception as error:  # (the user's own code, which raises anything; the call itself raises it again)
+        logger.debug("forward's side effects can't be replayed on fake tensors: %s", error)
+        return []
 
 
 def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -432,13 +435,26 @@ def _capture(
     """
     try:
         return dynamo.capture_flat(bound, args, kwargs)
-    except Exception:  # (dynamo's own errors are of many types)
-        with contextlib.suppress(Exception), fake_mode, torch.no_grad():
-            bound(*args, **kwargs)
+    except Exception as first:  # (dynamo's own errors are of many types)
+        try:
+            with fake_mode, torch.no_grad():
+                bound(*args, **kwargs)
+        except Exception as error:
+            logger.debug("forward does not run on fake tensors: %s", error)
         try:
             return dynamo.capture_flat(bound, args, kwargs)
         except Exception as error:
-            raise _capture_error(error) from error
+            raise _capture_error(error) from _caused_by(error, first)
+
+
+def _caused_by(error: Exception, first: Exception) -> Exception:
+    """`error`, with `first` as the last of its causes, so that a traceback shows both."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    if first not in chain:
+        chain[-1].__cause__ = first
+    return error
 
 
 def _inside(x: Any, args: Any, kwargs: Any) -> bool:
@@ -507,10 +523,13 @@ def _find_loss(
     flat: dynamo.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]
 ) -> int | None:
     """The flat output that is the loss: the output itself if it is a scalar, `.loss`, `["loss"]`, or the first element."""
-    with contextlib.suppress(Exception), flat.effects.undone():
-        loss = find_loss(flat.bind(lambda *_: tuple(values))(module, *args, **kwargs))
-        return next((i for i, v in enumerate(values) if v is loss), None) if loss is not None else None
-    return None
+    try:
+        with flat.effects.undone():
+            loss = find_loss(flat.bind(lambda *_: tuple(values))(module, *args, **kwargs))
+    except Exception as error:  # (as in `_changed_numbers`)
+        logger.debug("forward's output can't be read on fake tensors: %s", error)
+        return None
+    return next((i for i, v in enumerate(values) if v is loss), None) if loss is not None else None
 
 
 def find_loss(output: Any) -> torch.Tensor | None:

@@ -6,7 +6,6 @@ tensor is a view of a buffer padded to the rows that every rank has, so programs
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import math
@@ -19,12 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zgraph.capture.former_memory import former_memory
 from zgraph.errors import ModelError, UnsupportedError
 from zgraph.offload.host_gradients import Away, where_it_lies
 from zgraph.parameters.mixed_precision import stays_fp32, with_precision
+from zgraph.parameters.optimizer_steps import count_steps_on, steps_on, watch_optimizers
 from zgraph.parameters.replaced import replaced
 from zgraph.plan.precision import Precision
 from zgraph.program.program import DATA_DIMS, ParamSpec
@@ -36,25 +35,6 @@ if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
-
-
-_STEPS = "_zgraph_steps"  # in the __dict__ of a compiled model's parameter: the steps that torch's optimizers have made on it
-
-
-def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Count a step on those of an optimizer's parameters that are a compiled model's shards. (A plan's optimizer counts its own.)"""
-    if getattr(optimizer, "counts_updates", False):
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if _STEPS in param.__dict__:
-                param.__dict__[_STEPS] += 1
-
-
-@functools.cache
-def _count_steps() -> None:
-    """Let steps of torch's optimizers be counted, from the first shard on."""
-    register_optimizer_step_post_hook(_count_step)
 
 
 def layout(
@@ -180,6 +160,10 @@ class Shards:
     _homes: dict[str, int] = field(default_factory=dict)  # addresses of whole parameters that lie elsewhere
     _layouts: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)  # of gradients
 
+    def __post_init__(self) -> None:
+        if self.mesh is not None:
+            watch_optimizers(self)
+
     def params(self) -> dict[str, nn.Parameter]:
         """The module's parameters by name, as they are now."""
         return self._params
@@ -213,9 +197,8 @@ class Shards:
         """Note the module's parameters as they are now."""
         self._params = dict(self.module.named_parameters())
         if self.mesh is not None:
-            _count_steps()
             for param in self._params.values():
-                param.__dict__.setdefault(_STEPS, 0)
+                count_steps_on(param)
 
     def _other_form(self, spec: ParamSpec, param: nn.Parameter) -> tuple[str, str] | None:
         """(what it is, what its layout says) where a parameter has another dtype, shape or strides than that."""
@@ -262,7 +245,7 @@ class Shards:
             mine.data_ptr(),
             mine._version,
             param._version,
-            param.__dict__.get(_STEPS, 0),
+            steps_on(param),
             self._updates.get(name, 0),
         )
 

@@ -1,0 +1,57 @@
+"""Count the steps that torch's optimizers make on sharded parameters.
+
+A foreach operator on DTensors bumps the version of none of them, so nothing on a parameter tells that an optimizer has stepped. Nor is there
+an event on a parameter when an optimizer takes it: one may be made, or given a parameter group, at any time. What torch offers is a hook on
+the steps of all optimizers. It is there only while a sharded model is, and changes nothing for optimizers without parameters of one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_STEPS = "_zgraph_steps"  # in the __dict__ of a sharded parameter: the steps that torch's optimizers have made on it
+
+
+def steps_on(param: torch.Tensor) -> int:
+    """How many steps torch's optimizers have made on a parameter since it was first counted."""
+    return int(param.__dict__.get(_STEPS, 0))
+
+
+def count_steps_on(param: torch.Tensor) -> None:
+    """Let the steps on a parameter be counted, while a model is watched (see `watch_optimizers`)."""
+    param.__dict__.setdefault(_STEPS, 0)
+
+
+def watch_optimizers(owner: Any) -> None:
+    """Count steps while `owner`, which holds the shards of a model, lives."""
+    _Hook.owners += 1
+    if _Hook.handle is None:
+        _Hook.handle = register_optimizer_step_post_hook(_count_step)
+    weakref.finalize(owner, _unwatch).atexit = False
+
+
+class _Hook:
+    """The one hook of this process, and how many models need it."""
+
+    owners = 0
+    handle: Any = None
+
+
+def _unwatch() -> None:
+    _Hook.owners -= 1
+    if not _Hook.owners:
+        _Hook.handle.remove()
+        _Hook.handle = None
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "counts_updates", False):  # (a plan's optimizer counts its own)
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if _STEPS in param.__dict__:
+                param.__dict__[_STEPS] += 1
