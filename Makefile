@@ -1,6 +1,7 @@
 # make demo    a virtual environment, the package, and the example trained on two ranks
-# make test    the same environment with what the tests need, and the tests
-# make test-all    with them every case of long sweeps, and the tests that take minutes
+# make smoke    the same environment with what the tests need, and in a minute or two the quickest tests of each package
+# make test    the tests
+# make test-all [SHARD=1/4]    with them every case of long sweeps, and the tests that take minutes; or a part of it all
 # make databases    the modules and operators of PyTorch's own databases, and the table of them (BACKEND=eager or inductor)
 # make fuzz N=300 SEED=0 KINDS="eager tp"    random models under random plans against plain PyTorch; see docs/fuzzing.md
 # make mutations    faults planted in zgraph one by one, and the table of the tests that find them
@@ -27,9 +28,15 @@ N ?= 300
 SEED ?= 0
 KINDS ?=
 BACKEND ?= eager
+SHARD ?=
 PACKAGING := pyproject.toml setup.py
+# Files in their own order: the one with the fewest tests, which would be last, is one of the longest.
+PYTEST := --numprocesses auto --dist loadfile --no-loadscope-reorder
+SMOKE := $(addprefix tests/test_,$(addsuffix .py,plan optimizers schedules loss_scaling stage_schedules program_json program_text digest \
+	signature storages versions labels masks verifier passes bucket simulator cuts stages virtual verify_models update_programs train_step \
+	nonfinite files checkpoint checkpoint_values checkpoint_manifest compile asserts errors explain bisect sweeps shards floors beliefs))
 
-.PHONY: help demo test test-all databases fuzz mutations docs lint types test-torch211 bench-overlap clean toolchain
+.PHONY: help demo smoke test test-all databases fuzz mutations docs lint types test-torch211 bench-overlap clean toolchain
 
 help:
 	@grep '^# make' Makefile | cut -c3-
@@ -39,12 +46,15 @@ demo: $(VENV)/.demo toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 		examples/train_lm.py $(ARGS)
 
-# Files in their own order: the one with the fewest tests, which would be last, is one of the longest.
+# No processes, and nothing that Inductor compiles.
+smoke: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST) -m "not gloo and not inductor and not slow" -k "not inductor" $(SMOKE) $(ARGS)
+
 test: $(VENV)/.dev toolchain
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.dev $(VENV)/.docs toolchain
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 databases: $(VENV)/.dev toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.databases --backend $(BACKEND) --write docs/databases.md $(ARGS)
@@ -74,7 +84,7 @@ types: $(VENV)/.dev
 	MYPYPATH=.types $(VENV)/bin/mypy -p zgraph
 
 test-torch211: $(VENV211)/.dev toolchain
-	@OMP_NUM_THREADS=1 $(VENV211)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder -m core $(ARGS)
+	@OMP_NUM_THREADS=1 $(VENV211)/bin/python -m pytest $(PYTEST) -m core $(ARGS)
 
 $(VENV211)/.dev: $(PACKAGING)
 	@$(MAKE) --no-print-directory $(VENV211)/.dev VENV=$(VENV211) VENV211=unused TORCH="torch==2.11.0 triton==3.6.0"

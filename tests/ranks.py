@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -30,8 +31,13 @@ from typing import Any
 _PRELOAD = [
     "torch",
     "torch.distributed.tensor",
+    "torch.distributed.tensor.experimental",
     "torch._dynamo",
+    "torch.export._trace",
     "torch._inductor.compile_fx",
+    "torch._inductor.graph",
+    "torch._inductor.codegen.cpp",
+    "setuptools",
     "zgraph.api.compiler",
 ]
 
@@ -142,6 +148,7 @@ def _serve(pipe: Connection, rank: int, world: int, store: str, timeout: float, 
     import torch
     import torch.distributed as dist
 
+    gc.set_threshold(20_000, 20, 20)  # see conftest.py
     faulthandler.enable()  # a rank that crashes says where it was
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 
-def sweep(names: str, values: Iterable[Any], *, quick: int, **how: Any) -> pytest.MarkDecorator:
+def sweep(names: str, values: Iterable[Any], *, quick: int | Collection[int], **how: Any) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize(names, values, **how)`, where all cases but `quick` of them are marked slow.
 
-    Those that are not are spread evenly: the first, the last and some between; of one, the last.
+    A number is of cases that are spread evenly: the first, the last and some between; of one, the last. A collection
+    holds the positions of those that are quick.
     """
     values = list(values)
     last = len(values) - 1
-    assert 0 < quick <= last, f"{quick} of {last + 1} cases"
-    kept = {last} if quick == 1 else {round(at * last / (quick - 1)) for at in range(quick)}
+    if isinstance(quick, int):
+        kept = {last} if quick == 1 else {round(at * last / (quick - 1)) for at in range(quick)}
+    else:
+        kept = set(quick)
+    assert kept and len(kept) <= last, f"{len(kept)} of {last + 1} cases"
+    assert all(0 <= at <= last for at in kept), f"there are {last + 1} cases"
     several = "," in names
     found = []
     for at, value in enumerate(values):
@@ -26,6 +32,29 @@ def sweep(names: str, values: Iterable[Any], *, quick: int, **how: Any) -> pytes
             value = pytest.param(*value.values, marks=[*value.marks, pytest.mark.slow], id=value.id)
         found.append(value)
     return pytest.mark.parametrize(names, found, **how)
+
+
+def product(names: str, *options: Sequence[Any], together: int = 2, **how: Any) -> pytest.MarkDecorator:
+    """A sweep over all combinations of the options, where those are quick that `cover` them."""
+    cases = list(itertools.product(*options))
+    return sweep(names, cases, quick=cover([len(values) for values in options], together), **how)
+
+
+def cover(sizes: Sequence[int], together: int = 2) -> list[int]:
+    """Positions in the product of `sizes` options with which any `together` options' values meet: with 1, each value is there."""
+    cases = list(itertools.product(*(range(size) for size in sizes)))
+    groups = list(itertools.combinations(range(len(sizes)), min(together, len(sizes))))
+
+    def meetings(case: Sequence[int]) -> set[tuple[Any, ...]]:
+        return {(group, tuple(case[at] for at in group)) for group in groups}
+
+    left = {meeting for case in cases for meeting in meetings(case)}
+    found = []
+    while left:
+        best = max(range(len(cases)), key=lambda at: (len(meetings(cases[at]) & left), -at))
+        left -= meetings(cases[best])
+        found.append(best)
+    return sorted(found)
 
 
 def in_turn(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:

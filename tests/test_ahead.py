@@ -86,7 +86,7 @@ def with_and_without(change, fields):
     return results[0] == results[1], results[0][0]
 
 
-@sweep("change", list(CHANGES), quick=2)
+@sweep("change", list(CHANGES), quick=1)
 @sweep("zero", [1, 3], quick=1)
 def test_numbers_are_those_without_it_bit_for_bit_whatever_happens_between(ranks, change, zero):
     for equal, _ in ranks.run(with_and_without, change, {"zero": zero}):

@@ -4,6 +4,7 @@ import asserting_models
 import pytest
 import torch
 from asserting_models import Net, OfGradient
+from sweeps import product
 
 import zgraph
 from zgraph.build.planned_step import programs
@@ -99,8 +100,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("options", PLANS, ids=str)
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@product("options, backend", PLANS, ["eager", "inductor"], together=1, ids=str)
 def test_every_plan_keeps_it_once_and_is_verified(options, backend):
     plan = zgraph.Plan(backend=backend, **options)
     world = 2

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import fx, nn
 
 import zgraph
@@ -233,7 +234,7 @@ def compile_with_tables(folder: str, tables: list[Hardware | None]) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("backend", BACKENDS)
+@sweep("backend", BACKENDS[::-1], quick=1)
 def test_ranks_measure_together_and_have_one_table(two, tmp_path, backend):
     first, second = two.run(calibrate_and_step, str(tmp_path / "here.json"), backend)
     assert first == second

@@ -847,9 +847,15 @@ FORGERIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def once_trained():
+    """For tests that show that nothing of it changes."""
+    return trained(1)
+
+
 @pytest.mark.parametrize("what", FORGERIES)
-def test_a_manifest_that_lies_is_refused(what, tmp_path):
-    model = trained(1)
+def test_a_manifest_that_lies_is_refused(once_trained, what, tmp_path):
+    model = once_trained
     place = tmp_path / "c" / model.save_checkpoint(tmp_path / "c")
     (tmp_path / "outside.safetensors").write_bytes(b"x" * 64)
     forged(place, FORGERIES[what])

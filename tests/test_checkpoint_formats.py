@@ -418,7 +418,7 @@ def test_all_stages_hold_the_same(made_by_deepspeed):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@sweep("stage", [0, 1, 2, 3], quick=(0, 3))
 def test_weights_of_bfloat16_come_from_their_copies_in_float32(made_by_deepspeed, stage):
     folder, losses = made_by_deepspeed(stage, "bf16")
     model = compiled(2, precision="bf16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 
 import zgraph
@@ -53,8 +53,9 @@ def inputs(program) -> list[torch.Tensor]:
     return made
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-@pytest.mark.parametrize("more", [{}, {"grad_clip": 0.5, "ema": 0.9}, {"precision": "fp16"}], ids=str)
+@product(
+    "more, name", [{}, {"grad_clip": 0.5, "ema": 0.9}, {"precision": "fp16"}], list(OPTIMIZERS), together=1, ids=str
+)
 def test_chunks_compute_what_the_whole_program_does(name, more):
     plan = zgraph.Plan(backend="eager", optimizer=OPTIMIZERS[name], **more)
     program = update_program(Many(), plan, 1).program
@@ -67,7 +68,7 @@ def test_chunks_compute_what_the_whole_program_does(name, more):
 
 
 @pytest.mark.inductor
-@sweep("name", list(OPTIMIZERS), quick=2)
+@sweep("name", list(OPTIMIZERS), quick=1)
 def test_compiled_chunks_round_as_operators_one_by_one(name):
     if name == "Muon" and torch.__version__ < "2.13":
         pytest.skip("this torch's CPU kernels keep Muon's bfloat16 in float32, whatever they are told")

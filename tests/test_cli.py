@@ -303,7 +303,7 @@ def test_passes_why_says_of_every_pass_whether_the_plan_runs_it_and_why(plan):
     assert re.search(r"^offload_update +- +nothing is offloaded$", ok("passes", "--why", "--update"), re.M)
 
 
-@pytest.mark.parametrize("world", [8, 512])
+@sweep("world", [8, 512], quick=1)
 @pytest.mark.parametrize("target", [SMALL, "train_lm"])
 def test_passes_on_a_target_counts_what_each_did(target, world):
     rows = json.loads(ok("passes", target, "--world", world, "--json"))["passes"]

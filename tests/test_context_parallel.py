@@ -105,7 +105,7 @@ def transformers_model(name: str):
         ("mixtral", "heads", 4),
         ("mixtral", "ring", 4),
     ],
-    quick=1,
+    quick=(1,),
 )
 def test_models_of_transformers_too(name, ranks, attention):
     """(Their masks are known, or are biases that are learned.)"""

@@ -95,7 +95,7 @@ def other_rows(mesh: dict[str, int]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("mesh", [CP, {"tp": 2}], ids=str)
+@sweep("mesh", [{"tp": 2}, CP], quick=1, ids=str)
 def test_ranks_of_one_sequence_that_were_given_other_rows_are_told(two, mesh):
     for said in two.run(other_rows, mesh):
         assert "ranks disagree about the batch" in said and 'get_local_rank("dp")' in said
@@ -124,7 +124,7 @@ def masked(mesh: dict[str, int], backend: str) -> Values:
     return of_all(model, lambda p: p.grad)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@sweep("backend", ["inductor", "eager"], quick=1)
 def test_a_mask_that_is_gathered_is_waited_for(two, backend):
     expected = masked(ALONE, "eager")
     for found in two.run(masked, CP, backend):

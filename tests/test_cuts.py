@@ -404,7 +404,7 @@ def test_a_cut_at_any_anchor_holds_where_attention_is_too_short_to_be_one(positi
     assert held(other, assign(other, cuts)) == held(program, line.assign([position]))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@sweep("name", ["resnet", "gpt2"], quick=1)
 def test_cuts_hold_where_operators_are_decomposed_and_in_evaluation_otherwise(name):
     made = models.build(name)
     train = captured_program(made.model, zgraph.Plan(backend="inductor"), made.inputs, 1)

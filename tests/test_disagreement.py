@@ -229,7 +229,7 @@ def _end(how: str) -> None:
         (1, "eager", "kill", "forward"),
         pytest.param(3, "inductor", "kill", "backward", marks=pytest.mark.inductor),
     ],
-    quick=2,
+    quick=(0, 1),
 )
 def test_a_rank_that_dies_ends_the_others(zero, backend, how, when):
     with Ranks(3, timeout=20) as three:
@@ -243,7 +243,7 @@ def test_a_rank_that_dies_ends_the_others(zero, backend, how, when):
         assert "module" in said and ("vote" in said or "collective" in said)
 
 
-@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=(0,))
 def test_a_collective_that_fails_is_named_with_its_module(backend):
     with Ranks(2, timeout=20) as ranks:
         outcomes = ranks.attempt(die_inside_the_program, backend, limit=100)

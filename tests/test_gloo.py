@@ -793,7 +793,7 @@ def test_a_change_of_the_weights_is_seen_by_the_next_forward(two, how):
         assert two.run(change_weights, zero, how) == [[], []], f"stage {zero}"
 
 
-@pytest.mark.parametrize(("zero", "optimizer"), [(0, "adamw"), (1, "sgd"), (2, "sgd"), (3, "adamw")])
+@sweep("zero, optimizer", [(0, "adamw"), (1, "sgd"), (2, "sgd"), (3, "adamw")], quick=(1, 3))
 def test_a_full_checkpoint_resumes_as_if_there_had_been_no_break(two, zero, optimizer):
     assert two.run(checkpoint, zero, optimizer) == [[], []]
 

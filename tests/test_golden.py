@@ -85,7 +85,7 @@ def golden(name: str, text: str) -> None:
     assert text == before, "\n".join(changed)
 
 
-@sweep("model", MODELS, quick=1)
+@sweep("model", MODELS, quick=(0,))
 def test_the_commands_say_what_they_said(model, tmp_path):
     target, world, param, glob = MODELS[model]
     args = (target, "--plan", PLAN, "--world", world)
@@ -105,11 +105,14 @@ def test_the_commands_say_what_they_said(model, tmp_path):
     golden(f"{model}.timeline", lanes(json.loads(zgraph("timeline", *args))))
 
 
-def test_the_commands_that_run_a_model_say_what_they_said():
+@sweep("name, target, world", [("llama8", "golden_models:small_llama", 8), ("gpt2", "golden_models:gpt2", 2)], quick=1)
+def test_verify_says_what_it_said(name, target, world):
+    said = zgraph("verify", target, "--plan", PLAN, "--world", world)
+    golden(f"{name}.verify", said.splitlines()[0] + "\n")  # (what follows are errors of rounding)
+
+
+def test_bisect_says_what_it_said():
     args = ("golden_models:gpt2", "--plan", PLAN, "--world", 2)
-    golden("gpt2.verify", zgraph("verify", *args).splitlines()[0] + "\n")  # (what follows are errors of rounding)
-    deep = ("golden_models:small_llama", "--plan", PLAN, "--world", 8)
-    golden("llama8.verify", zgraph("verify", *deep).splitlines()[0] + "\n")
     golden("gpt2.bisect", re.sub(r"\S+ \(allowed \S+\)", "# (allowed #)", zgraph("bisect", *args)))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sweeps import in_turn, sweep
+from sweeps import in_turn, product, sweep
 from test_update_programs import Virtual, gradients, parameters
 from torch import fx, nn
 
@@ -110,11 +110,11 @@ def test_updates_on_the_host_are_those_of_the_device(name, more, tier):
     assert same(stepped(program, plan, 1), stepped(built(kept, 1), kept, 1))
 
 
-@pytest.mark.parametrize("kinds", [("optimizer",), ("parameters",), KINDS], ids=["states", "parameters", "all"])
-@pytest.mark.parametrize(("world", "tier"), [(1, "cpu"), (2, "nvme"), (3, "cpu")])
+@product("at, kinds", [(1, "cpu"), (2, "nvme"), (3, "cpu")], [("optimizer",), ("parameters",), KINDS], together=1)
 @sweep("name", ["AdamW", "LAMB", "Muon"], quick=1)
-def test_likewise_at_other_worlds_and_for_parameters(name, tier, world, kinds):
+def test_likewise_at_other_worlds_and_for_parameters(name, at, kinds):
     """An update that communicates does it on the device, whatever of it lies elsewhere."""
+    world, tier = at
     more = {"grad_clip": 0.5, "precision": "bf16"}
     plan = plan_of(RECORDS[name], tier, kinds, **more)
     program = built(plan, world)

@@ -12,7 +12,7 @@ import torch
 from divided_models import OWN, of_transformers, own
 from golden_models import Llama
 from pydantic import ValidationError
-from sweeps import in_turn, sweep
+from sweeps import in_turn, product, sweep
 
 import zgraph
 from zgraph.build.pass_pipeline import PassFilter, build
@@ -40,13 +40,13 @@ def assert_same(model, inputs, world, **plan):
 @sweep(
     "name, sequence, pieces",
     [(n, *way) for n, way in in_turn([*OWN], [(False, 2), (True, 3)])] + [("llama", True, 3)],
-    quick=4,
+    quick=2,
 )
 def test_pieces_give_what_the_whole_gives(name, sequence, pieces):
     assert_same(*own(name), 2, mesh={"tp": 2}, sequence_parallel=sequence, async_tensor_parallel=pieces)
 
 
-@sweep("name", ["gpt2", "t5", "mixtral"], quick=1)
+@sweep("name", ["gpt2", "t5", "mixtral"], quick=(0,))
 def test_models_of_transformers_too(name):
     pytest.importorskip("transformers")
     assert_same(*of_transformers(name), 2, mesh={"tp": 2}, sequence_parallel=True)
@@ -137,7 +137,7 @@ def test_a_piece_is_on_the_link_while_the_next_is_multiplied(sequence):
         (4, 2048, 1024, H100, True, False),
         (4, 2048, 1024, SLOW, False, False),
     ],
-    quick=4,
+    quick=(2, 3, 5),
 )
 def test_it_is_done_where_the_simulator_says_that_it_is_faster(rows, length, width, hardware, sequence, chosen):
     program, costs = divided(rows, length, hardware, sequence, width=width)
@@ -148,8 +148,7 @@ def test_it_is_done_where_the_simulator_says_that_it_is_faster(rows, length, wid
     assert pieces.seconds < whole.seconds if chosen else pieces.seconds == whole.seconds
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["sums", "sequence"])
-@pytest.mark.parametrize("pieces", [None, 5000])
+@product("pieces, sequence", [None, 5000], [False, True], together=1)
 def test_what_can_t_be_had_in_pieces_or_is_not_worth_it_stays_whole_and_says_so(sequence, pieces):
     program, costs = divided(1, 8, H100, sequence)
     nodes = [(n.name, str(n.target)) for n in program.nodes]

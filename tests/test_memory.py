@@ -76,7 +76,7 @@ print(model.zgraph.report())
 
 
 @pytest.mark.inductor
-@sweep("fields", [{"backend": "eager"}, {}, {"recompute": "full"}], quick=2)
+@sweep("fields", [{"backend": "eager"}, {}, {"recompute": "full"}], quick=1)
 def test_the_forecast_peak_is_within_3_percent_of_the_counted_one(fields):
     code = textwrap.dedent(MEASURED).format(fields=fields)
     done = subprocess.run(
@@ -116,6 +116,7 @@ print(train(budget) / budget)
 """
 
 
+@pytest.mark.slow  # what it rests on: test_inductor.py::test_the_first_part_of_a_gradient_is_computed_where_the_program_has_it
 @pytest.mark.inductor
 def test_the_smallest_budget_holds_where_the_end_of_the_step_is_its_peak():
     # (the embedding's gradient has two parts: Inductor must not compute the head's where the other is, with the logits held until then)

@@ -14,6 +14,7 @@ import textwrap
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -164,7 +165,7 @@ def test_transformers_models_are_initialised_by_their_own_rules():
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["plain", "llama"])
+@sweep("kind", ["llama", "plain"], quick=1)
 def test_it_trains(two, kind):
     for first, last in [trains(kind), *two.run(trains, kind)]:
         assert last < first

@@ -178,16 +178,18 @@ def test_without_the_option_the_weights_are_lost():
     assert not all(t.isfinite().all() for t in state(model).values())
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "backend"), [(1, "eager"), (2, "eager"), pytest.param(2, "inductor", marks=pytest.mark.inductor)]
-)
-@pytest.mark.parametrize(
-    ("part", "value", "module", "phase", "mark"),
+@sweep(
+    "part, value, module, phase, mark, micro_batches, backend",
     [
-        (Grows, 1e7, "parts.1", "forward", "forward"),
-        (Root, 0.0, "parts.1", "backward", "backward"),
-        (Attention, 1e7, "parts.1", "forward", "mask"),
+        pytest.param(*where, *how, marks=[pytest.mark.inductor] if "inductor" in how else [])
+        for how in [(1, "eager"), (2, "eager"), (2, "inductor")]
+        for where in [
+            (Grows, 1e7, "parts.1", "forward", "forward"),
+            (Root, 0.0, "parts.1", "backward", "backward"),
+            (Attention, 1e7, "parts.1", "forward", "mask"),
+        ]
     ],
+    quick=(0, 2, 3, 4, 5, 7),
 )
 def test_the_first_module_is_named_with_its_line_and_micro_batch(
     part, value, module, phase, mark, micro_batches, backend
@@ -505,7 +507,7 @@ def test_one_ranks_rows_skip_the_step_on_all(two, plan):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("part", "value", "phase"), [(Grows, 1e7, "forward"), (Root, 0.0, "backward")])
+@sweep("part, value, phase", [(Grows, 1e7, "forward"), (Root, 0.0, "backward")], quick=1)
 @pytest.mark.parametrize("plan", RANK_PLANS, ids=str)
 def test_all_ranks_name_the_one_whose_rows_they_were(two, plan, part, value, phase):
     micro_batch = plan.get("micro_batches", 1) - 1

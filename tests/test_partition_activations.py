@@ -94,7 +94,7 @@ MESHES = [
 
 
 @sweep("mesh, zero", MESHES, quick=1, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2 with dropout"])
+@sweep("name", ["llama", "gpt2 with dropout"], quick=1)
 def test_values_kept_in_parts_are_those_kept_whole(name, mesh, zero):
     assert_nothing_changes(*own(name), plan_of(mesh=mesh, zero=zero))
 
@@ -114,7 +114,7 @@ def test_so_they_are_of_other_models(name):
         {"backend": "inductor", "recompute": "full"},
         {"offload": {"activations": "cpu", "least_bytes": 0}},
     ],
-    quick=2,
+    quick=(0,),
     ids=str,
 )
 def test_so_they_are_with_the_rest_of_a_plan(fields):
@@ -137,7 +137,7 @@ def test_so_they_are_in_the_stages_of_a_pipeline(schedule):
 
 
 # -- what is kept -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("ranks", "recompute"), [(2, "none"), (4, "full")])
+@sweep("ranks, recompute", [(2, "none"), (4, "full")], quick=1)
 def test_of_what_was_whole_a_rank_keeps_its_share(ranks, recompute):
     plan = plan_of(mesh={"tp": ranks}, recompute=recompute)
     parted, whole = made("llama", plan), made("llama", without(plan)).program

@@ -396,7 +396,7 @@ def layer_bytes(model: nn.Module, world: int) -> int:
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@sweep("depth", [2, 5, 24], quick=1)
+@sweep("depth", [2, 5, 24], quick=(1,))
 def test_zero3_never_holds_more_than_its_cap_which_is_three_layers_at_any_depth(depth, backend):
     """By default: what is needed at once, which is a layer, and two of the largest layers."""
     case = models.stack(depth)

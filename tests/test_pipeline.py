@@ -146,7 +146,7 @@ def test_gradients_of_two_stages_are_those_of_one_process_bit_for_bit(
     assert [rank["logits"] for rank in found] == [i == last for i in range(2)]
 
 
-@pytest.mark.parametrize(("zero", "schedule"), [(0, "1f1b"), (1, "zb"), (2, "1f1b"), (3, "zb")])
+@sweep("zero, schedule", [(0, "1f1b"), (1, "zb"), (2, "1f1b"), (3, "zb")], quick=(2, 3))
 def test_stages_sharded_over_two_ranks_train_as_one_process(four: Ranks, zero: int, schedule: str) -> None:
     fields = {
         "mesh": {"pp": 2, "dp": 2},

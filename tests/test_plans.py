@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from typer.testing import CliRunner
 
@@ -149,7 +150,7 @@ def test_a_batch_that_micro_batches_do_not_divide_is_a_plan_s_problem():
     assert not found.possible and "do not divide" in found.problem
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@sweep("zero", [0, 1, 2, 3], quick=(1, 3))
 def test_every_command_speaks_of_the_same_step_of_several_micro_batches(zero):
     """A step has a program for the first micro-batch, one for those that follow, and where it adds up gradients one for the last."""
     plan = PLAN.model_copy(update={"zero": zero, "micro_batches": 4})

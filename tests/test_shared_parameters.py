@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -169,11 +170,12 @@ def all_trained(zero, backend="eager"):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@sweep("zero", [0, 1, 3], quick=2)
 def test_ranks_read_the_parameter_as_it_is_now(two, zero):
     assert two.run(all_trained, zero) == [[], []]
 
 
+@pytest.mark.slow  # eagerly above; with Inductor on one rank in test_inductor_reads_the_parameter_as_it_is_now
 @pytest.mark.gloo
 def test_ranks_with_inductor_too(two):
     assert two.run(trained, Views, 3, "inductor") == [None, None]

@@ -88,7 +88,7 @@ def ends(name: str, schedule: str) -> tuple[int, PipelineForecast]:
 SCHEDULES = ["gpipe", "1f1b", "interleaved1f1b", "zb", "zbv"]
 
 
-@sweep("schedule", SCHEDULES, quick=1)
+@sweep("schedule", SCHEDULES, quick=(1,))
 def test_every_rank_stays_within_its_budget_and_less_memory_is_never_faster(schedule):
     least, free = ends("deep", schedule)
     assert least < free.worst.peak
@@ -193,7 +193,7 @@ def both(name: str, plan: Plan, budget: int) -> tuple[dict[str, torch.Tensor], d
 @sweep(
     "name, schedule",
     [("deep", "1f1b"), ("deep", "zbv"), ("gpt2", "zb"), ("gpt2", "gpipe"), ("Ladder", "1f1b")],
-    quick=2,
+    quick=1,
 )
 def test_gradients_are_bit_for_bit_those_without_a_budget(two, name, schedule):
     plan = plan_of(schedule, optimizer=None, hardware=None)

@@ -66,7 +66,7 @@ def test_any_model_can_be_cut_at_random_operators(name, count, seed):
     assert_same(it, it.at_random(count, seed), apart=bool(seed % 2), rounded=name in ROUNDED)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "vit", "llama"])
+@sweep("name", ["gpt2", "t5", "vit", "llama"], quick=(0, 2, 3))
 def test_a_transformer_can_be_cut(name):
     it = cutting(name)
     assert_same(it, it.found(3, "time"), apart=name == "gpt2")

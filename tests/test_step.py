@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from models import Net, batch, built, compiled, equal, weights
+from sweeps import product
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy
@@ -431,9 +432,13 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("through", ["state_dict", "checkpoint"])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
-@pytest.mark.parametrize("record", EVERY, ids=lambda r: f"{r.name} {getattr(r, 'momentum', '')}")
+@product(
+    "record, schedule, through",
+    EVERY,
+    SCHEDULES,
+    ["state_dict", "checkpoint"],
+    ids=lambda r: r if isinstance(r, str) else f"{r.name} {getattr(r, 'momentum', '')}",
+)
 def test_a_run_goes_on_from_its_state_dicts_as_if_there_had_been_no_break(record, schedule, through):
     plan = {"optimizer": record, "lr_schedule": schedule, "ema": 0.9}
     one, other = compiled(**plan), compiled(**plan)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from sweeps import in_turn, sweep
+from sweeps import cover, in_turn, product, sweep
 
 
-def quick(names, values, **how):
-    return [case for case in sweep(names, values, **how).args[1] if not hasattr(case, "marks")]
+def quick(names, *values, of=sweep, **how):
+    return [case for case in of(names, *values, **how).args[1] if not hasattr(case, "marks")]
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,23 @@ def test_values_in_turn_meet_each_option():
         ("d", 2, False),
         ("e", 1, True),
     ]
+
+
+def test_positions_are_those_that_are_named():
+    assert quick("number", range(10), quick=(2, 7)) == [2, 7]
+    with pytest.raises(AssertionError, match="there are 3 cases"):
+        sweep("number", range(3), quick=(3,))
+
+
+@pytest.mark.parametrize(("sizes", "most"), [((3, 5), 15), ((2, 2, 2), 4), ((5, 2, 2), 10), ((4, 3, 2, 2), 14)])
+def test_a_cover_has_all_pairs_of_options(sizes, most):
+    options = [range(size) for size in sizes]
+    cases = [case for at, case in enumerate(itertools.product(*options)) if at in cover(sizes)]
+    assert len(cases) <= most
+    for one, other in itertools.combinations(range(len(sizes)), 2):
+        assert {(c[one], c[other]) for c in cases} == set(itertools.product(options[one], options[other]))
+
+
+def test_a_cover_of_single_options_has_each_once_or_as_often_as_the_longest_asks():
+    cases = quick("word, number", "abc", [1, 2], together=1, of=product)
+    assert {c[0] for c in cases} == set("abc") and {c[1] for c in cases} == {1, 2} and len(cases) == 3

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from models import build
+from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -76,8 +77,10 @@ PLANS = {
 
 
 # -- against the simulator ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("name", "plan"), [*(("uneven_mlp", p) for p in PLANS), ("channels_last", "zero2"), ("channels_last", "bf16")]
+@sweep(
+    "name, plan",
+    [*(("uneven_mlp", p) for p in PLANS), ("channels_last", "zero2"), ("channels_last", "bf16")],
+    quick=[at for at, p in enumerate(PLANS) if p in ("zero3", "threshold")] + [len(PLANS) + 1],
 )
 def test_formulas_agree_with_the_simulator_at_other_batches_and_worlds(name, plan):
     case, plan = build(name), PLANS[plan]
@@ -109,14 +112,15 @@ def test_formulas_of_a_llama_agree_with_the_simulator():
     assert square.has(sympy_symbol(found, "batch")), "attention keeps a square of the sequence for each row"
 
 
-@pytest.mark.parametrize(
-    ("mesh", "worlds"),
+@sweep(
+    "mesh, worlds",
     [
         ({"replicate": 2, "dp": -1}, [2, 4, 10]),
         ({"replicate": -1, "dp": 2}, [2, 4, 10]),
         ({"replicate": -1}, [1, 3]),
         ({"dp": 4}, [4]),
     ],
+    quick=(0, 3),
 )
 def test_the_world_is_what_the_mesh_leaves_free(mesh, worlds):
     case = build("uneven_mlp")

@@ -349,7 +349,7 @@ def test_gradients_are_those_of_one_process(two, four, mesh, fields):
         ("LAMB", DP_TP, {"zero": 3}),
         ("LAMB", PP_TP, {}),
     ],
-    quick=3,
+    quick=(2, 5),
     ids=str,
 )
 def test_clipped_averaged_steps_are_those_of_one_process(two, four, name, mesh, fields):
@@ -359,7 +359,7 @@ def test_clipped_averaged_steps_are_those_of_one_process(two, four, name, mesh, 
         assert furthest(found, weights) < tolerance and furthest(mean, averages) < tolerance
 
 
-@pytest.mark.parametrize(("mesh", "zero"), [(TP, 0), (DP_TP, 1), (DP_TP, 3)], ids=str)
+@sweep("mesh, zero", [(TP, 0), (DP_TP, 1), (DP_TP, 3)], quick=2, ids=str)
 def test_torchs_own_optimizer_and_clipping_work_on_divided_parameters(two, four, mesh, zero):
     expected, norms_of_one = own_loop(ALONE, 0)
     for weights, norms in worlds(two, four, mesh).run(own_loop, mesh, zero):
@@ -367,7 +367,7 @@ def test_torchs_own_optimizer_and_clipping_work_on_divided_parameters(two, four,
         assert max(map(apart, norms, norms_of_one)) < 1e-5
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@sweep("precision", ["bf16", "fp16"], quick=1)
 def test_low_precision_is_that_of_one_process(two, precision):
     weights, _ = steps(ALONE, "AdamW", {"precision": precision})
     for found, _ in two.run(steps, TP, "AdamW", {"precision": precision}):
@@ -375,14 +375,14 @@ def test_low_precision_is_that_of_one_process(two, precision):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("pieces", ["off", 2])
+@sweep("pieces", ["off", 2], quick=1)
 def test_gradients_with_inductor_are_those_of_one_process(two, pieces):
     expected, of_one, _ = gradients(ALONE, {})
     for loss, grads, _ in two.run(gradients, TP, {"backend": "inductor", "async_tensor_parallel": pieces}):
         assert apart(loss, expected) < 1e-6 and furthest(grads, of_one) < 1e-5
 
 
-@pytest.mark.parametrize(("mesh", "zero"), [(TP, 0), (DP_TP, 3)], ids=str)
+@sweep("mesh, zero", [(TP, 0), (DP_TP, 3)], quick=1, ids=str)
 def test_parameters_are_plain_shards_that_a_state_dict_carries(two, four, mesh, zero):
     expected = of_all(built())
     for kinds, values, again in worlds(two, four, mesh).run(parameters, mesh, zero):
@@ -404,7 +404,8 @@ OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-def test_any_division_loads_what_any_other_saved(four, tmp_path):
+@sweep("others", [tuple(OTHERS), ("tp4",)], quick=1, ids=" ".join)
+def test_any_division_loads_what_any_other_saved(four, tmp_path, others):
     """Each loads the one before and saves it again at once, bit for bit the same, and goes on as the first; so does one process."""
     import transformers
 
@@ -412,7 +413,8 @@ def test_any_division_loads_what_any_other_saved(four, tmp_path):
     losses = four.run(saved, DP_TP, where, {"zero": 3})
     mean = [sum(one) / 4 for one in zip(*losses, strict=True)]
     before, first = "first", open_checkpoint(Path(where), "first")
-    for again, (mesh, fields) in OTHERS.items():
+    for again in others:
+        mesh, fields = OTHERS[again]
         found = four.run(loaded, mesh, where, before, again, fields)
         assert [sum(one) / 4 for one in zip(*found, strict=True)] == pytest.approx(mean, rel=1e-5)
         same = compare(first, open_checkpoint(tmp_path, again))
@@ -426,9 +428,10 @@ def test_any_division_loads_what_any_other_saved(four, tmp_path):
         assert torch.equal(value, first.whole(f"model.{name}")), name
 
 
-def test_recompile_and_deepcopy_go_on_with_divided_weights(four):
+@sweep("mesh, stages", [(DP_TP, (1, 3)), (TP, (0, 0))], quick=1, ids=str)
+def test_recompile_and_deepcopy_go_on_with_divided_weights(two, four, mesh, stages):
     weights, twins = recompiled(ALONE, (0, 0))
-    for found, twin in four.run(recompiled, DP_TP, (1, 3)):
+    for found, twin in worlds(two, four, mesh).run(recompiled, mesh, stages):
         assert furthest(found, weights) < 1e-5 and furthest(twin, twins) < 1e-5
 
 
@@ -484,7 +487,7 @@ def test_dropout_with_equal_seeds_is_that_of_one_process(two, backend):
         assert furthest(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("mesh", [DP_TP, PP_TP], ids=str)
+@sweep("mesh", [DP_TP, PP_TP], quick=1, ids=str)
 def test_ranks_that_would_draw_other_numbers_of_the_same_rows_are_told(four, mesh):
     """(In stages it is those of one stage that are compared: the others are told that they have left the step.)"""
     assert four.run(seeded, mesh, False) == ["no error"] * 4

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from divided_models import of_transformers, own
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 
 import zgraph
@@ -128,13 +128,15 @@ def turns_of(program: Program) -> set[str]:
 
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "inductor"])
 BOTH = {"loss": 4, "mlps.*": 4}
+HOW = [{"ignore_index": 3}, {"reduction": "sum"}, {"label_smoothing": 0.1}]
 
 
 # -- what is computed -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("backend", "shift", "rows"),
+@sweep(
+    "backend, shift, rows",
     [(b, *case) for b in ("eager", "inductor") for case in (("none", 1), ("targets", 3), ("logits", 3))]
     + [("eager", "logits", 1)],
+    quick=(0, 1, 2, 5, 6),
 )
 def test_a_loss_in_turns_is_the_loss(backend, shift, rows):
     """Nine tokens are eight turns of one or two."""
@@ -144,8 +146,7 @@ def test_a_loss_in_turns_is_the_loss(backend, shift, rows):
     assert turns == {f"loss {phase.value} {i}" for phase in (Phase.FORWARD, Phase.BACKWARD) for i in range(8)}
 
 
-@BACKENDS
-@pytest.mark.parametrize("how", [{"ignore_index": 3}, {"reduction": "sum"}, {"label_smoothing": 0.1}])
+@product("how, backend", HOW, ["eager", "inductor"], together=1)
 def test_a_mean_over_the_targets_that_count_stays_one(backend, how):
     assert_same(Net(shift="logits", **how).double(), batch(), tiles={"loss": 3}, backend=backend)
 
@@ -158,18 +159,17 @@ def test_an_mlp_in_turns_is_the_mlp(backend, kind, twice):
     assert len(turns_of(program_of(model, batch(), tiles={"mlps.*": 3}, backend=backend))) == 12
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@sweep("stage", [0, 1, 2, 3], quick=(1, 3))
 def test_turns_are_sharded_over_data_ranks_as_well(stage):
     assert_same(Net().double(), batch(), 2, tiles=BOTH, mesh={"dp": 2}, zero=stage)
 
 
-@BACKENDS
-@pytest.mark.parametrize("recompute", ["full", "none", ("mlps.0",)])
+@product("recompute, backend", ["full", "none", ("mlps.0",)], ["eager", "inductor"], together=1)
 def test_what_is_around_turns_is_computed_again(backend, recompute):
     assert_same(Net().double(), batch(), tiles=BOTH, recompute=recompute, backend=backend)
 
 
-@BACKENDS
+@sweep("backend", ["inductor", "eager"], quick=1)
 def test_turns_fit_a_memory_budget(backend):
     assert_same(Net().double(), batch(), tiles=BOTH, memory_budget="64KiB", backend=backend)
 
@@ -181,7 +181,7 @@ def test_ranks_that_divide_a_model_take_turns_together(plan):
     assert_same(Net().double(), batch(), 2, tiles={"mlps.*": 4}, **plan)
 
 
-@pytest.mark.parametrize("plan", [{}, {"mesh": {"tp": 2}}])
+@sweep("plan", [{}, {"mesh": {"tp": 2}}], quick=1)
 def test_whole_layers_take_turns_over_sequences(plan):
     """The forward and the backward of a layer both read what comes into it, each its own slice."""
     assert_same(*own("llama"), 2 if plan else 1, tiles={"layers.*": 2}, **plan)
@@ -202,7 +202,7 @@ class OnlyLoss(nn.Module):
         return self.model(input_ids=input_ids, labels=labels).loss
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@sweep("name", ["llama", "gpt2"], quick=1)
 def test_models_of_transformers_take_turns(name):
     pytest.importorskip("transformers")
     model, inputs = of_transformers(name)
@@ -224,7 +224,7 @@ def trained(tiles: dict[str, int], **plan) -> tuple[list[torch.Tensor], nn.Modul
     return [model.train_step(*batch()).detach() for _ in range(3)], model
 
 
-@pytest.mark.parametrize("plan", [{}, {"micro_batches": 2}, {"precision": "bf16"}])
+@sweep("plan", [{}, {"micro_batches": 2}, {"precision": "bf16"}], quick=(1, 2))
 def test_steps_in_turns_are_the_steps(plan):
     (plain, one), (tiled, other) = trained({}, **plan), trained({"loss": 3, "mlps.*": 2}, **plan)
     low = "precision" in plan

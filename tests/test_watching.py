@@ -263,7 +263,7 @@ def run(world: int, function, *args):
 
 
 @pytest.mark.gloo
-@sweep("world", [2, 4], quick=1)
+@sweep("world", [2, 4], quick=(0,))
 @sweep(
     "how, text",
     [("kill", "is gone: no heartbeat"), ("stop", "is stopped, by SIGSTOP"), ("loop", "is alive, and has not arrived")],
@@ -280,7 +280,7 @@ def test_the_others_name_the_rank_and_where_it_is(world, how, text):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("plan", [{"zero": 0}, {"zero": 2, "micro_batches": 2}], ids=str)
+@sweep("plan", [{"zero": 0}, {"zero": 2, "micro_batches": 2}], quick=1, ids=str)
 def test_whatever_the_plan(plan):
     check(run(2, train, "eager", "loop", plan), 2, "is alive, and has not arrived", LOOP)
 
@@ -292,7 +292,7 @@ def test_micro_batches_of_a_loop_of_ones_own_are_counted():
 
 
 @pytest.mark.gloo
-@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=1)
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=(0,))
 def test_the_collective_that_a_rank_waits_in_is_named_with_its_module_and_line(backend):
     outcomes = run(2, stuck_inside_a_program, backend)
     check(outcomes, 2, "rank 1 is alive, and has not arrived", "in train0.backward")
@@ -311,7 +311,7 @@ def test_a_rank_that_waits_says_for_whom_before_it_gives_up():
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("who", [0, STUCK])
+@sweep("who", [0, STUCK], quick=1)
 def test_what_a_rank_does_alone_is_not_counted(who):
     check(run(3, train_a_model_of_its_own_besides, who), 3, "is alive, and has not arrived")
 
