@@ -390,7 +390,7 @@ def run_virtual(load: Callable[[str], Any]) -> Verdict:
 
     try:
         off = worst(program.DTYPE)
-        if off is not None and program.DTYPE == torch.float32:
+        if off is not None and program.DTYPE is torch.float32:
             # What rounding alone puts off (directions between rows that are nearly alike) is right in double precision.
             double = worst(torch.float64)
             off = off if double is not None and double.error > TOLERANCE[torch.float64] else None
