@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from zgraph.errors import CaptureError
+from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of
 from zgraph.program import collectives, ops
 from zgraph.program.aliases import is_view
 from zgraph.program.node import NodeInfo, Phase, info, set_info
@@ -112,30 +113,23 @@ def _apart(
 
 def _cut_ahead(joint: Program) -> tuple[Program, ...]:
     """Take the gathers that start before the forward out of `joint`, which gets them as inputs instead."""
-    buckets: dict[str, list[fx.Node]] = {}
-    for node in joint.graph.nodes:
-        if collectives.is_start(node) and info(node).ahead:
-            buckets.setdefault(info(node).bucket or node.name, []).append(node)
+    buckets: dict[str, list[Transfer]] = {}
+    for gather in gathers_of(joint):
+        if info(gather.start).ahead:
+            buckets.setdefault(info(gather.start).bucket or gather.start.name, []).append(gather)
     ports = dict(zip(joint.placeholders(), joint.inputs, strict=True))
     made = []
-    for number, starts in enumerate(buckets.values()):
-        shards: dict[fx.Node, None] = {}
-        for start in starts:
-            operand = start.all_input_nodes[0]
-            while operand.op != "placeholder":
-                operand = operand.all_input_nodes[0]
-            shards[operand] = None
-        outputs = [(Port(OutputRole.IN_FLIGHT, str(info(s).param)), s) for s in starts]
+    for number, gathers in enumerate(buckets.values()):
+        shards = dict.fromkeys(gather.operand for gather in gathers)
+        outputs = [(Port(OutputRole.IN_FLIGHT, gather.name), gather.start) for gather in gathers]
         made.append(_extract(joint, f"ahead{number}", [(ports[n], n) for n in shards], outputs, Phase.FORWARD))
-    for starts in buckets.values():
-        for start in starts:
-            port = Port(InputRole.IN_FLIGHT, str(info(start).param))
-            came = joint.add_input(port, start.meta["val"], info(start), name=start.name)
-            start.replace_all_uses_with(came)
-            while start.op != "placeholder" and not start.users:
-                operand = start.all_input_nodes[0]
-                joint.graph.erase_node(start)
-                start = operand
+    for gather in (gather for gathers in buckets.values() for gather in gathers):
+        start = gather.start
+        port = Port(InputRole.IN_FLIGHT, gather.name)
+        came = joint.add_input(port, start.meta["val"], info(start), name=start.name)
+        start.replace_all_uses_with(came)
+        for node in reversed([*gather.before, start]):
+            joint.graph.erase_node(node)
     return tuple(made)
 
 

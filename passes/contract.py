@@ -91,10 +91,11 @@ def graph_pass(
 
     `name` is what plans, `zgraph dump --after` and errors call it, `summary` one line for people. `options` is a frozen
     dataclass with defaults; the function gets one as its second argument. The rest is the pass's `Contract`, where a
-    fact is any string that passes agree on. The decorated function becomes a `PassType`: call it, with options if it
-    has some, to get a `Pass`.
+    fact is one of `zgraph.program.program.Fact`, or any string that passes agree on. The decorated function becomes a
+    `PassType`: call it, with options if it has some, to get a `Pass`.
     """
-    contract = Contract(name, summary, frozenset(requires), frozenset(provides), frozenset(conflicts), bitwise, level)
+    needed, given, refused = (frozenset(map(str, facts)) for facts in (requires, provides, conflicts))
+    contract = Contract(name, summary, needed, given, refused, bitwise, level)
 
     def decorate(function: Callable[..., Statistics | None]) -> PassType:
         return PassType(contract, function, options)

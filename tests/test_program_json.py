@@ -116,6 +116,16 @@ def test_a_pipeline_goes_on_from_a_loaded_program():
     assert_same(whole.program, rest.program)
 
 
+def test_a_file_without_transfers_gets_them_when_it_is_loaded(history):
+    """Files of before `NodeInfo.transfer`: which nodes are one transfer is found from the graph, once."""
+    for record in history.records:
+        data = to_json(record.program)
+        for row in data["nodes"]:
+            row.get("info", {}).pop("transfer", None)
+        assert_same(record.program, from_json(data))
+    assert any(info(n).transfer for n in history.program.nodes if has_info(n))
+
+
 def test_fake_values_are_of_the_loaded_programs_own_mode(history):
     again = there_and_back(history.program)
     vals = [n.meta["val"] for n in again.placeholders()]

@@ -44,6 +44,11 @@ class Transfer:
         return [*self.before, self.start, self.wait, *self.after]
 
     @property
+    def operand(self) -> fx.Node:
+        """What the first of these nodes reads."""
+        return (self.before or [self.start])[0].all_input_nodes[0]
+
+    @property
     def last(self) -> fx.Node:
         """What the rest of the program reads."""
         return self.after[-1] if self.after else self.wait
@@ -56,36 +61,40 @@ class Transfer:
 
 def gathers_of(program: Program) -> list[Transfer]:
     """The gathers of parameters, in the order of their starts."""
-    return [
-        _transfer(program, n) for n in program.graph.nodes if collectives.is_start(n) and info(n).role is Role.GATHER
-    ]
+    return _transfers(program, Role.GATHER)
 
 
 def reductions_of(program: Program) -> list[Transfer]:
     """The reductions of gradients, in the order of their starts."""
-    return [
-        _transfer(program, n) for n in program.graph.nodes if collectives.is_start(n) and info(n).role is Role.REDUCE
-    ]
+    return _transfers(program, Role.REDUCE)
 
 
-def _transfer(program: Program, start: fx.Node) -> Transfer:
+def _transfers(program: Program, role: Role) -> list[Transfer]:
+    layout: dict[str, list[fx.Node]] = {}
+    starts = []
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        record = info(node)
+        if record.role is Role.LAYOUT and record.transfer is not None:
+            layout.setdefault(record.transfer, []).append(node)
+        if record.role is role and collectives.is_start(node):
+            starts.append(node)
+    return [_transfer(program, start, layout.get(str(info(start).transfer), [])) for start in starts]
+
+
+def _transfer(program: Program, start: fx.Node, layout: list[fx.Node]) -> Transfer:
     wait = collectives.wait_of(start)
     assert wait is not None, f"{start.name} has no wait in its program"
-    before: list[fx.Node] = []
-    operand = start.all_input_nodes[0]
-    while operand.op == "call_function" and info(operand).role is Role.LAYOUT and len(operand.users) == 1:
-        before.insert(0, operand)
-        operand = operand.all_input_nodes[0]
-    after: list[fx.Node] = []
-    at = wait
-    while len(at.users) == 1 and (user := next(iter(at.users))).op != "output" and info(user).role is Role.LAYOUT:
-        after.append(at := user)
+    before, after = [n for n in layout if n < start], [n for n in layout if n > start]
     gathers = info(start).role is Role.GATHER
     held = size_of(wait) if gathers else size_of(start.all_input_nodes[0])
     spec = program.params.get(str(info(start).param))
     if collectives.kind(start) == "all_reduce" and (spec is None or spec.grad_home is None):
         held = 0  # (what comes out stays)
-    return Transfer(start, wait, before, after, None if operand.op == "placeholder" else operand, held)
+    found = Transfer(start, wait, before, after, None, held)
+    found.source = None if found.operand.op == "placeholder" else found.operand
+    return found
 
 
 def layers_of(program: Program) -> dict[str, str]:

@@ -10,12 +10,12 @@ import torch
 
 from zgraph.passes.contract import graph_pass
 from zgraph.program import ops
-from zgraph.program.program import Program
+from zgraph.program.program import Fact, Program
 
 _IDENTITIES = {ops.OUTPUT, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
-@graph_pass("cleanup", "removes identities and dead nodes", provides=("clean",))
+@graph_pass("cleanup", "removes identities and dead nodes", provides=(Fact.CLEAN,))
 def cleanup(program: Program) -> dict[str, int]:
     removed = 0
     for node in program.nodes:

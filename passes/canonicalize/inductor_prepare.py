@@ -19,7 +19,7 @@ from torch import fx
 from zgraph.passes.contract import graph_pass
 from zgraph.program.layout import Strides, lies_as, promised
 from zgraph.program.node import NodeInfo, Phase, has_info, info, module_of, set_info, source_of, tensor, value
-from zgraph.program.program import OutputRole, Program
+from zgraph.program.program import Fact, OutputRole, Program
 from zgraph.torch_compat import inductor_code
 
 aten = torch.ops.aten
@@ -44,10 +44,10 @@ class _Before:
 @graph_pass(
     "inductor_prepare",
     "Inductor's joint-graph passes: seeds, constants, patterns",
-    requires=("clean",),
-    provides=("inductor_ready",),
+    requires=(Fact.CLEAN,),
+    provides=(Fact.INDUCTOR_READY,),
     bitwise=False,
-    conflicts=("sharded",),
+    conflicts=(Fact.SHARDED,),
 )
 def inductor_prepare(program: Program) -> dict[str, int]:
     before = _Before.of(program)

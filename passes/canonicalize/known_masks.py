@@ -21,7 +21,7 @@ from zgraph.passes.spmd.divide import SIZES
 from zgraph.passes.tiling.chunks import elements
 from zgraph.program.aliases import is_random
 from zgraph.program.node import tensor
-from zgraph.program.program import Program
+from zgraph.program.program import Fact, Program
 from zgraph.program.remark import Remark
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ LARGEST = 2**34
 @graph_pass(
     "known_masks",
     "masks of attention that show everything, or what is before each query, are no longer computed",
-    requires=("clean",),
+    requires=(Fact.CLEAN,),
     bitwise=False,
 )
 def known_masks(program: Program) -> dict[str, int]:

@@ -20,7 +20,7 @@ from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.sharding_rules import argument
 from zgraph.program.aliases import is_cast
 from zgraph.program.node import Phase, info, sequence, tensor
-from zgraph.program.program import Program
+from zgraph.program.program import Fact, Program
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default}
@@ -38,9 +38,9 @@ def _product(node: fx.Node) -> bool:
 @graph_pass(
     "narrow",
     "rows that a loss leaves out are left out before the logits",
-    requires=("clean",),
-    provides=("narrowed",),
-    conflicts=("sharded", "divided"),
+    requires=(Fact.CLEAN,),
+    provides=(Fact.NARROWED,),
+    conflicts=(Fact.SHARDED, Fact.DIVIDED),
     bitwise=False,
 )
 def narrow(program: Program) -> dict[str, int]:

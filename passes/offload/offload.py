@@ -29,7 +29,7 @@ from zgraph.passes.analysis.saved_values import crossings, made_by_forward, part
 from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
-from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.program.program import Fact, InputRole, OutputRole, Program
 
 aten = torch.ops.aten
 
@@ -63,9 +63,9 @@ class Move:
     "offload",
     "values lie in other memory or on disk while nothing reads them",
     options=OffloadOptions,
-    requires=("scheduled",),
-    provides=("offloaded",),
-    conflicts=("offloaded",),
+    requires=(Fact.SCHEDULED,),
+    provides=(Fact.OFFLOADED,),
+    conflicts=(Fact.OFFLOADED,),
 )
 def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
     part_phases(program)
@@ -73,7 +73,7 @@ def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
     made.parameters(options.staging)
     if options.activations is not None:
         made.activations(options.activations, options.most, options.least)
-    if "partial" not in program.facts:  # (what is not reduced yet is added up on the device)
+    if Fact.PARTIAL not in program.facts:  # (what is not reduced yet is added up on the device)
         made.gradients()
     staging = options.staging
     if staging is None:
@@ -181,7 +181,9 @@ class _Offload:
         return wait
 
     def _store(self, node: fx.Node, tier: str, param: str | None = None) -> fx.Node:
-        record = info(node).replace(role=Role.STORE, param=param, made_by="offload", home=tier, copy_of=None)
+        record = info(node).replace(
+            role=Role.STORE, param=param, made_by="offload", home=tier, copy_of=None, transfer=None
+        )
         after = self.program.behind(node)
         while after.next.op == "call_function" and after.next.target is transfers_to_host.OFFLOAD:
             after = after.next

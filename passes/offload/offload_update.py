@@ -26,7 +26,7 @@ from zgraph.passes.update.group_updates import groups_of
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import is_write
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
-from zgraph.program.program import Program
+from zgraph.program.program import Fact, Program
 
 HOST = torch.device("cpu")
 
@@ -42,9 +42,9 @@ class OffloadUpdateOptions:
     "offload_update",
     "what lies elsewhere is updated on the host, or comes and goes group by group",
     options=OffloadUpdateOptions,
-    requires=("grouped",),
-    provides=("offloaded",),
-    conflicts=("offloaded",),
+    requires=(Fact.GROUPED,),
+    provides=(Fact.OFFLOADED,),
+    conflicts=(Fact.OFFLOADED,),
 )
 def offload_update(program: Program, options: OffloadUpdateOptions) -> dict[str, int]:
     made = _Places(program, options.host)

@@ -20,7 +20,7 @@ from zgraph.passes.analysis.costs import CPU, Costs, Link, size_of
 from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, layers_of, reductions_of
 from zgraph.passes.contract import graph_pass
 from zgraph.program.node import info, set_info, tensor
-from zgraph.program.program import Program
+from zgraph.program.program import Fact, Program
 
 LATENCY_SHARE = 0.05
 
@@ -38,9 +38,9 @@ class BucketOptions:
     "bucket",
     "small transfers of a layer become one",
     options=BucketOptions,
-    requires=("sharded", "reduced"),
-    provides=("bucketed",),
-    conflicts=("bucketed",),
+    requires=(Fact.SHARDED, Fact.REDUCED),
+    provides=(Fact.BUCKETED,),
+    conflicts=(Fact.BUCKETED,),
 )
 def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
     layers = layers_of(program)

@@ -42,7 +42,7 @@ from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives
 from zgraph.program.aliases import is_view
 from zgraph.program.node import Phase, Role, info, set_info
-from zgraph.program.program import InputRole, Level, Program
+from zgraph.program.program import Fact, InputRole, Level, Program
 from zgraph.program.remark import Remark
 from zgraph.units import shown_bytes
 
@@ -79,9 +79,9 @@ class OverlapOptions:
     "overlap",
     "transfers start and are awaited where they cost least time, within a bound on memory",
     options=OverlapOptions,
-    requires=("sharded", "reduced"),
-    provides=("scheduled",),
-    conflicts=("released",),
+    requires=(Fact.SHARDED, Fact.REDUCED),
+    provides=(Fact.SCHEDULED,),
+    conflicts=(Fact.RELEASED,),
     level=Level.SCHEDULED,
 )
 def overlap(program: Program, options: OverlapOptions) -> dict[str, int]:

@@ -21,7 +21,7 @@ from zgraph.passes.contract import graph_pass
 from zgraph.passes.remat.recompute import recompute_all_but
 from zgraph.program.aliases import root_of
 from zgraph.program.node import Phase, info
-from zgraph.program.program import Program
+from zgraph.program.program import Fact, Program
 from zgraph.torch_compat import aot
 
 
@@ -38,9 +38,9 @@ class CheckpointOptions:
     "checkpoint",
     "values of the forward are computed again in the backward where the user says so",
     options=CheckpointOptions,
-    requires=("clean",),
-    provides=("checkpointed",),
-    conflicts=("sharded",),
+    requires=(Fact.CLEAN,),
+    provides=(Fact.CHECKPOINTED,),
+    conflicts=(Fact.SHARDED,),
 )
 def checkpoint(program: Program, options: CheckpointOptions) -> dict[str, int]:
     forward = [n for n in program.graph.nodes if n.op == "call_function" and info(n).phase is Phase.FORWARD]

@@ -21,16 +21,16 @@ from torch import fx
 from zgraph.passes.contract import graph_pass
 from zgraph.program.aliases import is_view, made_once, mutates
 from zgraph.program.node import Phase, info, set_info
-from zgraph.program.program import InputRole, Program, of_backward
+from zgraph.program.program import Fact, InputRole, Program, of_backward
 from zgraph.torch_compat import aot
 
 
 @graph_pass(
     "recompute",
     "cheap values are computed again in the backward, as torch's min-cut chooses",
-    requires=("clean", "inductor_ready"),
-    provides=("recomputed",),
-    conflicts=("sharded",),
+    requires=(Fact.CLEAN, Fact.INDUCTOR_READY),
+    provides=(Fact.RECOMPUTED,),
+    conflicts=(Fact.SHARDED,),
 )
 def recompute(program: Program) -> dict[str, int]:
     forward_outputs = sum(not of_backward(*item) for item in program.output_items())

@@ -10,7 +10,7 @@ from zgraph.passes.remat.replay import Replay, depth_of
 from zgraph.passes.remat.segments import chain_of
 from zgraph.passes.remat.solver import Solver, every_segment_again
 from zgraph.program.node import Phase, info
-from zgraph.program.program import Program
+from zgraph.program.program import Fact, Program
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class RematerializeOptions:
     "rematerialize",
     "values are computed again in the backward, the fastest way within a memory",
     options=RematerializeOptions,
-    requires=("clean",),
-    provides=("rematerialized",),
-    conflicts=("sharded",),
+    requires=(Fact.CLEAN,),
+    provides=(Fact.REMATERIALIZED,),
+    conflicts=(Fact.SHARDED,),
 )
 def rematerialize(program: Program, options: RematerializeOptions) -> dict[str, int]:
     if all(info(n).phase is Phase.FORWARD for n in program.graph.nodes if n.op == "call_function"):

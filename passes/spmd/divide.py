@@ -31,7 +31,7 @@ from zgraph.passes.spmd.sharding_rules import Label, Rule, argument, getitem_of,
 from zgraph.program import collectives
 from zgraph.program.aliases import is_view
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor, tensors, value
-from zgraph.program.program import Division, InputRole, Level, OutputRole, ParamSpec, Program
+from zgraph.program.program import Division, Fact, InputRole, Level, OutputRole, ParamSpec, Program
 
 aten = torch.ops.aten
 
@@ -76,9 +76,9 @@ class DivideOptions:
     "divide",
     "the ranks of a mesh dimension compute the program together, in parts",
     options=DivideOptions,
-    requires=("clean",),
-    provides=("divided",),
-    conflicts=("sharded",),
+    requires=(Fact.CLEAN,),
+    provides=(Fact.DIVIDED,),
+    conflicts=(Fact.SHARDED,),
     bitwise=False,
     level=Level.DISTRIBUTED,
 )

@@ -25,7 +25,7 @@ from zgraph.passes.spmd.ring import RINGS, ROWS, RingDivider, can_ring, is_causa
 from zgraph.passes.spmd.sharding_rules import ATTENTION, RANKS, operands_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, info, tensor, value
-from zgraph.program.program import CONTEXT_DIM, InputRole, Level, Program
+from zgraph.program.program import CONTEXT_DIM, Fact, InputRole, Level, Program
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -48,9 +48,9 @@ class ContextOptions:
     "divide_context",
     "the ranks of a mesh dimension each compute a part of the sequence",
     options=ContextOptions,
-    requires=("clean",),
-    provides=("divided",),
-    conflicts=("sharded",),
+    requires=(Fact.CLEAN,),
+    provides=(Fact.DIVIDED,),
+    conflicts=(Fact.SHARDED,),
     bitwise=False,
     level=Level.DISTRIBUTED,
 )

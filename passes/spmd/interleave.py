@@ -33,7 +33,7 @@ from zgraph.program import collectives
 from zgraph.program.aliases import is_view
 from zgraph.program.groups import ranks_in
 from zgraph.program.node import NodeInfo, Role, info, tensor
-from zgraph.program.program import TENSOR_DIM, Program
+from zgraph.program.program import TENSOR_DIM, Fact, Program
 from zgraph.program.remark import Remark
 
 aten = torch.ops.aten
@@ -58,9 +58,9 @@ class InterleaveOptions:
     "interleave",
     "products and collectives beside them run in pieces, each beside the next",
     options=InterleaveOptions,
-    requires=("divided",),
-    provides=("interleaved",),
-    conflicts=("sharded", "scheduled"),
+    requires=(Fact.DIVIDED,),
+    provides=(Fact.INTERLEAVED,),
+    conflicts=(Fact.SHARDED, Fact.SCHEDULED),
     bitwise=False,
 )
 def interleave(program: Program, options: InterleaveOptions) -> dict[str, int]:

@@ -27,7 +27,7 @@ from zgraph.passes.offload.offload import Move, place
 from zgraph.program import collectives
 from zgraph.program.aliases import aliases_of
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
-from zgraph.program.program import TENSOR_DIM, InputRole, Port, Program
+from zgraph.program.program import TENSOR_DIM, Fact, InputRole, Port, Program
 from zgraph.program.remark import Remark
 
 aten = torch.ops.aten
@@ -50,9 +50,9 @@ class PartitionOptions:
     "partition_activations",
     "ranks that would keep the same activations keep a part of them each",
     options=PartitionOptions,
-    requires=("divided", "reduced"),
-    provides=("partitioned",),
-    conflicts=("scheduled",),
+    requires=(Fact.DIVIDED, Fact.REDUCED),
+    provides=(Fact.PARTITIONED,),
+    conflicts=(Fact.SCHEDULED,),
 )
 def partition_activations(program: Program, options: PartitionOptions) -> dict[str, int]:
     ranks = program.mesh.get(options.dim, 1)

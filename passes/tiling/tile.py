@@ -28,7 +28,7 @@ from zgraph.passes.spmd.sharding_rules import getitem_of, operands_of
 from zgraph.passes.tiling.chunks import Obstacle, Sorted, Turns, elements, sort
 from zgraph.program.aliases import is_random, is_view
 from zgraph.program.node import Phase, info, sequence
-from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.program.program import Fact, InputRole, OutputRole, Program
 from zgraph.program.remark import Remark
 from zgraph.record import joined
 
@@ -49,9 +49,9 @@ class TileOptions:
     "tile",
     "regions run in turns over slices of their rows",
     options=TileOptions,
-    requires=("clean",),
-    provides=("tiled",),
-    conflicts=("sharded", "checkpointed", "rematerialized"),
+    requires=(Fact.CLEAN,),
+    provides=(Fact.TILED,),
+    conflicts=(Fact.SHARDED, Fact.CHECKPOINTED, Fact.REMATERIALIZED),
     bitwise=False,
 )
 def tile(program: Program, options: TileOptions) -> dict[str, int]:

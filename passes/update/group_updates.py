@@ -18,7 +18,7 @@ from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives
 from zgraph.program.aliases import aliases_of, is_write
 from zgraph.program.node import info, set_info, value
-from zgraph.program.program import Program
+from zgraph.program.program import Fact, Program
 
 GROUP = 16  # parameters: calls cost below 1% then (benchmarks/update.py)
 LIMITS = (2**20, 2**28)  # bytes
@@ -37,9 +37,9 @@ class GroupOptions:
     "group_updates",
     "parameters that need the same are updated together, group by group",
     options=GroupOptions,
-    requires=("in_place",),
-    provides=("grouped",),
-    conflicts=("grouped",),
+    requires=(Fact.IN_PLACE,),
+    provides=(Fact.GROUPED,),
+    conflicts=(Fact.GROUPED,),
 )
 def group_updates(program: Program, options: GroupOptions) -> dict[str, int]:
     groups = _cut(program, options)

@@ -13,14 +13,14 @@ from torch import fx
 from zgraph.passes.contract import graph_pass
 from zgraph.program.aliases import aliases_of
 from zgraph.program.node import NodeInfo, Phase, info
-from zgraph.program.program import OutputRole, Port, Program
+from zgraph.program.program import Fact, OutputRole, Port, Program
 
 
 @graph_pass(
     "write_in_place",
     "new weights and states are written over the old ones",
-    provides=("in_place",),
-    conflicts=("in_place",),
+    provides=(Fact.IN_PLACE,),
+    conflicts=(Fact.IN_PLACE,),
 )
 def write_in_place(program: Program) -> dict[str, int]:
     places = {(port.role, port.name): node for port, node in program.input_items()}

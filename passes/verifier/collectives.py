@@ -11,7 +11,7 @@ from zgraph.passes.verifier.faults import Faults, awaited_once, fault
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.groups import ranks_in
 from zgraph.program.node import Phase, Role, has_info, info, value
-from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, Program
+from zgraph.program.program import DATA_DIMS, Fact, InputRole, Level, OutputRole, Program
 
 
 def check_pure(program: Program) -> Faults:
@@ -117,7 +117,7 @@ _SERVING = (Role.WAIT, Role.LAYOUT, Role.REDUCE)
 
 def check_reductions(program: Program) -> Faults:
     """Each parameter's gradient is averaged over every data dimension, each once, and scattered where it is sharded."""
-    if "reduced" not in program.facts or "partial" in program.facts:
+    if Fact.REDUCED not in program.facts or Fact.PARTIAL in program.facts:
         return
     needed = sorted(d for d in DATA_DIMS if program.mesh.get(d, 1) > 1)
     for port, node in program.output_items():

@@ -8,7 +8,7 @@ from zgraph.passes.verifier.faults import Faults, awaited_once, fault
 from zgraph.program import collectives, ops, transfers_to_host
 from zgraph.program.aliases import root_of
 from zgraph.program.node import Phase, Role, info, tensors
-from zgraph.program.program import Level, Program
+from zgraph.program.program import Fact, Level, Program
 
 
 def check_moves(program: Program) -> Faults:
@@ -35,7 +35,7 @@ def check_moves(program: Program) -> Faults:
             and not came_in
         ):
             yield fault(program, node, f"node {node.name!r} waits for no move", f"{node.args[0]} starts none")
-        if "offloaded" in program.facts and node.op == "call_function" and not transfers_to_host.is_move(node):
+        if Fact.OFFLOADED in program.facts and node.op == "call_function" and not transfers_to_host.is_move(node):
             away = next((a for a in node.all_input_nodes if info(a).home is not None and not _on_host(node, a)), None)
             if away is not None:
                 yield fault(

@@ -11,7 +11,7 @@ from torch import fx
 from zgraph.passes.verifier.faults import Faults, fault
 from zgraph.program import ops
 from zgraph.program.node import Phase, info, value
-from zgraph.program.program import InputRole, Level, OutputRole, ParamSpec, Port, Program
+from zgraph.program.program import Fact, InputRole, Level, OutputRole, ParamSpec, Port, Program
 
 Type = tuple[tuple[int, ...], torch.dtype]
 """A shape and a dtype."""
@@ -21,7 +21,7 @@ def _stored(program: Program, node: fx.Node, spec: ParamSpec) -> Type | None:
     """A parameter as it comes in: before `shard_parameters` as programs compute with it, then as a rank stores it."""
     if program.level < Level.DISTRIBUTED or not node.users:
         return None
-    if "divided" in program.facts and "sharded" not in program.facts:
+    if Fact.DIVIDED in program.facts and Fact.SHARDED not in program.facts:
         return spec.shape, spec.compute_dtype
     return spec.shard_shape, spec.dtype
 
@@ -40,11 +40,11 @@ def _stored_gradient(program: Program, node: fx.Node, spec: ParamSpec) -> Type:
 
 def _gradient(program: Program, node: fx.Node, spec: ParamSpec) -> Type:
     """A gradient as it goes out: before `reduce_gradients` this rank's own, then reduced, and scattered unless it is partial."""
-    done = "reduced" in program.facts
+    done = Fact.REDUCED in program.facts
     dtype = spec.grad_dtype if done else spec.compute_dtype
     if program.level is Level.CAPTURED:
         return spec.whole_shape, dtype
-    return spec.shard_shape if done and "partial" not in program.facts else spec.shape, dtype
+    return spec.shard_shape if done and Fact.PARTIAL not in program.facts else spec.shape, dtype
 
 
 @dataclass(frozen=True, slots=True)

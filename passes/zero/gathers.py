@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch import fx
 
+from zgraph.passes.analysis.parameter_collectives import gathers_of
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
 from zgraph.program.program import ParamSpec, Program
+from zgraph.program.transfers import mark_transfers
 
 aten = torch.ops.aten
 
 
 def gathered(program: Program, phase: Phase) -> dict[str, fx.Node]:
     """The whole value of each parameter that this phase gathers, by name: the last node of its gather."""
-    found: dict[str, fx.Node] = {}
-    for node in program.nodes:
-        if (
-            node.op == "call_function"
-            and collectives.is_start(node)
-            and info(node).role is Role.GATHER
-            and info(node).phase is phase
-        ):
-            last = node
-            while (
-                following := next((u for u in last.users if info(u).role in (Role.WAIT, Role.LAYOUT)), None)
-            ) is not None:
-                last = following
-            found[str(info(node).param)] = last
-    return found
+    return {g.name: g.last for g in gathers_of(program) if info(g.start).phase is phase}
 
 
 # -- building -------------------------------------------------------------------------------------------------------
@@ -61,20 +50,23 @@ def add_gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, 
     node = cast_to(program, shard, spec.compute_dtype, layout, f"cast_{slug}")
     if spec.shard_dim is None:
         return node  # (it comes whole)
+    made = [node] if node is not shard else []
+
+    def call(target: object, args: tuple[Any, ...], record: NodeInfo, name: str) -> fx.Node:
+        made.append(program.call(target, args, record, name=f"{name}_{slug}"))
+        return made[-1]
+
     dim, ranks = spec.shard_dim, program.mesh[spec.shard_dim]
     if order != sorted(order):
-        node = program.call(aten.permute.default, (node, order), layout, name=f"packed_{slug}")
-    start = program.call(
-        collectives.ALL_GATHER,
-        (node, ranks, dim),
-        base.replace(role=Role.GATHER, mesh_dim=dim, stream=f"comm:{dim}"),
-        name=f"gather_{slug}",
-    )
-    node = program.call(collectives.WAIT, (start,), base.replace(role=Role.WAIT, mesh_dim=dim), name=f"whole_{slug}")
+        node = call(aten.permute.default, (node, order), layout, "packed")
+    over = base.replace(role=Role.GATHER, mesh_dim=dim, stream=f"comm:{dim}")
+    start = call(collectives.ALL_GATHER, (node, ranks, dim), over, "gather")
+    node = call(collectives.WAIT, (start,), base.replace(role=Role.WAIT, mesh_dim=dim), "whole")
     if spec.rows * ranks != spec.shape[0]:
-        node = program.call(aten.slice.Tensor, (node, 0, 0, spec.shape[0]), layout, name=f"cut_{slug}")
+        node = call(aten.slice.Tensor, (node, 0, 0, spec.shape[0]), layout, "cut")
     if order != sorted(order):
-        node = program.call(aten.permute.default, (node, inverse_of(order)), layout, name=f"unpacked_{slug}")
+        node = call(aten.permute.default, (node, inverse_of(order)), layout, "unpacked")
+    mark_transfers(made)
     return node
 
 
@@ -87,6 +79,3 @@ def cast_to(program: Program, node: fx.Node, dtype: torch.dtype, record: NodeInf
     if tensor(node).dtype is dtype:
         return node
     return program.call(torch.ops.prims.convert_element_type.default, (node, dtype), record, name=name)
-
-
-# -- what of the forward hangs on a gathered parameter ---------------------------------------------------------------

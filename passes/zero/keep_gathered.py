@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from zgraph.passes.analysis.parameter_collectives import gathers_of
 from zgraph.passes.contract import graph_pass
-from zgraph.passes.zero.gathers import gathered
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
-from zgraph.program.program import InputRole, OutputRole, Port, Program
+from zgraph.program.program import Fact, InputRole, OutputRole, Port, Program
 
 
 @dataclass(frozen=True)
@@ -23,26 +23,24 @@ class KeepOptions:
     "keep_gathered",
     "what the first forward of a step gathers is kept until the weights change",
     options=KeepOptions,
-    requires=("sharded",),
-    provides=("kept",),
-    conflicts=("regathered",),
+    requires=(Fact.SHARDED,),
+    provides=(Fact.KEPT,),
+    conflicts=(Fact.REGATHERED,),
 )
 def keep_gathered(program: Program, options: KeepOptions) -> dict[str, int]:
     items = list(program.output_items())
-    kept = gathered(program, Phase.FORWARD)
+    kept = [gather for gather in gathers_of(program) if info(gather.start).phase is Phase.FORWARD]
     shards = program.input_nodes(InputRole.PARAMETER)
-    for name, whole in kept.items():
+    for gather in kept:
+        name, whole = gather.name, gather.last
         if not options.gathered_before:
             items.append((Port(OutputRole.UNSHARDED, name), whole))
             continue
         record = NodeInfo(phase=Phase.FORWARD, param=name, made_by="keep_gathered")
         held = program.add_input(Port(InputRole.UNSHARDED, name), tensor(whole), record, name=whole.name)
         whole.replace_all_uses_with(held)
-        node = whole
-        while node is not shards[name]:
-            source = node.all_input_nodes[0]
+        for node in reversed(gather.nodes):
             program.graph.erase_node(node)
-            node = source
         if not shards[name].users:
             program.remove_input(shards[name])
     program.set_outputs(items)

@@ -11,7 +11,8 @@ from zgraph.passes.contract import graph_pass
 from zgraph.passes.zero.gathers import cast_to, identifier_of, inverse_of, stored_order
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
-from zgraph.program.program import DATA_DIMS, InputRole, Level, OutputRole, ParamSpec, Port, Program
+from zgraph.program.program import DATA_DIMS, Fact, InputRole, Level, OutputRole, ParamSpec, Port, Program
+from zgraph.program.transfers import mark_transfers
 
 aten = torch.ops.aten
 
@@ -29,9 +30,9 @@ class ReduceOptions:
     "reduce_gradients",
     "gradients are averaged over the data-parallel ranks as soon as they are made",
     options=ReduceOptions,
-    requires=("sharded",),
-    conflicts=("reduced",),
-    provides=("reduced",),
+    requires=(Fact.SHARDED,),
+    conflicts=(Fact.REDUCED,),
+    provides=(Fact.REDUCED,),
     level=Level.DISTRIBUTED,
 )
 def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]:
@@ -48,6 +49,7 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
         at = None if grad.op == "placeholder" else grad
         with program.graph.inserting_after(built.get(at, at or program.placeholders()[-1])):
             anchor = program.graph.call_function(torch.ops.aten.sym_size.int, ())  # where to build, removed below
+        before = anchor.prev
         with program.graph.inserting_before(anchor):
             record = NodeInfo(
                 phase=Phase.BACKWARD,
@@ -65,11 +67,12 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
                 scattered += scatter
                 reduced += len(starts) - scatter
             node = _leave(program, node, spec, record)
+            mark_transfers(_between(before, anchor))
             if starts and pending:
                 for wait in pending:
                     starts[0].prepend(wait)
             if options.reduce:
-                pending = _movable(node) if len(starts) == 1 else []
+                pending = _between(starts[0], anchor) if len(starts) == 1 else []
             if node is not grad:
                 built[at] = starts[0] if options.reduce and pending else node
         program.graph.erase_node(anchor)
@@ -83,7 +86,7 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
         )
     program.set_outputs(items)
     if not options.reduce:
-        program.facts.add("partial")
+        program.facts.add(Fact.PARTIAL.value)
     return {"reduce_scatters": scattered, "all_reduces": reduced}
 
 
@@ -156,9 +159,9 @@ def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) 
     return node, starts, scatter
 
 
-def _movable(last: fx.Node) -> list[fx.Node]:
-    """The wait of a reduction and the layout nodes after it, in order."""
-    found = [last]
-    while not collectives.is_wait(found[0]):
-        found.insert(0, found[0].all_input_nodes[0])
+def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """The nodes behind one and in front of another."""
+    found = []
+    while (first := first.next) is not last:
+        found.append(first)
     return found

@@ -14,7 +14,7 @@ from zgraph.passes.zero.gathers import add_gather, gathered
 from zgraph.passes.zero.keep_gathered import coming_in
 from zgraph.program.aliases import is_cast, is_view
 from zgraph.program.node import Phase, info
-from zgraph.program.program import InputRole, Program
+from zgraph.program.program import Fact, InputRole, Program
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class RegatherOptions:
     "regather",
     "what the forward gathered is gathered (or fetched) again for the backward, not kept",
     options=RegatherOptions,
-    requires=("sharded",),
-    provides=("regathered",),
-    conflicts=("kept",),
+    requires=(Fact.SHARDED,),
+    provides=(Fact.REGATHERED,),
+    conflicts=(Fact.KEPT,),
 )
 def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
     regathered = held = 0

@@ -12,15 +12,15 @@ from zgraph.program import ops
 from zgraph.program.aliases import aliases_of
 from zgraph.program.collectives import is_wait
 from zgraph.program.node import Role, info
-from zgraph.program.program import Program
+from zgraph.program.program import Fact, Program
 
 
 @graph_pass(
     "release",
     "gathered parameters are released after their last use",
-    requires=("sharded",),
-    provides=("released",),
-    conflicts=("kept", "released"),
+    requires=(Fact.SHARDED,),
+    provides=(Fact.RELEASED,),
+    conflicts=(Fact.KEPT, Fact.RELEASED),
 )
 def release(program: Program) -> dict[str, int]:
     released = 0

@@ -10,7 +10,7 @@ import torch
 
 from zgraph.passes.contract import graph_pass
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
-from zgraph.program.program import InputRole, OutputRole, Port, Program
+from zgraph.program.program import Fact, InputRole, OutputRole, Port, Program
 
 aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -19,8 +19,8 @@ _CAST = torch.ops.prims.convert_element_type.default
 @graph_pass(
     "scale_loss",
     "the backward starts from tangents that are multiplied by the loss scale",
-    provides=("scaled",),
-    conflicts=("scaled", "reduced"),
+    provides=(Fact.SCALED,),
+    conflicts=(Fact.SCALED, Fact.REDUCED),
     bitwise=False,
 )
 def scale_loss(program: Program) -> dict[str, int]:

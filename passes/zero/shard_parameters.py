@@ -31,7 +31,7 @@ from zgraph.passes.zero.gathers import (
     stored_shape,
 )
 from zgraph.program.node import Role, info, set_info, tensor
-from zgraph.program.program import InputRole, Level, ParamSpec, Program
+from zgraph.program.program import Fact, InputRole, Level, ParamSpec, Program
 
 aten = torch.ops.aten
 
@@ -39,9 +39,9 @@ aten = torch.ops.aten
 @graph_pass(
     "shard_parameters",
     "parameters enter as shards and are gathered before their first use",
-    requires=("clean",),
-    provides=("sharded",),
-    conflicts=("sharded",),
+    requires=(Fact.CLEAN,),
+    provides=(Fact.SHARDED,),
+    conflicts=(Fact.SHARDED,),
     level=Level.DISTRIBUTED,
 )
 def shard_parameters(program: Program) -> dict[str, int]:

@@ -39,31 +39,25 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """The record of one node.
-
-    `module` is the path of the user's module ("" for the root), `source` the user's "file:line" ("" if unknown),
-    `param` the parameter that a gather, reduction or layout node serves, `mesh_dim` the mesh dimension (or the part of
-    one) of a collective, `stream` the name of the stream it is meant for, `made_by` the pass that made it ("capture" for the
-    user's own nodes), `copy_of` the node that it repeats. Starts of collectives that stand side by side with the same
-    `bucket` are one transfer. What is `ahead` runs before the forward: during the update before it, if there is one. `home` is
-    the tier that the value lies in, None for the device. An update's nodes with the same `group` are compiled as one.
-    Nodes with the same `turn` compute a slice of some rows; those of one turn are done before the next one's begin.
-    """
+    """The record of one node."""
 
     phase: Phase
     role: Role = Role.COMPUTE
-    module: str = ""
-    source: str = ""
-    param: str | None = None
-    mesh_dim: str | None = None
-    stream: str = "compute"
-    made_by: str = "capture"
-    copy_of: str | None = None
-    bucket: str | None = None
-    ahead: bool = False
-    home: str | None = None
-    group: str | None = None
-    turn: str | None = None
+    module: str = ""  # the path of the user's module, "" for the root
+    source: str = ""  # the user's "file:line", "" if unknown
+    param: str | None = None  # the parameter that a gather, reduction or layout node serves
+    mesh_dim: str | None = None  # the mesh dimension of a collective, or the part of one
+    stream: str = "compute"  # the name of the stream that it is meant for
+    made_by: str = "capture"  # the pass that made it; "capture" for the user's own nodes
+    copy_of: str | None = None  # the node that it repeats
+    bucket: str | None = None  # starts that stand side by side with the same bucket are sent as one
+    ahead: bool = False  # it runs before the forward: during the update before it, if there is one
+    home: str | None = None  # the tier that the value is stored in, None for the device
+    group: str | None = None  # an update's nodes with the same group are compiled as one
+    turn: str | None = (
+        None  # the slice of rows that it computes; nodes of one slice are done before those of the next begin
+    )
+    transfer: str | None = None  # the transfer of a parameter that it is part of (`zgraph.program.transfers`)
 
     def replace(self, **changes: Any) -> NodeInfo:
         """This record with some fields changed."""

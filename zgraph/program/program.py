@@ -43,6 +43,33 @@ class Level(IntEnum):
     EXECUTABLE = 4  # split into the parts that are run
 
 
+class Fact(StrEnum):
+    """What passes have made of a program; contracts are about these. (A pass of a user's own may speak of others.)"""
+
+    CLEAN = "clean"  # without identities and dead nodes
+    NARROWED = "narrowed"  # slices stand as early as they can
+    DIVIDED = "divided"  # ranks compute it together: over "tp", or over "cp"
+    INTERLEAVED = "interleaved"  # products beside the transfers of tensor parallelism are in pieces
+    PARTITIONED = "partitioned"  # saved activations are divided over "tp"
+    INDUCTOR_READY = "inductor_ready"  # Inductor's joint-graph passes ran
+    TILED = "tiled"  # regions of the plan run in slices of rows
+    CHECKPOINTED = "checkpointed"  # regions of the model's or the plan's are recomputed
+    REMATERIALIZED = "rematerialized"  # activations are recomputed for a memory budget
+    RECOMPUTED = "recomputed"  # cheap values are recomputed
+    SHARDED = "sharded"  # parameters enter as shards
+    REGATHERED = "regathered"  # the backward gathers weights again
+    KEPT = "kept"  # gathered weights stay until the update
+    SCALED = "scaled"  # tangents are multiplied by the loss scale
+    REDUCED = "reduced"  # gradients leave reduced, or are this rank's own where they are partial as well
+    PARTIAL = "partial"  # gradients are this rank's own
+    BUCKETED = "bucketed"  # transfers that are sent as one have a bucket
+    SCHEDULED = "scheduled"  # order has meaning
+    RELEASED = "released"  # gathered buffers have a last point at which they are read
+    OFFLOADED = "offloaded"  # values are fetched from, and stored in, other memory
+    IN_PLACE = "in_place"  # an update's: new values are written where the old ones are
+    GROUPED = "grouped"  # an update's: what is updated together has a group
+
+
 class InputRole(StrEnum):
     PARAMETER = "parameter"  # the shard, or the whole where a parameter is not sharded
     BUFFER = "buffer"
@@ -325,7 +352,8 @@ class Program:
         of its operands where there are some. `made_by` is the pass that wants it."""
         copied = self.graph.node_copy(node, lambda n: copies.get(n, n))
         copied.meta = dict(node.meta)
-        set_info(copied, info(node).replace(phase=Phase.BACKWARD, copy_of=node.name, made_by=made_by))
+        record = info(node).replace(phase=Phase.BACKWARD, copy_of=node.name, made_by=made_by, transfer=None)
+        set_info(copied, record)
         return copied
 
     def put_home(self, node: fx.Node, tier: str) -> None:

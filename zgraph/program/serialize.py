@@ -26,6 +26,7 @@ from zgraph._version import __version__
 from zgraph.errors import UnsupportedError, ZgraphError
 from zgraph.program.node import NodeInfo, Phase, Role, has_info, info, set_info
 from zgraph.program.program import Division, InputRole, Level, OutputRole, ParamSpec, Port, Program
+from zgraph.program.transfers import mark_by_graph
 from zgraph.torch_compat import fx_graphs
 
 FORMAT = 1
@@ -303,7 +304,7 @@ class _Loader:
         module = fx_graphs.lazy_module(root, graph)
         graph.lint()
         specs = [ParamSpec(**self.fields(spec)) for spec in data["params"]]
-        return Program(
+        program = Program(
             name=data["name"],
             module=module,
             inputs=[self.port(p, InputRole) for p in data["inputs"]],
@@ -315,6 +316,9 @@ class _Loader:
             facts=set(data["facts"]),
             aliases={n: tuple(names) for names in data.get("aliases", ()) for n in names},
         )
+        if not any("transfer" in row.get("info", ()) for row in data["nodes"]):
+            mark_by_graph(program)
+        return program
 
     def node(self, graph: fx.Graph, row: dict[str, Any]) -> None:
         name, op = row["name"], row["op"]

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
 from zgraph.program.program import InputRole, Level, ParamSpec, Port, Program
+from zgraph.program.transfers import mark_transfers
 from zgraph.torch_compat import aot, fx_graphs
 
 aten = torch.ops.aten
@@ -100,17 +101,20 @@ class Assembler:
         order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
         here = NodeInfo(Phase.UPDATE, Role.LAYOUT, made_by="update")
         there = here.replace(role=Role.REDUCE, mesh_dim=group, stream=f"comm:{group}")
+        made = [x]
+
+        def call(target: Any, args: tuple[Any, ...], record: NodeInfo, what: str) -> None:
+            made.append(program.call(target, (made[-1], *args), record, name=f"{what}_{label}"))
+
         with program.graph.inserting_before(program.output_node()):
             if order != sorted(order):  # (a transport takes rows as they lie)
-                x = program.call(aten.permute.default, (x, order), here, name=f"packed_{label}")
-            x = program.call(collectives.ALL_REDUCE, (x, "sum", group), there, name=f"tied_{label}")
-            x = program.call(
-                collectives.WAIT, (x,), there.replace(role=Role.WAIT, stream="compute"), name=f"sum_{label}"
-            )
+                call(aten.permute.default, (order,), here, "packed")
+            call(collectives.ALL_REDUCE, ("sum", group), there, "tied")
+            call(collectives.WAIT, (), there.replace(role=Role.WAIT, stream="compute"), "sum")
             if order != sorted(order):
-                back = [order.index(d) for d in range(len(order))]
-                x = program.call(aten.permute.default, (x, back), here, name=f"unpacked_{label}")
-        return x
+                call(aten.permute.default, ([order.index(d) for d in range(len(order))],), here, "unpacked")
+        mark_transfers(made[1:])
+        return made[-1]
 
     def of(
         self, name: str, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node], key: Any = None
@@ -171,9 +175,11 @@ class Assembler:
         if collectives.is_start(made):
             gathers = made.target is collectives.ALL_GATHER
             dim = collectives.group_of(made)
-            record = record.replace(role=Role.GATHER if gathers else Role.REDUCE, mesh_dim=dim, stream=f"comm:{dim}")
+            role = Role.GATHER if gathers else Role.REDUCE
+            record = record.replace(role=role, mesh_dim=dim, stream=f"comm:{dim}", transfer=made.name)
         elif collectives.is_wait(made):
-            record = record.replace(role=Role.WAIT, mesh_dim=info(made.all_input_nodes[0]).mesh_dim)
+            start = info(made.all_input_nodes[0])
+            record = record.replace(role=Role.WAIT, mesh_dim=start.mesh_dim, transfer=start.transfer)
         set_info(made, record)
         if key is not None:
             self._shared[key] = made

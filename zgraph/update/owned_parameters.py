@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from zgraph.errors import MeshError, RankMismatchError
 from zgraph.program import collectives
 from zgraph.program.groups import dim_of, part_of, positions_of
-from zgraph.program.node import Role, info, tensor
+from zgraph.program.node import info, tensor
 from zgraph.program.program import STAGE_DIM, ParamSpec, Program
 
 
@@ -57,12 +59,14 @@ def within(sizes: Mapping[str, int]) -> dict[str, int]:
 def meetings(program: Program) -> dict[str, list[str]]:
     """The collectives that an update has in common with those of other stages: by group, in order, one readable line each."""
     found: dict[str, list[str]] = {}
+    begins: dict[str, fx.Node] = {}  # the first node of each transfer
     for node in program.graph.nodes:
+        if node.op == "call_function" and (transfer := info(node).transfer) is not None:
+            begins.setdefault(transfer, node)
         if collectives.is_start(node) and dim_of(group := collectives.group_of(node)) == STAGE_DIM:
             taken = node.all_input_nodes[0]
             what = f"{tensor(taken).dtype}{list(tensor(taken).shape)}"
-            while info(taken).role is Role.LAYOUT:
-                taken = taken.all_input_nodes[0]
+            taken = begins.get(str(info(node).transfer), node).all_input_nodes[0]
             how = f"{collectives.kind(node)} {collectives.reduce_op_of(node)}"
             found.setdefault(group, []).append(f"{how} of {info(taken).param or 'all parameters'}, {what}")
     return found

@@ -41,7 +41,7 @@ from zgraph.parameters.mixed_precision import check, prepare
 from zgraph.parameters.sharding import planned_layout
 from zgraph.plan.plan import Plan
 from zgraph.program.node import tensor
-from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.program.program import DATA_DIMS, STAGE_DIM, Fact, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.program.tolerance import Difference, difference, norm_of
 from zgraph.runtime.compiled_models import is_compiled
 from zgraph.runtime.train_step import in_order, split_batch
@@ -202,7 +202,7 @@ class VirtualStep:
         ]
         values = run_virtual(program, given, self.random_states())
         found = [named(program, run, row) for run, row in zip(self.ranks, values, strict=True)]
-        if "reduced" not in program.facts:
+        if Fact.REDUCED not in program.facts:
             self._reduce(found, variant, program.facts)
         return found
 
@@ -239,12 +239,12 @@ class VirtualStep:
         """What a program takes on a rank, in the call that `run` is: what it does not take from it or from the model is `extra`."""
         if (port.role, port.name) in extra:
             return extra[port.role, port.name]
-        if port.role is InputRole.PARAMETER and "sharded" in program.facts:
+        if port.role is InputRole.PARAMETER and Fact.SHARDED in program.facts:
             mine = self._mine(port.name, self.params[port.name], rank)
             return shard_of(mine, self.specs[port.name], rank, self.sizes)
         if port.role in (InputRole.PARAMETER, InputRole.UNSHARDED):
             whole = self.params[port.name]
-            return _laid_out(self._mine(port.name, whole, rank) if "divided" in program.facts else whole, node)
+            return _laid_out(self._mine(port.name, whole, rank) if Fact.DIVIDED in program.facts else whole, node)
         if port.role is InputRole.ACCUMULATOR:
             return _laid_out(self._mine(port.name, run.waiting(port.name, self.specs[port.name]), rank), node)
         if port.role is InputRole.RANK_INDEX:
@@ -267,9 +267,9 @@ class VirtualStep:
         for what, name in list(found[0]):
             if what == "gradient" and name in self.specs:
                 given = [r[what, name] for r in found]
-                if "divided" not in facts:
+                if Fact.DIVIDED not in facts:
                     given = [self._mine(name, g, rank) for rank, g in enumerate(given)]
-                mine = self._finished(name, given, variant, "scaled" in facts)
+                mine = self._finished(name, given, variant, Fact.SCALED in facts)
                 for rank, part in enumerate(self._parted(name, mine, variant)):
                     found[rank][what, name] = part
 

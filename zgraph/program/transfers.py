@@ -1,0 +1,57 @@
+"""Which nodes are one transfer: a collective that gathers a parameter or reduces a gradient, its wait, the layout nodes around both, and the
+release of what it gathers.
+
+The pass that inserts them gives all of them the same `NodeInfo.transfer`, the name of the collective's start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from zgraph.program import collectives
+from zgraph.program.node import Role, info, set_info
+from zgraph.program.program import Program
+
+_SERVING = (Role.WAIT, Role.LAYOUT)
+
+
+def mark_transfers(made: Sequence[fx.Node]) -> None:
+    """Give nodes that were made for one parameter, in order, the transfer that each belongs to: a wait that of the start before it, a layout
+    node that of the next start, or of the last."""
+    starts = [node for node in made if collectives.is_start(node)]
+    if not starts:
+        return
+    passed = 0
+    for node in made:
+        passed += node in starts
+        ahead = passed if info(node).role is Role.LAYOUT else passed - 1
+        if node in starts or info(node).role in _SERVING:
+            set_info(node, info(node).replace(transfer=starts[min(ahead, len(starts) - 1)].name))
+
+
+def mark_by_graph(program: Program) -> None:
+    """Mark all transfers of a program by the nodes around each start: one that was written before records had `transfer`."""
+    for start in program.graph.nodes:
+        if collectives.is_start(start) and info(start).role in (Role.GATHER, Role.REDUCE):
+            for node in _around(start):
+                set_info(node, info(node).replace(transfer=start.name))
+
+
+def _around(start: fx.Node) -> list[fx.Node]:
+    """The start, and the wait, the layout nodes that serve it alone, and the release of what it gathers."""
+    found = [start]
+    operand = start.all_input_nodes[0]
+    while operand.op == "call_function" and info(operand).role is Role.LAYOUT and len(operand.users) == 1:
+        found.append(operand)
+        operand = operand.all_input_nodes[0]
+    at = collectives.wait_of(start)
+    while at is not None:
+        found.append(at)
+        releases = [user for user in at.users if user.op != "output" and info(user).role is Role.RELEASE]
+        readers = [user for user in at.users if user not in releases]
+        found += releases
+        only = readers[0] if len(readers) == 1 and readers[0].op != "output" else None
+        at = only if only is not None and info(only).role is Role.LAYOUT else None
+    return found
