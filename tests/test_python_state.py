@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from zgraph.errors import CaptureError
@@ -742,6 +743,73 @@ def test_beside_a_counter_all_else_is_watched_still(caplog):
             mine.k = plain.k = k
             assert torch.equal(mine(X), plain(X))
     assert seen["n"] == 3
+
+
+@pytest.mark.parametrize("region", [False, True], ids=["plainly", "in a checkpointed region"])
+def test_a_forward_with_a_recurrent_layer_changes_python_once_a_call(region):
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.calls = nn.LSTM(4, 3, batch_first=True), 0
+
+        def forward(self, x):
+            self.calls += 1
+            run = lambda y: self.a(y)[0]  # noqa: E731
+            return (checkpoint(run, x, use_reentrant=False) if region else run(x)).square().sum()
+
+    model = zgraph.compile(Recurrent(), EAGER)
+    plain = copy.deepcopy(model)
+    flat = model.a._flat_weights
+    for calls in (1, 2):
+        assert torch.equal(model(X[None]), plain(X[None]))
+        assert model.calls == calls
+    assert model.a._flat_weights is flat and flat[0] is model.a.weight_ih_l0
+
+
+class Finished(nn.Module):
+    """Finishes its construction in the first forward, under a lock, which can't be traced."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.a, self.done, self.calls, self.counts = linear(), False, 0, counts
+        self.lock = threading.Lock()
+
+    def forward(self, x):
+        if not self.done:
+            with self.lock:
+                self.done = True
+                torch._C._get_tracing_state()
+                print(threading.get_ident())
+        if self.counts:
+            self.calls += 1
+        return self.a(x).sum()
+
+
+def test_a_forward_that_finishes_the_model_runs_once_more_only_where_it_changes_nothing_else():
+    assert torch.equal(zgraph.compile(Finished(False), EAGER)(X), Finished(False)(X))
+    with pytest.raises(CaptureError, match="run the model once before compiling it"):
+        zgraph.compile(Finished(True), EAGER)(X)
+    model = Finished(True)
+    model(X)
+    model = zgraph.compile(model, EAGER)
+    model(X)
+    assert model.calls == 2
+
+
+@pytest.mark.parametrize("rule", ["T", "mT", "H", "mH"])
+def test_a_forward_may_give_back_a_transposed_parameter(rule):
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.arange(6.0).view(2, 3))
+
+        def forward(self):
+            return getattr(self.w, rule)
+
+    model = zgraph.compile(Transposed(), EAGER)
+    out = model()
+    (out * torch.arange(6.0).view(3, 2)).sum().backward()
+    assert torch.equal(out, model.w.T) and torch.equal(model.w.grad, torch.arange(6.0).view(3, 2).T)
 
 
 def test_a_tensor_that_a_hook_kept_does_not_keep_what_the_step_saved():

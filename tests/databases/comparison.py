@@ -12,6 +12,7 @@ from torch import nn
 import zgraph
 from databases.cases import Case, Made, seed, tensors_of
 from zgraph.errors import VerifyError, ZgraphError
+from zgraph.torch_compat.inductor_code import eager_random_numbers
 
 # Of the largest value of a tensor. Eager runs plain PyTorch's own operators, Inductor others.
 TOLERANCE = {"eager": 1e-5, "inductor": 2e-4}
@@ -114,7 +115,8 @@ def compare(case: Case, backend: str) -> Result:
         made = case.make()
         try:
             model = zgraph.compile(made.model, zgraph.Plan(backend=backend))  # type: ignore[arg-type]
-            got = observe(made, model, calls)
+            with eager_random_numbers():
+                got = observe(made, model, calls)
         except VerifyError as error:  # (that is for us to read)
             return Result("unclear", brief(error))
         except ZgraphError as error:

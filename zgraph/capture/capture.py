@@ -16,6 +16,7 @@ import random
 import re
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -442,9 +443,17 @@ def _capture(
         except Exception as error:
             logger.debug("forward does not run on fake tensors: %s", error)
         try:
-            return dynamo.capture_flat(bound, args, kwargs)
+            flat = dynamo.capture_flat(bound, args, kwargs)
         except Exception as error:
             raise _capture_error(error) from _caused_by(error, first)
+        if not flat.effects.is_empty:
+            raise CaptureError(
+                "the model's forward can be captured only after it has run once, and it changes Python objects",
+                where=_capture_error(first).where,
+                why="the run on fake tensors that capture would need changes them once more than plain PyTorch does",
+                hint="run the model once before compiling it",
+            ) from first
+        return flat
 
 
 def _caused_by(error: Exception, first: Exception) -> Exception:
@@ -500,6 +509,14 @@ def _fake_state(
                         names[id(made[id(real)])] = FlatInput(role, name)
                     held.append((table, key, real))
                     table[key] = made[id(real)]
+        for child in module.modules():
+            if isinstance(child, nn.RNNBase):
+                # (It makes these anew in a forward that finds other weights, which a checkpointed region may not.)
+                for key in ("_flat_weights", "_flat_weight_refs"):
+                    held.append((vars(child), key, vars(child)[key]))
+                weights = [getattr(child, name, None) for name in child._flat_weights_names]
+                refs = [None if w is None else weakref.ref(w) for w in weights]
+                vars(child).update(_flat_weights=weights, _flat_weight_refs=refs)
         yield names
     finally:
         for table, key, real in reversed(held):

@@ -17,6 +17,7 @@ from torch._dynamo.bytecode_transformation import create_call_method, create_ins
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import CellVariable, ListVariable, NewGlobalVariable
+from torch._dynamo.variables.base import AttributeMutationNew
 from torch._dynamo.variables.lists import DequeVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -404,7 +405,7 @@ def _note(effects: Any, found: Effects, cells: dict[str, types.CellType]) -> Non
                 found.objects.append((target, names))
         elif names:
             found.objects.append((target, names))
-        else:
+        elif not isinstance(variable.mutation_type, AttributeMutationNew):  # (a tensor that forward makes is new, and nothing changed)
             found.consumed.append(_line(effects, variable))
 
 
