@@ -16,6 +16,7 @@ from torch import fx
 
 from zgraph.passes.analysis.costs import Costs, on_host, size_of, tier_of
 from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.timeline import COMPUTE, HOST, LINK, Span, Timeline
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.groups import dim_of, ranks_in
 from zgraph.program.node import Role, info
@@ -30,17 +31,6 @@ class Stall:
     role: Role
     seconds: float
     lane: str = "compute"
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a node does occupies a lane ("compute", "link:dp", "h2d", "d2h", "nvme", "host") from `start` on, in seconds after the
-    program's first node. A bucket's is its first start's."""
-
-    node: str
-    lane: str
-    start: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -145,64 +135,75 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
 
     Raises `PlanError` where the hardware has no link for a mesh dimension.
     """
-    compute = costs.compute(program)
-    clock = host = 0.0  # how far the device and the host are
-    free = -lead  # when the link is
-    lanes: dict[str, float] = {}  # when each copy engine and disk is
-    done: dict[fx.Node, float] = {}
-    begun: dict[fx.Node, float] = {}  # when what a move takes was there
-    stalls: list[Stall] = []
-    moved: Counter[str] = Counter()
-    spans: list[Span] = []
-    clocks: list[float] = []
-
-    def occupy(node: fx.Node, lane: str, start: float, seconds: float) -> None:
-        if seconds:
-            spans.append(Span(node.name, lane, start, seconds))
-
+    replay = _Replay(program, costs, lead)
     for node in program.graph.nodes:
-        if collectives.is_start(node) and node not in done:  # (else it went with its bucket)
-            starts = bucket_of(node)
-            group = str(info(node).mesh_dim)
-            dim = dim_of(group)
-            name = f"link:{dim if dim in costs.hardware.links else '*'}"
-            seconds, work = costs.transfer(starts, ranks_in(group, program.mesh)), costs.work(starts)
-            occupy(node, "compute", clock, work)
-            clock += work
-            begins = max(clock - lead if info(node).ahead else clock, free)
-            occupy(node, name, begins, seconds)
-            free = begins + seconds
-            done.update(dict.fromkeys(starts, free))
-        elif transfers_to_host.is_start(node):
-            lane, seconds = lane_of(node), costs.move(node)
-            way = f" {'read' if node.target is transfers_to_host.FETCH else 'write'}" if lane == "nvme" else ""
-            moved[lane + way] += size_of(transfers_to_host.moved_value(node))
-            begun[node] = host if on_host(transfers_to_host.moved_value(node)) else max(clock, host)
-            begins = max(begun[node], lanes.get(lane, 0.0))
-            occupy(node, lane, begins, seconds)
-            done[node] = lanes[lane] = begins + seconds
-        elif collectives.is_wait(node) or transfers_to_host.is_wait(node):
-            start = node.all_input_nodes[0]
-            now = host if on_host(node) else clock
-            if done.get(start, 0.0) > now:
-                waited = done[start] - max(now, begun.get(start, 0.0))
-                stalls.append(Stall(node.name, info(start).role, waited, "host" if on_host(node) else "compute"))
-                now = done[start]
-            clock, host = (clock, now) if on_host(node) else (now, host)
-        elif node in compute and on_host(node):
-            occupy(node, "host", host, compute[node])
-            host += compute[node]
-        elif node in compute:
-            clock = max(clock, host)  # (the host starts it)
-            occupy(node, "compute", clock, compute[node])
-            clock += compute[node]
-        clocks.append(max(clock, host))
-    end = max(clock, host, free, *lanes.values())
-    busy: Counter[str] = Counter()
-    for span in spans:
-        busy[span.lane] += span.seconds  # type: ignore[assignment]
+        replay.node(node)
+    time = replay.timeline
     memory = tuple(memory_of(program, costs.fused))
-    return Forecast(program.name, end, dict(busy), tuple(stalls), memory, dict(moved), tuple(spans), tuple(clocks))
+    return Forecast(
+        program.name,
+        time.end(),
+        time.busy(),
+        tuple(replay.stalls),
+        memory,
+        dict(replay.moved),
+        tuple(time.spans),
+        tuple(replay.clocks),
+    )
+
+
+class _Replay:
+    """A program on its way through a timeline, node by node."""
+
+    def __init__(self, program: Program, costs: Costs, lead: float) -> None:
+        self.program, self.costs, self.lead = program, costs, lead
+        self.compute = costs.compute(program)
+        self.timeline = Timeline(lead)
+        self.done: dict[fx.Node, float] = {}  # when each transfer that was started is
+        self.begun: dict[fx.Node, float] = {}  # when what a move takes was there
+        self.stalls: list[Stall] = []
+        self.moved: Counter[str] = Counter()
+        self.clocks: list[float] = []
+
+    def node(self, node: fx.Node) -> None:
+        if collectives.is_start(node) and node not in self.done:  # (else it went with its bucket)
+            self._collective(node)
+        elif transfers_to_host.is_start(node):
+            self._move(node)
+        elif collectives.is_wait(node) or transfers_to_host.is_wait(node):
+            self._wait(node)
+        elif node in self.compute and on_host(node):
+            self.timeline.run(HOST, self.compute[node], node=node.name)
+        elif node in self.compute:
+            # (the host starts it)
+            self.timeline.run(COMPUTE, self.compute[node], self.timeline.now(HOST), node=node.name)
+        self.clocks.append(max(self.timeline.now(), self.timeline.now(HOST)))
+
+    def _collective(self, node: fx.Node) -> None:
+        starts = bucket_of(node)
+        group = str(info(node).mesh_dim)
+        dim = dim_of(group)
+        seconds = self.costs.transfer(starts, ranks_in(group, self.program.mesh))
+        clock = self.timeline.run(COMPUTE, self.costs.work(starts), node=node.name)
+        earliest = clock - self.lead if info(node).ahead else clock
+        lane = f"link:{dim if dim in self.costs.hardware.links else '*'}"
+        self.done.update(dict.fromkeys(starts, self.timeline.run(LINK, seconds, earliest, node.name, lane)))
+
+    def _move(self, node: fx.Node) -> None:
+        lane, moved = lane_of(node), transfers_to_host.moved_value(node)
+        way = f" {'read' if node.target is transfers_to_host.FETCH else 'write'}" if lane == "nvme" else ""
+        self.moved[lane + way] += size_of(moved)
+        host = self.timeline.now(HOST)
+        self.begun[node] = host if on_host(moved) else max(self.timeline.now(), host)
+        self.done[node] = self.timeline.run(lane, self.costs.move(node), self.begun[node], node.name)
+
+    def _wait(self, node: fx.Node) -> None:
+        start, stream = node.all_input_nodes[0], HOST if on_host(node) else COMPUTE
+        now, done = self.timeline.now(stream), self.done.get(start, 0.0)
+        if done > now:
+            waited = done - max(now, self.begun.get(start, 0.0))
+            self.stalls.append(Stall(node.name, info(start).role, waited, stream))
+            self.timeline.wait(done, stream)
 
 
 def lane_of(start: fx.Node) -> str:

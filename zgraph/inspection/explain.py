@@ -21,7 +21,8 @@ from zgraph.inspection.memory import HELD, peak_of
 from zgraph.inspection.stalls import exposed_by_transfer, transfer_of
 from zgraph.names import did_you_mean
 from zgraph.passes.analysis.costs import size_of
-from zgraph.passes.analysis.simulator import Forecast, Span
+from zgraph.passes.analysis.simulator import Forecast
+from zgraph.passes.analysis.timeline import Span
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import aliased_input
 from zgraph.program.node import Phase, Role, has_info, info, value

@@ -1,0 +1,112 @@
+"""What the overlap pass may hold: the caps on gathered bytes and on waiting gradients, and what of them is in use as the schedule grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median_high
+
+from zgraph.errors import PlanError
+from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.memory_slack import Room
+from zgraph.passes.analysis.parameter_collectives import largest_layer
+from zgraph.passes.overlap.step_to_schedule import Bucket, StepToSchedule
+from zgraph.units import shown_bytes
+
+NO_BOUND = 2**60  # bytes
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes that a plan allows; see `OverlapOptions`, whose fields of the same names these are."""
+
+    max_bytes: int | None
+    room_bytes: int | None
+    spare_bytes: int | None
+    ahead_bytes: int | None
+    reduce_bytes: int | None
+
+
+class BoundedMemory:
+    """The bytes in use at the position that the schedule has reached, and those that may be. Raises `PlanError` when it is made if the
+    gathered weights that are needed at once are more than the plan allows."""
+
+    def __init__(self, step: StepToSchedule, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self.spare = self._spare(step)
+        self.room = self._room(step)
+        layer = largest_layer(step.program)
+        self.cap = self._cap(step, layer)
+        self.cap_ahead = self.cap if bounds.ahead_bytes is None else bounds.ahead_bytes
+        waiting = 2 * (layer or max((b.held for b in step.reductions), default=0))
+        self.cap_reduce = waiting if bounds.reduce_bytes is None else bounds.reduce_bytes
+        self.live = 0  # gathered
+        self.ahead = 0  # gathered, and read by nothing yet
+        self.waiting = 0  # gradients that wait to be scattered
+        self.peak = 0  # the most that was gathered
+
+    def _spare(self, step: StepToSchedule) -> int:
+        if self._bounds.spare_bytes is not None:
+            return self._bounds.spare_bytes
+        if self._bounds.max_bytes is not None:
+            return NO_BOUND
+        sizes = [bucket.held for bucket in step.gathers if bucket.counted]
+        return max(largest_layer(step.program), int(median_high(sizes)) if sizes else 0)
+
+    def _room(self, step: StepToSchedule) -> Room:
+        memory = dict(zip(step.program.graph.nodes, memory_of(step.program, step.costs.fused), strict=True))
+        others = [sum(memory[n].values()) - memory[n].get("gathered", 0) for n in step.operators]
+        needed = [(b.first, step.last[m], m.bytes) for b in step.gathers if b.counted for m in b.members]
+        return Room(others, needed, self.spare)
+
+    def _cap(self, step: StepToSchedule, layer: int) -> int:
+        """The cap on gathered bytes."""
+        needed, which = step.needed()
+        room = 2 * layer if self._bounds.room_bytes is None else self._bounds.room_bytes
+        cap = needed + room if self._bounds.max_bytes is None else self._bounds.max_bytes
+        if needed <= cap:
+            return cap
+        names = [m.name for b in which for m in b.members]
+        raise PlanError(
+            f"gathered parameters can't be held within {shown_bytes(cap)}",
+            where="prefetch.max_bytes",
+            why=f"{step.program.name} needs {shown_bytes(needed)} at once: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}",
+            hint=f"the smallest that works is {needed} bytes, with no prefetch at all; smaller buckets may need less",
+        )
+
+    def start(self, gather: Bucket, at: int) -> None:
+        """A gather starts at operator `at`."""
+        if gather.counted:
+            self.live += gather.held
+            self.ahead += gather.held
+            self.peak = max(self.peak, self.live)
+            self.room.hold(at, gather.first, gather.held)
+
+    def arrive(self, gather: Bucket) -> None:
+        """What was gathered is read from here on."""
+        if gather.counted:
+            self.ahead -= gather.held
+
+    def refusal(self, gather: Bucket, at: int) -> tuple[str, str] | None:
+        """Why a gather may not start at operator `at`, and what of the plan would let it; None if it may."""
+        if not gather.counted:
+            return None
+        live, ahead = self.live + gather.held, self.ahead + gather.held
+        if live > self.cap:
+            return (
+                f"gathered bytes would reach {shown_bytes(live)}, cap {shown_bytes(self.cap)}",
+                f"prefetch.max_bytes={live}",
+            )
+        if ahead > self.cap_ahead:
+            why = f"gathered bytes that nothing has used would reach {shown_bytes(ahead)}, cap {shown_bytes(self.cap_ahead)}"
+            return why, f"prefetch.ahead_bytes={ahead}"
+        reached = self.room.reached(at, gather.first, gather.held + self.waiting)
+        if reached > self.room.limit:
+            why = f"the step's memory would reach {shown_bytes(reached)}, limit {shown_bytes(self.room.limit)}"
+            return why, f"prefetch.spare_bytes={reached - self.room.limit + self.spare}"
+        return None
+
+    def too_many_wait(self, at: int) -> bool:
+        """Are there more gradients waiting before operator `at` than may, or (if nothing is said of it) than there is room for?"""
+        if self.waiting > self.cap_reduce:
+            return True
+        return self._bounds.reduce_bytes is None and self.room.reached(at, at + 1, self.waiting) > self.room.limit

@@ -1,0 +1,135 @@
+"""What the overlap pass schedules, as it stands before: operators in their order, and the transfers with who makes and who reads what they carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, reductions_of
+from zgraph.program import collectives
+from zgraph.program.aliases import is_view
+from zgraph.program.node import Phase, info
+from zgraph.program.program import Program
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Transfers that start together."""
+
+    members: list[Transfer]
+    seconds: float  # on the link
+    work: float  # of the compute stream, to start them
+    held: int  # bytes, from the start on
+    counted: bool = True  # does the cap on gathered bytes count it? (not what outlives the program)
+    first: int = -1  # position of the first reader (gathers), of the source (reductions), among the operators
+    started: bool = False
+    awaited: bool = False
+    done: float = 0.0
+    blocked: tuple[str, str] | None = None  # why it could not start before then, and what would let it
+
+
+class StepToSchedule:
+    """A step's operators and transfers. Views of gathered parameters are put before their first readers when it is made; else nothing changes."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self.costs = program, costs
+        gathers, reductions = gathers_of(program), reductions_of(program)
+        moved = {n for t in (*gathers, *reductions) for n in t.nodes}
+        _sink_views(gathers)
+        self.operators = [n for n in program.graph.nodes if n.op not in ("placeholder", "output") and n not in moved]
+        self.at = {n: i for i, n in enumerate(self.operators)}
+        compute = costs.compute(program)
+        self.cost = [compute.get(n, 0.0) for n in self.operators]
+        self.before = [0.0]  # the clock at each operator, were there no communication
+        for seconds in self.cost:
+            self.before.append(self.before[-1] + seconds)
+        self.last: dict[Transfer, int] = {}  # the position of the last reader of each gather
+        self.gathers = self._gathers(gathers)
+        self.reductions = [self._bucket(b) for b in _buckets(reductions)]
+        waits = {t.wait for t in reductions}
+        self.chained: dict[fx.Node, Bucket] = {  # by the wait that a second reduction starts from
+            m.source: b for b in self.reductions for m in b.members if m.source in waits and m.source is not None
+        }
+        self.made = self._made(waits)
+
+    def _bucket(self, members: list[Transfer]) -> Bucket:
+        starts = [m.start for m in members]
+        ranks = self.program.mesh[collectives.group_of(starts[0])]
+        seconds, work = self.costs.transfer(starts, ranks), self.costs.work(starts)
+        return Bucket(members, seconds, work, sum(m.bytes for m in members))
+
+    def _gathers(self, gathers: list[Transfer]) -> list[Bucket]:
+        """The buckets of gathers in the order of their first readers."""
+        results = {n for _, n in self.program.output_items()}
+        count = len(self.operators)
+        found = [self._bucket(b) for b in _buckets(gathers)]
+        for bucket in found:
+            ends = []
+            for member in bucket.members:
+                readers = [r for r in member.readers() if r in self.at]
+                leaves = any(alias in results for alias in _all_views(member.last)) or member.last in results
+                self.last[member] = count if leaves else max((self.at[r] for r in readers), default=0)
+                ends.append(leaves)
+                aliases = [n for n in _all_views(member.last) if n in self.at]
+                first = min((self.at[n] for n in [*readers, *aliases]), default=count if leaves else 0)
+                bucket.first = first if bucket.first < 0 else min(bucket.first, first)
+            bucket.counted = not all(ends)
+        return sorted(found, key=lambda b: b.first)
+
+    def _made(self, waits: set[fx.Node]) -> dict[int, int]:
+        """The bytes of gradients to scatter, by the position at which they are there. (A reduction belongs to the backward, also of what
+        the forward has made or of what comes into the backward.)"""
+        arrives = {n: b.first for b in self.gathers for m in b.members for n in m.nodes}
+        turn = max((i for i, n in enumerate(self.operators) if info(n).phase is Phase.FORWARD), default=-1)
+        found: dict[int, int] = {}
+        for bucket in self.reductions:
+            for member in bucket.members:
+                source = member.source
+                known = source is not None and source not in waits
+                made = max(turn, self.at.get(source, arrives.get(source, -1))) if known else turn  # type: ignore[arg-type]
+                bucket.first = max(bucket.first, made)
+                found[made] = found.get(made, 0) + member.bytes
+        return found
+
+    def needed(self) -> tuple[int, list[Bucket]]:
+        """The gathered bytes that the program needs at once if each bucket starts where it is needed, and which they are."""
+        worst, which = 0, []
+        for at in sorted({b.first for b in self.gathers}):
+            alive = [
+                b for b in self.gathers if b.counted and b.first <= at and max(self.last[m] for m in b.members) >= at
+            ]
+            size = sum(m.bytes for b in alive for m in b.members if self.last[m] >= at)
+            if size > worst:
+                worst, which = size, alive
+        return worst, which
+
+
+def _sink_views(gathers: list[Transfer]) -> None:
+    """Views of a gathered parameter stand before their first reader: a view is no reason to gather."""
+    for gather in gathers:
+        for view in reversed([n for n in _all_views(gather.last) if n not in gather.nodes]):
+            users = [u for u in view.users if u.op != "output"]
+            if users and info(min(users)).phase is info(view).phase:
+                min(users).prepend(view)
+
+
+def _buckets(transfers: list[Transfer]) -> list[list[Transfer]]:
+    """Transfers by bucket; one without a bucket is by itself."""
+    found: dict[object, list[Transfer]] = {}
+    for transfer in transfers:
+        found.setdefault(info(transfer.start).bucket or transfer, []).append(transfer)
+    return list(found.values())
+
+
+def _all_views(node: fx.Node) -> list[fx.Node]:
+    """The views of a value, and theirs, in graph order; not the value itself."""
+    found: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if is_view(user) and user not in found:
+                found[user] = None
+                stack.append(user)
+    return sorted(found)
