@@ -60,6 +60,17 @@ def test_stages_sharded_over_ranks_give_what_the_model_gives(name: str, schedule
     assert_same(found, name)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb"])
+def test_gradients_that_are_stored_on_the_host_are_summed_over_micro_batches(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
+    plan = zgraph.Plan(
+        backend="eager", mesh={"pp": 2}, micro_batches=2, zero=3, offload={"parameters": "cpu"}, schedule=schedule
+    )
+    found = zgraph.verify(model, plan, 2, (torch.randn(4, 128),), lambda out: out.square().mean())
+    assert found.ok, found
+
+
 @sweep(
     "schedule, micro_batches, world",
     [("interleaved1f1b", 4, 2), ("loopedbfs", 2, 2), ("zbv", 4, 2), ("dualpipev", 4, 2), ("1f1b", 1, 3), ("zb", 4, 3)],

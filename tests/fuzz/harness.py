@@ -148,7 +148,7 @@ class Plain:
         with torch.no_grad():
             for param in model.parameters() if self.nudged else ():
                 if param.is_floating_point():
-                    param.mul_(1 + 4 * torch.finfo(param.dtype).eps)
+                    param.mul_(1 + (torch.finfo(torch.bfloat16).eps if self.low else 4 * torch.finfo(param.dtype).eps))
         if self.low:
             self._compute_in_bfloat16(model)
         return model

@@ -200,12 +200,12 @@ class _Worker:
         part_here = parts.weights if action.kind is Kind.W else parts.backward
         if part_here is None:
             return {}
-        if action.kind is not Kind.I and self.gradients[0] and not accumulated:
-            part_here = summing(part_here)
+        adds = action.kind is not Kind.I and bool(self.gradients[0]) and not accumulated
         states = self.pipeline.expected.random[self.stage, action.micro_batch, Kind.B]
-        return self._run(action, part_here, states)
+        return self._run(action, summing(part_here) if adds else part_here, states, adds)
 
-    def _run(self, action: Action, part: Program, states: Row | None) -> dict[str, Row]:
+    def _run(self, action: Action, part: Program, states: Row | None, adds: bool = False) -> dict[str, Row]:
+        """`adds`: the gradients that a part gives (those that are stored elsewhere, of one that sums) are added to what there is."""
         whole, number = self.pipeline.step, action.micro_batch
         batch, runs = self._batches[number], whole.calls[number]
         given = []
@@ -228,7 +228,8 @@ class _Worker:
                 elif port.role in HANDED:
                     batch[rank][HANDED[port.role], port.name] = value
                 elif port.role is OutputRole.GRADIENT:
-                    self.gradients[rank][port.name] = value.clone()
+                    sums = self.gradients[rank]
+                    sums[port.name] = sums[port.name] + value if adds and port.name in sums else value.clone()
                 elif port.role is OutputRole.MUTATION:
                     if port.of is InputRole.BUFFER:
                         self.buffers[rank][port.name].copy_(value)
