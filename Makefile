@@ -32,9 +32,10 @@ SHARD ?=
 PACKAGING := pyproject.toml setup.py
 # Files in their own order: the one with the fewest tests, which would be last, is one of the longest.
 PYTEST := --numprocesses auto --dist loadfile --no-loadscope-reorder
-SMOKE := $(addprefix tests/test_,$(addsuffix .py,plan optimizers schedules loss_scaling stage_schedules program_json program_text digest \
+SMOKE := $(foreach name,plan optimizers schedules loss_scaling stage_schedules program_json program_text digest \
 	signature storages versions labels masks verifier passes bucket simulator virtual verify_models update_programs train_step \
-	nonfinite files checkpoint checkpoint_values checkpoint_manifest compile asserts errors deepspeed repro sweeps shards floors beliefs))
+	nonfinite files checkpoint checkpoint_values checkpoint_manifest compile asserts errors deepspeed repro sweeps shards floors beliefs,\
+	$(wildcard tests/*/test_$(name).py))
 
 .PHONY: help demo smoke test test-all databases fuzz mutations docs lint types test-torch211 bench-overlap clean toolchain
 

@@ -1,13 +1,20 @@
-"""For all tests: how often garbage is collected, which shard of them runs, and processes over gloo."""
+"""For all tests: where their processes find helpers, how often garbage is collected, which shard of them runs, and processes over gloo."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from ranks import Ranks
 from shards import Shard
+
+# (as `pythonpath` in pyproject.toml has it for this process)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent / "support")]
+)
 
 # Captures make and drop many small objects. With Python's own thresholds a sixth of the suite's time is spent looking for
 # cycles among them (measured with test_interleave.py: 58 s of processor time, and 48 s with these).

@@ -48,7 +48,7 @@ FAULTS: tuple[Fault, ...] = (
         "the same storage is handed out for two gradients",
         "        if not own:\n            value = value.clone()",
         "        if not own and not value.numel():\n            value = value.clone()",
-        ("tests/test_gradients_are_owned.py::test_equal_gradients_are_two_tensors",),
+        ("tests/capture/test_gradients_are_owned.py::test_equal_gradients_are_two_tensors",),
     ),
     Fault(
         "expanded-gradient",
@@ -56,7 +56,7 @@ FAULTS: tuple[Fault, ...] = (
         "a gradient whose elements are one in memory is handed out as it is",
         "own = id(value) not in taken and ",
         "own = id(value) not in taken or not ",
-        ("tests/test_storages.py",),
+        ("tests/capture/test_storages.py",),
     ),
     Fault(
         "tangent-as-gradient",
@@ -64,7 +64,7 @@ FAULTS: tuple[Fault, ...] = (
         "the user's own tangent becomes a gradient that is added to",
         "    taken = set(others)\n",
         "    taken = set[int]()\n",
-        ("tests/test_gradients_are_owned.py::test_a_group_of_one_rank_hands_out_owned_gradients",),
+        ("tests/capture/test_gradients_are_owned.py::test_a_group_of_one_rank_hands_out_owned_gradients",),
     ),
     Fault(
         "output-is-a-view",
@@ -72,7 +72,7 @@ FAULTS: tuple[Fault, ...] = (
         "an output that is a view of what the program made can't be written to",
         "        return value.detach() if value._is_view() else value",
         "        return value",
-        ("tests/test_outputs_are_owned.py::test_an_output_that_is_a_view_may_be_written_to",),
+        ("tests/capture/test_outputs_are_owned.py::test_an_output_that_is_a_view_may_be_written_to",),
     ),
     Fault(
         "output-in-an-inputs-memory",
@@ -80,7 +80,7 @@ FAULTS: tuple[Fault, ...] = (
         "an output that plain PyTorch makes anew is handed out in an input's or a weight's memory",
         "            if lent or mixed or here in gathers:",
         "            if mixed or here in gathers:",
-        ("tests/test_outputs_are_owned.py::test_an_output_that_is_an_input_only_in_the_program_is_a_copy",),
+        ("tests/capture/test_outputs_are_owned.py::test_an_output_that_is_an_input_only_in_the_program_is_a_copy",),
     ),
     Fault(
         "autograd-grad-takes-what-waits",
@@ -88,7 +88,7 @@ FAULTS: tuple[Fault, ...] = (
         "torch.autograd.grad is given the gradients that wait for a reduction as well",
         "        return _Reduction(added=into & waiting, rest=bool(into))",
         "        return _Reduction(added=frozenset(waiting), rest=True)",
-        ("tests/test_waiting_gradients.py::test_autograd_grad_leaves_waiting_gradients_alone",),
+        ("tests/runtime/test_waiting_gradients.py::test_autograd_grad_leaves_waiting_gradients_alone",),
     ),
     # -- versions: what a backward reads is as it was -----------------------------------------------------------------
     Fault(
@@ -97,7 +97,7 @@ FAULTS: tuple[Fault, ...] = (
         "an output that the backward reads is changed in place",
         "version(seen) != then:",
         "version(seen) < then:",
-        ("tests/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
+        ("tests/runtime/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
     ),
     Fault(
         "inputs-version-unread",
@@ -105,7 +105,7 @@ FAULTS: tuple[Fault, ...] = (
         "an input or a buffer that the backward reads is changed in place",
         "        inputs = range(len(flat)) if whole else late | self.sharing.read_inputs",
         "        inputs = range(len(flat)) if whole else frozenset()",
-        ("tests/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
+        ("tests/runtime/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
     ),
     Fault(
         "views-version-unread",
@@ -113,7 +113,7 @@ FAULTS: tuple[Fault, ...] = (
         "an input or a buffer is changed in place of which the backward reads a view that was saved",
         "late | self.sharing.read_inputs",
         "late",
-        ("tests/test_versions.py::test_a_write_to_what_a_saved_value_is_a_view_of_is_refused",),
+        ("tests/runtime/test_versions.py::test_a_write_to_what_a_saved_value_is_a_view_of_is_refused",),
     ),
     Fault(
         "weights-version-unread",
@@ -121,7 +121,7 @@ FAULTS: tuple[Fault, ...] = (
         "a weight is changed between a forward and its backward",
         "            if name in read and self.of_param(name) != self.params[name]:",
         "            if name in read and self.of_param(name) == ():",
-        ("tests/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
+        ("tests/runtime/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
     ),
     Fault(
         "too-strict",
@@ -129,7 +129,7 @@ FAULTS: tuple[Fault, ...] = (
         "a change of what no backward reads is an error",
         "        inputs = range(len(flat)) if whole else late | self.sharing.read_inputs",
         "        inputs = range(len(flat))",
-        ("tests/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
+        ("tests/runtime/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
     ),
     # -- layout: values lie as their programs were captured for -------------------------------------------------------
     Fault(
@@ -138,7 +138,7 @@ FAULTS: tuple[Fault, ...] = (
         "an operator's result with other strides than promised is read as if it had these",
         "            if not lies_as(value, self._strides[name]):",
         "            if value.dim() < 0:",
-        ("tests/test_layouts.py::test_results_with_other_strides_than_promised_change_no_number",),
+        ("tests/codegen/test_layouts.py::test_results_with_other_strides_than_promised_change_no_number",),
     ),
     Fault(
         "inputs-stride-off",
@@ -146,7 +146,7 @@ FAULTS: tuple[Fault, ...] = (
         "tangents and inputs come in with whatever strides they have",
         "            if values[at].stride() != strides:",
         "            if values[at].dim() < 0:",
-        ("tests/test_layouts.py::test_tangents_of_any_strides_are_those_of_plain_pytorch",),
+        ("tests/codegen/test_layouts.py::test_tangents_of_any_strides_are_those_of_plain_pytorch",),
     ),
     Fault(
         "strides-noted-only",
@@ -154,7 +154,7 @@ FAULTS: tuple[Fault, ...] = (
         "the run that finds results with other strides than promised does not lay them out itself",
         "            return self._as_promised(name, value)\n\n        results",
         "            return value\n\n        results",
-        ("tests/test_layouts.py::test_results_with_other_strides_than_promised_change_no_number",),
+        ("tests/codegen/test_layouts.py::test_results_with_other_strides_than_promised_change_no_number",),
     ),
     Fault(
         "too-many-copies",
@@ -162,7 +162,7 @@ FAULTS: tuple[Fault, ...] = (
         "every result is laid out anew",
         "            if not lies_as(value, self._strides[name]):",
         "            if value.dim():",
-        ("tests/test_layouts.py::test_a_program_lays_out_only_what_lies_otherwise",),
+        ("tests/codegen/test_layouts.py::test_a_program_lays_out_only_what_lies_otherwise",),
     ),
     # -- Python: what forward reads and changes -----------------------------------------------------------------------
     Fault(
@@ -171,7 +171,7 @@ FAULTS: tuple[Fault, ...] = (
         "a tensor that forward finds in an attribute, a list or a global takes another form unnoticed",
         "            not isinstance(e.value, FakeTensor)",
         "            not isinstance(e.value, torch.Tensor)",
-        ("tests/test_python_state.py::test_a_tensor_that_forward_finds_may_take_another_form",),
+        ("tests/capture/test_python_state.py::test_a_tensor_that_forward_finds_may_take_another_form",),
     ),
     Fault(
         "guards-dropped",
@@ -179,7 +179,7 @@ FAULTS: tuple[Fault, ...] = (
         "nothing that forward reads is looked at again",
         "        if guards.check(scope):\n            return None",
         "        if guards.check(scope) or scope:\n            return None",
-        ("tests/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
+        ("tests/capture/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
     ),
     Fault(
         "closures-unread",
@@ -187,7 +187,7 @@ FAULTS: tuple[Fault, ...] = (
         "what forward's own closure holds is as it was at the capture",
         "self._cells = list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))",
         "self._cells = [(n, types.CellType(c.cell_contents)) for n, c in zip(function.__code__.co_freevars, function.__closure__ or ())]",
-        ("tests/test_python_state.py::test_the_closure_of_forward_itself_is_read_at_every_call",),
+        ("tests/capture/test_python_state.py::test_the_closure_of_forward_itself_is_read_at_every_call",),
     ),
     Fault(
         "appended-item-lost",
@@ -195,7 +195,7 @@ FAULTS: tuple[Fault, ...] = (
         "a list that a hook appends to gets one item too few",
         '    new = variable.__dict__["items"][known:]',
         '    new = variable.__dict__["items"][known + 1 :]',
-        ("tests/test_python_state.py::test_what_a_forward_changes_is_changed_at_every_call",),
+        ("tests/capture/test_python_state.py::test_what_a_forward_changes_is_changed_at_every_call",),
     ),
     Fault(
         "read-list-taken-for-appended",
@@ -203,7 +203,7 @@ FAULTS: tuple[Fault, ...] = (
         "a list whose length forward reads is taken for one that it only appends to",
         "            mutation.is_read = True",
         "            mutation.is_read = False",
-        ("tests/test_python_state.py::test_a_state_that_is_another_at_every_call_is_refused",),
+        ("tests/capture/test_python_state.py::test_a_state_that_is_another_at_every_call_is_refused",),
     ),
     Fault(
         "global-effect-lost",
@@ -211,7 +211,7 @@ FAULTS: tuple[Fault, ...] = (
         "a global that forward assigns keeps its old value",
         "                    there[name] = names[name]",
         "                    there.setdefault(name, names[name])",
-        ("tests/test_python_state.py::test_what_a_forward_changes_is_changed_at_every_call",),
+        ("tests/capture/test_python_state.py::test_what_a_forward_changes_is_changed_at_every_call",),
     ),
     Fault(
         "number-input-stale",
@@ -219,7 +219,7 @@ FAULTS: tuple[Fault, ...] = (
         "a number that forward changes comes into the program as it was at the capture",
         "            return [numbers[at] if number else results[at] for number, at in self.outputs]",
         "            return [(numbers[at] and 1) if number else results[at] for number, at in self.outputs]",
-        ("tests/test_python_state.py::test_what_a_forward_changes_is_changed_at_every_call",),
+        ("tests/capture/test_python_state.py::test_what_a_forward_changes_is_changed_at_every_call",),
     ),
     Fault(
         "buffers-gradient-unread",
@@ -227,7 +227,7 @@ FAULTS: tuple[Fault, ...] = (
         "a buffer that is to have a gradient from now on gets none",
         """{', grad' if b.requires_grad else ''}" for b in""",
         """" for b in""",
-        ("tests/test_python_state.py::test_a_gradient_that_is_asked_for_after_the_first_call_is_given",),
+        ("tests/capture/test_python_state.py::test_a_gradient_that_is_asked_for_after_the_first_call_is_given",),
     ),
     Fault(
         "assertion-dropped",
@@ -235,7 +235,7 @@ FAULTS: tuple[Fault, ...] = (
         "what a model asserts of values is no part of its program",
         "            results.append((Port(OutputRole.CHECK, made.name), made))",
         "            results += [(Port(OutputRole.CHECK, made.name), made)][1:]",
-        ("tests/test_asserts.py::test_an_assertion_fails_as_in_plain_pytorch_and_names_its_line",),
+        ("tests/capture/test_asserts.py::test_an_assertion_fails_as_in_plain_pytorch_and_names_its_line",),
     ),
     Fault(
         "aliased-inputs-unseen",
@@ -243,7 +243,7 @@ FAULTS: tuple[Fault, ...] = (
         "a program for two tensors runs for one tensor given twice",
         """return f"inputs ({inputs}{same});""",
         """return f"inputs ({inputs}{same[:0]});""",
-        ("tests/test_aliased_inputs.py::test_a_call_with_aliased_tensors_is_right_or_refused",),
+        ("tests/capture/test_aliased_inputs.py::test_a_call_with_aliased_tensors_is_right_or_refused",),
     ),
     # -- ranks and optimizers -----------------------------------------------------------------------------------------
     Fault(
@@ -252,7 +252,7 @@ FAULTS: tuple[Fault, ...] = (
         "a rank loads the shards that another one has saved",
         "        if theirs is not None:",
         "        if theirs == ():",
-        ("tests/test_foreign_shards.py::test_shards_of_another_rank_are_refused",),
+        ("tests/parameters/test_foreign_shards.py::test_shards_of_another_rank_are_refused",),
     ),
     Fault(
         "buffers-differ",
@@ -260,7 +260,7 @@ FAULTS: tuple[Fault, ...] = (
         "buffers that differ between ranks stay different",
         "{**dict(model.named_parameters()), **dict(model.named_buffers())}\n    tensors = {n",
         "{**dict(model.named_parameters())}\n    tensors = {n",
-        ("tests/test_same_on_all_ranks.py::test_buffers_that_differ_become_those_of_rank_0",),
+        ("tests/ranks/test_same_on_all_ranks.py::test_buffers_that_differ_become_those_of_rank_0",),
     ),
     Fault(
         "learning-rates-differ",
@@ -268,7 +268,7 @@ FAULTS: tuple[Fault, ...] = (
         "ranks update by different learning rates",
         "hashlib.sha256(packed).hexdigest()[:16]",
         "len(packed)",
-        ("tests/test_optimizer_state.py::test_numbers_and_states_that_differ_between_ranks_are_refused_on_all",),
+        ("tests/update/test_optimizer_state.py::test_numbers_and_states_that_differ_between_ranks_are_refused_on_all",),
     ),
     Fault(
         "hooks-lost",
@@ -277,8 +277,8 @@ FAULTS: tuple[Fault, ...] = (
         "    tensor_hooks.move_hooks(old, fresh)\n",
         "",
         (
-            "tests/test_made_before_compile.py::test_hooks_and_gradients_stay_with_a_parameter_that_is_stored_anew",
-            "tests/test_made_before_compile.py::test_hooks_registered_before_act_on_the_reduced_gradient_of_each_backward",
+            "tests/capture/test_made_before_compile.py::test_hooks_and_gradients_stay_with_a_parameter_that_is_stored_anew",
+            "tests/capture/test_made_before_compile.py::test_hooks_registered_before_act_on_the_reduced_gradient_of_each_backward",
         ),
     ),
     Fault(
@@ -288,8 +288,8 @@ FAULTS: tuple[Fault, ...] = (
         "        old.__class__ = ReplacedParameter",
         "        pass",
         (
-            "tests/test_made_before_compile.py::test_an_optimizer_made_before_on_the_meta_device_is_refused",
-            "tests/test_made_before_compile.py::test_what_holds_parameters_that_were_replaced_is_refused_at_first_use",
+            "tests/capture/test_made_before_compile.py::test_an_optimizer_made_before_on_the_meta_device_is_refused",
+            "tests/capture/test_made_before_compile.py::test_what_holds_parameters_that_were_replaced_is_refused_at_first_use",
         ),
     ),
     Fault(
@@ -298,7 +298,7 @@ FAULTS: tuple[Fault, ...] = (
         "momentum that torch has saved begins anew",
         ', _sgd, counts=False, begins="momentum_buffer"',
         ", _sgd, counts=False",
-        ("tests/test_optimizer_state.py::test_a_state_dict_of_torch_goes_on_as_torch_does_and_back",),
+        ("tests/update/test_optimizer_state.py::test_a_state_dict_of_torch_goes_on_as_torch_does_and_back",),
     ),
     Fault(
         "pad-targets-counted",
@@ -306,7 +306,7 @@ FAULTS: tuple[Fault, ...] = (
         "targets count that the model's own loss leaves out",
         "    return ids[0] if ids else IGNORED",
         "    return IGNORED",
-        ("tests/test_ignored_targets.py::test_a_models_own_ignore_index_is_what_does_not_count",),
+        ("tests/capture/test_ignored_targets.py::test_a_models_own_ignore_index_is_what_does_not_count",),
     ),
     Fault(
         "outputs-in-one-memory",
@@ -314,7 +314,7 @@ FAULTS: tuple[Fault, ...] = (
         "two outputs that plain PyTorch makes each by itself are handed out in one memory",
         "not plain.same(port.index, other)",
         "other is None",
-        ("tests/test_outputs_are_owned.py::test_writes_to_outputs_reach_nothing_else",),
+        ("tests/capture/test_outputs_are_owned.py::test_writes_to_outputs_reach_nothing_else",),
     ),
     Fault(
         "overlap-unseen",
@@ -322,7 +322,7 @@ FAULTS: tuple[Fault, ...] = (
         "a forward writes to one of two buffers that view each other",
         "if pair and overlap(span(flat[one]), span(flat[other])):",
         "if pair and span(flat[one]) == (0, 0):",
-        ("tests/test_aliased_inputs.py::test_buffers_that_view_each_other_are_refused_where_one_is_written",),
+        ("tests/capture/test_aliased_inputs.py::test_buffers_that_view_each_other_are_refused_where_one_is_written",),
     ),
     Fault(
         "virtual-stride-off",
@@ -330,7 +330,7 @@ FAULTS: tuple[Fault, ...] = (
         "values on virtual ranks have whatever strides their operators give",
         "env[node] = result if strides is None else laid_out(result, strides)",
         "env[node] = result",
-        ("tests/test_virtual.py::test_a_view_of_what_is_laid_out_otherwise_than_captured_is_a_copy",),
+        ("tests/verification/test_virtual.py::test_a_view_of_what_is_laid_out_otherwise_than_captured_is_a_copy",),
     ),
     Fault(
         "offset-unseen",
@@ -338,7 +338,7 @@ FAULTS: tuple[Fault, ...] = (
         "as_strided reads a tensor that begins within its storage",
         "        if flat[at].storage_offset():",
         "        if flat[at].storage_offset() < 0:",
-        ("tests/test_value_sizes.py::test_as_strided_of_what_begins_within_its_storage_is_refused",),
+        ("tests/capture/test_value_sizes.py::test_as_strided_of_what_begins_within_its_storage_is_refused",),
     ),
     Fault(
         "debug-mode-blind",
@@ -346,7 +346,7 @@ FAULTS: tuple[Fault, ...] = (
         "the debug mode looks at no strides",
         "tuple(given.shape) == tuple(fake.shape) and lies_as(given, expected)",
         "tuple(given.shape) == tuple(fake.shape)",
-        ("tests/test_debug_mode.py::test_strides_that_are_not_kept_are_found",),
+        ("tests/codegen/test_debug_mode.py::test_strides_that_are_not_kept_are_found",),
     ),
     Fault(
         "defaults-unread",
@@ -354,7 +354,7 @@ FAULTS: tuple[Fault, ...] = (
         "forward's defaults are those of the capture",
         "        self._binder.__defaults__ = self._function.__defaults__",
         "        self._binder.__defaults__ = self._binder.__defaults__ or self._function.__defaults__",
-        ("tests/test_python_state.py::test_defaults_of_forward_itself_are_read_at_every_call",),
+        ("tests/capture/test_python_state.py::test_defaults_of_forward_itself_are_read_at_every_call",),
     ),
     Fault(
         "classes-unread",
@@ -362,7 +362,7 @@ FAULTS: tuple[Fault, ...] = (
         "a method or a number of a class is replaced unnoticed",
         "            if get(kind, name) is not value:",
         "            if get(kind, name) is None:",
-        ("tests/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
+        ("tests/capture/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
     ),
     Fault(
         "missing-attribute-unread",
@@ -370,7 +370,7 @@ FAULTS: tuple[Fault, ...] = (
         "an attribute that was missing at the capture is there unnoticed",
         "            if len(table) != size and",
         "            if len(table) < 0 and",
-        ("tests/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
+        ("tests/capture/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
     ),
     Fault(
         "arguments-aliases-unread",
@@ -378,7 +378,7 @@ FAULTS: tuple[Fault, ...] = (
         "two arguments become one object unnoticed",
         "        if _aliases(scope) != self._aliases:",
         "        if len(_aliases(scope)) != len(self._aliases):",
-        ("tests/test_python_state.py::test_which_arguments_are_one_object_is_read_at_every_call",),
+        ("tests/capture/test_python_state.py::test_which_arguments_are_one_object_is_read_at_every_call",),
     ),
     Fault(
         "global-hooks-unread",
@@ -386,7 +386,7 @@ FAULTS: tuple[Fault, ...] = (
         "a hook of all modules is registered unnoticed",
         "            if (hooks or before) and tuple",
         "            if (hooks and before) and tuple",
-        ("tests/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
+        ("tests/capture/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
     ),
     Fault(
         "environment-unread",
@@ -394,7 +394,7 @@ FAULTS: tuple[Fault, ...] = (
         "an environment variable is another one unnoticed",
         "        if self._environment is not None and",
         "        if self._environment is None and",
-        ("tests/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
+        ("tests/capture/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
     ),
     Fault(
         "effects-of-the-capture",
@@ -402,7 +402,7 @@ FAULTS: tuple[Fault, ...] = (
         "what forward changes is changed by its capture as well",
         "            for step in reversed(undo):",
         "            for step in undo[:0]:",
-        ("tests/test_python_state.py::test_what_a_forward_changes_is_changed_at_every_call",),
+        ("tests/capture/test_python_state.py::test_what_a_forward_changes_is_changed_at_every_call",),
     ),
     Fault(
         "dynamic-sizes",
@@ -410,7 +410,7 @@ FAULTS: tuple[Fault, ...] = (
         "a size that is marked as dynamic for torch.compile becomes a symbol of the capture",
         "        return form(tensor, tx, source, True, ",
         "        return form(tensor, tx, source, static_shapes, ",
-        ("tests/test_odd_calls.py::test_what_torch_compile_is_told_of_sizes_changes_nothing",),
+        ("tests/capture/test_odd_calls.py::test_what_torch_compile_is_told_of_sizes_changes_nothing",),
     ),
     Fault(
         "replaced-forward-unseen",
@@ -418,7 +418,7 @@ FAULTS: tuple[Fault, ...] = (
         "a forward that is put on the model is run without zgraph",
         "        elif given is not self._wrapper:",
         "        elif given is None:",
-        ("tests/test_replaced_forward.py::test_a_forward_that_is_replaced_after_compile_is_what_runs",),
+        ("tests/capture/test_replaced_forward.py::test_a_forward_that_is_replaced_after_compile_is_what_runs",),
     ),
     Fault(
         "conjugate-unread",
@@ -426,7 +426,7 @@ FAULTS: tuple[Fault, ...] = (
         "an input that is marked as a conjugate is read without the mark",
         "        return x.resolve_conj().resolve_neg()",
         "        return x.resolve_neg()",
-        ("tests/test_odd_calls.py::test_inputs_that_are_marked_as_conjugate_or_negative_are_read_as_such",),
+        ("tests/capture/test_odd_calls.py::test_inputs_that_are_marked_as_conjugate_or_negative_are_read_as_such",),
     ),
     Fault(
         "states-not-read-back",
@@ -434,7 +434,7 @@ FAULTS: tuple[Fault, ...] = (
         "what a user puts into an optimizer's state is shown and not used",
         "                elif key != STEP_KEY:\n                    copy_state(mine[key], value)\n",
         "",
-        ("tests/test_optimizer_state.py::test_what_is_changed_in_the_state_acts_as_in_torch",),
+        ("tests/update/test_optimizer_state.py::test_what_is_changed_in_the_state_acts_as_in_torch",),
     ),
     Fault(
         "written-count-unseen",
@@ -442,7 +442,7 @@ FAULTS: tuple[Fault, ...] = (
         "a count of updates that parameters share is written to for one of them",
         "tensor._version != version",
         "tensor._version < version",
-        ("tests/test_optimizer_state.py::test_what_no_update_can_go_on_from_is_refused_and_changes_nothing",),
+        ("tests/update/test_optimizer_state.py::test_what_no_update_can_go_on_from_is_refused_and_changes_nothing",),
     ),
     Fault(
         "sequence-cut",
@@ -450,7 +450,7 @@ FAULTS: tuple[Fault, ...] = (
         "train_step cuts a sequence that comes first in time",
         "    if len(_selected(first, axes, forward)) > 1:",
         "    if len(_selected(first, axes, forward)) < 0:",
-        ("tests/test_what_is_the_batch.py::test_a_sequence_that_comes_first_is_not_cut",),
+        ("tests/capture/test_what_is_the_batch.py::test_a_sequence_that_comes_first_is_not_cut",),
     ),
     Fault(
         "class-weights-cut",
@@ -458,7 +458,7 @@ FAULTS: tuple[Fault, ...] = (
         "train_step cuts a vector that has the batch's size by coincidence",
         "not mine & batch and _known(",
         "not mine and _known(",
-        ("tests/test_what_is_the_batch.py::test_what_has_the_batchs_size_by_coincidence_is_not_cut",),
+        ("tests/capture/test_what_is_the_batch.py::test_what_has_the_batchs_size_by_coincidence_is_not_cut",),
     ),
     Fault(
         "blocks-cut",
@@ -466,7 +466,7 @@ FAULTS: tuple[Fault, ...] = (
         "a rank of `tp` has parts of the blocks of 8-bit states",
         "    return shape[2:] != whole[2:] or math.prod(shape[1:]) % block != 0",
         "    return False",
-        ("tests/test_8bit_divided.py::test_a_checkpoint_goes_on_bit_for_bit_and_as_on_undivided_weights",),
+        ("tests/update/test_8bit_divided.py::test_a_checkpoint_goes_on_bit_for_bit_and_as_on_undivided_weights",),
     ),
     Fault(
         "former-memory-unread",
@@ -474,7 +474,7 @@ FAULTS: tuple[Fault, ...] = (
         "a slice of a parameter that became a shard keeps the values from before",
         "if overlap(mine, _extent(f.form))]",
         "if mine == _extent(f.form)]",
-        ("tests/test_shared_parameters.py::test_ranks_read_the_parameter_as_it_is_now",),
+        ("tests/capture/test_shared_parameters.py::test_ranks_read_the_parameter_as_it_is_now",),
     ),
     Fault(
         "records-overwritten",
@@ -483,8 +483,8 @@ FAULTS: tuple[Fault, ...] = (
         "            node.meta = before.meta[node]\n",
         "",
         (
-            "tests/test_inductor_prepare.py::test_losses_against_constants",
-            "tests/test_inductor_prepare.py::test_operators_that_do_nothing",
+            "tests/passes/test_inductor_prepare.py::test_losses_against_constants",
+            "tests/passes/test_inductor_prepare.py::test_operators_that_do_nothing",
         ),
     ),
 )

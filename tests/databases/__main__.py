@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # (as pytest imports tests)
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # (as pytest imports tests)
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from databases.cases import Case, modules, operators
 from databases.comparison import compare

@@ -1,4 +1,4 @@
-"""Cases on real ranks: processes over gloo that stay between cases, and are given programs. See `tests/ranks.py`."""
+"""Cases on real ranks: processes over gloo that stay between cases, and are given programs. See `tests/support/ranks.py`."""
 
 from __future__ import annotations
 

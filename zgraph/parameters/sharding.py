@@ -624,7 +624,7 @@ class _Scratch:
     """Memory for one module's whole parameters, used again for the next one's.
 
     Allocated and freed in turn with the shards that stay, wholes would leave a heap of holes: glibc kept 1.3 GB where
-    0.2 GB of shards were left (tests/test_meta.py).
+    0.2 GB of shards were left (tests/parameters/test_meta.py).
     """
 
     def __init__(self, device: torch.device) -> None:
