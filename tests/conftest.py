@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch._dynamo.guards
 from ranks import Ranks
 from shards import Shard
 
@@ -16,9 +18,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent / "support")]
 )
 
-# Captures make and drop many small objects. With Python's own thresholds a sixth of the suite's time is spent looking for
-# cycles among them (measured with test_interleave.py: 58 s of processor time, and 48 s with these).
+# What captures cost besides their own work, which is a third of this suite's time otherwise (CONTRIBUTING.md has figures).
+# They make and drop many small objects: with Python's own thresholds the search for cycles among them never ends.
 gc.set_threshold(20_000, 20, 20)
+# pytest listens to loggers that pass nothing on. torch's of structured traces is one, and writes all its graphs where anybody listens.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
+# dynamo empties the processor's caches to measure how long its guards take, which nobody asks for.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

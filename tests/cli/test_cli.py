@@ -17,7 +17,7 @@ from zgraph import __version__
 from zgraph.cli.app import app
 from zgraph.cli.output import use_color
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[1] / "support"
 SMALL = "cli_targets:factory"
 
 
@@ -25,7 +25,7 @@ SMALL = "cli_targets:factory"
 def in_tests_folder(monkeypatch):
     """Targets are named from the current directory."""
     monkeypatch.chdir(HERE)
-    monkeypatch.syspath_prepend(str(HERE / "support"))
+    monkeypatch.syspath_prepend(str(HERE))
 
 
 def zgraph(*args: object):
@@ -230,8 +230,8 @@ def test_a_bad_target_is_named_with_what_is_right(target, says):
 
 
 def test_a_target_that_fails_is_shown_with_the_users_line():
-    line = 1 + next(i for i, t in enumerate(HERE.joinpath("support/cli_targets.py").open()) if "no weights today" in t)
-    assert f"{HERE / 'support/cli_targets.py'}:{line}" in refused("dump", "cli_targets:failing")
+    line = 1 + next(i for i, t in enumerate(HERE.joinpath("cli_targets.py").open()) if "no weights today" in t)
+    assert f"{HERE / 'cli_targets.py'}:{line}" in refused("dump", "cli_targets:failing")
 
 
 def test_a_module_that_lacks_one_of_its_imports_is_not_called_missing(tmp_path, monkeypatch):

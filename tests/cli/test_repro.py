@@ -18,13 +18,13 @@ from zgraph.inspection.repro import replay
 from zgraph.passes import PassManager, graph_pass
 from zgraph.passes.canonicalize.cleanup import cleanup
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(autouse=True)
 def in_tests_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(HERE)
-    monkeypatch.syspath_prepend(str(HERE / "support"))
+    monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setenv("ZGRAPH_REPRO_DIR", str(tmp_path))
 
 

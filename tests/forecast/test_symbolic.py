@@ -324,7 +324,7 @@ def test_a_model_on_the_meta_device_is_forecast():
 def test_the_command_prints_formulas_and_figures(monkeypatch):
     from pathlib import Path
 
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(Path(__file__).parents[1] / "support")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
     command = ["forecast", "cli_targets:factory", "--symbolic", "--world", "8", "--hardware", "a100-80g"]
     done = CliRunner().invoke(app, command)

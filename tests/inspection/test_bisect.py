@@ -21,14 +21,14 @@ from zgraph.errors import MeshError, ModelError, PassError, PlanError
 from zgraph.inspection.bisect import bisect
 from zgraph.verification.virtual_step import virtual_step
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[1] / "support"
 ADAM = {"name": "AdamW", "lr": 1e-3}
 
 
 @pytest.fixture(autouse=True)
 def in_tests_folder(monkeypatch, tmp_path_factory):
     monkeypatch.chdir(HERE)
-    monkeypatch.syspath_prepend(str(HERE / "support"))
+    monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setenv("ZGRAPH_REPRO_DIR", str(tmp_path_factory.mktemp("repro")))
 
 

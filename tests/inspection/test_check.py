@@ -18,7 +18,7 @@ from zgraph.cli.app import app
 from zgraph.inspection.check import Checked, Finding, check
 from zgraph.offload.files import FileStore
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[1] / "support"
 ALL = [
     "plan",
     "mesh",
@@ -42,7 +42,7 @@ ADAM = {"name": "AdamW", "lr": 1e-3}
 @pytest.fixture(autouse=True)
 def in_tests_folder(monkeypatch, tmp_path_factory):
     monkeypatch.chdir(HERE)
-    monkeypatch.syspath_prepend(str(HERE / "support"))
+    monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setenv("ZGRAPH_REPRO_DIR", str(tmp_path_factory.mktemp("repro")))
 
 

@@ -28,7 +28,7 @@ from zgraph.plan.plan import Plan
 from zgraph.program.program import OutputRole
 from zgraph.stages.stage_cost import likeness
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[1] / "support"
 
 
 def chain(layers: int, dim: int = 256, rows: int = 4096):
@@ -262,7 +262,7 @@ def test_plans_are_compared_with_those_that_have_pipelines():
 def plan(tmp_path, monkeypatch):
     """A plan's file with a pipeline; targets are named from here."""
     monkeypatch.chdir(HERE)
-    monkeypatch.syspath_prepend(str(HERE / "support"))
+    monkeypatch.syspath_prepend(str(HERE))
 
     def write(text: str = "", mesh: str = "pp = 2, dp = 2", micro_batches: int = 4) -> Path:
         path = tmp_path / "plan.toml"
@@ -351,7 +351,7 @@ def test_what_can_not_look_at_a_pipeline_says_so(command, plan, tmp_path):
 
 def test_a_stage_is_one_that_there_is(plan):
     assert "there is no stage 2" in refused("dump", TARGET, "--plan", plan(), "--stage", 2)
-    whole = HERE / "golden" / "plan.toml"
+    whole = HERE.parent / "golden" / "plan.toml"
     assert "no pipeline" in refused("dump", TARGET, "--plan", whole, "--stage", 0)
 
 

@@ -19,7 +19,7 @@ from zgraph.api.verify import Verification
 from zgraph.cli.app import app
 from zgraph.errors import MeshError, PlanError, SignatureError, StepError
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[1] / "support"
 TIED = {
     "OwnFunctions": {"noted", "unread"},
     "Thrice": {"shared.weight", "shared.bias"},
@@ -31,7 +31,7 @@ TIED = {
 @pytest.fixture(autouse=True)
 def in_tests_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE)
-    monkeypatch.syspath_prepend(str(HERE / "support"))
+    monkeypatch.syspath_prepend(str(HERE))
 
 
 def verified(name: str, world: int, **fields: Any) -> Verification:
