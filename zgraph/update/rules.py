@@ -3,7 +3,7 @@
 Each does torch's own operations in torch's own order (the single-tensor path of torch 2.13, foreach=False), so that in
 eager mode on float32 the numbers are torch's bit for bit: numbers are worked out in float64 and rounded once, as
 torch rounds a Python number, and a sum of a product is addcmul or addcdiv with its factor multiplied in first, whose CPU
-kernels round as those of `add(alpha=)`, `addcmul(value=)` and `addcdiv(value=)` do (measured: tests/test_optimizer_rules.py).
+kernels round as those of `add(alpha=)`, `addcmul(value=)` and `addcdiv(value=)` do (measured: tests/update/test_update_programs.py).
 """
 
 from __future__ import annotations
