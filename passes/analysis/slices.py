@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zgraph.passes.analysis.axes import Axes, Axis
-from zgraph.passes.spmd.divide import SIZES
+from zgraph.passes.spmd.local_sizes import SIZES
 from zgraph.passes.spmd.sharding_rules import Rule, argument, operands_of
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, tensor, tensors

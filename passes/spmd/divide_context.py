@@ -20,8 +20,10 @@ from torch import fx
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.axes import Axes, Axis
 from zgraph.passes.contract import graph_pass
-from zgraph.passes.spmd.divide import DivideOptions, Divider
-from zgraph.passes.spmd.ring import RINGS, ROWS, RingDivider, can_ring, is_causal
+from zgraph.passes.spmd.decide import FindWay, Goal
+from zgraph.passes.spmd.divide import divide_program
+from zgraph.passes.spmd.placements import Placements
+from zgraph.passes.spmd.ring import RINGS, ROWS, can_ring, is_causal, ring_way
 from zgraph.passes.spmd.sharding_rules import ATTENTION, RANKS, operands_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, info, tensor, value
@@ -62,10 +64,11 @@ def divide_context(program: Program, options: ContextOptions) -> dict[str, int]:
     batch = batch_axes(program, axes) - along
     folded = _folded(program, axes, along, program.mesh[options.dim])
     rings = _by_ring(program, axes, along, batch, folded, options)
-    divide = DivideOptions(options.dim)
+    ways: dict[object, FindWay] = {}
     if rings:
-        return RingDivider(program, divide, axes, along, batch, folded).run()
-    return Divider(program, divide, axes, along, batch).run()
+        ways = dict.fromkeys(RINGS, lambda placements, node: ring_way(placements, node, along))
+    placements = Placements(program, options.dim, axes, folded if rings else frozenset())
+    return divide_program(placements, Goal(along=along, batch=batch, ways=ways))
 
 
 def _folded(program: Program, axes: Axes, along: frozenset[Axis], ranks: int) -> frozenset[Axis]:

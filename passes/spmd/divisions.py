@@ -16,7 +16,7 @@ from torch import fx
 
 from zgraph.passes.analysis.axes import Axes, Axis
 from zgraph.passes.analysis.decompositions import EXPANSIONS
-from zgraph.passes.spmd.divide import INDEXED
+from zgraph.passes.spmd.indexed import INDEXED
 from zgraph.passes.spmd.sharding_rules import operands_of
 from zgraph.program.node import Phase, info
 from zgraph.program.program import Division, InputRole, ParamSpec, Program
