@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import zgraph
 from zgraph.api.verify import Verification
 from zgraph.cli.app import app
-from zgraph.errors import MeshError, PlanError, SignatureError, StepError
+from zgraph.errors import CaptureError, MeshError, PlanError, SignatureError, StepError
 
 HERE = Path(__file__).parents[1] / "support"
 TIED = {
@@ -58,6 +58,26 @@ def ranks_of(found: Verification, what: str, name: str) -> set[int]:
 def test_stages_sharded_over_ranks_give_what_the_model_gives(name: str, schedule: str, zero: int) -> None:
     found = verified(name, 4, mesh={"pp": 2, "dp": 2}, micro_batches=2, zero=zero, schedule=schedule)
     assert_same(found, name)
+
+
+class Replaces(nn.Module):
+    """Reads a buffer and puts another in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) * self.mean
+        self.mean = self.mean * 0.9 + x.detach().mean()
+        return self.b(y).square().mean()
+
+
+def test_what_a_pipeline_refuses_of_python_state_is_refused_here_too() -> None:
+    plan = zgraph.Plan(backend="eager", mesh={"pp": 2}, micro_batches=2)
+    with pytest.raises(CaptureError, match="reads a tensor and replaces it, in a pipeline"):
+        zgraph.verify(Replaces(), plan, 2, (torch.ones(4, 4),))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb"])

@@ -24,8 +24,7 @@ from zgraph.stages.stage_programs import (
     Capture,
     joint_of,
     loss_pattern,
-    refuse_carried,
-    refuse_changing,
+    refuse_state,
     without_fast_path,
 )
 from zgraph.update.owned_parameters import within
@@ -79,11 +78,10 @@ class WholeModel:
 
         with without_fast_path():
             traced = traced_now()
-            kept = traced.buffers_kept(self.module, args, kwargs)
-            if self.staged and self.plan.micro_batches > 1 and not traced.flat.effects.is_empty:
-                refuse_changing(traced, traced_now, self.module, args, kwargs)
             if self.staged:
-                refuse_carried(traced, kept, self.module, args, kwargs)
+                kept = refuse_state(traced, traced_now, self.plan.micro_batches, self.module, args, kwargs)
+            else:
+                kept = traced.buffers_kept(self.module, args, kwargs)
 
         def loss(output: Any) -> torch.Tensor:
             with LossesSeen() as seen:

@@ -31,7 +31,7 @@ from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of
-from zgraph.capture.capture import find_loss
+from zgraph.capture.capture import find_loss, trace
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.forwards import method_of
 from zgraph.capture.tensor_parallel_layout import divided_layout
@@ -45,6 +45,7 @@ from zgraph.program.program import DATA_DIMS, STAGE_DIM, Fact, InputRole, Output
 from zgraph.program.tolerance import Difference, difference, norm_of
 from zgraph.runtime.compiled_models import is_compiled
 from zgraph.runtime.train_step import in_order, split_batch
+from zgraph.stages.stage_programs import refuse_state
 from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
 from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virtual
@@ -155,6 +156,10 @@ class VirtualStep:
             self.residents,
             self.device,
         )
+        if self.pipelined:
+            call = split_inputs(batches[0][0])
+            again = lambda: trace(self.model, forward, *call, self.specs, self.sizes, self.device, precision)  # noqa: E731
+            refuse_state(self.entry.trace, again, self.plan.micro_batches, self.model, *call)
         each = [list(_in_turn(self.model, plain, self.entry, rows, loss_fn)) for rows in batches]
         self.calls = [list(column) for column in zip(*(each[d] for d in data), strict=True)]
         self.ranks = self.calls[0]
