@@ -148,7 +148,23 @@ def plan() -> str:
         described.append((record.__name__, docstring(record), record_fields(record, records)))
     for title, text, fields in sorted(described):
         parts += [f"## {title} (record)", text, fields]
+    parts += ["## What does not go together", "Each of these is an error when the plan is made.", conflicts()]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def conflicts() -> str:
+    """The table of fields that do not go together; values of a plan's own are left out."""
+    from zgraph.plan.conflicts import CONFLICTS
+
+    rows = [
+        (
+            f"`{row.where}`",
+            cell(re.sub(r"(=)?\{plan\.\w+(!r)?\}", "", row.what).replace(" zero is", " zero is below 3")),
+            cell(row.hint),
+        )
+        for row in CONFLICTS
+    ]
+    return table(("field", "what is wrong", "what to do"), rows)
 
 
 def sentence(text: str) -> str:
@@ -195,7 +211,8 @@ def passes() -> str:
     parts = [
         "# Passes",
         "Every pass of zgraph's own, with its contract: the facts about a program that it requires, provides, and that must not hold before it. "
-        "`zgraph passes --plan PLAN` prints those that a plan runs, in their order. [Writing a pass](../writing-a-pass.md) explains contracts.",
+        "`zgraph passes --plan PLAN` prints those that a plan runs, in their order, and `zgraph passes --why` why it runs each, or does not. "
+        "[Writing a pass](../writing-a-pass.md) explains contracts.",
     ]
     families: dict[str, list[Any]] = {}
     for module, step in pass_types().values():

@@ -15,10 +15,13 @@ from sweeps import in_turn, sweep
 
 import zgraph
 from zgraph.build.planned_step import captured_program
+from zgraph.passes.analysis.axes import Axes
 from zgraph.passes.canonicalize.cleanup import cleanup
+from zgraph.passes.spmd.decide import Goal, decide
 from zgraph.passes.spmd.divide import DivideOptions, divide
+from zgraph.passes.spmd.placements import Partial, Placements, Replicate, Shard
 from zgraph.program import collectives
-from zgraph.program.node import Phase, info, tensor
+from zgraph.program.node import Phase, info, tensor, value
 from zgraph.program.program import Program
 
 SEQUENCE = [False, True]
@@ -104,6 +107,20 @@ def of_a_layer(sequence: bool) -> Seen:
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(64, (ROWS, LENGTH))
     return ids, ids
+
+
+def test_how_nodes_are_computed_is_decided_before_anything_is_built():
+    model, inputs = own("encoder")
+    program = captured_program(model, zgraph.Plan(mesh={"tp": 2}, backend="eager", zero=0), inputs, 2)
+    cleanup()(program)
+    before = {n: value(n) for n in program.nodes}
+    placements = Placements(program, "tp", Axes(program))
+    decisions = decide(placements, Goal())
+    assert not any(collectives.is_start(n) for n in program.nodes)
+    assert all(value(n) is before[n] for n in program.nodes if n in before)  # (all are whole yet)
+    assert decisions.own and all(placements.of(node) == shard for node, shard in decisions.own.items())
+    found = {type(p) for results in placements.of_results.values() for p in results}
+    assert found == {Shard, Partial, Replicate}
 
 
 def test_a_layer_of_llama_has_two_all_reduces_in_each_direction():
