@@ -205,7 +205,7 @@ def test_another_program_of_the_same_inputs_keeps_to_the_share(tmp_path):
     model, _ = trained(deep(), budget_that_moves_states(tmp_path))
     (share,) = model.zgraph.runtime.shares
     (entry,) = model.zgraph.runtime.entries.values()
-    assert entry.residents.shares == (share,)
+    assert entry.context.residents.shares == (share,)
 
 
 def test_a_folder_is_not_touched_without_a_budget():

@@ -12,6 +12,7 @@ from sweeps import in_turn, sweep
 from torch import nn
 
 import zgraph
+from zgraph.build.context import BuildContext
 from zgraph.build.pass_pipeline import costs_of
 from zgraph.build.planned_step import captured_program
 from zgraph.build.step_program import StepProgram
@@ -86,10 +87,7 @@ class Pipeline:
         cuts = find_cuts(self.joint, stages, "time", costs)
         self.stages: Stages = cut_stages(self.joint, assign(self.joint, cuts), stages)
         residents = resident_of(self.model, self.joint.params, self.plan, {}, torch.device("cpu"), costs)
-        self.steps = [
-            StepProgram(f"stage{i}", p, self.plan, {}, costs, residents, lambda program: None)
-            for i, p in enumerate(self.stages.programs)
-        ]
+        self.steps = [StepProgram(p, BuildContext(self.plan, costs, residents)) for p in self.stages.programs]
         self.held = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         self.tied = {n for n, at in self.stages.holders.items() if len(at) > 1}
 
@@ -132,7 +130,7 @@ class Pipeline:
         residents = resident_of(
             self.model, self.joint.params, self.plan, {}, torch.device("cpu"), costs := costs_of(self.plan)
         )
-        step = StepProgram("whole", self.joint, self.plan, {}, costs, residents, lambda program: None)
+        step = StepProgram(self.joint, BuildContext(self.plan, costs, residents))
         worker, runtime = None, self.runtime()
         losses = []
         for number in range(micro_batches):

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zgraph.build.pass_pipeline import EVERY_PASS, PLAIN, MemoryDecision, PassFilter, Variant, build
+from zgraph.build.context import BuildContext, ResidentMemory
+from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant, build
 from zgraph.build.recipe import to_recipe
 from zgraph.codegen import cpu_gemm
 from zgraph.errors import PlanError
 from zgraph.passes import History, Pass, PassManager
-from zgraph.passes.analysis.costs import Costs, size_of
+from zgraph.passes.analysis.costs import size_of
 from zgraph.passes.analysis.memory import idle_bytes
 from zgraph.passes.analysis.parameter_collectives import gathers_of, largest_layer
 from zgraph.passes.analysis.simulator import Forecast, simulate
 from zgraph.passes.remat.solver import Solver
-from zgraph.plan.plan import Plan
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program, with_gradients_in
 from zgraph.program.remark import Remark
@@ -42,79 +41,38 @@ LEAST_MEMORY = MemoryDecision(room=0, spare=0, reduce=0)
 
 def run_passes(
     captured: Program,
-    plan: Plan,
-    costs: Costs,
+    context: BuildContext,
     variant: Variant = PLAIN,
     *,
     training: bool = True,
-    residents: ResidentMemoryByShare | None = None,
     choice: MemoryDecision | None = None,
-    pass_filter: PassFilter = EVERY_PASS,
 ) -> tuple[History, MemoryDecision]:
-    """The plan's pipeline over a captured program, which is changed; and what was decided. `outsides` are what lives besides
-    it. With a `choice` (another variant's: both must save the same values) nothing is decided again. An `edit` leaves passes out.
+    """Run the plan's pipeline over a captured program, which is changed; return also what was decided.
 
+    With a `choice` (another variant's: both must save the same values) nothing is decided again.
     Raises `PlanError` with the smallest budget that works if the plan's does not.
     """
-    residents = residents or ResidentMemoryByShare()
-    if plan.memory_budget is None:
-        captured.params = with_gradients_in(residents.at(None).homes, captured.params)
-        return by_choice(
-            captured, plan, costs, variant, MemoryDecision(), training=training, pass_filter=pass_filter
-        ), MemoryDecision()
-    search = Search(captured, plan, costs, variant, training, residents, pass_filter)
+    if context.plan.memory_budget is None:
+        captured.params = with_gradients_in(context.residents.at(None).homes, captured.params)
+        return by_choice(captured, context, variant, MemoryDecision(), training=training), MemoryDecision()
+    search = Search(captured, context, variant, training)
     return search.run() if choice is None else search.follow(choice)
 
 
 def by_choice(
     captured: Program,
-    plan: Plan,
-    costs: Costs,
+    context: BuildContext,
     variant: Variant,
     choice: MemoryDecision,
     *,
     training: bool,
-    pass_filter: PassFilter = EVERY_PASS,
     solver: Solver | None = None,
 ) -> History:
-    """The plan's pipeline over a captured program, which is changed, as was decided already. `solver`: see `build`."""
+    """Run the plan's pipeline over a captured program, which is changed, as was decided already. `solver`: see `build`."""
+    plan, costs, pass_filter = context.plan, context.costs, context.pass_filter
     passes = build(plan, variant, training=training, costs=costs, choice=choice, solver=solver, pass_filter=pass_filter)
     recipe = to_recipe(plan, costs, variant, training, choice, pass_filter)
     return PassManager(pass_filter.cut(passes), verify=pass_filter.verified, recipe=recipe).run(captured)
-
-
-@dataclass(frozen=True)
-class ResidentMemory:
-    """What there is besides forward and backward: bytes `held` all the time, `waiting` of them gradients between micro-batches, all
-    bytes at the peak of the `update`, and the seconds that it takes, `late` beside the next step or between two. `homes` are the tiers
-    that gradients go to, by their parameters' names."""
-
-    held: int = 0
-    waiting: int = 0
-    update: int = 0
-    seconds: float = 0.0
-    late: bool = False
-    homes: Mapping[str, str] = field(default_factory=dict)
-
-    def step(self, seconds: float) -> float:
-        """The seconds of a whole step whose forward and backward take so many."""
-        return max(seconds, self.seconds) if self.late else seconds + self.seconds
-
-
-class ResidentMemoryByShare:
-    """The `ResidentMemory` for each of the `shares` of the optimizer's states that may be offloaded, made when it is asked for."""
-
-    def __init__(
-        self,
-        shares: tuple[float, ...] = (0.0,),
-        make: Callable[[float], ResidentMemory] = lambda share: ResidentMemory(),
-    ) -> None:
-        self.shares = shares
-        self._made = functools.cache(make)
-
-    def at(self, share: float | None) -> ResidentMemory:
-        """That for a share, by default the first."""
-        return self._made(self.shares[0] if share is None else share)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,24 +113,13 @@ class Search:
 
     waiting = 0
 
-    def __init__(
-        self,
-        captured: Program,
-        plan: Plan,
-        costs: Costs,
-        variant: Variant,
-        training: bool,
-        residents: ResidentMemoryByShare,
-        pass_filter: PassFilter,
-    ) -> None:
+    def __init__(self, captured: Program, context: BuildContext, variant: Variant, training: bool) -> None:
+        plan = context.plan
         assert plan.memory_budget is not None
         self.captured = captured
-        self.plan = plan
-        self.costs = costs
+        self.context = context
         self.variant = variant
         self.training = training
-        self.residents = residents
-        self.pass_filter = pass_filter
         self.offloads = training and plan.offload.tier("activations") is not None
         self.least = LEAST_MEMORY.replace(away=0) if self.offloads else LEAST_MEMORY
         self.budget: int = plan.memory_budget
@@ -182,7 +129,7 @@ class Search:
         self.idle = idle_bytes(captured)
         if plan.backend == "inductor":
             self.idle += cpu_gemm.scratch(captured)
-        self.share = residents.shares[0]
+        self.share = context.residents.shares[0]
         self.tried: dict[MemoryDecision, Outcome] = {}
         self.simulated: dict[MemoryDecision, tuple[Forecast, int, int]] = {}
 
@@ -196,7 +143,7 @@ class Search:
         done for activations. Raises `PlanError` where none fits."""
         found: list[tuple[float, float, Outcome, Remark | None]] = []
         refused: list[PlanError] = []
-        for share in self.residents.shares:
+        for share in self.context.residents.shares:
             least = min((f.seconds for f, _, _ in self.simulated.values()), default=0.0)
             if any(outcome.seconds <= least for _, _, outcome, _ in found):
                 break  # (no step is faster, and the update hardly)
@@ -221,7 +168,7 @@ class Search:
 
     @property
     def outside(self) -> ResidentMemory:
-        return self.residents.at(self.share)
+        return self.context.residents.at(self.share)
 
     def _best(self) -> tuple[Outcome, Remark | None]:
         """The fastest for one share. Raises `PlanError` where none fits."""
@@ -249,12 +196,10 @@ class Search:
         """All passes, verified, by a choice; of another variant if one is given."""
         return by_choice(
             self._snapshot(self.captured, choice),
-            self.plan,
-            self.costs,
+            self.context,
             self.variant if variant is None else variant,
             choice,
             training=self.training,
-            pass_filter=self.pass_filter,
             solver=self._solver if choice.activations is not None else None,
         )
 
@@ -262,13 +207,13 @@ class Search:
     def _passes(self, choice: MemoryDecision, variant: Variant | None = None) -> list[Pass]:
         solver = self._solver if choice.activations is not None else None
         return build(
-            self.plan,
+            self.context.plan,
             self.variant if variant is None else variant,
             training=self.training,
-            costs=self.costs,
+            costs=self.context.costs,
             choice=choice,
             solver=solver,
-            pass_filter=self.pass_filter,
+            pass_filter=self.context.pass_filter,
         )
 
     def _try(self, choice: MemoryDecision) -> Outcome:
@@ -282,7 +227,7 @@ class Search:
         if choice not in self.simulated:
             program = self._after_cut(choice)
             with self._failures_of(choice):
-                found = simulate(program, self.costs)
+                found = simulate(program, self.context.costs)
             came = sum(size_of(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values())
             self.simulated[choice] = found, max(sum(found.peak.values()), _after(program)), came
         found, peak, came = self.simulated[choice]
@@ -296,7 +241,7 @@ class Search:
     def _snapshot(self, program: Program, choice: MemoryDecision) -> Program:
         """A copy in which gradients lie where the share of the states says."""
         made = program.snapshot()
-        made.params = with_gradients_in(self.residents.at(choice.states).homes, made.params)
+        made.params = with_gradients_in(self.context.residents.at(choice.states).homes, made.params)
         return made
 
     def _run(self, passes: list[Pass], program: Program, choice: MemoryDecision) -> Program:
@@ -316,7 +261,7 @@ class Search:
 
     @cached_property
     def _solver(self) -> Solver:
-        return Solver(self.start, self.costs, self.waiting)
+        return Solver(self.start, self.context.costs, self.waiting)
 
     def _smaller(self, plain: Outcome) -> Outcome:
         """The fastest way to take less: fewest offloaded, fewest computed again, or some of both. Raises `PlanError` where the
@@ -329,7 +274,9 @@ class Search:
             total = sum(plain.forecast.peak.values())
             self._bisect(2**TURNS, lambda stays: LEAST_MEMORY.replace(away=total - total * stays // 2**TURNS))
             found += [o for o in self.tried.values() if o.peak <= self.budget]
-        for away in (0, plain.forecast.peak.get("activations", 0) // 2, None) if self.plan.recompute == "auto" else ():
+        for away in (
+            (0, plain.forecast.peak.get("activations", 0) // 2, None) if self.context.plan.recompute == "auto" else ()
+        ):
             with contextlib.suppress(PlanError):
                 found.append(self._recompute(every, LEAST_MEMORY.replace(away=away)))
         if not found:
@@ -340,7 +287,7 @@ class Search:
     def _recompute(self, plain: Outcome, least: MemoryDecision = LEAST_MEMORY) -> Outcome:
         """The least that must be computed again, near enough. What is tried next depends on the budget only by what fitted: so one
         that has more room has tried all that a smaller one found. Raises `PlanError` where the smallest is too much."""
-        if self.plan.recompute != "auto" or not self.training:
+        if self.context.plan.recompute != "auto" or not self.training:
             raise self._refusal(plain, f"{self.captured.name}, with nothing kept and nothing gathered ahead")
         solver = self._solver
         sizes = solver.sizes
@@ -402,8 +349,8 @@ class Search:
     def _hint(self, least: int) -> str:
         return (
             f"the smallest that works is {least} bytes; or more ranks, a smaller batch, a higher ZeRO stage"
-            + ("" if self.plan.recompute == "auto" else ', recompute="auto"')
-            + ("" if self.plan.offload.tiers() else ", or offload")
+            + ("" if self.context.plan.recompute == "auto" else ', recompute="auto"')
+            + ("" if self.context.plan.offload.tiers() else ", or offload")
         )
 
     def _least_at_any_rate(self) -> int:
@@ -412,12 +359,13 @@ class Search:
         if not self.tried:
             return 0
         least = min(o.peak for o in self.tried.values())
-        if not self.offloads or self.plan.offload.tier("activations") != "nvme":
+        if not self.offloads or self.context.plan.offload.tier("activations") != "nvme":
             return least
         for factor in (0.5, 2.0):
             other = copy.copy(self)
-            rate = self.costs.hardware.nvme * factor
-            other.costs = replace(self.costs, hardware=self.costs.hardware.model_copy(update={"nvme": rate}))
+            rate = self.context.costs.hardware.nvme * factor
+            costs = replace(self.context.costs, hardware=self.context.costs.hardware.model_copy(update={"nvme": rate}))
+            other.context = replace(self.context, costs=costs)
             other.simulated, other.tried = {}, {}
             least = max(least, min(other._try(choice).peak for choice in self.tried))
         return least
@@ -465,7 +413,7 @@ class Search:
             if info(gather.start).phase is Phase.BACKWARD:
                 ranks = made.mesh[str(info(gather.start).mesh_dim)]
                 seconds, place = found.get(gather.name, (0.0, at))
-                found[gather.name] = (seconds + self.costs.transfer([gather.start], ranks), place)
+                found[gather.name] = (seconds + self.context.costs.transfer([gather.start], ranks), place)
         sizes = {g.name: max(g.bytes, 1) for g in gathers_of(made)}
         ranked = sorted(found.items(), key=lambda i: (-round(i[1][0] / sizes[i[0]] * 1e12), i[1][1]))
         return [(seconds, name) for name, (seconds, _) in ranked]

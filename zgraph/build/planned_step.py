@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zgraph.build.context import BuildContext
 from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, costs_of
 from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import StepProgram
@@ -85,7 +86,7 @@ def planned_step(
         n: replace(s, requires_grad=n in reached) for n, s in captured.params.items()
     }  # (what has no gradient is not updated)
     residents = resident_of(model, specs, plan, sizes, device, costs)
-    step = StepProgram(captured.name, captured, plan, {}, costs, residents, lambda program: None, pass_filter)
+    step = StepProgram(captured, BuildContext(plan, costs, residents, pass_filter))
 
     def update() -> History | None:
         step.history()

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import fx
 
-from zgraph.build.memory_search import ResidentMemory, ResidentMemoryByShare, SearchResult, run_passes
-from zgraph.build.pass_pipeline import EVERY_PASS, PLAIN, MemoryDecision, PassFilter, Variant
-from zgraph.capture.cache_key import batch_size
-from zgraph.capture.capture import Trace, trace
+from zgraph.build.context import BuildContext, ResidentMemory
+from zgraph.build.memory_search import SearchResult, run_passes
+from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant
+from zgraph.capture.capture import Trace
 from zgraph.capture.storages import Sharing
 from zgraph.codegen.accumulate import summing
 from zgraph.codegen.debug_mode import checked
@@ -29,12 +28,10 @@ from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import Parts, split
 from zgraph.passes import History, verify_program
-from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.analysis.memory import idle_bytes
-from zgraph.plan.plan import Plan
 from zgraph.program.aliases import is_random, is_view
 from zgraph.program.node import Phase, info
-from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
+from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.torch_compat import inductor_code, lock
 
 logger = logging.getLogger(__name__)
@@ -62,31 +59,19 @@ def _read_by_backward(captured: Program) -> frozenset[str]:
 
 
 class StepProgram:
-    """The programs for one signature and one choice of differentiated outputs. `agree` is told of each before it is compiled. An
-    `edit` is for programs that are looked at, and not run by ranks. Of a stage under a memory budget its rank decides what is chosen:
-    `decide` gives that, and may raise `PlanError`."""
+    """The programs for one signature and one choice of differentiated outputs.
+
+    Of a stage under a memory budget its rank decides what is chosen: `decide` gives that, and may raise `PlanError`.
+    """
 
     def __init__(
-        self,
-        name: str,
-        captured: Program,
-        plan: Plan,
-        groups: dict[str, str],
-        costs: Costs,
-        residents: ResidentMemoryByShare,
-        agree: Callable[[Program], None],
-        pass_filter: PassFilter = EVERY_PASS,
-        decide: Callable[[], SearchResult] | None = None,
+        self, captured: Program, context: BuildContext, decide: Callable[[], SearchResult] | None = None
     ) -> None:
-        self.name = name
-        self.agree = agree
-        self.decide = decide
-        self.pass_filter = pass_filter
+        self.name = captured.name
         self.captured = captured
-        self.plan = plan
-        self.groups = groups
-        self.costs = costs
-        self.residents = residents
+        self.context = context
+        self.plan = context.plan
+        self.decide = decide
         self.random = any(is_random(n) for n in captured.graph.nodes)
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
@@ -119,13 +104,10 @@ class StepProgram:
                 return self._histories[variant]
             self._histories[variant], self._choice = run_passes(
                 self.captured.snapshot(),
-                self.plan,
-                self.costs,
+                self.context,
                 variant,
                 training=self.differentiated,
-                residents=self.residents,
                 choice=self._choice,
-                pass_filter=self.pass_filter,
             )
         return self._histories[variant]
 
@@ -142,7 +124,7 @@ class StepProgram:
     @property
     def outside(self) -> ResidentMemory:
         """What a rank holds besides."""
-        found = self.residents.at(self.states)
+        found = self.context.residents.at(self.states)
         return replace(found, held=found.held + idle_bytes(self.captured))
 
     def runs(self) -> list[tuple[str, Variant, int]]:
@@ -239,8 +221,10 @@ class StepProgram:
         """What starts the first gathers, in order. A cast and a start are nothing that compiling could make faster."""
         if self._ahead is None:
             for program in self.parts().ahead:
-                self.agree(program)
-            self._ahead = [checked(compile_eager(p, self.groups), self.groups) for p in self.parts().ahead]
+                self.context.agree(program)
+            self._ahead = [
+                checked(compile_eager(p, self.context.groups), self.context.groups) for p in self.parts().ahead
+            ]
         return self._ahead
 
     def executables(self) -> list[Executable]:
@@ -255,54 +239,32 @@ class StepProgram:
         ]
 
     def _compile(self, program: Program, *, is_backward: bool) -> Executable:
-        self.agree(program)
+        self.context.agree(program)
         start = time.perf_counter()
         with lock.ONE_AT_A_TIME:
             if self.plan.backend == "eager":
-                made = compile_eager(program, self.groups)
+                made = compile_eager(program, self.context.groups)
             else:
                 # Two forwards share one backward where weights are kept: what they save must have the same strides.
-                made = compile_inductor(program, self.groups, is_backward=is_backward, fix_saved=self.keeps)
+                made = compile_inductor(program, self.context.groups, is_backward=is_backward, fix_saved=self.keeps)
         logger.info("%s: %s compiled in %.2f s", program.name, self.plan.backend, time.perf_counter() - start)
-        return checked(made, self.groups)
+        return checked(made, self.context.groups)
 
 
 class Entry:
     """One input signature."""
 
-    def __init__(
-        self,
-        name: str,
-        shown: str,
-        module: nn.Module,
-        forward: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        specs: dict[str, ParamSpec],
-        mesh: dict[str, int],
-        plan: Plan,
-        groups: dict[str, str],
-        costs: Costs,
-        residents: ResidentMemoryByShare,
-        device: torch.device,
-        agree: Callable[[Program], None] = lambda program: None,
-    ) -> None:
-        start = time.perf_counter()
+    def __init__(self, name: str, shown: str, trace: Trace, rows: int, context: BuildContext) -> None:
         self.name = name
-        self.shown = shown
-        self.plan = plan
-        self.groups = groups
-        self.costs = costs
-        self.residents = residents
-        self.agree = agree
-        self.trace: Trace = trace(module, forward, args, kwargs, specs, mesh, device, plan.resolved_precision())
+        self.shown = shown  # the inputs, in words
+        self.trace = trace
+        self.capture_seconds = trace.seconds
+        self.rows = rows  # of this rank's batch
+        self.context = context
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
         self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
         self.pattern = self.trace.pattern
         self._programs: dict[frozenset[int], StepProgram] = {}
-        rows = batch_size(args, kwargs)
-        self.rows = 1 if rows is None else rows  # of this rank's batch
-        self.capture_seconds = time.perf_counter() - start
         # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
         self.settled = self.unsettled = self.unsettled_before = False
         self.batch_known = False  # was it seen that what is cut into micro-batches is the batch?
@@ -321,12 +283,10 @@ class Entry:
 
     def _program(self, chosen: frozenset[int]) -> StepProgram:
         if chosen not in self._programs:
-            decompositions = inductor_code.inductor_decompositions() if self.plan.backend == "inductor" else {}
+            decompositions = inductor_code.inductor_decompositions() if self.context.plan.backend == "inductor" else {}
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
             captured = self.trace.joint(chosen, decompositions, name)
-            self._programs[chosen] = StepProgram(
-                name, captured, self.plan, self.groups, self.costs, self.residents, self.agree
-            )
+            self._programs[chosen] = StepProgram(captured, self.context)
         return self._programs[chosen]
 
     def programs(self) -> list[StepProgram]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zgraph.build.memory_search import ResidentMemory, ResidentMemoryByShare
+from zgraph.build.context import ResidentMemory, ResidentMemoryByShare
 from zgraph.build.pass_pipeline import build_update_passes
 from zgraph.build.recipe import to_update_recipe
 from zgraph.passes import History, PassManager

@@ -77,6 +77,12 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     return None
 
 
+def batch_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Rows of a call's batch, 1 where it has none."""
+    rows = batch_size(args, kwargs)
+    return 1 if rows is None else rows
+
+
 def shared(key: str) -> str:
     """What of a signature all ranks must have equal: not which device of a host, nor where an object lies in memory."""
     return re.sub(r"#\d+", "", re.sub(r"(@[a-z]+):\d+|, index=\d+", r"\1", key))

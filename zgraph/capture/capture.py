@@ -15,8 +15,8 @@ import operator
 import random
 import re
 import sys
+import time
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from zgraph.capture.asserts import keep_asserts, name_asserts
 from zgraph.capture.dynamic_sizes import fold_dynamic_sizes, fold_effects, pad_outputs
+from zgraph.capture.fakes import Fakes
 from zgraph.capture.former_memory import Former, FormerMemory, former_memory, insert, moved, seen_as
 from zgraph.capture.inputs import refuse_state
 from zgraph.capture.storages import PlainStorages, written_twice
@@ -77,6 +77,7 @@ class Trace:
     from_start: set[int] = field(default_factory=set)
     former: dict[int, Former] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    seconds: float = 0.0  # that the capture took
 
     @property
     def pattern(self) -> frozenset[int]:
@@ -186,74 +187,35 @@ def trace(
     `precision` the forward sees inputs of the compute dtype; casts of inputs and outputs are part of the graph. Raises
     `CaptureError` with the user's file and line if the model can't be captured whole.
     """
+    start = time.perf_counter()
     refuse_state(module)
-    fake_mode = dynamo.capture_mode()
     precision = precision or Precision()
-
-    def fake(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
-            return x
-        where = device if x.device.type == "meta" else x.device
-        with fake_mode:
-            y = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where)
-        return _hung(x, y.requires_grad_(x.requires_grad))
-
-    compute = precision.dtype("compute") if precision.cast_inputs else None
-    given_dtypes: dict[int, torch.dtype] = {}
-    # By the ids of real tensors: one that is given twice, or registered too, is one for dynamo.
-    made: dict[int, Any] = {}
-    made_inputs: dict[int, Any] = {}
-
-    def fake_input(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
-            return x
-        if id(x) not in made_inputs:
-            made_inputs[id(x)] = _hung(x, lowered(made[id(x)] if id(x) in made else fake(x)))
-        return made_inputs[id(x)]
-
-    def lowered(y: Any) -> Any:
-        if compute is None or not y.is_floating_point() or y.dtype is compute:
-            return y
-        with fake_mode:
-            low = torch.empty_strided(y.size(), y.stride(), dtype=compute, device=y.device).requires_grad_(
-                y.requires_grad
-            )
-        given_dtypes[id(low)] = y.dtype
-        return low
-
-    def fake_parameter(name: str) -> nn.Parameter:
-        return _fake_parameter(params[name], fake_mode, device)
-
+    fakes = Fakes(params, device, precision.dtype("compute") if precision.cast_inputs else None)
     memory = former_memory(module)
-    with (
-        lock.ONE_AT_A_TIME,
-        _fake_state(module, fake, fake_parameter, made) as names,
-        memory.readable(),
-        _same_draws(),
-    ):
-        fake_args, fake_kwargs = _mapped(fake_input, (args, kwargs), {})
-        flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fake_mode)
+    with lock.ONE_AT_A_TIME, fakes.in_place_of_state(module), memory.readable(), _same_draws():
+        fake_args, fake_kwargs = fakes.inputs((args, kwargs))
+        flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fakes.mode)
         name_asserts(flat.graph_module)
         flat.crops = pad_outputs(flat.graph_module)
         given = flat.flatten(module, fake_args, fake_kwargs)
-        inputs = _roles(given, names, fake_args, fake_kwargs)
-        former = _read_from_parameters(
-            flat.graph_module.graph,
-            given,
-            inputs,
-            memory,
-            fake_parameter,
-        )
+        inputs = _roles(given, fakes, fake_args, fake_kwargs)
+        former = _read_from_parameters(flat.graph_module.graph, given, inputs, memory, fakes)
         values = flat_values(flat)
-        grad = torch.is_grad_enabled()
-        differentiable = frozenset(
-            i for i, v in enumerate(values) if grad and isinstance(v, torch.Tensor) and v.requires_grad
-        )
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
-        casts = {i: given_dtypes[id(x)] for i, x in enumerate(given) if id(x) in given_dtypes}
-    output = precision.dtype("output")
-    aliases = _aliases(module, flat.graph_module.graph)
-    return Trace(flat, inputs, differentiable, loss, params, mesh, casts, output, former=former, aliases=aliases)
+    grad = torch.is_grad_enabled()
+    return Trace(
+        flat,
+        inputs,
+        frozenset(i for i, v in enumerate(values) if grad and isinstance(v, torch.Tensor) and v.requires_grad),
+        loss,
+        params,
+        mesh,
+        casts={i: fakes.given_dtypes[id(x)] for i, x in enumerate(given) if id(x) in fakes.given_dtypes},
+        output_dtype=precision.dtype("output"),
+        former=former,
+        aliases=_aliases(module, flat.graph_module.graph),
+        seconds=time.perf_counter() - start,
+    )
 
 
 def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
@@ -272,17 +234,16 @@ def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _roles(given: Sequence[Any], names: dict[int, FlatInput], args: Any, kwargs: Any) -> list[FlatInput]:
-    """What the flat inputs are: registered (by their ids in `names`), the user's own, or something else that the model holds."""
+def _roles(given: Sequence[Any], fakes: Fakes, args: Any, kwargs: Any) -> list[FlatInput]:
+    """What the flat inputs are: registered, the user's own, or something else that the model holds."""
     user = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
     found = []
     for i, x in enumerate(given):
-        port = names.get(id(x))
-        if port is None:
-            own = id(x) in user or _inside(x, args, kwargs)
-            role = InputRole.INPUT if own else InputRole.CONSTANT
-            port = FlatInput(role, f"{role}_{i}")
-        found.append(port)
+        if id(x) in fakes.names:
+            found.append(FlatInput(*fakes.names[id(x)]))
+            continue
+        role = InputRole.INPUT if id(x) in user or _inside(x, args, kwargs) else InputRole.CONSTANT
+        found.append(FlatInput(role, f"{role}_{i}"))
     return found
 
 
@@ -291,7 +252,7 @@ def _read_from_parameters(
     given: Sequence[Any],
     inputs: list[FlatInput],
     memory: FormerMemory,
-    made: Callable[[str], nn.Parameter],
+    fakes: Fakes,
 ) -> dict[int, Former]:
     """Let the graph read each flat input that lies in the former memory of a parameter from that parameter; which these are. Where the
     graph does not read the parameter itself, the first such input becomes it."""
@@ -308,29 +269,10 @@ def _read_from_parameters(
         if former.name not in held:
             inputs[at] = FlatInput(InputRole.PARAMETER, former.name)
             held[former.name] = node
-            node.meta["example_value"] = made(former.name)
+            node.meta["example_value"] = fakes.parameter(former.name)
         source = held[former.name]
         insert(graph, node, source, seen_as(source.meta["example_value"], former.form, value))
     return found
-
-
-def _mapped(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> Any:
-    """A tree with a function applied to its leaves. What is one list or dict in it stays one. (`pytree.tree_map` makes several.)"""
-    if id(value) in made:
-        return made[id(value)]
-    if type(value) is tuple:
-        return tuple(_mapped(function, v, made) for v in value)
-    if type(value) is list:
-        items = made[id(value)] = []
-        items += [_mapped(function, v, made) for v in value]
-        return items
-    if type(value) is dict:
-        table = made[id(value)] = {}
-        table |= {k: _mapped(function, v, made) for k, v in value.items()}
-        return table
-    if isinstance(value, torch.Size):  # (it would become a plain tuple, which forward may tell from it)
-        return value
-    return pytree.tree_map(function, value)
 
 
 @contextlib.contextmanager
@@ -484,56 +426,6 @@ def _inside(x: Any, args: Any, kwargs: Any) -> bool:
         elif hasattr(item, "__dict__"):
             stack.extend(vars(item).values())
     return False
-
-
-@contextlib.contextmanager
-def _fake_state(
-    module: nn.Module,
-    fake: Callable[[Any], Any],
-    fake_parameter: Callable[[str], nn.Parameter],
-    made: dict[int, Any],
-) -> Iterator[dict[int, FlatInput]]:
-    """Put fake tensors of whole shapes in place of all parameters and buffers; yields what each fake one is. They are noted in `made`."""
-    held: list[tuple[dict[str, Any], str, Any]] = []
-    names: dict[int, FlatInput] = {}
-    try:
-        for path, child in module.named_modules(remove_duplicate=False):
-            for table, role in ((child._parameters, InputRole.PARAMETER), (child._buffers, InputRole.BUFFER)):
-                for key, real in list(table.items()):
-                    if real is None or isinstance(real, FakeTensor):
-                        continue
-                    name = f"{path}.{key}" if path else key
-                    if id(real) not in made:
-                        kept = fake_parameter(name) if role is InputRole.PARAMETER else fake(real)
-                        made[id(real)] = _hung(real, kept)
-                        names[id(made[id(real)])] = FlatInput(role, name)
-                    held.append((table, key, real))
-                    table[key] = made[id(real)]
-        for child in module.modules():
-            if isinstance(child, nn.RNNBase):
-                # (It makes these anew in a forward that finds other weights, which a checkpointed region may not.)
-                for key in ("_flat_weights", "_flat_weight_refs"):
-                    held.append((vars(child), key, vars(child)[key]))
-                weights = [getattr(child, name, None) for name in child._flat_weights_names]
-                refs = [None if w is None else weakref.ref(w) for w in weights]
-                vars(child).update(_flat_weights=weights, _flat_weight_refs=refs)
-        yield names
-    finally:
-        for table, key, real in reversed(held):
-            table[key] = real
-
-
-def _fake_parameter(spec: ParamSpec, fake_mode: FakeTensorMode, device: torch.device) -> nn.Parameter:
-    with fake_mode:
-        whole = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.compute_dtype, device=device)
-    return nn.Parameter(whole, requires_grad=spec.requires_grad)
-
-
-def _hung(real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """Give a fake tensor what the user hangs on the real one: forward may read it."""
-    hung = dynamo.hung_on(real).items() if type(real) in (torch.Tensor, nn.Parameter, DTensor) else ()
-    made.__dict__.update({k: v for k, v in hung if k not in ("_spec", "_local_tensor")})  # (these are DTensor's own)
-    return made
 
 
 def _find_loss(

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zgraph.build.memory_search import ResidentMemory, ResidentMemoryByShare, SearchResult
+from zgraph.build.context import BuildContext, ResidentMemory, ResidentMemoryByShare
+from zgraph.build.memory_search import SearchResult
 from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, costs_of
 from zgraph.build.planned_step import Inputs, captured_program, placed_for
 from zgraph.build.step_program import StepProgram
@@ -122,22 +123,20 @@ def planned_stages(
     made = PlannedStages(
         model, plan, world, sizes, device, costs, layout, joint, parted, stages, held, residents, steps
     )
-    budgets = _Budgets(made, pass_filter)
+    contexts = [BuildContext(plan, costs, resident, pass_filter) for resident in residents]
+    budgets = _Budgets(made, contexts)
     for stage, program in enumerate(stages.programs):
-        outside = residents[parted.schedule.rank_of[stage]]
         decide = functools.partial(budgets.decision, stage) if plan.memory_budget is not None else None
-        steps.append(
-            StepProgram(program.name, program, plan, {}, costs, outside, lambda made: None, pass_filter, decide)
-        )
+        steps.append(StepProgram(program, contexts[parted.schedule.rank_of[stage]], decide))
     return made
 
 
 class _Budgets:
     """The decisions of all ranks, made when one is first looked at. Raises `PlanError` if a rank can't hold the plan's budget."""
 
-    def __init__(self, made: PlannedStages, pass_filter: PassFilter) -> None:
+    def __init__(self, made: PlannedStages, contexts: Sequence[BuildContext]) -> None:
         self.made = made
-        self.pass_filter = pass_filter
+        self.contexts = contexts
 
     @functools.cached_property
     def ranks(self) -> list[RankBudget]:
@@ -146,11 +145,8 @@ class _Budgets:
             RankBudget(
                 made.memory(rank),
                 {s: made.stages.programs[s] for s in made.partition.schedule.stages_of(rank)},
-                made.plan,
-                made.costs,
-                made.residents[rank],
+                self.contexts[rank],
                 made.once,
-                self.pass_filter,
             )
             for rank in range(made.partition.schedule.ranks)
         ]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from zgraph.build.context import BuildContext
 from zgraph.build.memory_search import run_passes
 from zgraph.build.pass_pipeline import build, costs_of
 from zgraph.build.planned_step import Inputs, captured_program
@@ -226,7 +227,7 @@ class _Forecaster:
             1 if self.mesh.free is None else 4 if self.mesh.world == 2 * self.mesh.known else 2
         )
         program = self._on(program, world)
-        history, _ = run_passes(program, self.plan, self.costs, training=program.name == "train")
+        history, _ = run_passes(program, BuildContext(self.plan, self.costs), training=program.name == "train")
         busy = simulate(history.program, self.costs).busy
         mine = found.at(world=world, batch=point.batch, sequence=point.sequence)
         real = {"compute": busy.pop("compute", 0.0), "communication": sum(busy.values())}

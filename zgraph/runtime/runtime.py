@@ -23,9 +23,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zgraph.build.context import BuildContext
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.update_program import resident_of
-from zgraph.capture.cache_key import brief, shared, signature
+from zgraph.capture.cache_key import batch_rows, brief, shared, signature
+from zgraph.capture.capture import trace
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.inputs import refuse_inputs, resolved
 from zgraph.capture.storages import Sharing, owned, sharing
@@ -179,22 +181,19 @@ class Runtime(Rank):
         shown = brief(self.module, args, kwargs)
         name = self._name_new(shown)
         specs = with_requires_grad(self.shards.specs, self.shards.params())
-        entry = Entry(
-            name,
-            shown,
+        traced = trace(
             self.module,
             self.forward_function,
             args,
             kwargs,
             specs,
             self.sizes,
-            self.plan,
-            self.groups,
-            self.costs,
-            resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares),
             self.device,
-            self.agree,
+            self.plan.resolved_precision(),
         )
+        residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares)
+        context = BuildContext(self.plan, self.costs, residents, groups=self.groups, agree=self.agree)
+        entry = Entry(name, shown, traced, batch_rows(args, kwargs), context)
         if entry.program().differentiated:
             self.updater.refuse_unscaled()
         self.prepare(entry.program())
@@ -229,7 +228,7 @@ class Runtime(Rank):
             options = self.updater.options_with(step.states)
             self._require("optimizer", self.updater.states.bytes_at(options))
             self.updater.offload(options)
-            self.shares = step.residents.shares = (step.states,)
+            self.shares = step.context.residents.shares = (step.states,)
 
     def _require(self, what: str, size: int) -> None:
         """Raises `OffloadError` on every rank if the disk of one has no room for so many bytes of this kind."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zgraph.build.memory_search import Outcome, ResidentMemoryByShare, Search, SearchResult
-from zgraph.build.pass_pipeline import EVERY_PASS, PLAIN, MemoryDecision, PassFilter, Variant
+from zgraph.build.context import BuildContext
+from zgraph.build.memory_search import Outcome, Search, SearchResult
+from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant
 from zgraph.build.step_program import StepProgram, is_differentiated
 from zgraph.codegen.partition import Parts, split
 from zgraph.errors import PlanError
 from zgraph.passes import History, PassManager
-from zgraph.passes.analysis.costs import Costs
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, Program
 from zgraph.program.remark import Remark
@@ -50,26 +50,18 @@ class _TooSmallError(PlanError):
 
 
 class RankBudget:
-    """The decisions for the `programs` of a rank's stages, within the plan's budget: made when they are first asked for. `outsides` are the
-    rank's; does a step reduce gradients `once`, after its last backward?"""
+    """The decisions for the `programs` of a rank's stages, within the plan's budget: made when they are first asked for.
 
-    def __init__(
-        self,
-        memory: RankMemory,
-        programs: Mapping[int, Program],
-        plan: Plan,
-        costs: Costs,
-        residents: ResidentMemoryByShare,
-        once: bool,
-        pass_filter: PassFilter = EVERY_PASS,
-    ) -> None:
-        assert plan.memory_budget is not None
-        self.budget: int = plan.memory_budget
+    `once` says whether a step reduces gradients once, after its last backward.
+    """
+
+    def __init__(self, memory: RankMemory, programs: Mapping[int, Program], context: BuildContext, once: bool) -> None:
+        assert context.plan.memory_budget is not None
+        self.budget: int = context.plan.memory_budget
         self.memory = memory
-        self.residents = residents
+        self.residents = context.residents
         self.searches = {
-            stage: _StageSearch(stage, memory, program, plan, costs, residents, once, pass_filter)
-            for stage, program in programs.items()
+            stage: _StageSearch(stage, memory, program, context, once) for stage, program in programs.items()
         }
         self._decided: dict[int, SearchResult] | Refusal | None = None
 
@@ -195,16 +187,7 @@ class _Trial(StepProgram):
     """A stage's programs by a choice that is tried: not verified, and never run."""
 
     def __init__(self, search: _StageSearch, choice: MemoryDecision) -> None:
-        super().__init__(
-            search.captured.name,
-            search.captured,
-            search.plan,
-            {},
-            search.costs,
-            search.residents,
-            lambda made: None,
-            search.pass_filter,
-        )
+        super().__init__(search.captured, search.context)
         self.made: Callable[[Variant], History] = lambda variant: search.trial(choice, variant)
 
     def history(self, variant: Variant = PLAIN) -> History:
@@ -221,24 +204,14 @@ class _Trial(StepProgram):
 class _StageSearch(Search):
     """The search for one stage. A choice's peak is that of the rank with the `others` of its stages that are given, by numbers."""
 
-    def __init__(
-        self,
-        stage: int,
-        memory: RankMemory,
-        program: Program,
-        plan: Plan,
-        costs: Costs,
-        residents: ResidentMemoryByShare,
-        once: bool,
-        pass_filter: PassFilter,
-    ) -> None:
+    def __init__(self, stage: int, memory: RankMemory, program: Program, context: BuildContext, once: bool) -> None:
         self.stage = stage
         self.memory = memory
         self.once = once
         self.others: Mapping[int, SimulatedStage] = {}
         self.waiting = memory.waiting(stage)
         self.stages: dict[MemoryDecision, SimulatedStage] = {}
-        super().__init__(program, plan, costs, PLAIN, is_differentiated(program), residents, pass_filter)
+        super().__init__(program, context, PLAIN, is_differentiated(program))
 
     def best(self, budget: int) -> tuple[Outcome, Remark | None] | Outcome:
         """The fastest within a budget; where none fits, what takes least."""
@@ -267,7 +240,7 @@ class _StageSearch(Search):
 
     def busy(self, outcome: Outcome) -> float:
         """The seconds that its actions take in a step."""
-        return outcome.seconds * self.plan.micro_batches
+        return outcome.seconds * self.context.plan.micro_batches
 
     def held(self, stages: Mapping[int, SimulatedStage]) -> tuple[str, dict[str, int]]:
         """What the rank does at its peak, and the bytes by category there."""
@@ -288,13 +261,13 @@ class _StageSearch(Search):
 
     def _weighed(self, choice: MemoryDecision) -> Outcome:
         if choice not in self.stages:
-            self.stages[choice] = SimulatedStage(_Trial(self, choice), self.costs, self.once)
+            self.stages[choice] = SimulatedStage(_Trial(self, choice), self.context.costs, self.once)
         stage = self.stages[choice]
         with self._failures_of(choice):
             peak = sum(self.held({self.stage: stage, **self.others})[1].values())
             mine = [moment for moment in self.memory.row if moment.action.stage == self.stage]
             busy = sum(stage.seconds(moment.action.kind, variant_of(moment, stage)) for moment in mine)
-        return Outcome(choice, peak, busy / self.plan.micro_batches, stage.joint(PLAIN))
+        return Outcome(choice, peak, busy / self.context.plan.micro_batches, stage.joint(PLAIN))
 
     def _refusal(self, outcome: Outcome, what: str) -> PlanError:
         return _TooSmallError(outcome)

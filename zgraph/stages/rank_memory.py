@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zgraph.build.memory_search import ResidentMemory
+from zgraph.build.context import ResidentMemory
 from zgraph.build.pass_pipeline import Variant
 from zgraph.passes.analysis.costs import size_of
 from zgraph.passes.stages.cut_stages import Stages, Transfer

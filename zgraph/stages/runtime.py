@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from zgraph.build.context import BuildContext
 from zgraph.build.step_program import StepProgram
 from zgraph.build.update_program import resident_of
-from zgraph.capture.cache_key import brief
+from zgraph.capture.cache_key import batch_rows, brief
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.errors import CaptureError, PlanError, RankMismatchError, StepError, UnsupportedError
@@ -32,7 +33,7 @@ from zgraph.stages.channels import AHEAD, Channels, Line, Routes
 from zgraph.stages.duties import duties
 from zgraph.stages.faults import Board, Marker
 from zgraph.stages.memory_search import refuse
-from zgraph.stages.stage_programs import Capture, Partition, Staged, reduces_once, without_fast_path
+from zgraph.stages.stage_programs import Capture, Partition, RankStages, Staged, reduces_once, without_fast_path
 from zgraph.stages.whole_model import WholeModel
 from zgraph.stages.worker import Worker
 from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_tied, compare_updates
@@ -106,20 +107,9 @@ class PipelineRuntime(Runtime):
         specs = with_requires_grad(self.shards.specs, self.shards.params())
         held = self.held
         residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares, held)
-        staged = Staged(
-            name,
-            shown,
-            found,
-            self.partition,
-            self.line.position,
-            self.plan,
-            self.groups,
-            self.costs,
-            residents,
-            self.agree,
-            (args, kwargs),
-            self.once,
-        )
+        context = BuildContext(self.plan, self.costs, residents, groups=self.groups, agree=self.agree)
+        here = RankStages(self.partition, self.line.position, self.once)
+        staged = Staged(name, shown, found, batch_rows(args, kwargs), here, context)
         self.buffers.note(name, staged.stages.programs, self.partition.schedule.rank_of)
 
         def attempt() -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zgraph.build.memory_search import ResidentMemoryByShare
+from zgraph.build.context import BuildContext
 from zgraph.build.step_program import StepProgram
-from zgraph.capture.cache_key import batch_size
 from zgraph.capture.capture import Trace, flat_values
 from zgraph.errors import CaptureError, StepError
 from zgraph.passes.analysis.costs import Costs
@@ -59,6 +58,15 @@ class Partition:
     def holders(self, stages: Stages) -> dict[str, tuple[int, ...]]:
         """For each parameter the positions along "pp" of the ranks that hold it."""
         return {name: tuple(sorted({self.schedule.rank_of[s] for s in held})) for name, held in stages.holders.items()}
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """Which stages of a partition a rank runs."""
+
+    partition: Partition
+    position: int  # of the rank, along "pp"
+    once: bool  # does a step reduce gradients once, after its last backward?
 
 
 def needs_of(stages: Stages) -> Needs:
@@ -119,21 +127,17 @@ class Staged:
         name: str,
         shown: str,
         capture: Capture,
-        partition: Partition,
-        position: int,
-        plan: Plan,
-        groups: dict[str, str],
-        costs: Costs,
-        residents: ResidentMemoryByShare,
-        agree: Callable[[Program], None],
-        call: tuple[tuple[Any, ...], dict[str, Any]],
-        once: bool,
+        rows: int,
+        here: RankStages,
+        context: BuildContext,
     ) -> None:
         self.name = name
-        self.shown = shown
+        self.shown = shown  # the inputs, in words
+        self.rows = rows  # of this rank's batch
         self.trace, self.pattern, self.capture_seconds = capture.trace, capture.pattern, capture.seconds
         self.kept = capture.kept
-        self.plan = plan
+        self.context = context
+        partition = here.partition
         self.stages = cut(capture.joint, partition)
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
         self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
@@ -141,21 +145,14 @@ class Staged:
         self.loss_dtype = self.trace.output_dtype or (
             loss.meta["example_value"].dtype if loss is not None else torch.float32
         )
-        rows = batch_size(*call)
-        self.rows = 1 if rows is None else rows
-        programs = {stage: self.stages.programs[stage] for stage in partition.schedule.stages_of(position)}
-        memory = memory_of_rank(capture.joint, self.stages, partition.schedule, position)
-        self.budget = RankBudget(memory, programs, plan, costs, residents, once) if plan.memory_budget else None
+        programs = {stage: self.stages.programs[stage] for stage in partition.schedule.stages_of(here.position)}
+        memory = memory_of_rank(capture.joint, self.stages, partition.schedule, here.position)
+        self.budget = RankBudget(memory, programs, context, here.once) if context.plan.memory_budget else None
         self.steps = {
             stage: StepProgram(
-                f"{name}.stage{stage}",
                 program,
-                plan,
-                groups,
-                costs,
-                residents,
-                agree,
-                decide=functools.partial(self.budget.decision, stage) if self.budget is not None else None,
+                context,
+                functools.partial(self.budget.decision, stage) if self.budget is not None else None,
             )
             for stage, program in programs.items()
         }

@@ -25,12 +25,14 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from zgraph.build.context import BuildContext
 from zgraph.build.pass_pipeline import PLAIN, PassFilter, Variant, costs_of
 from zgraph.build.planned_step import Inputs, split_inputs
 from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of
+from zgraph.capture.cache_key import batch_rows
 from zgraph.capture.capture import find_loss, trace
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.forwards import method_of
@@ -141,25 +143,13 @@ class VirtualStep:
         called = Called(self.model, forward)
         batches = [_micro_batches(called, rows_of(inputs, d, max(data) + 1), parts) for d in range(max(data) + 1)]
         self.costs = costs_of(self.plan, self.device)
-        self.residents = resident_of(self.model, self.specs, self.plan, self.sizes, self.device, self.costs)
-        self.entry = Entry(
-            "step",
-            "",
-            self.model,
-            forward,
-            *split_inputs(batches[0][0]),
-            self.specs,
-            self.sizes,
-            self.plan,
-            {},
-            self.costs,
-            self.residents,
-            self.device,
-        )
+        residents = resident_of(self.model, self.specs, self.plan, self.sizes, self.device, self.costs)
+        call = split_inputs(batches[0][0])
+        traced = trace(self.model, forward, *call, self.specs, self.sizes, self.device, precision)
+        self.entry = Entry("step", "", traced, batch_rows(*call), BuildContext(self.plan, self.costs, residents))
         if self.pipelined:
-            call = split_inputs(batches[0][0])
             again = lambda: trace(self.model, forward, *call, self.specs, self.sizes, self.device, precision)  # noqa: E731
-            refuse_state(self.entry.trace, again, self.plan.micro_batches, self.model, *call)
+            refuse_state(traced, again, self.plan.micro_batches, self.model, *call)
         each = [list(_in_turn(self.model, plain, self.entry, rows, loss_fn)) for rows in batches]
         self.calls = [list(column) for column in zip(*(each[d] for d in data), strict=True)]
         self.ranks = self.calls[0]
@@ -186,17 +176,8 @@ class VirtualStep:
 
     def unverified(self) -> StepProgram:
         """The same programs, made by passes after which nobody looks."""
-        made = self.step
-        return StepProgram(
-            made.name,
-            made.captured,
-            made.plan,
-            made.groups,
-            made.costs,
-            made.residents,
-            made.agree,
-            PassFilter(verified=False),
-        )
+        context = replace(self.step.context, pass_filter=PassFilter(verified=False))
+        return StepProgram(self.step.captured, context)
 
     # -- what programs give -------------------------------------------------------------------------------------------
     def of_program(self, program: Program, variant: Variant = PLAIN) -> Results:
@@ -386,7 +367,7 @@ class PlainRun:
             v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in self.flat
         )
         self.random = torch.get_rng_state()
-        precision = entry.plan.resolved_precision()
+        precision = entry.context.plan.resolved_precision()
         if precision.cast_inputs and (low := precision.dtype("compute")) is not None:
             args, kwargs = pytree.tree_map(
                 lambda x: x.to(low) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
