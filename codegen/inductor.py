@@ -68,7 +68,7 @@ def compile_inductor(
             round_each,
             library=library,
             reuse=not any(transfers_to_host.is_move(n) for n in program.graph.nodes),
-            turns=tuple(
+            chunks=tuple(
                 (n.name, turn) for n in ready.graph.nodes if has_info(n) and (turn := info(n).turn) is not None
             ),
         )

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +77,43 @@ def compile(
     called with the reduced gradient of each backward, a `DTensor`.
     """
     debug_mode.wanted()  # (a word that means nothing is refused now)
+    _refuse_compiled(model)
+    free_dropped_models()
+    agreed = _agree(model, plan or Plan(), mesh)
+    forward = unbound(model, model.forward)
+    _refuse_unfit(model, agreed)
+    if agreed.sizes.get(STAGE_DIM, 1) > 1 or agreed.sizes.get(TENSOR_DIM, 1) > 1:
+        _attach_deferred(model, forward, agreed, inputs, loss_fn)
+        return model
+    plan, device, agreement = agreed.plan, agreed.device, agreed.agreement
+    tiers = opened_tiers(model, plan, agreed.specs, device, agreement)
+    costs = agreed_costs(plan, device, agreement, tiers)
+    context = RankContext(agreed.sizes, agreed.mesh, device, agreement, agreement, costs, tiers)
+    shards = shard(model, agreed.specs, agreed.mesh, device, agreed.seed, tiers.of("parameters"))
+    prepare(model, plan.resolved_precision(), agreed.specs)
+    runtime = started(Runtime(model, forward, plan, shards, context))
+    attach(model, runtime, loss_fn)
+    if inputs is not None:
+        args, kwargs = split_inputs(inputs)
+        runtime.entry(args, kwargs)
+    return model
+
+
+@dataclass(frozen=True, eq=False)
+class _Agreed:
+    """What all ranks have agreed on before anything of the model is changed."""
+
+    plan: Plan
+    sizes: dict[str, int]  # of the mesh
+    mesh: DeviceMesh | None
+    device: torch.device
+    agreement: Agreement
+    specs: dict[str, ParamSpec]
+    seed: int  # for parameters on the meta device
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Raise `ModelError` for what is no module, or is compiled already, or has a part that is."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"zgraph.compile takes an nn.Module, not {type(model).__name__}")
     if is_compiled(model):
@@ -86,14 +124,15 @@ def compile(
     inner = next((name for name, child in model.named_modules() if is_compiled(child)), None)
     if inner is not None:
         raise ModelError(f"module {inner!r} of the model is compiled already", hint="compile only the outermost module")
-    free_dropped_models()
-    plan = plan or Plan()
+
+
+def _agree(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> _Agreed:
+    """Let all ranks agree on the plan and the model, and on the values of its parameters and buffers."""
     device = device_of(model)
     init_process_group(device)
     mesh, sizes = _mesh(plan, mesh, device)
     plan = plan.for_world(math.prod(sizes.values()))
     agreement = Agreement(mesh)
-    precision = plan.resolved_precision()
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")
     plan = placed(plan, model, sizes, device, lambda mine: agreement.any("room in the host's memory", mine))
     specs = planned_layout(model, sizes, plan)
@@ -103,46 +142,56 @@ def compile(
         "; ".join(f"{s.name}: {s.dtype}{list(s.shape)}{'' if s.requires_grad else ' frozen'}" for s in specs.values()),
     )
     _same_values(model, agreement)
-    seed = (
-        agreement.broadcast(torch.initial_seed())
-        if any(p.is_meta for p in [*model.parameters(), *model.buffers()])
-        else 0
-    )
-    forward = unbound(model, model.forward)
+    on_meta = any(p.is_meta for p in [*model.parameters(), *model.buffers()])
+    seed = agreement.broadcast(torch.initial_seed()) if on_meta else 0
+    return _Agreed(plan, sizes, mesh, device, agreement, specs, seed)
+
+
+def _refuse_unfit(model: nn.Module, agreed: _Agreed) -> None:
+    """Raise what a model that the plan can't train raises, while it is as it was."""
+    plan, specs, mesh, precision = agreed.plan, agreed.specs, agreed.mesh, agreed.plan.resolved_precision()
     check(model, precision, specs)
     refuse_unmatched(plan, model)
     refuse_shared_memory(model, moved_parameters(model, specs, mesh), updates=plan.optimizer is not None)
-    refuse_unmovable(model, replaces=mesh is not None, in_stages=sizes.get(STAGE_DIM, 1) > 1)
+    refuse_unmovable(model, replaces=mesh is not None, in_stages=agreed.sizes.get(STAGE_DIM, 1) > 1)
     refuse_complex_clipping(plan, specs)
-    if plan.optimizer is not None:  # (what can be refused is refused while the model is as it was)
+    if plan.optimizer is not None:
         optimizer = PlanOptimizer(members_of(model, specs, plan.optimizer), dict(model.named_parameters()), None)
         if isinstance(plan.lr_schedule, TorchSchedule):
             torch_scheduler(plan.lr_schedule, optimizer)
     too_large = refuse_overflow(model, precision)
-    if agreement.any("weights beyond the range of the low dtype", bool(too_large)):
+    if agreed.agreement.any("weights beyond the range of the low dtype", bool(too_large)):
         raise overflow_error(too_large or ["(of another rank)"])
-    if sizes.get(STAGE_DIM, 1) > 1 or sizes.get(TENSOR_DIM, 1) > 1:
-        assert mesh is not None
-        made = DeferredPipeline if sizes.get(STAGE_DIM, 1) > 1 else DeferredDivision
-        uncut = made(model, forward, plan, sizes, mesh, specs, device, agreement, seed, loss_fn)
-        first = started(uncut.runtime(*split_inputs(inputs))) if inputs is not None else uncut
-        attach(model, first, loss_fn)  # (where that was refused the model is as it was)
-        if inputs is not None and isinstance(first, PipelineRuntime):
-            compile_first(first, *split_inputs(inputs))
-        elif inputs is not None and isinstance(first, Runtime):
-            first.entry(*split_inputs(inputs))
-        return model
-    tiers = opened_tiers(model, plan, specs, device, agreement)
-    costs = agreed_costs(plan, device, agreement, tiers)
-    context = RankContext(sizes, mesh, device, agreement, agreement, costs, tiers)
-    shards = shard(model, specs, mesh, device, seed, tiers.of("parameters"))
-    prepare(model, precision, specs)
-    runtime = started(Runtime(model, forward, plan, shards, context))
-    attach(model, runtime, loss_fn)
-    if inputs is not None:
-        args, kwargs = split_inputs(inputs)
-        runtime.entry(args, kwargs)
-    return model
+
+
+def _attach_deferred(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    agreed: _Agreed,
+    inputs: Inputs | None,
+    loss_fn: Callable[..., Any] | None,
+) -> None:
+    """Give the model a run time that is made at its first call: how it is cut is known only after the capture."""
+    assert agreed.mesh is not None
+    kind = DeferredPipeline if agreed.sizes.get(STAGE_DIM, 1) > 1 else DeferredDivision
+    deferred = kind(
+        model,
+        forward,
+        agreed.plan,
+        agreed.sizes,
+        agreed.mesh,
+        agreed.specs,
+        agreed.device,
+        agreed.agreement,
+        agreed.seed,
+        loss_fn,
+    )
+    first = started(deferred.runtime(*split_inputs(inputs))) if inputs is not None else deferred
+    attach(model, first, loss_fn)  # (where that was refused the model is as it was)
+    if inputs is not None and isinstance(first, PipelineRuntime):
+        compile_first(first, *split_inputs(inputs))
+    elif inputs is not None and isinstance(first, Runtime):
+        first.entry(*split_inputs(inputs))
 
 
 def moved_parameters(model: nn.Module, specs: dict[str, ParamSpec], mesh: DeviceMesh | None) -> set[str]:

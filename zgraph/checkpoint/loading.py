@@ -31,6 +31,7 @@ from zgraph.update.build import AHEAD, DERIVED, EMA, MASTER
 from zgraph.update.owned_parameters import mesh_of
 from zgraph.update.resume import Last
 from zgraph.update.rules import RULES
+from zgraph.update.states import States
 
 if TYPE_CHECKING:
     from zgraph.runtime.runtime import Runtime
@@ -352,6 +353,30 @@ def _check_tied(runtime: Runtime, source: Source, name: str, others: Sequence[st
             )
 
 
+def _read(source: Source, loading: Loading, states: States) -> None:
+    """Read the tensors of a checkpoint into those of the model and its optimizer."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for number in range(max(map(len, loading.tensors.values()), default=0)):
+                wanted = {n: ts[number] for n, ts in loading.tensors.items() if len(ts) > number}
+                load_distributed(
+                    wanted,
+                    storage_reader=source.reader(),
+                    planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                    no_dist=True,
+                )
+            for to, of in loading.copies:
+                local_of(to).copy_(local_of(of))
+            states.clear(loading.fresh)
+    except (Exception, CheckpointException) as error:  # (torch's is no Exception)
+        raise CheckpointError(
+            "the checkpoint could not be read to its end",
+            where=str(source.folder),
+            why=f"{type(error).__name__}: {error}",
+            hint="weights are of two checkpoints now: load one again before going on",
+        ) from error
+
+
 def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, Any]) -> dict[str, Any]:
     """Write what was planned. A failure leaves the model unusable until a checkpoint was loaded, and says so."""
     loading, updater = parts.loading, runtime.updater
@@ -361,30 +386,8 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
     def refused(rank: int, said: str) -> CheckpointError:
         return CheckpointError(f"rank {rank} could not load the checkpoint", where=str(source.folder), why=said)
 
-    def attempt() -> None:
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                for number in range(max(map(len, loading.tensors.values()), default=0)):
-                    wanted = {n: ts[number] for n, ts in loading.tensors.items() if len(ts) > number}
-                    load_distributed(
-                        wanted,
-                        storage_reader=source.reader(),
-                        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                        no_dist=True,
-                    )
-                for to, of in loading.copies:
-                    local_of(to).copy_(local_of(of))
-                updater.states.clear(loading.fresh)
-        except (Exception, CheckpointException) as error:  # (torch's is no Exception)
-            raise CheckpointError(
-                "the checkpoint could not be read to its end",
-                where=str(source.folder),
-                why=f"{type(error).__name__}: {error}",
-                hint="weights are of two checkpoints now: load one again before going on",
-            ) from error
-
     try:
-        agreement.together("the checkpoint", attempt, refused)
+        agreement.together("the checkpoint", lambda: _read(source, loading, updater.states), refused)
     except Exception:
         updater.spoil()
         raise

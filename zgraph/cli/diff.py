@@ -88,10 +88,14 @@ def diff(
     made = compare(one, two, names)
     steps = {"before": _step(found), "after": _step(against)}
     data = made.to_json() | {"steps": {key: dict(zip(STEP, row, strict=True)) for key, row in steps.items()}}
-    of = "whole step" if found.plan.mesh.get("pp", 1) == 1 else "programs of the stage"
-    whole = table((of, *names), _rows(steps["before"], steps["after"]))
-    text = f"{whole}\n\n{text_of(made, first.name, None if every else SHOWN)}"
+    text = f"{_whole(found, names, steps)}\n\n{text_of(made, first.name, None if every else SHOWN)}"
     give(data, text, as_json, output)
+
+
+def _whole(found: Inspection, names: tuple[str, str], steps: dict[str, tuple[int, float, float, int]]) -> str:
+    """Both steps side by side, under their names."""
+    of = "whole step" if found.plan.mesh.get("pp", 1) == 1 else "programs of the stage"
+    return table((of, *names), _rows(steps["before"], steps["after"]))
 
 
 def _step(found: Inspection) -> tuple[int, float, float, int]:

@@ -102,28 +102,8 @@ def dump(
 ) -> None:
     """Print the program that a plan makes of a model: readable text, or a form for other tools."""
     form = Format.JSON if as_json else form
-    if filter is not None and form not in (Format.TEXT, Format.DOT):
-        raise typer.BadParameter(f"--format {form} is of whole programs: leave out --filter")
-    if changed is not None and form is not Format.TEXT:
-        raise typer.BadParameter(f"--print-changed is text: leave out --format {form}")
-    if changed is not None and after is not None:
-        raise typer.BadParameter("--print-changed is of every pass: leave out --after")
-    if changed is Changed.DIFF and filter is not None:
-        raise typer.BadParameter("--print-changed=diff is of whole programs: leave out --filter")
-    if update and program is not None:
-        raise typer.BadParameter("--update or --program, not both")
-    if form is Format.BUNDLE and (output is None or after is not None):
-        raise typer.BadParameter("--format bundle is of all passes, and needs -o FOLDER")
-    wanted = [name for name in (after, stop_after, *(disable or ())) if name is not None]
-    if wanted and bundle_folder(target) is None:  # before the capture, which takes its time
-        the_plan = load_plan(plan)
-        planned = [p.name for training in (True, False) for p in planned_passes(the_plan, update, training=training)]
-        for name in wanted:
-            if name not in ["capture", *planned]:
-                raise PassError(
-                    f"there is no pass {name!r} in this pipeline", hint=did_you_mean(name, ["capture", *planned])
-                )
-
+    _refuse_conflicts(form, filter, changed, after, update and program is not None, output)
+    _refuse_unknown(target, plan, update, [n for n in (after, stop_after, *(disable or ())) if n is not None])
     edited = None
     if stop_after is not None or disable:
         from zgraph.build.pass_pipeline import PassFilter
@@ -149,6 +129,41 @@ def dump(
     shown = (way.last if after is None else way.after(after)).program
     place = None if rank is None else rank_place(shown, rank, filter or "*")
     write(_rendered(shown, found, form, filter, place, output), output)
+
+
+def _refuse_conflicts(
+    form: Format,
+    filter: str | None,
+    changed: Changed | None,
+    after: str | None,
+    both: bool,
+    output: Path | None,
+) -> None:
+    """Raise `BadParameter` for options that exclude each other; `both` --update and --program do."""
+    if filter is not None and form not in (Format.TEXT, Format.DOT):
+        raise typer.BadParameter(f"--format {form} is of whole programs: leave out --filter")
+    if changed is not None and form is not Format.TEXT:
+        raise typer.BadParameter(f"--print-changed is text: leave out --format {form}")
+    if changed is not None and after is not None:
+        raise typer.BadParameter("--print-changed is of every pass: leave out --after")
+    if changed is Changed.DIFF and filter is not None:
+        raise typer.BadParameter("--print-changed=diff is of whole programs: leave out --filter")
+    if both:
+        raise typer.BadParameter("--update or --program, not both")
+    if form is Format.BUNDLE and (output is None or after is not None):
+        raise typer.BadParameter("--format bundle is of all passes, and needs -o FOLDER")
+
+
+def _refuse_unknown(target: str, plan: Path | None, update: bool, wanted: list[str]) -> None:
+    """Raise `PassError` for passes that are not in the pipeline: before the capture, which takes its time."""
+    if wanted and bundle_folder(target) is None:
+        the_plan = load_plan(plan)
+        planned = [p.name for training in (True, False) for p in planned_passes(the_plan, update, training=training)]
+        for name in wanted:
+            if name not in ["capture", *planned]:
+                raise PassError(
+                    f"there is no pass {name!r} in this pipeline", hint=did_you_mean(name, ["capture", *planned])
+                )
 
 
 def _rendered(

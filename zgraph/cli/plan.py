@@ -87,14 +87,8 @@ def plan(
             raise typer.Exit(INTERRUPTED)
     ranked = kinds.ranked(rows)
     best = ranked[0] if ranked[0].fits else None
-    staged = any(e.bubble is not None for e in ranked)
-    head = ("plan", "step", *(("bubble",) if staged else ()), "exposed", "peak", "of", "fits", "to the best")
-    lines = [table(head, [_row(e, best, staged) for e in ranked]), ""]
-    where = f"on {ranks} rank(s) of {ranked[0].plan.hardware}"
-    lines.append(f"{where}, {best.name} is the fastest that fits" if best else f"{where}, none fits")
-    lines += [f"{e.name}: {e.problem}" for e in ranked if e.problem]
     data = {"world": ranks, "best": best.name if best else None, "plans": [e.to_json() for e in ranked]}
-    give(data, "\n".join(lines), as_json, None)
+    give(data, _text(ranked, best, ranks), as_json, None)
     if best is not None and output is not None:
         best.plan.save(output)
         typer.echo(f"wrote {output}{'' if whole else ', the best so far'}", err=True)
@@ -127,6 +121,17 @@ def _ranks(given: dict[str, Plan], world: int | None) -> int:
         shown = ", ".join(f"{name} for {ranks}" for name, ranks in found.items())
         raise TargetError("the plans are for different numbers of ranks", why=shown, hint="--world N")
     return next(iter(found.values()))
+
+
+def _text(ranked: list[Evaluation], best: Evaluation | None, ranks: int) -> str:
+    """The plans as a table, and which is the best."""
+    staged = any(e.bubble is not None for e in ranked)
+    head = ("plan", "step", *(("bubble",) if staged else ()), "exposed", "peak", "of", "fits", "to the best")
+    lines = [table(head, [_row(e, best, staged) for e in ranked]), ""]
+    where = f"on {ranks} rank(s) of {ranked[0].plan.hardware}"
+    lines.append(f"{where}, {best.name} is the fastest that fits" if best else f"{where}, none fits")
+    lines += [f"{e.name}: {e.problem}" for e in ranked if e.problem]
+    return "\n".join(lines)
 
 
 def _row(found: Evaluation, best: Evaluation | None, staged: bool) -> tuple[str, ...]:

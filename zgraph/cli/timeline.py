@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,9 @@ from zgraph.cli.output import give, table, write
 from zgraph.cli.targets import look, look_at_pipeline
 from zgraph.errors import TargetError
 from zgraph.units import milliseconds
+
+if TYPE_CHECKING:
+    from zgraph.inspection.compare_profile import Comparison
 
 SHOWN = 30  # nodes, in the text
 
@@ -74,6 +77,11 @@ def timeline(
     from zgraph.inspection.compare_profile import beside
 
     made = beside(found, read_profile(against))
+    give(made.to_json(), _text(made), as_json, output)
+
+
+def _text(made: Comparison) -> str:
+    """A forecast beside a profile, the nodes first that differ most."""
     worst = sorted(made.rows, key=lambda row: -abs(row.measured - row.forecast))[:SHOWN]
     rows = [
         (
@@ -87,7 +95,7 @@ def timeline(
         for row in worst
     ]
     lines = [str(made), "", table(("node", "operator", "forecast", "measured", "ratio", "module"), rows)]
-    give(made.to_json(), "\n".join(lines), as_json, output)
+    return "\n".join(lines)
 
 
 def read_profile(path: Path) -> dict[str, object]:

@@ -173,26 +173,11 @@ def elastic(section: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("max_train_batch_size", "micro_batch_sizes"):
         if key not in section:
             raise PlanError(f"no {key}", where=f"elasticity.{key}", why="an elastic run needs it")
-    if str(given["version"]) not in ("0.1", "0.2"):
-        raise PlanError(
-            f"version {short(given['version'])}", where="elasticity.version", hint="0.1 or 0.2: there are no others"
-        )
+    _refuse_elastic(given)
     sizes = given["micro_batch_sizes"]
-    if not isinstance(sizes, (list, tuple)) or not sizes:
-        raise PlanError(f"{short(sizes)} is no list of sizes", where="elasticity.micro_batch_sizes", hint="[2, 4, 6]")
-    for size in sizes:
-        _rows("micro_batch_sizes", size)
-    most, least_gpus, most_gpus, node, parts = (
-        _rows(key, given[key])
-        for key in ("max_train_batch_size", "min_gpus", "max_gpus", "num_gpus_per_node", "model_parallel_size")
+    most, least_gpus, most_gpus, node = (
+        _rows(key, given[key]) for key in ("max_train_batch_size", "min_gpus", "max_gpus", "num_gpus_per_node")
     )
-    if parts > 1:
-        raise PlanError(
-            f"a model in {parts} parts",
-            where="elasticity.model_parallel_size",
-            why="how a model is divided is said by the plan's mesh",
-            hint="leave it out",
-        )
     node = node if str(given["version"]) == "0.2" else 1
     if most // node < max(sizes):
         raise PlanError(
@@ -209,19 +194,38 @@ def elastic(section: Mapping[str, Any]) -> dict[str, Any]:
             where="elasticity.min_gpus",
             hint="other bounds, or a larger batch",
         )
-    for key, why in (
-        (
-            "min_time",
-            "there is no scheduler here that it could tell: torchrun restarts as soon as ranks are gone or there",
-        ),
-        (
-            "ignore_non_elastic_batch_info",
-            "this section alone is read; batch sizes elsewhere in the config mean nothing here",
-        ),
-    ):
+    for key, why in _ELASTIC_LEFT_OUT.items():
         if given[key]:
             logger.warning("elasticity.%s=%s is left out: %s", key, given[key], why)
     return {"elastic": {"batch": batch * node, "micro_batch": sorted(set(sizes)), "worlds": [n * node for n in nodes]}}
+
+
+_ELASTIC_LEFT_OUT = {
+    "min_time": "there is no scheduler here that it could tell: torchrun restarts as soon as ranks are gone or there",
+    "ignore_non_elastic_batch_info": "this section alone is read; batch sizes elsewhere in the config mean nothing here",
+}
+
+
+def _refuse_elastic(given: Mapping[str, Any]) -> None:
+    """Raise `PlanError` for a value that means nothing."""
+    if str(given["version"]) not in ("0.1", "0.2"):
+        raise PlanError(
+            f"version {short(given['version'])}", where="elasticity.version", hint="0.1 or 0.2: there are no others"
+        )
+    sizes = given["micro_batch_sizes"]
+    if not isinstance(sizes, (list, tuple)) or not sizes:
+        raise PlanError(f"{short(sizes)} is no list of sizes", where="elasticity.micro_batch_sizes", hint="[2, 4, 6]")
+    for size in sizes:
+        _rows("micro_batch_sizes", size)
+    for key in ("max_train_batch_size", "min_gpus", "max_gpus", "num_gpus_per_node"):
+        _rows(key, given[key])
+    if (parts := _rows("model_parallel_size", given["model_parallel_size"])) > 1:
+        raise PlanError(
+            f"a model in {parts} parts",
+            where="elasticity.model_parallel_size",
+            why="how a model is divided is said by the plan's mesh",
+            hint="leave it out",
+        )
 
 
 def _most_elastic(sizes: list[int], most: int, least_gpus: int, most_gpus: int, larger: bool) -> tuple[int, list[int]]:

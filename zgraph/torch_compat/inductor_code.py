@@ -88,9 +88,9 @@ def name_held(inputs: Sequence[fx.Node]) -> None:
 
 
 @functools.cache
-def order_keeper(turns: tuple[tuple[str, str], ...] = ()) -> Any:
+def order_keeper(chunks: tuple[tuple[str, str], ...] = ()) -> Any:
     """A pass over Inductor's scheduler that lets no fusion move collectives and library calls past each other, nor what is of one of the
-    `turns` (the names of nodes, each with that of its turn) past the turn before it: two turns' values would be there at once.
+    `chunks` (the names of nodes, each with that of its chunk) past the chunk before it: two chunks' values would be there at once.
 
     Fusion puts a group of operators where the first of them stood, and what the others need (a wait, a product) before
     that. A chain of control dependencies through all kernels that are not Inductor's own forbids this; it extends no
@@ -120,7 +120,7 @@ def order_keeper(turns: tuple[tuple[str, str], ...] = ()) -> Any:
                 if last is not None:
                     node.add_fake_dep(WeakDep(last, own, is_fake=True))
                 last = own
-            apart = self._apart(nodes)
+            apart = _order_chunks(nodes, dict(chunks))
             if last is not None or apart:
                 nodes[0].scheduler.compute_ancestors()
             return nodes
@@ -132,29 +132,31 @@ def order_keeper(turns: tuple[tuple[str, str], ...] = ()) -> Any:
             for read in sorted({d.name for d in node.read_writes.reads} & set(node.mutation_renames.values())):
                 node.add_fake_dep(WeakDep(read, read, is_fake=True))
 
-        def _apart(self, nodes: list[Any]) -> bool:
-            turn_of = dict(turns)
-            now: str | None = None
-            before: list[str] = []  # what the turn before has made
-            made: list[str] = []
-            for node in nodes:
-                of = {turn_of[o.name] for o in node.node.get_origins() if o.name in turn_of} if turns else ()
-                if len(of) != 1:
-                    continue
-                (turn,) = of
-                if turn != now:
-                    now, before, made = turn, made, []
-                for name in before:
-                    node.add_fake_dep(
-                        WeakDep(name, name, is_fake=True)
-                    )  # (nothing is mutated: it names no write of the node's)
-                made += [b.get_name() for b in node.get_outputs()]
-            return bool(made)
-
         def uuid(self) -> Any:
-            return custom_graph_pass.get_hash_for_files((__file__,)), turns
+            return custom_graph_pass.get_hash_for_files((__file__,)), chunks
 
     return KeepOrder()
+
+
+def _order_chunks(nodes: list[Any], chunk_of: dict[str, str]) -> bool:
+    """Let each node of a chunk depend on all that the chunk before it has written. Are there any such nodes?"""
+    from torch._inductor.dependencies import WeakDep
+
+    now: str | None = None
+    before: list[str] = []  # what the chunk before has written
+    written: list[str] = []
+    for node in nodes:
+        of = {chunk_of[o.name] for o in node.node.get_origins() if o.name in chunk_of} if chunk_of else ()
+        if len(of) != 1:
+            continue
+        (chunk,) = of
+        if chunk != now:
+            now, before, written = chunk, written, []
+        for name in before:
+            # (nothing is mutated: it names no write of the node's)
+            node.add_fake_dep(WeakDep(name, name, is_fake=True))
+        written += [b.get_name() for b in node.get_outputs()]
+    return bool(written)
 
 
 def compile_with_inductor(
@@ -166,7 +168,7 @@ def compile_with_inductor(
     round_each: bool,
     library: Callable[[Any], Any] = lambda kernels: kernels,
     reuse: bool = True,
-    turns: tuple[tuple[str, str], ...] = (),
+    chunks: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], str, list[Any]]:
     """(the boxed callable, its source, the strides of its outputs) of Inductor's compilation of one graph.
 
@@ -175,7 +177,7 @@ def compile_with_inductor(
     Without `reuse` a buffer is freed where it dies: Inductor else holds it for the next of its size, where its own estimate of the peak, which
     knows of no homes, allows it. With `round_each` a fused kernel rounds to a low dtype wherever its operators would, one by one.
     The order of collectives and library calls is that of the graph: what fuses around them does not move them, and
-    Inductor's own reorder passes are off (they move the start of a collective next to its wait). `turns`: see `order_keeper`.
+    Inductor's own reorder passes are off (they move the start of a collective next to its wait). `chunks`: see `order_keeper`.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -184,7 +186,7 @@ def compile_with_inductor(
     keep = {
         "reorder_for_locality": False,
         "reorder_for_peak_memory": False,
-        "_pre_fusion_custom_pass": order_keeper(turns),
+        "_pre_fusion_custom_pass": order_keeper(chunks),
         "combo_kernels": combine,
         "emulate_precision_casts": round_each,
         "allow_buffer_reuse": reuse,

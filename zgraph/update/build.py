@@ -205,7 +205,23 @@ def _all_reduce(x: Tensor, op: str, dim: str) -> Tensor:
     return collectives.WAIT(collectives.ALL_REDUCE(x, op, dim))  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of an update's program."""
+
+    counts: dict[str, fx.Node]  # updates so far, by their states' names
+    scalars: dict[tuple[int, str], fx.Node]  # see `scalar_names`
+    scaling: dict[str, fx.Node]  # the states of the loss scale
+    nonfinite: fx.Node | None  # steps that were not finite
+    indices: dict[str, fx.Node]  # this rank's, by mesh dimension
+    params: dict[str, fx.Node]
+    grads: dict[str, fx.Node]
+    states: dict[str, dict[str, fx.Node]]
+
+
 class _Builder:
+    """Builds one update program."""
+
     def __init__(
         self, specs: dict[str, ParamSpec], mesh: dict[str, int], options: UpdateOptions, assembler: Assembler
     ) -> None:
@@ -218,6 +234,32 @@ class _Builder:
     # -- the whole ----------------------------------------------------------------------------------------------------
     def build(self, members: Sequence[Member]) -> Program:
         updated = [m for m in members if m.record is not None]
+        inputs = self._inputs(members, updated)
+        results: list[tuple[Port, fx.Node]] = []
+        grads = self._tied(inputs.grads)
+        # Scaled for the norm and again for the update: kept between the two it would be as large as all gradients.
+        counted = {n: g for n, g in grads.items() if n not in self.options.uncounted}
+        norm = self._norm(self._scaled(counted, inputs.scalars)) if self.options.clip_norm is not None else None
+        clipped = self._clip(self._scaled(grads, inputs.scalars), norm)
+        if norm is not None:
+            results.append((Port(OutputRole.OUTPUT, "grad_norm"), norm))
+        overflow = self._skip(inputs, grads, norm, results)
+        self._advance_scale(inputs.scaling, overflow, results)
+        steps = self._advance_counts(inputs.counts, overflow, results)
+        for member in updated:
+            results += self._update(member, inputs, clipped[member.name], steps[member.count], overflow)
+        for member in members:
+            old, new = inputs.grads[member.name], clipped[member.name]
+            if member.record is None and new is not old:
+                if overflow is not None:
+                    (new,) = self.assembler.of(
+                        member.name, lambda o, a, b: (torch.where(o, a, b),), [overflow, old, new]
+                    )
+                results.append((Port(OutputRole.MUTATION, member.name, of=InputRole.GRADIENT), new))
+        return self.assembler.finish(results)
+
+    def _inputs(self, members: Sequence[Member], updated: Sequence[Member]) -> _Inputs:
+        """Make the program's inputs, in their order."""
         names = scalar_names(members, self.options)
         counts = {
             name: self.assembler.input(Port(InputRole.STATE, name), (), torch.float64)
@@ -247,91 +289,82 @@ class _Builder:
                 params[member.name] = self.assembler.input(port, spec.shard_shape, spec.dtype, spec, spec.home)
             port = Port(InputRole.GRADIENT, member.name)
             grads[member.name] = self.assembler.input(port, spec.shard_shape, spec.grad_dtype, spec, spec.grad_home)
-            kept = states_of(member, spec, self.options) if member.record is not None else {}
-            states[member.name] = {
-                key: self.assembler.input(
-                    Port(InputRole.STATE, f"{member.name}/{key}"),
-                    s.shape,
-                    s.dtype,
-                    spec,
-                    self.options.homes.get(member.name),
-                )
-                for key, s in kept.items()
-            }
-        results: list[tuple[Port, fx.Node]] = []
+            states[member.name] = self._states(member, spec) if member.record is not None else {}
         scalars = self._select(names, vector)
-        held, grads = grads, self._tied(grads)
-        # Scaled for the norm and again for the update: kept between the two it would be as large as all gradients.
-        counted = {n: g for n, g in grads.items() if n not in self.options.uncounted}
-        norm = self._norm(self._scaled(counted, scalars)) if self.options.clip_norm is not None else None
-        given = self._clip(self._scaled(grads, scalars), norm)
-        if norm is not None:
-            results.append((Port(OutputRole.OUTPUT, "grad_norm"), norm))
-        overflow: fx.Node | None = None
-        if nonfinite is not None:
-            overflow, lost = self._overflow(grads, scalars[-1, "loss"])
-            # (gradients beyond half precision's range are the scale's business)
-            (after,) = self.assembler.numbers(lambda n, bad: (n + bad,), [nonfinite, lost if scaling else overflow])
-            results.append((Port(OutputRole.MUTATION, f"/{NONFINITE}", of=InputRole.STATE), after))
-        elif scaling:
-            (overflow,) = self._overflow(grads)
-        elif norm is not None and self.options.finite_norm:
-            (overflow,) = self.assembler.numbers(lambda n: (n.isfinite().logical_not(),), [norm])
-        loss_scale = self.options.loss_scale
-        if overflow is not None and loss_scale is not None:
-            advanced = self.assembler.numbers(
-                lambda o, *v: tuple(
-                    scaler.advance(loss_scale, dict(zip(scaling, v, strict=True)), o)[k] for k in scaling
-                ),
-                [overflow, *scaling.values()],
+        return _Inputs(counts, scalars, scaling, nonfinite, indices, params, grads, states)
+
+    def _states(self, member: Member, spec: ParamSpec) -> dict[str, fx.Node]:
+        return {
+            key: self.assembler.input(
+                Port(InputRole.STATE, f"{member.name}/{key}"),
+                s.shape,
+                s.dtype,
+                spec,
+                self.options.homes.get(member.name),
             )
-            results += [
-                (Port(OutputRole.MUTATION, f"/{key}", of=InputRole.STATE), new)
-                for key, new in zip(scaling, advanced, strict=True)
-                if new is not scaling[key]
-            ]
-        following: dict[str, fx.Node] = {}
+            for key, s in states_of(member, spec, self.options).items()
+        }
+
+    def _skip(
+        self,
+        inputs: _Inputs,
+        grads: dict[str, fx.Node],
+        norm: fx.Node | None,
+        results: list[tuple[Port, fx.Node]],
+    ) -> fx.Node | None:
+        """A bool: is the update skipped? None where none ever is."""
+        if inputs.nonfinite is not None:
+            overflow, lost = self._overflow(grads, inputs.scalars[-1, "loss"])
+            # (gradients beyond half precision's range are the scale's business)
+            bad = lost if inputs.scaling else overflow
+            (after,) = self.assembler.numbers(lambda n, bad: (n + bad,), [inputs.nonfinite, bad])
+            results.append((Port(OutputRole.MUTATION, f"/{NONFINITE}", of=InputRole.STATE), after))
+            return overflow
+        if inputs.scaling:
+            (overflow,) = self._overflow(grads)
+            return overflow
+        if norm is not None and self.options.finite_norm:
+            (overflow,) = self.assembler.numbers(lambda n: (n.isfinite().logical_not(),), [norm])
+            return overflow
+        return None
+
+    def _advance_scale(
+        self, scaling: dict[str, fx.Node], overflow: fx.Node | None, results: list[tuple[Port, fx.Node]]
+    ) -> None:
+        """The loss scale of the next step."""
+        loss_scale = self.options.loss_scale
+        if overflow is None or loss_scale is None:
+            return
+        advanced = self.assembler.numbers(
+            lambda o, *v: tuple(scaler.advance(loss_scale, dict(zip(scaling, v, strict=True)), o)[k] for k in scaling),
+            [overflow, *scaling.values()],
+        )
+        results += [
+            (Port(OutputRole.MUTATION, f"/{key}", of=InputRole.STATE), new)
+            for key, new in zip(scaling, advanced, strict=True)
+            if new is not scaling[key]
+        ]
+
+    def _advance_counts(
+        self, counts: dict[str, fx.Node], overflow: fx.Node | None, results: list[tuple[Port, fx.Node]]
+    ) -> dict[str, fx.Node]:
+        """The number of this update, by the name of the count that it is of; a skipped update is not counted."""
+        steps: dict[str, fx.Node] = {}
         for name, count in counts.items():
             (after,) = self.assembler.numbers(lambda s: (s + 1,), [count])
-            following[name] = after
+            steps[name] = after
             if overflow is not None:
                 (after,) = self.assembler.numbers(
                     lambda o, old, new: (torch.where(o, old, new),), [overflow, count, after]
                 )
             results.append((Port(OutputRole.MUTATION, name, of=InputRole.STATE), after))
-        for member in updated:
-            results += self._update(
-                member,
-                params.get(member.name),
-                given[member.name],
-                states[member.name],
-                scalars,
-                following[member.count],
-                indices,
-                overflow,
-            )
-        for member in members:
-            old, new = held[member.name], given[member.name]
-            if member.record is None and new is not old:
-                if overflow is not None:
-                    (new,) = self.assembler.of(
-                        member.name, lambda o, a, b: (torch.where(o, a, b),), [overflow, old, new]
-                    )
-                results.append((Port(OutputRole.MUTATION, member.name, of=InputRole.GRADIENT), new))
-        return self.assembler.finish(results)
+        return steps
 
     def _update(
-        self,
-        member: Member,
-        param: fx.Node | None,
-        grad: fx.Node,
-        states: dict[str, fx.Node],
-        scalars: dict[tuple[int, str], fx.Node],
-        step: fx.Node,
-        indices: dict[str, fx.Node],
-        overflow: fx.Node | None,
+        self, member: Member, inputs: _Inputs, grad: fx.Node, step: fx.Node, overflow: fx.Node | None
     ) -> list[tuple[Port, fx.Node]]:
         assert member.record is not None
+        param, states = inputs.params.get(member.name), inputs.states[member.name]
         spec, record = self.specs[member.name], member.record
         rule = RULES[record.name]
         place = Port(OutputRole.MUTATION, member.name, of=InputRole.PARAMETER)
@@ -340,7 +373,7 @@ class _Builder:
             param, states = states[AHEAD], {k: v for k, v in states.items() if k != AHEAD}
         keys = list(states)
         fields = list(rule.scalars)
-        index = [indices[dim] for dim in _parted_over(spec)]
+        index = [inputs.indices[dim] for dim in _parted_over(spec)]
         options, ranks = self.options, self.mesh.get(str(spec.shard_dim), 1)
 
         def one(*values: Tensor) -> tuple[Tensor, ...]:
@@ -365,12 +398,13 @@ class _Builder:
                 rest[-1] if overflow is not None else None,
             )
 
-        inputs = [param, grad, *states.values(), *(scalars[member.group, f] for f in fields), step, *index]
+        scalars = [inputs.scalars[member.group, f] for f in fields]
+        read = [param, grad, *states.values(), *scalars, step, *index]
         if overflow is not None:
-            inputs.append(overflow)
+            read.append(overflow)
         layout = (spec.shape, spec.shard_shape, spec.dtype, spec.shard_dim, spec.division)
         key = (record.model_copy(update={"groups": ()}), *layout)
-        new = self.assembler.of(member.name, one, inputs, key=key)
+        new = self.assembler.of(member.name, one, read, key=key)
         places = [place, *(Port(OutputRole.MUTATION, f"{member.name}/{k}", of=InputRole.STATE) for k in keys)]
         olds = [param, *states.values()]
         return [(port, value) for port, value, old in zip(places, new, olds, strict=True) if value is not old]

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -98,6 +97,21 @@ def own_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
+def _refuse_incomparable(model: nn.Module) -> None:
+    """Raise `ModelError` for a model that is compiled, or has no numbers."""
+    if is_compiled(model):
+        raise ModelError(
+            "a plain model is compared, on virtual ranks", why="this one is compiled", hint="build it again"
+        )
+    without = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta), None)
+    if without is not None:
+        raise ModelError(
+            "the model has no numbers to compare",
+            why=f"{without!r} is on the meta device",
+            hint="build the model on a real device",
+        )
+
+
 class VirtualStep:
     """See `virtual_step`. `model` is a copy whose parameters have the dtypes that ranks hold, `params` are these, whole.
 
@@ -113,17 +127,7 @@ class VirtualStep:
         inputs: Inputs,
         loss_fn: Callable[..., torch.Tensor] | None,
     ) -> None:
-        if is_compiled(model):
-            raise ModelError(
-                "a plain model is compared, on virtual ranks", why="this one is compiled", hint="build it again"
-            )
-        without = next((n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta), None)
-        if without is not None:
-            raise ModelError(
-                "the model has no numbers to compare",
-                why=f"{without!r} is on the meta device",
-                hint="build the model on a real device",
-            )
+        _refuse_incomparable(model)
         plan, self.world, self.mesh = plan.for_world(world), world, plan.resolve_mesh(world)
         self.sizes = within(self.mesh)
         self.model = own_copy(model)
@@ -344,23 +348,18 @@ class VirtualStep:
 
 class PlainRun:
     """The plain model on one rank's batch, or a micro-batch of it: its outputs, the gradients of `weight` times its loss, its updated
-    buffers, and what the program needs. `buffers` are those that it begins with, by default those of `reference`."""
+    buffers, and what the program needs. `plain` is a copy of the model, whose gradients and buffers change."""
 
     def __init__(
         self,
         model: nn.Module,
-        reference: nn.Module,
+        plain: nn.Module,
         entry: Entry,
         inputs: Inputs,
         loss_fn: Callable[..., torch.Tensor] | None,
         weight: float = 1.0,
-        buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         args, kwargs = split_inputs(inputs)
-        plain = copy.deepcopy(reference)
-        with torch.no_grad():
-            for name, value in buffers.items():
-                plain.get_buffer(name).copy_(value)
         twin, before = copy.deepcopy(plain), copy.deepcopy(plain)
         self.flat = entry.trace.flat.flatten(model, args, kwargs)
         self.flat = tuple(
@@ -512,7 +511,11 @@ def _in_turn(
     equally."""
     buffers: dict[str, torch.Tensor] = {}
     for batch in batches:
-        made = PlainRun(model, reference, entry, batch, loss_fn, 1.0 / len(batches), buffers)
+        plain = copy.deepcopy(reference)
+        with torch.no_grad():
+            for name, value in buffers.items():
+                plain.get_buffer(name).copy_(value)
+        made = PlainRun(model, plain, entry, batch, loss_fn, 1.0 / len(batches))
         buffers = made.buffers
         yield made
 
