@@ -94,6 +94,11 @@ class StepProgram:
         """Do whole weights outlive the program?"""
         return any(p.role is OutputRole.UNSHARDED for p in self.history().program.outputs)
 
+    @property
+    def unsharded(self) -> list[str]:
+        """The parameters whose whole weights outlive the forward."""
+        return [p.name for p in self.forward().program.outputs if p.role is OutputRole.UNSHARDED]
+
     def history(self, variant: Variant = PLAIN) -> History:
         """The way of this program through the pipeline."""
         if variant not in self._histories:

@@ -404,7 +404,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
     runtime.turns = source.known.steps or 0 if parts.optimizer else 0
     mesh = mesh_of(runtime.sizes, updater.held)
     alike = source.known.plan == runtime.plan.model_dump(mode="json") and source.known.mesh == mesh
-    runtime.expected = parts.programs if alike else {}
+    runtime.votes.expected = parts.programs if alike else {}
     runtime.saver.last = Last(source.folder, parts.optimizer)
     if parts.random is not None:
         parts.random.restore()

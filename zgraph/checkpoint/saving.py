@@ -162,7 +162,7 @@ def snapshot(runtime: Runtime, client_state: dict[str, Any] | None) -> Snapshot:
         "extra": encode(extra, keep, "get_extra_state()") if extra else {},
     }
     if runtime.held is not None:  # (a stage's ranks run programs of their own)
-        own["programs"] = dict(runtime.digests)
+        own["programs"] = dict(runtime.votes.digests)
     tensors |= added
     sums = {key: _digest(value, tensors) for key, value in given.items()}
     return Snapshot(tensors, state.known_of(runtime), given, sums, own)

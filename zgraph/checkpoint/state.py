@@ -118,7 +118,7 @@ def known_of(runtime: Runtime) -> Known:
         groups=groups,
         loss_scale=scale or None,
         plan=runtime.plan.model_dump(mode="json"),
-        programs=dict(runtime.digests),
+        programs=dict(runtime.votes.digests),
         mesh=mesh_of(runtime.sizes, updater.held),
         world=max(1, len(runtime.everyone.ranks)),
     )

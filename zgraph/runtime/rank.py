@@ -15,19 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.build.memory_search import measured_rate
 from zgraph.build.pass_pipeline import costs_of
-from zgraph.build.step_program import Entry, StepProgram
+from zgraph.build.step_program import Entry
 from zgraph.build.update_program import away_bytes, shares_of
 from zgraph.errors import OffloadError, PlanError
 from zgraph.offload.moves import Tiers
 from zgraph.parameters.sharding import Shards
 from zgraph.passes.analysis.costs import Costs
 from zgraph.plan.plan import Plan
-from zgraph.program.program import DATA_DIMS, ParamSpec, Program
+from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.memory import StepMemory
 from zgraph.runtime.prefetch import Ahead
 from zgraph.runtime.timings import Clock
+from zgraph.runtime.votes import Votes
 from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
 from zgraph.update.owned_parameters import Held
 from zgraph.update.resume import Last
@@ -141,6 +142,7 @@ class Rank(abc.ABC):
         )  # of the optimizer's states that may be offloaded: one, once the first program has chosen
         self.entries: dict[str, Entry] = {}
         self.memory = StepMemory(self.device)
+        self.votes = Votes(plan, self.mesh, self.sizes, self.device, self.agreement, self.everyone)
         self.recorder: Recorder | None = None
         self.steps = 0  # steps that it has run
 
@@ -155,14 +157,6 @@ class Rank(abc.ABC):
     @abc.abstractmethod
     def settle_gradients(self) -> None:
         """Put gradients that autograd has added up in memory of its own where they belong."""
-
-    @abc.abstractmethod
-    def agree(self, program: Program) -> None:
-        """Compare a program with the other ranks', before it first runs."""
-
-    @abc.abstractmethod
-    def agree_on_random(self, step: StepProgram) -> None:
-        """Compare random states where ranks must draw the same numbers."""
 
     def tell_place(self, micro_batch: int) -> None:
         """Write down, for who watches, that a micro-batch of the next step begins."""

@@ -2,7 +2,7 @@
 
 [Note: who holds what] Parameters are the user's (`Shards` finds them). A step of autograd holds what the forward saved
 in a list that the backward empties as it goes, so that activations die one by one. Whole weights that stages 1 and 2
-keep live here, from the first forward of an optimizer step to its reducing backward, and less if a shard changes;
+keep live in `UnshardedWeights`, from the first forward of an optimizer step to its reducing backward, and less if a shard changes;
 each forward's own backward holds those that it ran with. Gradients that wait to be reduced (stages 0 and 1 inside `no_sync`)
 are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
 """
@@ -10,10 +10,7 @@ are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,27 +29,24 @@ from zgraph.capture.former_memory import former_memory
 from zgraph.capture.inputs import refuse_inputs, resolved
 from zgraph.capture.storages import Sharing, owned, sharing
 from zgraph.codegen.executable import Executable
-from zgraph.errors import CaptureError, ModelError, OffloadError, SignatureError, UnsupportedError
-from zgraph.parameters.sharding import Shards, fingerprint, still_unset, with_requires_grad
-from zgraph.parameters.staleness import Unchanged
+from zgraph.errors import CaptureError, ModelError, OffloadError, SignatureError
+from zgraph.parameters.sharding import Shards, still_unset, with_requires_grad
 from zgraph.passes.analysis.costs import size_of
 from zgraph.plan.plan import Plan
 from zgraph.program import transfers_to_host
-from zgraph.program.digest import digest, node_digests
 from zgraph.program.node import info
-from zgraph.program.program import TEAM_DIMS, InputRole, OutputRole, Port, Program
+from zgraph.program.program import InputRole, OutputRole, Port
 from zgraph.program.remark import Remark
 from zgraph.ranks import heartbeat, progress
-from zgraph.ranks.rng import random_states, restored
+from zgraph.runtime.autograd import Saved, Step
 from zgraph.runtime.nonfinite import NonFinite
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.prefetch import Ahead
 from zgraph.runtime.rank import Rank, RankContext
 from zgraph.runtime.timings import KEEP, Clock, Timings, median_step, model_flops
+from zgraph.runtime.unsharded import UnshardedWeights
 from zgraph.runtime.updater import Updater
-from zgraph.runtime.versions import Versions
-from zgraph.torch_compat import autograd_state, tensor_hooks, tensor_storage
-from zgraph.torch_compat.autograd_state import keeps_graph
+from zgraph.torch_compat import autograd_state, tensor_hooks
 from zgraph.torch_compat.guards import Failing
 
 logger = logging.getLogger(__name__)
@@ -74,18 +68,13 @@ class Runtime(Rank):
         self.entered: Entry | None = None  # that of the last forward
         self._calls: dict[str, Callable[..., Any]] = {}
         self._one_at_a_time = threading.RLock()  # (threads that call for the first time at once compile once)
-        self.kept: dict[str, torch.Tensor] = {}
-        self._kept_versions: dict[str, tuple[int, ...]] = {}
-        self._unchanged = Unchanged(shards, agreement, device, "an earlier forward had gathered them")
+        self.unsharded = UnshardedWeights(shards, agreement, device)
         self.accumulating = False
         self.ahead = Ahead(shards, agreement, device)
         self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
         self.steps = self.forwards = 0  # steps here; forwards of the one that is under way
         self.turns = 0  # backward passes that a user's own optimizer may have followed
         self.samples = 0  # rows of batches that were trained on, over all ranks
-        self.digests: dict[str, str] = {}  # of the programs that ranks have agreed on
-        self._compared: set[str] = set()  # programs whose inputs ranks have compared
-        self.expected: dict[str, str] = {}  # those of the run that a checkpoint of the same plan and world was saved by
         self.updater = Updater(self)
         heartbeat.watch(plan.watch, self.everyone, self.process_groups())
         self.nonfinite = NonFinite(self) if plan.on_nonfinite != "ignore" else None
@@ -192,7 +181,7 @@ class Runtime(Rank):
             self.plan.resolved_precision(),
         )
         residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares)
-        context = BuildContext(self.plan, self.costs, residents, groups=self.groups, agree=self.agree)
+        context = BuildContext(self.plan, self.costs, residents, groups=self.groups, agree=self.votes.program)
         entry = Entry(name, shown, traced, batch_rows(args, kwargs), context)
         if entry.program().differentiated:
             self.updater.refuse_unscaled()
@@ -239,69 +228,6 @@ class Runtime(Rank):
 
             self.agreement.together("the disk", lambda: self.tiers.require(what, size), refused)
 
-    def agree(self, program: Program) -> None:
-        """Let the ranks compare a program before it runs."""
-
-        def compare(views: Sequence[Any]) -> str:
-            for rank, view in enumerate(views):
-                for mine, first in zip(view, views[0], strict=False):
-                    if mine != first:
-                        return f"the first node that differs is {first[0]!r} on rank 0, {mine[0]!r} on rank {rank}"
-                if len(view) != len(views[0]):
-                    longer = max(view, views[0], key=len)
-                    return f"the first node that differs is {longer[min(len(view), len(views[0]))][0]!r}, which only one of ranks 0 and {rank} has"
-            return "inputs, outputs or the mesh differ"
-
-        made = self.digests[program.name] = digest(program)
-        if self.expected.get(program.name, made) != made:
-            logger.warning(
-                "program %s is another than that of the run the checkpoint is of, by the same plan: numbers may round otherwise",
-                program.name,
-            )
-        ballot = f"{self.plan.hash()} {made}"
-        self.agreement.vote(f"program {program.name}", ballot, lambda: node_digests(program), compare)
-        self.relax()  # (it is compiled now)
-
-    def agree_on_random(self, step: StepProgram) -> None:
-        """Let ranks that compute one program together compare their random states before a forward that draws: each computes parts of
-        the same rows, and other numbers would make these of other models. Raises `RankMismatchError` on every rank of a stage."""
-        if not step.random or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
-            return
-        host, device = random_states(self.device)
-        state = (host if device is None else device).numpy().tobytes()
-        self._vote_in_teams(
-            "random numbers",
-            f"a random state of {hashlib.sha256(state).hexdigest()[:16]}",
-            'ranks of one place in the mesh but for "cp" and "tp" draw the same: torch.manual_seed(seed + the rank within "dp")',
-        )
-
-    def agree_on_batch(self, entry: Entry, step: StepProgram, flat: Sequence[Any]) -> None:
-        """Let such ranks compare the inputs of a program that runs for the first time: parts of other rows would be put together as if they
-        were of the same. Raises `RankMismatchError` on every rank."""
-        if step.name in self._compared or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
-            return
-        given = [x for p, x in zip(entry.trace.inputs, flat, strict=True) if p.role is InputRole.INPUT]
-        self._vote_in_teams(
-            "the batch",
-            f"inputs {[int(fingerprint(x)) for x in given if isinstance(x, torch.Tensor)]}",
-            'ranks of one place in the mesh but for "cp" and "tp" have the same rows: a sampler\'s rank is '
-            'model.zgraph.mesh.get_local_rank("dp"), of the mesh\'s "dp" ranks',
-        )
-        self._compared.add(step.name)
-
-    def _vote_in_teams(self, subject: str, ballot: str, hint: str) -> None:
-        at = [
-            (d, self.mesh.get_local_rank(d) if self.mesh is not None else 0) for d in self.sizes if d not in TEAM_DIMS
-        ]
-        team = functools.reduce(lambda number, dim: number * self.sizes[dim[0]] + dim[1], at, 0)
-        self.agreement.vote(
-            subject,
-            ballot,
-            team=team,
-            teams=math.prod(self.sizes[d] for d, _ in at),
-            hint=hint,
-        )
-
     def refuse_unset(self) -> None:
         """Raises `ModelError` if the model has values yet to be loaded."""
         if not self.shards.pending:
@@ -329,8 +255,8 @@ class Runtime(Rank):
         if step.mutated:
             entry.trace.refuse_overlap(step.mutated, flat, whole=not step.apart)
             step.apart = True
-        self.agree_on_batch(entry, step, flat)
-        self.agree_on_random(step)
+        self.votes.batch(entry, step, flat)
+        self.votes.random(step)
         _refuse_offsets(entry, flat)
         if not (step.differentiated and torch.is_grad_enabled()):
             outputs, _ = self.run_forward(entry, step, flat)
@@ -343,14 +269,14 @@ class Runtime(Rank):
             for i, port in enumerate(entry.trace.inputs)
             if port.role is not InputRole.PARAMETER and isinstance(flat[i], torch.Tensor) and flat[i].requires_grad
         ]
-        return tuple(_Step.apply(self, entry, flat, names, loose, *tensors, *(flat[i] for i in loose)))
+        return tuple(Step.apply(self, entry, flat, names, loose, *tensors, *(flat[i] for i in loose)))
 
     # -- forward ----------------------------------------------------------------------------------------------------
     def run_forward(
         self, entry: Entry, step: StepProgram, flat: Sequence[Any], *, mutate: bool = True
-    ) -> tuple[list[Any], _Saved]:
+    ) -> tuple[list[Any], Saved]:
         """(the flat outputs, the saved values) of one forward; buffers are updated unless `mutate` is False."""
-        gathered_before = step.keeps and self._kept_valid(step)
+        gathered_before = step.keeps and bool(self.unsharded.weights) and self.unsharded.are_there(step.unsharded)
         executable = step.forward(gathered_before)
         flying = self.ahead.take(step) if step.ahead() and not gathered_before else {}
         self.clock.ran(executable.program)
@@ -364,7 +290,7 @@ class Runtime(Rank):
         if known is None:
             known = step.sharing[gathered_before] = self._sharing(entry, executable, values, flat)
         outputs = list(entry.constants)
-        saved = _Saved(known)
+        saved = Saved(known)
         given_out = {
             id(v) for p, v in zip(executable.program.outputs, values, strict=True) if p.role is OutputRole.OUTPUT
         }
@@ -377,8 +303,7 @@ class Runtime(Rank):
                     if port.name in executable.flying:
                         saved.flying.append(value)
                 elif port.role is OutputRole.UNSHARDED:
-                    self.kept[port.name] = value
-                    self._kept_versions[port.name] = self.shards.version(port.name)
+                    self.unsharded.keep(port.name, value)
                 elif port.role is OutputRole.OUTPUT and port.index is not None:
                     outputs[port.index] = known.handed(port.index, value)
             for port, value in zip(executable.program.outputs, values, strict=True):
@@ -392,55 +317,37 @@ class Runtime(Rank):
         own = {p.name: self.shards.local(p.name) for p in program.inputs if p.role is InputRole.PARAMETER}
         kept = [v for p, v in zip(program.outputs, values, strict=True) if p.role is OutputRole.UNSHARDED]
         of_user = [None if p.role is InputRole.PARAMETER else v for p, v in zip(entry.trace.inputs, flat, strict=True)]
-        return sharing(program, values, of_user, own, [*self.kept.values(), *kept], entry.trace.storages)
+        return sharing(program, values, of_user, own, [*self.unsharded.weights.values(), *kept], entry.trace.storages)
 
     def _input(self, port: Port, flat: Sequence[Any]) -> Any:
         if port.role is InputRole.PARAMETER:
             return self.shards.local(port.name)
         if port.role is InputRole.UNSHARDED:
-            return self.kept[port.name]
+            return self.unsharded.weights[port.name]
         if port.role is InputRole.RANK_INDEX:
             return self.places[port.name]
         assert port.index is not None
         return resolved(flat[port.index])
 
-    def _kept_valid(self, step: StepProgram) -> bool:
-        """Are all whole weights that this program takes there, and those of the shards as they are now, on every rank?
-
-        A kept weight is compared with this rank's shard bit by bit: torch counts neither a write through `.data` nor a
-        foreach operator on a DTensor. Ranks must decide alike, and a change may be in one rank's rows only.
-        """
-        if not self.kept:
-            return False
-        needed = [p.name for p in step.forward().program.outputs if p.role is OutputRole.UNSHARDED]
-        if not self._unchanged.since(self._kept_versions, lambda: self.shards.differences(self.kept)):
-            self.drop_kept()
-        return all(n in self.kept for n in needed)
-
     def weights_changed(self, names: Sequence[str]) -> None:
         """The update program has written these parameters' shards."""
-        self.drop_kept()
+        self.unsharded.drop()
         self.shards.count_update(names)
-
-    def drop_kept(self) -> None:
-        """Forget the whole weights that stages 1 and 2 keep; the next forward gathers them again."""
-        self.kept.clear()
-        self._kept_versions.clear()
 
     # -- backward ---------------------------------------------------------------------------------------------------
     def run_backward(
         self,
         step: StepProgram,
-        saved: _Saved,
+        saved: Saved,
         flat: Sequence[Any],
         tangents: dict[int, torch.Tensor],
-        kept: dict[str, torch.Tensor],
+        unsharded: dict[str, torch.Tensor],
         *,
         adds: Callable[[], frozenset[str]],
         clear: bool,
     ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
-        """The gradients of one backward, by role and name of what they are of; `kept` are its forward's whole weights, and `adds` says to
-        which parameters' `.grad` the backward adds."""
+        """The gradients of one backward, by role and name of what they are of; `unsharded` are the whole weights that its forward ran with, and
+        `adds` says to which parameters' `.grad` the backward adds."""
         way = self._reduction(adds)
         executable = step.backward(way.now, bool(way.added))
         at = {p.name: i for i, p in enumerate(p for p in executable.program.inputs if p.role is InputRole.SAVED)}
@@ -455,7 +362,7 @@ class Runtime(Rank):
             elif port.role is InputRole.ACCUMULATOR:
                 values.append(self._take_partial(port.name, port.name in way.added))
             elif port.role is InputRole.UNSHARDED:
-                values.append(kept[port.name])
+                values.append(unsharded[port.name])
             elif port.role is InputRole.SCALE:
                 values.append(self.updater.states["/scale"])
             else:
@@ -473,7 +380,7 @@ class Runtime(Rank):
         if way.rest:
             self.reduce_leftovers()
         if not self.accumulating:
-            self.drop_kept()  # an update follows
+            self.unsharded.drop()  # an update follows
             self.turns += 1
             self.clock.reduced = True
         return gradients
@@ -590,23 +497,6 @@ def _refuse_offsets(entry: Entry, flat: Sequence[Any]) -> None:
             )
 
 
-class _Saved(list[Any]):
-    """What a forward saved. Gathers that it started and no backward waits for are waited for when this goes: torch
-    holds a transfer, and its buffers, until someone has."""
-
-    def __init__(self, sharing: Sharing) -> None:
-        super().__init__()
-        self.sharing = sharing
-        self.flying: list[torch.Tensor] = []
-
-    def clear(self) -> None:
-        super().clear()
-        self.flying.clear()
-
-    def __del__(self) -> None:
-        tensor_storage.land(self.flying)
-
-
 def _refuse_unstable(stale: Failing | None) -> None:
     """Raises `CaptureError` if what a forward has just been captured with is not so."""
     if stale is not None:
@@ -620,112 +510,3 @@ def _refuse_unstable(stale: Failing | None) -> None:
 
 def _is_partial(grad: torch.Tensor) -> bool:
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
-
-
-class _Step(torch.autograd.Function):
-    """One forward and its backward, as autograd sees them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        runtime: Runtime,
-        entry: Entry,
-        flat: tuple[Any, ...],
-        names: list[str],
-        loose: list[int],
-        *tensors: torch.Tensor,
-    ) -> tuple[Any, ...]:
-        step = entry.program()
-        ctx.set_materialize_grads(False)
-        ctx.runtime, ctx.entry, ctx.step, ctx.flat, ctx.names, ctx.loose = (
-            runtime,
-            entry,
-            step,
-            flat,
-            names,
-            loose,
-        )
-        # What a second forward would need, should the user differentiate other outputs than were expected.
-        ctx.random = random_states(runtime.device) if step.random else None
-        ctx.before = {i: flat[i].clone() for i in step.mutated}
-        nonfinite = runtime.nonfinite
-        ctx.evidence = nonfinite.forward(entry, flat, ctx.before, ctx.random) if nonfinite is not None else None
-        outputs, ctx.saved = runtime.run_forward(entry, step, flat)
-        ctx.kept = dict(runtime.kept) if step.keeps else {}
-        ctx.versions = Versions(entry.trace, step, ctx.saved.sharing, runtime.shards.version)
-        ctx.versions.note(flat, outputs)
-        # (an output itself would hold this context, which holds it)
-        ctx.numbers = {i: v.detach() for i, v in enumerate(outputs) if nonfinite is not None and _is_number(v)}
-        plain = [
-            v for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and i not in entry.trace.differentiable
-        ]
-        ctx.mark_non_differentiable(*plain)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "gradients of gradients are not supported",
-                why="the backward was started with create_graph=True, and programs have one backward",
-                hint="compute a penalty on gradients with the plain model, or leave out create_graph",
-            )
-        runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
-        tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
-        runtime.agreement.vote(
-            "a backward pass",
-            f"{step.name}, outputs {sorted(tangents)}, {'only accumulating' if runtime.accumulating else 'reducing'}",
-        )
-        if ctx.saved is None:
-            raise RuntimeError(
-                "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"
-            )
-        again = frozenset(tangents) != entry.pattern or step is not entry.program()
-        ctx.versions.check(ctx.flat, whole=again)
-        flat, saved, kept = ctx.flat, ctx.saved, ctx.kept
-        if again:
-            step, saved, flat = _again(ctx, frozenset(tangents))
-            kept = dict(runtime.kept)
-            if not step.differentiated:  # (nothing has a gradient of these outputs)
-                return (None,) * (5 + len(ctx.names) + len(ctx.loose))
-        clear = not keeps_graph()
-        if runtime.nonfinite is not None:
-            losses = [v for i, v in ctx.numbers.items() if i in tangents]
-            runtime.nonfinite.backward(entry, step, ctx.evidence, flat, tangents, losses)
-        with runtime.clock.timed("backward"):
-            found = runtime.run_backward(
-                step, saved, _detached(flat), tangents, kept, adds=lambda: _adds_to(ctx), clear=clear
-            )
-        if clear:
-            ctx.saved = ctx.flat = ctx.kept = ctx.versions = None
-        of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]
-        of_inputs = [found.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
-        return (None, None, None, None, None, *of_params, *of_inputs)
-
-
-def _adds_to(ctx: Any) -> frozenset[str]:
-    """The parameters to whose `.grad` the running backward adds."""
-    nodes = (node for node, _ in ctx.next_functions)
-    return frozenset(n for n, node in zip(ctx.names, nodes, strict=False) if autograd_state.accumulates(node))
-
-
-def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, _Saved, Sequence[Any]]:
-    """Run the forward again by the program that has tangents for just these outputs; later calls use it at once."""
-    runtime, entry = ctx.runtime, ctx.entry
-    logger.warning("%s: the backward starts from other outputs than expected; compiling a program for them", entry.name)
-    step = entry.program(pattern)
-    runtime.prepare(step)
-    if step.differentiated:
-        entry.pattern = pattern
-    flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
-    with restored(ctx.random, runtime.device):
-        _, saved = runtime.run_forward(entry, step, flat, mutate=False)
-    return step, saved, flat
-
-
-def _detached(flat: Sequence[Any]) -> list[Any]:
-    return [v.detach() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in flat]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()

@@ -290,7 +290,7 @@ class Updater:
                 name,
                 runtime.ahead.order(),
             )
-            runtime.agree(history.program)
+            runtime.votes.program(history.program)
             compiler = self._compile if runtime.plan.backend == "inductor" else self._run_eagerly
             executable = compile_chunks(history.program, compiler, self.options.late())
             refuse_late_collectives(executable)

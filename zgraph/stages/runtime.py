@@ -107,7 +107,7 @@ class PipelineRuntime(Runtime):
         specs = with_requires_grad(self.shards.specs, self.shards.params())
         held = self.held
         residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares, held)
-        context = BuildContext(self.plan, self.costs, residents, groups=self.groups, agree=self.agree)
+        context = BuildContext(self.plan, self.costs, residents, groups=self.groups, agree=self.votes.program)
         here = RankStages(self.partition, self.line.position, self.once)
         staged = Staged(name, shown, found, batch_rows(args, kwargs), here, context)
         self.buffers.note(name, staged.stages.programs, self.partition.schedule.rank_of)

@@ -67,7 +67,7 @@ class Worker:
         """(the outputs that this stage gives, by their positions; what it sends, by name). `flat` are the inputs of the model's graph for
         this micro-batch. What was `received` is let go as the program goes: the caller's dict is emptied."""
         self.begin()
-        self.runtime.agree_on_random(self.step)
+        self.runtime.votes.random(self.step)
         executable = self.step.forward(bool(self._kept))
         batch = _Batch(flat, received)
         values = [self._value(port, batch, {}, {}) for port in executable.program.inputs]

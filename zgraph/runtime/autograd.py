@@ -1,0 +1,180 @@
+"""A forward and its backward as autograd sees them: one function, whose backward runs the compiled backward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zgraph.build.step_program import Entry, StepProgram
+from zgraph.capture.storages import Sharing
+from zgraph.errors import UnsupportedError
+from zgraph.parameters.sharding import Shards
+from zgraph.program.program import InputRole
+from zgraph.ranks.agreement import Agreement
+from zgraph.ranks.rng import random_states, restored
+from zgraph.runtime.timings import Clock
+from zgraph.runtime.unsharded import UnshardedWeights
+from zgraph.runtime.versions import Versions
+from zgraph.torch_compat import autograd_state, tensor_storage
+from zgraph.torch_compat.autograd_state import keeps_graph
+
+logger = logging.getLogger(__name__)
+
+
+class Saved(list[Any]):
+    """What a forward saved. Gathers that it started and no backward waits for are waited for when this goes: torch
+    holds a transfer, and its buffers, until someone has."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        super().__init__()
+        self.sharing = sharing
+        self.flying: list[torch.Tensor] = []
+
+    def clear(self) -> None:
+        super().clear()
+        self.flying.clear()
+
+    def __del__(self) -> None:
+        tensor_storage.land(self.flying)
+
+
+class Runs(Protocol):
+    """Who runs the programs of a forward and its backward."""
+
+    shards: Shards
+    agreement: Agreement
+    device: torch.device
+    clock: Clock
+    unsharded: UnshardedWeights
+    accumulating: bool
+    nonfinite: Any
+
+    def prepare(self, step: StepProgram) -> None: ...
+
+    def run_forward(
+        self, entry: Entry, step: StepProgram, flat: Sequence[Any], *, mutate: bool = True
+    ) -> tuple[list[Any], Saved]: ...
+
+    def run_backward(
+        self,
+        step: StepProgram,
+        saved: Saved,
+        flat: Sequence[Any],
+        tangents: dict[int, torch.Tensor],
+        unsharded: dict[str, torch.Tensor],
+        *,
+        adds: Callable[[], frozenset[str]],
+        clear: bool,
+    ) -> dict[tuple[InputRole | None, str], torch.Tensor]: ...
+
+
+class Step(torch.autograd.Function):
+    """One forward and its backward, as autograd sees them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runtime: Runs,
+        entry: Entry,
+        flat: tuple[Any, ...],
+        names: list[str],
+        loose: list[int],
+        *tensors: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        step = entry.program()
+        ctx.set_materialize_grads(False)
+        ctx.runtime, ctx.entry, ctx.step, ctx.flat, ctx.names, ctx.loose = (
+            runtime,
+            entry,
+            step,
+            flat,
+            names,
+            loose,
+        )
+        # What a second forward would need, should the user differentiate other outputs than were expected.
+        ctx.random = random_states(runtime.device) if step.random else None
+        ctx.before = {i: flat[i].clone() for i in step.mutated}
+        nonfinite = runtime.nonfinite
+        ctx.evidence = nonfinite.forward(entry, flat, ctx.before, ctx.random) if nonfinite is not None else None
+        outputs, ctx.saved = runtime.run_forward(entry, step, flat)
+        ctx.kept = dict(runtime.unsharded.weights) if step.keeps else {}
+        ctx.versions = Versions(entry.trace, step, ctx.saved.sharing, runtime.shards.version)
+        ctx.versions.note(flat, outputs)
+        # (an output itself would hold this context, which holds it)
+        ctx.numbers = {i: v.detach() for i, v in enumerate(outputs) if nonfinite is not None and _is_number(v)}
+        plain = [
+            v for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and i not in entry.trace.differentiable
+        ]
+        ctx.mark_non_differentiable(*plain)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "gradients of gradients are not supported",
+                why="the backward was started with create_graph=True, and programs have one backward",
+                hint="compute a penalty on gradients with the plain model, or leave out create_graph",
+            )
+        runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
+        tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
+        runtime.agreement.vote(
+            "a backward pass",
+            f"{step.name}, outputs {sorted(tangents)}, {'only accumulating' if runtime.accumulating else 'reducing'}",
+        )
+        if ctx.saved is None:
+            raise RuntimeError(
+                "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"
+            )
+        again = frozenset(tangents) != entry.pattern or step is not entry.program()
+        ctx.versions.check(ctx.flat, whole=again)
+        flat, saved, kept = ctx.flat, ctx.saved, ctx.kept
+        if again:
+            step, saved, flat = _again(ctx, frozenset(tangents))
+            kept = dict(runtime.unsharded.weights)
+            if not step.differentiated:  # (nothing has a gradient of these outputs)
+                return (None,) * (5 + len(ctx.names) + len(ctx.loose))
+        clear = not keeps_graph()
+        if runtime.nonfinite is not None:
+            losses = [v for i, v in ctx.numbers.items() if i in tangents]
+            runtime.nonfinite.backward(entry, step, ctx.evidence, flat, tangents, losses)
+        with runtime.clock.timed("backward"):
+            found = runtime.run_backward(
+                step, saved, _detached(flat), tangents, kept, adds=lambda: _adds_to(ctx), clear=clear
+            )
+        if clear:
+            ctx.saved = ctx.flat = ctx.kept = ctx.versions = None
+        of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]
+        of_inputs = [found.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
+        return (None, None, None, None, None, *of_params, *of_inputs)
+
+
+def _adds_to(ctx: Any) -> frozenset[str]:
+    """The parameters to whose `.grad` the running backward adds."""
+    nodes = (node for node, _ in ctx.next_functions)
+    return frozenset(n for n, node in zip(ctx.names, nodes, strict=False) if autograd_state.accumulates(node))
+
+
+def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, Saved, Sequence[Any]]:
+    """Run the forward again by the program that has tangents for just these outputs; later calls use it at once."""
+    runtime, entry = ctx.runtime, ctx.entry
+    logger.warning("%s: the backward starts from other outputs than expected; compiling a program for them", entry.name)
+    step = entry.program(pattern)
+    runtime.prepare(step)
+    if step.differentiated:
+        entry.pattern = pattern
+    flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
+    with restored(ctx.random, runtime.device):
+        _, saved = runtime.run_forward(entry, step, flat, mutate=False)
+    return step, saved, flat
+
+
+def _detached(flat: Sequence[Any]) -> list[Any]:
+    return [v.detach() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in flat]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()

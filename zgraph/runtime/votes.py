@@ -1,0 +1,108 @@
+"""What ranks compare before they run a program: the program, the batch, the random numbers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.build.step_program import Entry, StepProgram
+from zgraph.parameters.sharding import fingerprint
+from zgraph.plan.plan import Plan
+from zgraph.program.digest import digest, node_digests
+from zgraph.program.program import TEAM_DIMS, InputRole, Program
+from zgraph.ranks.agreement import Agreement
+from zgraph.ranks.rng import random_states
+
+logger = logging.getLogger(__name__)
+
+
+class Votes:
+    """The votes of one rank with one compiled module."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: DeviceMesh | None,
+        sizes: dict[str, int],
+        device: torch.device,
+        agreement: Agreement,
+        everyone: Agreement,
+    ) -> None:
+        self.plan = plan
+        self.mesh, self.sizes, self.device = mesh, sizes, device
+        self.agreement, self.everyone = agreement, everyone
+        self.digests: dict[str, str] = {}  # of the programs that ranks have agreed on
+        self.expected: dict[str, str] = {}  # those of the run that a checkpoint of the same plan and world was saved by
+        self._compared: set[str] = set()  # programs whose inputs ranks have compared
+
+    def program(self, program: Program) -> None:
+        """Let the ranks compare a program before it is compiled."""
+
+        def compare(views: Sequence[Any]) -> str:
+            for rank, view in enumerate(views):
+                for mine, first in zip(view, views[0], strict=False):
+                    if mine != first:
+                        return f"the first node that differs is {first[0]!r} on rank 0, {mine[0]!r} on rank {rank}"
+                if len(view) != len(views[0]):
+                    longer = max(view, views[0], key=len)
+                    return f"the first node that differs is {longer[min(len(view), len(views[0]))][0]!r}, which only one of ranks 0 and {rank} has"
+            return "inputs, outputs or the mesh differ"
+
+        made = self.digests[program.name] = digest(program)
+        if self.expected.get(program.name, made) != made:
+            logger.warning(
+                "program %s is another than that of the run the checkpoint is of, by the same plan: numbers may round otherwise",
+                program.name,
+            )
+        ballot = f"{self.plan.hash()} {made}"
+        self.agreement.vote(f"program {program.name}", ballot, lambda: node_digests(program), compare)
+        for voters in (self.agreement, self.everyone):
+            voters.relax()  # (it is compiled now)
+
+    def random(self, step: StepProgram) -> None:
+        """Let ranks that compute one program together compare their random states before a forward that draws: each computes parts of
+        the same rows, and other numbers would make these of other models. Raises `RankMismatchError` on every rank of a stage."""
+        if not step.random or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
+            return
+        host, device = random_states(self.device)
+        state = (host if device is None else device).numpy().tobytes()
+        self._in_teams(
+            "random numbers",
+            f"a random state of {hashlib.sha256(state).hexdigest()[:16]}",
+            'ranks of one place in the mesh but for "cp" and "tp" draw the same: torch.manual_seed(seed + the rank within "dp")',
+        )
+
+    def batch(self, entry: Entry, step: StepProgram, flat: Sequence[Any]) -> None:
+        """Let such ranks compare the inputs of a program that runs for the first time: parts of other rows would be put together as if they
+        were of the same. Raises `RankMismatchError` on every rank."""
+        if step.name in self._compared or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
+            return
+        given = [x for p, x in zip(entry.trace.inputs, flat, strict=True) if p.role is InputRole.INPUT]
+        self._in_teams(
+            "the batch",
+            f"inputs {[int(fingerprint(x)) for x in given if isinstance(x, torch.Tensor)]}",
+            'ranks of one place in the mesh but for "cp" and "tp" have the same rows: a sampler\'s rank is '
+            'model.zgraph.mesh.get_local_rank("dp"), of the mesh\'s "dp" ranks',
+        )
+        self._compared.add(step.name)
+
+    def _in_teams(self, subject: str, ballot: str, hint: str) -> None:
+        """Let the ranks compare what those of one team (they see the same rows) must have alike."""
+        at = [
+            (d, self.mesh.get_local_rank(d) if self.mesh is not None else 0) for d in self.sizes if d not in TEAM_DIMS
+        ]
+        team = functools.reduce(lambda number, dim: number * self.sizes[dim[0]] + dim[1], at, 0)
+        self.agreement.vote(
+            subject,
+            ballot,
+            team=team,
+            teams=math.prod(self.sizes[d] for d, _ in at),
+            hint=hint,
+        )
