@@ -152,7 +152,7 @@ def steps(model: Any, batches: list[Any], bare: Raw | None = None) -> dict[str, 
         if bare:
             beside.append(bare.round())
     programs = [s.program().history().program for s in runtime.entries.values()]
-    update = [h.program for h in runtime.updater.histories().values()]
+    update = [h.program for h in runtime.updater.programs.histories().values()]
     made = [simulate(p, runtime.costs) for p in (*programs, *update)]
     planned = [sum(f.moved.get(f"nvme {way}", 0) for f in made) for way in ("read", "write")]
     of_update = [sum(simulate(p, runtime.costs).moved.get(f"nvme {w}", 0) for p in update) for w in ("read", "write")]

@@ -115,7 +115,7 @@ def _doubling(function):
 
 
 def _chunks(model: nn.Module) -> list[object]:
-    return [c for made in model.zgraph.runtime.updater._programs.values() for c in made.executable.chunks]
+    return [c for made in model.zgraph.runtime.updater.programs.compiled() for c in made.executable.chunks]
 
 
 def train_checked(backend: str, plan: dict) -> list[float]:

@@ -259,7 +259,7 @@ def test_copies_and_recompiled_models_go_on():
 def test_an_update_that_fails_is_told_at_the_next_step(monkeypatch):
     model = zgraph.compile(net(), plan_of())
     model.train_step(batches(1)[0])
-    (update,) = model.zgraph.runtime.updater.compiled()
+    (update,) = model.zgraph.runtime.updater.programs.compiled()
     chunk = update.executable.late[-1]
     model.zgraph.runtime.updater.wait()
 

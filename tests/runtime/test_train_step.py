@@ -244,7 +244,7 @@ def test_another_rate_takes_effect_and_compiles_nothing():
         mine.train_step(*values)
         torchs_loop(other, [theirs], iter([values]))
         updater = mine.zgraph.runtime.updater
-        made.append((len(updater.executables()), len(updater.histories()), len(mine.zgraph.programs)))
+        made.append((len(updater.programs.executables()), len(updater.programs.histories()), len(mine.zgraph.programs)))
     assert equal(weights(mine), weights(other))
     assert len(set(made)) == 1
 

@@ -204,7 +204,7 @@ def _executables(runtime: Runtime) -> Iterable[tuple[Executable, Program]]:
         for step in entry.programs():
             for executable in step.executables():
                 yield executable, step.history().program
-    for update in runtime.updater.compiled():
+    for update in runtime.updater.programs.compiled():
         for chunk in update.executable.chunks:
             yield chunk.executable, update.history.program
 

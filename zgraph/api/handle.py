@@ -154,7 +154,7 @@ class Handle(Compiled):
     @property
     def updates(self) -> dict[str, History]:
         """The way of each update program through its passes: "update0", … (one for each set of parameters with gradients)."""
-        return self.runtime.updater.histories()
+        return self.runtime.updater.programs.histories()
 
     def report(self) -> Report:
         """What was compiled: layouts, passes, collectives, and the kernels with the operators that each fused. `str()` of it is text, in a

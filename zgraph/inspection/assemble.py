@@ -88,7 +88,7 @@ def of_runtime(runtime: Runtime) -> Inspection:
     for entry in runtime.entries.values():
         for program in entry.programs():
             ways |= {way.name: way for way in _step_ways(program, runtime.costs, program.runs())}
-    for name, history in runtime.updater.histories().items():
+    for name, history in runtime.updater.programs.histories().items():
         ways[name] = _way(history, 0, runtime.costs, name)
     seconds = median_step(runtime.clock).get("step")
     measured = {"steps": len(runtime.clock.steps), "seconds": seconds, "peak": runtime.memory.measured}

@@ -43,7 +43,7 @@ class Recorder:
     def stepped(self) -> None:
         """A step is over: its update is there, and from time to time there is more that was measured."""
         self.steps += 1
-        updates = self.runtime.updater.histories().keys()
+        updates = self.runtime.updater.programs.histories().keys()
         if self.steps in MEASURED or not updates <= self.written:
             self._write(views=True)
 

@@ -47,7 +47,7 @@ class Report:
         self.parts = [
             _part(e) for entry in runtime.entries.values() for step in entry.programs() for e in step.executables()
         ]
-        self.parts += [_part(e) for e in runtime.updater.executables()]
+        self.parts += [_part(e) for e in runtime.updater.programs.executables()]
 
     def kernels(self) -> tuple[Kernel, ...]:
         """All fused kernels, each with the model's operators (before their decomposition) that it computes."""
@@ -128,7 +128,7 @@ class Report:
         seen = runtime.tiers.preflight
         if seen is None or not trained:
             return []
-        programs = [trained[-1].history().program, *(h.program for h in runtime.updater.histories().values())]
+        programs = [trained[-1].history().program, *(h.program for h in runtime.updater.programs.histories().values())]
         planned: Counter[str] = Counter()
         for program in programs:
             planned.update(simulate(program, runtime.costs).moved)

@@ -11,50 +11,32 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from zgraph.build.update_program import update_history, update_options
-from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunks
-from zgraph.codegen.debug_mode import checked
-from zgraph.codegen.eager import compile_eager
-from zgraph.codegen.executable import Executable
+from zgraph.build.update_program import update_options
 from zgraph.errors import OverflowError, PlanError, StepError, ZgraphError
-from zgraph.passes import History, verify_program
-from zgraph.plan.lr_schedules import TorchSchedule
-from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.program.program import InputRole, OutputRole
 from zgraph.ranks import progress
-from zgraph.runtime.delayed import Delayed, refuse_late_collectives
+from zgraph.runtime.delayed import Delayed
 from zgraph.runtime.late import Late
+from zgraph.runtime.learning_rates import LearningRates
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.rank import Rank
+from zgraph.runtime.update_programs import CompiledUpdate, UpdatePrograms
 from zgraph.update import scaler
 from zgraph.update.build import EMA, NONFINITE, UpdateOptions, scalar_names
-from zgraph.update.groups import Member, members_of
+from zgraph.update.groups import members_of
 from zgraph.update.numbers import Numbers
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.owned_parameters import mesh_of, specs_here
 from zgraph.update.states import States
-from zgraph.update.torch_schedule import torch_scheduler
 
 if TYPE_CHECKING:
     from zgraph.update.resume import Known
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CompiledUpdate:
-    """An update program and what runs it; `numbers` are its scalars (see `scalar_names`), `clipped` the parameters whose
-    gradients it only clips."""
-
-    history: History
-    executable: UpdateExecutable
-    numbers: list[tuple[int, str]]
-    clipped: tuple[str, ...]
 
 
 class Updater:
@@ -70,14 +52,12 @@ class Updater:
         members = [m for m in everywhere if held is None or m.name in held.own]
         self.options = update_options(plan, members, specs, held=held)  # (until `offload` says otherwise)
         self.optimizer: PlanOptimizer | None = None
-        self.scheduler: Any = None
+        self.rates: LearningRates | None = None
         if plan.optimizer is not None:
             runtime.shards.keep_wide_gradients()
             own = None if held is None else held.own
             self.optimizer = PlanOptimizer(everywhere, runtime.shards.params(), self, own)
-            self._base = [dict(g) for g in self.optimizer.param_groups]
-            if isinstance(plan.lr_schedule, TorchSchedule):
-                self.scheduler = torch_scheduler(plan.lr_schedule, self.optimizer)
+            self.rates = LearningRates(plan, self.optimizer)
         self._wanted = [w for w in scalar_names(everywhere, self.options) if w[0] >= 0]
         self._numbers = Numbers()  # as ranks have compared them last
         home = runtime.tiers.of("optimizer")
@@ -92,8 +72,7 @@ class Updater:
         self._states_loaded = False
         self._late: Late | None = None
         self._delayed = Delayed(runtime.shards, self.states, runtime.device)
-        self._programs: dict[tuple[tuple[str, str], ...], CompiledUpdate] = {}
-        self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
+        self.programs = UpdatePrograms(runtime, self.states)
 
     def adopt(self, old: Updater, *, copies: bool) -> None:
         """Go on where another updater of the same parameters is: states (or copies of them), counts, numbers, the scale."""
@@ -121,8 +100,8 @@ class Updater:
         elif same and self.optimizer is not None and old.optimizer is not None:
             for mine, theirs in zip(self.optimizer.param_groups, old.optimizer.param_groups, strict=True):
                 mine.update({k: v for k, v in theirs.items() if k not in ("params", "names")})
-        if self.scheduler is not None and old.scheduler is not None:
-            self.scheduler.load_state_dict(old.scheduler.state_dict())
+        if self.rates is not None and old.rates is not None:
+            self.rates.adopt(old.rates)
 
     def options_with(self, share: float) -> UpdateOptions:
         """The options of updates of which this share of the states is offloaded."""
@@ -134,8 +113,7 @@ class Updater:
         self.finish()
         self.states.move(options)
         self.options = options
-        self._programs.clear()
-        self._last = None
+        self.programs.clear()
 
     def make_states(self) -> None:
         """Make what is otherwise made by the first update; what the user has changed of the others is taken over."""
@@ -152,7 +130,7 @@ class Updater:
             self.wait()
         found = self.states.read_back()
         if found:
-            self._last = None  # (who counts with whom may be another)
+            self.programs.forget_last()
         return found
 
     def wait(self) -> None:
@@ -207,9 +185,8 @@ class Updater:
         self._go_on(counts, done, done + self.skipped())
         if whole and self.optimizer is not None and known.groups:
             self._restore_numbers(known)
-        elif not whole and self.optimizer is not None:
-            for base, group in zip(self._base, self.optimizer.param_groups, strict=True):
-                group.update({k: v for k, v in base.items() if k not in ("params", "names")})
+        elif not whole and self.rates is not None:
+            self.rates.reset()
 
     def _restore_numbers(self, known: Known) -> None:
         """Take over what a run may have changed in its parameter groups, if it was of this plan's optimizer."""
@@ -248,64 +225,10 @@ class Updater:
         self._states_loaded = True
         self._delayed.loaded()
         self.states.set_counts(counts)
-        self._last = None
+        self.programs.forget_last()
         self.calls = calls
-        record = self.runtime.plan.lr_schedule
-        if self.optimizer is not None and isinstance(record, TorchSchedule):
-            for base, group in zip(self._base, self.optimizer.param_groups, strict=True):
-                group.update({k: v for k, v in base.items() if k not in ("params", "names")})
-                group.pop("initial_lr", None)
-            self.scheduler = torch_scheduler(record, self.optimizer)
-            for _ in range(done):
-                self._advance_scheduler()
-
-    # -- programs -----------------------------------------------------------------------------------------------------
-    def histories(self) -> dict[str, History]:
-        """The way of each update program through its passes, by name: "update0", …"""
-        return {update.history.program.name: update.history for update in self._programs.values()}
-
-    def compiled(self) -> list[CompiledUpdate]:
-        return list(self._programs.values())
-
-    def executables(self) -> list[Executable]:
-        return [e for update in self._programs.values() for e in update.executable.executables]
-
-    def program(self, names: tuple[str, ...]) -> CompiledUpdate:
-        """The update of the parameters of these names (a parameter without a gradient is left alone, as torch does)."""
-        if self._last is not None and self._last[0] == names:
-            return self._last[1]
-        self.states.count_apart(names)
-        chosen = [self.states.members.get(n, Member(n, None, -1)) for n in names]
-        key = tuple((m.name, m.count) for m in chosen)
-        if key not in self._programs:
-            runtime = self.runtime
-            name = f"update{len(self._programs)}"
-            history = update_history(
-                runtime.plan,
-                chosen,
-                specs_here(runtime.shards.specs, self.held),
-                mesh_of(runtime.sizes, self.held),
-                runtime.device,
-                self.options,
-                name,
-                runtime.ahead.order(),
-            )
-            runtime.votes.program(history.program)
-            compiler = self._compile if runtime.plan.backend == "inductor" else self._run_eagerly
-            executable = compile_chunks(history.program, compiler, self.options.late())
-            refuse_late_collectives(executable)
-            for chunk in executable.chunks:
-                verify_program(chunk.executable.program)
-            clipped = tuple(m.name for m in chosen if m.record is None)
-            self._programs[key] = CompiledUpdate(history, executable, scalar_names(chosen, self.options), clipped)
-        self._last = names, self._programs[key]
-        return self._programs[key]
-
-    def _compile(self, part: Program) -> Executable:
-        return checked(compile_chunk(part, self.runtime.groups), self.runtime.groups)
-
-    def _run_eagerly(self, part: Program) -> Executable:
-        return checked(compile_eager(part, self.runtime.groups), self.runtime.groups)
+        if self.rates is not None:
+            self.rates.restart(done)
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def step(self) -> torch.Tensor | None:
@@ -330,7 +253,8 @@ class Updater:
         self.finish()
         names = self.with_gradients()
         self._settle_previous()
-        self._schedule()
+        if self.rates is not None:
+            self.rates.set(self.calls - self.skipped())
         self._agree(names)
         self._run_hooks(names)
         late = self.options.late()
@@ -444,7 +368,7 @@ class Updater:
         return names
 
     def _run(self, names: tuple[str, ...]) -> torch.Tensor | None:
-        update = self.program(names)
+        update = self.programs.of(names, self.options)
         program = update.history.program
         self.runtime.clock.ran(program)
         with self.runtime.tiers.reused():
@@ -545,21 +469,7 @@ class Updater:
                 shards.local(name).copy_(weight)
             self.runtime.weights_changed(names)
 
-    # -- schedules and half precision ---------------------------------------------------------------------------------
-    def _schedule(self) -> None:
-        plan = self.runtime.plan
-        if plan.lr_schedule is None or isinstance(plan.lr_schedule, TorchSchedule) or self.optimizer is None:
-            return
-        done = self.calls - self.skipped()
-        for base, group in zip(self._base, self.optimizer.param_groups, strict=True):
-            momentum = base["betas"][0] if "betas" in base else base.get("momentum", 0.0)
-            point = plan.lr_schedule.at(done, base["lr"], momentum)
-            group["lr"] = point.lr
-            if "betas" in base:
-                group["betas"] = (point.momentum, *base["betas"][1:])
-            elif base.get("momentum"):
-                group["momentum"] = point.momentum
-
+    # -- half precision ------------------------------------------------------------------------------------------
     def skipped(self) -> int:
         """How many steps were skipped for an overflow, as far as the host has read it (all but the last step's)."""
         return self._late.skipped if self._late is not None else 0
@@ -567,7 +477,8 @@ class Updater:
     def _after(self) -> None:
         skipped, nonfinite = self.states.skipped(), self.states.nonfinite()
         if skipped is None:
-            self._advance_scheduler()
+            if self.rates is not None:
+                self.rates.advance()
             return
         if self._late is None:
             self._late = Late(self.runtime.device)
@@ -579,8 +490,8 @@ class Updater:
             return
         before, counted = self._late.skipped, self._late.nonfinite
         new = self._late.read()
-        if new and self._late.skipped == before:
-            self._advance_scheduler()
+        if new and self._late.skipped == before and self.rates is not None:
+            self.rates.advance()
         nonfinite = self.runtime.nonfinite
         if nonfinite is not None and self._late.nonfinite > counted:
             said = f"its loss or a gradient is infinite or no number; {self._late.skipped} steps were skipped so far"
@@ -596,11 +507,6 @@ class Updater:
                 why=f"the scale is {self._late.scale}; {self._late.skipped} steps were skipped so far",
                 hint="look for infinite losses or inputs, lower the learning rate, or use bf16, which needs no scale",
             )
-
-    def _advance_scheduler(self) -> None:
-        if self.scheduler is not None:
-            self.optimizer._opt_called = True  # type: ignore[union-attr]  # torch warns of a scheduler that runs ahead
-            self.scheduler.step()
 
     # -- for people who log -------------------------------------------------------------------------------------------
     def grad_norms(self) -> dict[str, torch.Tensor]:

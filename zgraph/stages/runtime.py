@@ -203,8 +203,8 @@ class PipelineRuntime(Runtime):
     def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
         """And let the stages compare what their updates do together, if one of them has a new one."""
         super().agree_on_update(names, numbers)
-        found = self.updater.program(tuple(names)).history.program
-        made = len(self.updater.compiled())
+        found = self.updater.programs.of(tuple(names), self.updater.options).history.program
+        made = len(self.updater.programs.compiled())
         new = self.everyone.vote(
             "the optimizer's numbers",
             numbers.ballot(states=False),

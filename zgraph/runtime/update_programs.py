@@ -1,0 +1,98 @@
+"""The update programs of one compiled module: made for the parameters that have gradients, compiled, and found again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zgraph.build.update_program import update_history
+from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunks
+from zgraph.codegen.debug_mode import checked
+from zgraph.codegen.eager import compile_eager
+from zgraph.codegen.executable import Executable
+from zgraph.passes import History, verify_program
+from zgraph.program.program import Program
+from zgraph.runtime.delayed import refuse_late_collectives
+from zgraph.runtime.rank import Rank
+from zgraph.update.build import UpdateOptions, scalar_names
+from zgraph.update.groups import Member
+from zgraph.update.owned_parameters import mesh_of, specs_here
+from zgraph.update.states import States
+
+
+@dataclass(frozen=True)
+class CompiledUpdate:
+    """An update program and what runs it."""
+
+    history: History
+    executable: UpdateExecutable
+    numbers: list[tuple[int, str]]  # the program's scalars (see `scalar_names`)
+    clipped: tuple[str, ...]  # parameters whose gradients it only clips
+
+
+class UpdatePrograms:
+    """The update programs that one rank has made so far."""
+
+    def __init__(self, rank: Rank, states: States) -> None:
+        self.rank = rank
+        self.states = states
+        self._programs: dict[tuple[tuple[str, str], ...], CompiledUpdate] = {}
+        self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
+
+    def histories(self) -> dict[str, History]:
+        """How the passes made each update program, by name: "update0", …"""
+        return {update.history.program.name: update.history for update in self._programs.values()}
+
+    def compiled(self) -> list[CompiledUpdate]:
+        return list(self._programs.values())
+
+    def executables(self) -> list[Executable]:
+        return [e for update in self._programs.values() for e in update.executable.executables]
+
+    def forget_last(self) -> None:
+        """Look anew for the program of the next update: which parameters count their updates together may have changed."""
+        self._last = None
+
+    def clear(self) -> None:
+        """Forget all programs: states are stored elsewhere from now on."""
+        self._programs.clear()
+        self._last = None
+
+    def of(self, names: tuple[str, ...], options: UpdateOptions) -> CompiledUpdate:
+        """The update of the parameters of these names (a parameter without a gradient is left alone, as torch does)."""
+        if self._last is not None and self._last[0] == names:
+            return self._last[1]
+        self.states.count_apart(names)
+        members = [self.states.members.get(n, Member(n, None, -1)) for n in names]
+        key = tuple((m.name, m.count) for m in members)
+        if key not in self._programs:
+            self._programs[key] = self._make(members, options)
+        self._last = names, self._programs[key]
+        return self._programs[key]
+
+    def _make(self, members: Sequence[Member], options: UpdateOptions) -> CompiledUpdate:
+        rank = self.rank
+        history = update_history(
+            rank.plan,
+            members,
+            specs_here(rank.shards.specs, rank.held),
+            mesh_of(rank.sizes, rank.held),
+            rank.device,
+            options,
+            f"update{len(self._programs)}",
+            rank.ahead.order(),
+        )
+        rank.votes.program(history.program)
+        compiler = self._compile if rank.plan.backend == "inductor" else self._run_eagerly
+        executable = compile_chunks(history.program, compiler, options.late())
+        refuse_late_collectives(executable)
+        for chunk in executable.chunks:
+            verify_program(chunk.executable.program)
+        clipped = tuple(m.name for m in members if m.record is None)
+        return CompiledUpdate(history, executable, scalar_names(members, options), clipped)
+
+    def _compile(self, part: Program) -> Executable:
+        return checked(compile_chunk(part, self.rank.groups), self.rank.groups)
+
+    def _run_eagerly(self, part: Program) -> Executable:
+        return checked(compile_eager(part, self.rank.groups), self.rank.groups)
