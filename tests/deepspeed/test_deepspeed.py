@@ -70,7 +70,7 @@ def test_activations_are_partitioned_and_offloaded_as_deepspeed_s_config_says():
     made = zgraph.Plan(mesh={"tp": 2}, **offloading({}, both))
     assert (made.partition_activations, made.offload.activations) == (True, "cpu")
     assert not zgraph.Plan(**offloading({}, {"partition_activations": False})).partition_activations
-    with pytest.raises(PlanError, match="partition_activations without ranks"):
+    with pytest.raises(PlanError, match="partition_activations is set without ranks"):
         zgraph.Plan(**offloading({}, both))
     with pytest.raises(PlanError, match="neither true nor false"):
         offloading({}, {"cpu_checkpointing": "yes"})
