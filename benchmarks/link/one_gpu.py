@@ -172,7 +172,7 @@ def ranked(setting: Setting, stage: int, *, prefetch: bool = True) -> Iterator[t
         try:
             yield model, link
         finally:
-            model.zgraph.runtime.ahead.drop()  # what the last update has started
+            model.zgraph.runtime.first_gathers.drop()  # what the last update has started
 
 
 # -- what is hidden ---------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def held(model: Any) -> dict[str, torch.Tensor]:
 
 def put_back(model: Any, values: dict[str, torch.Tensor]) -> None:
     runtime = model.zgraph.runtime
-    runtime.ahead.drop()  # the last update has sent other weights
+    runtime.first_gathers.drop()  # the last update has sent other weights
     with torch.no_grad():
         for name, param in runtime.shards.params().items():
             mine = param.to_local() if hasattr(param, "to_local") else param

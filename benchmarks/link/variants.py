@@ -192,7 +192,7 @@ class _Calibrated:
     def __call__(self, rate: float) -> None:
         handle = self.model.zgraph
         if rate in self.made:
-            handle.runtime.ahead.drop()
+            handle.runtime.first_gathers.drop()
             handle.runtime = self.made[rate]
             return
         from zgraph.forecast.link_benchmark import measure_link

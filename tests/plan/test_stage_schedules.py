@@ -631,7 +631,7 @@ def test_programs_are_compiled_in_one_order_on_all_ranks():
 
     made = []
     step = SimpleNamespace(
-        ahead=lambda: None, forward=lambda: None, backward=lambda *_: None, backward_apart=lambda *_: None, keeps=False,
+        first_gathers=lambda: None, forward=lambda: None, backward=lambda *_: None, backward_apart=lambda *_: None, keeps=False,
         differentiated=True, captured=SimpleNamespace(outputs=[SimpleNamespace(role=OutputRole.GRADIENT)]),
         summing_backward=lambda _, apart: made.append(apart),
     )  # fmt: skip

@@ -317,7 +317,7 @@ def plain_and_emulated(stage: int, seed: int | None) -> tuple[dict[str, Any], di
         for batch in batches:
             mine.train_step(*batch)
         found = {n: p.to_local().clone() for n, p in mine.named_parameters()}
-        mine.zgraph.runtime.ahead.drop()
+        mine.zgraph.runtime.first_gathers.drop()
     return {n: p.detach().chunk(2)[0] for n, p in plain.named_parameters()}, found
 
 

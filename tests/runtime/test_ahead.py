@@ -81,7 +81,7 @@ def with_and_without(change, fields):
     for across in (True, False):
         model, inputs = compiled(across, **fields)
         results.append(losses(model, inputs, CHANGES[change]))
-        started = model.zgraph.runtime.ahead.order()
+        started = model.zgraph.runtime.first_gathers.order()
         assert bool(started) == across, started
     return results[0] == results[1], results[0][0]
 
@@ -108,10 +108,10 @@ def test_also_compiled_by_inductor(ranks):
 def what_is_in_flight():
     model, inputs = compiled(True)
     losses(model, inputs)
-    ahead = model.zgraph.runtime.ahead
-    flying = sorted(ahead.flying)
+    gathers = model.zgraph.runtime.first_gathers
+    flying = sorted(gathers.in_flight)
     model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-    return flying, sorted(set(ahead.order())), sorted(ahead.flying)
+    return flying, sorted(set(gathers.order())), sorted(gathers.in_flight)
 
 
 def test_an_update_leaves_them_in_flight_and_the_forward_takes_them(ranks):
@@ -205,7 +205,7 @@ def a_step_that_fails():
     next(p for p in model.parameters() if p.grad is not None).grad._local_tensor.fill_(float("inf"))
     with pytest.raises(zgraph.errors.StepError):
         model.step()
-    return sorted(model.zgraph.runtime.ahead.flying), losses(model, inputs)[0]
+    return sorted(model.zgraph.runtime.first_gathers.in_flight), losses(model, inputs)[0]
 
 
 def test_an_update_that_fails_leaves_nothing_in_flight(ranks):

@@ -53,7 +53,7 @@ def test_an_allocation_that_fails_is_placed_and_caught_as_torch_has_it(caught):
     assert __file__ in error.where
     assert "the allocator: " in error.why and "DefaultCPUAllocator" in error.why
     assert "nothing of what a plan can change fits" in error.hint
-    model.zgraph.runtime.ahead.drop()
+    model.zgraph.runtime.first_gathers.drop()
     with pytest.raises(caught):  # (nothing is left behind: the next call fails as the first)
         model(torch.randn(4, 8))
 

@@ -84,7 +84,7 @@ def calibrate(
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         links = _links(runtime)
         mine = _time_steps(twin.zgraph, args, kwargs, steps)
-    runtime.ahead.drop()
+    runtime.first_gathers.drop()
     name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     base = hardware_like(runtime.device.type, name)
     views = runtime.everyone.gather("times of operators", mine)

@@ -425,10 +425,10 @@ class Handle(Compiled):
             context = replace(old.context, sizes=sizes, costs=costs)
             made = Runtime(old.module, old.forward_function, plan, old.shards, context)
         made.updater.adopt(old.updater, copies=False)
-        made.samples, made.turns = old.samples, old.turns
+        made.samples, made.own_steps = old.samples, old.own_steps
         made.saver = old.saver
         made.recorder = old.recorder.of(made) if old.recorder is not None else None
-        old.ahead.drop()
+        old.first_gathers.drop()
         self.runtime = made
 
 
@@ -508,7 +508,7 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     else:
         runtime = Runtime(twin, old.forward_function, old.plan, shards, old.context)
     runtime.updater.adopt(old.updater, copies=True)
-    runtime.samples, runtime.turns = old.samples, old.turns
+    runtime.samples, runtime.own_steps = old.samples, old.own_steps
     runtime.saver = Saver()
     attach(twin, runtime, handle.loss_fn)
     return twin

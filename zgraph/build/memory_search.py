@@ -32,10 +32,10 @@ from zgraph.program.program import InputRole, OutputRole, Program, with_gradient
 from zgraph.program.remark import Remark
 from zgraph.units import shown_bytes
 
-TURNS = 10  # of the search for the bytes that activations may take
-BELOW = 4  # steps below what segments seem to need
+SEARCH_STEPS = 10  # of the search for the bytes that activations may take
+STEPS_BELOW = 4  # steps below what segments seem to need
 MIN_GAIN = 0.01  # of a step: so much waiting is worth a search
-CLOSE = 0.0002  # of a step: so much less computed again is worth a look
+MIN_RECOMPUTED = 0.0002  # of a step: so much less computed again is worth a look
 LEAST_MEMORY = MemoryDecision(room=0, spare=0, reduce=0)
 
 
@@ -147,7 +147,7 @@ class Search:
             least = min((f.seconds for f, _, _ in self.simulated.values()), default=0.0)
             if any(outcome.seconds <= least for _, _, outcome, _ in found):
                 break  # (no step is faster, and the update hardly)
-            self._turn_to(share)
+            self._use_share(share)
             if found and self.outside.step(least) >= min(found, key=lambda way: way[0])[0]:
                 continue
             try:
@@ -160,10 +160,10 @@ class Search:
             refused[-1].hint = self._hint(self._least_at_any_rate())
             raise refused[-1]
         _, share, outcome, missed = min(found, key=lambda way: way[:2])
-        self._turn_to(share)
+        self._use_share(share)
         return outcome, missed
 
-    def _turn_to(self, share: float) -> None:
+    def _use_share(self, share: float) -> None:
         self.share, self.tried = share, {}
 
     @property
@@ -180,13 +180,13 @@ class Search:
             spare = max(self.budget - base.peak - layer * n, 0)
             found += self._fitted(base.choice.replace(room=layer * n // 2, spare=spare, reduce=layer * n))
         best = min(found, key=lambda o: (o.seconds, o.peak))
-        ways = [self._keep(outcome) for outcome in dict.fromkeys((best, base, *self._with_room(base)))]
-        return min(ways, key=lambda way: (way[0].seconds, way[0].peak))
+        outcomes = [self._keep(outcome) for outcome in dict.fromkeys((best, base, *self._with_room(base)))]
+        return min(outcomes, key=lambda one: (one[0].seconds, one[0].peak))
 
     def follow(self, choice: MemoryDecision) -> tuple[History, MemoryDecision]:
         """Another variant's decisions. Raises `PlanError` if it does not fit with them."""
         if choice.states is not None:
-            self._turn_to(choice.states)
+            self._use_share(choice.states)
         outcome = self._try(choice)
         if outcome.peak > self.budget:
             raise self._refusal(outcome, f"{self.captured.name} with the gradients and weights of other micro-batches")
@@ -272,7 +272,9 @@ class Search:
         every = self._try(LEAST_MEMORY)
         if every.peak <= self.budget:
             total = sum(plain.forecast.peak.values())
-            self._bisect(2**TURNS, lambda stays: LEAST_MEMORY.replace(away=total - total * stays // 2**TURNS))
+            self._bisect(
+                2**SEARCH_STEPS, lambda stays: LEAST_MEMORY.replace(away=total - total * stays // 2**SEARCH_STEPS)
+            )
             found += [o for o in self.tried.values() if o.peak <= self.budget]
         for away in (
             (0, plain.forecast.peak.get("activations", 0) // 2, None) if self.context.plan.recompute == "auto" else ()
@@ -299,7 +301,7 @@ class Search:
             return solver.seconds(sizes[min(at, len(sizes) - 1)])
 
         known, high = sizes.index(solver.least()), len(sizes)
-        for low in dict.fromkeys(known * part // BELOW for part in range(BELOW, -1, -1)):
+        for low in dict.fromkeys(known * part // STEPS_BELOW for part in range(STEPS_BELOW, -1, -1)):
             best = outcome(low)
             if best.peak <= self.budget:
                 break
@@ -307,7 +309,7 @@ class Search:
         else:
             smallest = min(self.tried.values(), key=lambda o: o.peak)
             raise self._refusal(smallest, f"{self.captured.name}, with all computed again that can be")
-        while high - low > 1 and seconds(low) - seconds(high) > CLOSE * best.seconds:
+        while high - low > 1 and seconds(low) - seconds(high) > MIN_RECOMPUTED * best.seconds:
             middle = (low + high) // 2
             found = outcome(middle)
             if found.peak <= self.budget:

@@ -77,7 +77,7 @@ class StepProgram:
         self._histories: dict[Variant, History] = {}
         self._choice: MemoryDecision | None = None
         self._parts: dict[tuple[Variant, bool], Parts] = {}
-        self._ahead: list[Executable] | None = None
+        self._first_gathers: list[Executable] | None = None
         self._forwards: dict[bool, Executable] = {}
         self._backwards: dict[tuple[bool, bool], Executable] = {}
         self._apart: dict[tuple[bool, bool], tuple[Executable | None, Executable | None]] = {}
@@ -222,21 +222,21 @@ class StepProgram:
             adopt_strides(part, executable)
         return self._compile(part, is_backward=True)
 
-    def ahead(self) -> list[Executable]:
+    def first_gathers(self) -> list[Executable]:
         """What starts the first gathers, in order. A cast and a start are nothing that compiling could make faster."""
-        if self._ahead is None:
+        if self._first_gathers is None:
             for program in self.parts().ahead:
                 self.context.agree(program)
-            self._ahead = [
+            self._first_gathers = [
                 checked(compile_eager(p, self.context.groups), self.context.groups) for p in self.parts().ahead
             ]
-        return self._ahead
+        return self._first_gathers
 
     def executables(self) -> list[Executable]:
         """Those compiled so far."""
         apart = [e for pair in self._apart.values() for e in pair if e is not None]
         return [
-            *(self._ahead or ()),
+            *(self._first_gathers or ()),
             *self._forwards.values(),
             *self._backwards.values(),
             *apart,

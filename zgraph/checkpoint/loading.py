@@ -380,7 +380,7 @@ def _read(source: Source, loading: Loading, states: States) -> None:
 def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, Any]) -> dict[str, Any]:
     """Write what was planned. A failure leaves the model unusable until a checkpoint was loaded, and says so."""
     loading, updater = parts.loading, runtime.updater
-    runtime.ahead.drop()
+    runtime.first_gathers.drop()
     agreement = runtime.everyone
 
     def refused(rank: int, said: str) -> CheckpointError:
@@ -401,7 +401,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
     with torch.inference_mode(False):
         updater.restore(source.known, steps, loading.begun | loading.counts, parts.optimizer)
     runtime.samples = source.known.samples or 0 if parts.optimizer else 0
-    runtime.turns = source.known.steps or 0 if parts.optimizer else 0
+    runtime.own_steps = source.known.steps or 0 if parts.optimizer else 0
     mesh = mesh_of(runtime.sizes, updater.held)
     alike = source.known.plan == runtime.plan.model_dump(mode="json") and source.known.mesh == mesh
     runtime.votes.expected = parts.programs if alike else {}

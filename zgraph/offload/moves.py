@@ -101,7 +101,7 @@ class Tiers:
 
 
 _open: weakref.WeakValueDictionary[str, Tier] = weakref.WeakValueDictionary()
-_flying: dict[int, tuple[object, Wait]] = {}  # by address: whose it is (see `apart`), and what waits for it
+_in_flight: dict[int, tuple[object, Wait]] = {}  # by address: whose it is (see `apart`), and what waits for it
 _mine = threading.local()
 
 
@@ -133,7 +133,7 @@ def apart() -> Iterator[None]:
 
 def in_flight() -> int:
     """Moves that nobody has waited for yet."""
-    return len(_flying)
+    return len(_in_flight)
 
 
 def _fetch(home: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -171,7 +171,7 @@ def _store(home: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _moved(to: torch.Tensor, of: torch.Tensor) -> None:
     if not to.numel():
         return
-    started = _flying.pop(to.data_ptr(), None)
+    started = _in_flight.pop(to.data_ptr(), None)
     if started is None:
         raise OffloadError(
             "a program waits for a move that nothing started",
@@ -182,7 +182,7 @@ def _moved(to: torch.Tensor, of: torch.Tensor) -> None:
 
 
 def _flies(to: torch.Tensor, wait: Wait) -> None:
-    _flying[to.data_ptr()] = getattr(_mine, "owner", None), wait
+    _in_flight[to.data_ptr()] = getattr(_mine, "owner", None), wait
 
 
 def _arrived() -> None:
@@ -191,8 +191,8 @@ def _arrived() -> None:
 
 def _abandon() -> None:
     """A program has failed: what it had on its way lands, and is forgotten."""
-    for to, (owner, wait) in list(_flying.items()):
-        if owner is getattr(_mine, "owner", None) and _flying.pop(to, None) is not None:
+    for to, (owner, wait) in list(_in_flight.items()):
+        if owner is getattr(_mine, "owner", None) and _in_flight.pop(to, None) is not None:
             with contextlib.suppress(Exception):
                 wait()
 

@@ -99,13 +99,13 @@ class Tiles(Table[int]):
     _field = "tiles"
 
 
-def _check_tiles(turns: Mapping[str, int]) -> Tiles:
-    for pattern, count in turns.items():
+def _check_tiles(chunks: Mapping[str, int]) -> Tiles:
+    for pattern, count in chunks.items():
         if count < 2:
             raise PlanError(
                 f"{pattern!r} can't run in {count} turn(s)", where=pattern, hint="2 or more; or leave it out"
             )
-    return Tiles(turns)
+    return Tiles(chunks)
 
 
 def _check_mesh(sizes: Mapping[str, int]) -> Mesh:

@@ -31,14 +31,14 @@ class Saved(list[Any]):
     def __init__(self, sharing: Sharing) -> None:
         super().__init__()
         self.sharing = sharing
-        self.flying: list[torch.Tensor] = []
+        self.in_flight: list[torch.Tensor] = []
 
     def clear(self) -> None:
         super().clear()
-        self.flying.clear()
+        self.in_flight.clear()
 
     def __del__(self) -> None:
-        tensor_storage.land(self.flying)
+        tensor_storage.land(self.in_flight)
 
 
 class Runs(Protocol):

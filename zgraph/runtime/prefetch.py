@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from zgraph.codegen.executable import Executable
 
 
-class Ahead:
+class FirstGathers:
     """Starts and holds the first gathers of `step`, the training program that ran last."""
 
     def __init__(self, shards: Shards, agreement: Agreement, device: torch.device) -> None:
         self.shards = shards
         self.agreement = agreement
         self.step: StepProgram | None = None
-        self.flying: dict[str, torch.Tensor] = {}
+        self.in_flight: dict[str, torch.Tensor] = {}
         self._sent: dict[str, torch.Tensor] = {}
         self._versions: dict[str, tuple[int, ...]] = {}
         self._left: list[Executable] = []
@@ -39,12 +39,12 @@ class Ahead:
     # -- the update's side --------------------------------------------------------------------------------------------
     def order(self) -> list[str]:
         """The parameters that the next forward needs first, in order."""
-        return [p.name for e in self.step.ahead() for p in e.program.inputs] if self.step is not None else []
+        return [p.name for e in self.step.first_gathers() for p in e.program.inputs] if self.step is not None else []
 
     def begin(self, names: Sequence[str]) -> None:
         """An update of these parameters begins."""
         self.drop()
-        self._left = list(self.step.ahead()) if self.step is not None else []
+        self._left = list(self.step.first_gathers()) if self.step is not None else []
         self._unwritten = set(names)
         self.written(())
 
@@ -65,20 +65,20 @@ class Ahead:
     # -- the forward's side -------------------------------------------------------------------------------------------
     def take(self, step: StepProgram) -> dict[str, torch.Tensor]:
         """The first gathers of a forward, on their way; all ranks must call it."""
-        if self.flying and (self.step is not step or not self._unchanged.since(self._versions, self._differ)):
+        if self.in_flight and (self.step is not step or not self._unchanged.since(self._versions, self._differ)):
             self.drop()
-        if not self.flying:
-            for executable in step.ahead():
+        if not self.in_flight:
+            for executable in step.first_gathers():
                 self._start(executable)
-        flying = self.flying
-        self.flying, self._sent, self._versions = {}, {}, {}
+        in_flight = self.in_flight
+        self.in_flight, self._sent, self._versions = {}, {}, {}
         self.step = step
-        return flying
+        return in_flight
 
     def drop(self) -> None:
         """Let what is on its way arrive, and forget it: torch holds a transfer until someone has waited for it."""
-        tensor_storage.land(self.flying.values())
-        self.flying, self._sent, self._versions, self._left = {}, {}, {}, []
+        tensor_storage.land(self.in_flight.values())
+        self.in_flight, self._sent, self._versions, self._left = {}, {}, {}, []
 
     def __del__(self) -> None:
         self.drop()
@@ -87,7 +87,7 @@ class Ahead:
         values = [self.shards.local(p.name) for p in executable.program.inputs]
         with progress.runs_with(self.agreement), autograd_state.unrecorded():  # (a profile may end with the step)
             outputs = executable.run(values)
-        self.flying.update({p.name: v for p, v in zip(executable.program.outputs, outputs, strict=True)})
+        self.in_flight.update({p.name: v for p, v in zip(executable.program.outputs, outputs, strict=True)})
 
     def _differ(self) -> list[torch.Tensor]:
         return [differ(self.shards.local(n), sent) for n, sent in self._sent.items() if sent.numel()]

@@ -26,7 +26,7 @@ from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.memory import StepMemory
-from zgraph.runtime.prefetch import Ahead
+from zgraph.runtime.prefetch import FirstGathers
 from zgraph.runtime.timings import Clock
 from zgraph.runtime.votes import Votes
 from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
@@ -118,7 +118,7 @@ class Rank(abc.ABC):
     updater: Any  # who runs its updates
     nonfinite: Any  # who looks for values that are not finite; None where the plan ignores them
     clock: Clock
-    ahead: Ahead
+    first_gathers: FirstGathers
     saver: Saver  # (given by who makes the run time)
 
     def __init__(self, module: nn.Module, plan: Plan, shards: Shards, context: RankContext) -> None:

@@ -41,7 +41,7 @@ from zgraph.ranks import heartbeat, progress
 from zgraph.runtime.autograd import Saved, Step
 from zgraph.runtime.nonfinite import NonFinite
 from zgraph.runtime.out_of_memory import explained
-from zgraph.runtime.prefetch import Ahead
+from zgraph.runtime.prefetch import FirstGathers
 from zgraph.runtime.rank import Rank, RankContext
 from zgraph.runtime.timings import KEEP, Clock, Timings, median_step, model_flops
 from zgraph.runtime.unsharded import UnshardedWeights
@@ -70,10 +70,10 @@ class Runtime(Rank):
         self._one_at_a_time = threading.RLock()  # (threads that call for the first time at once compile once)
         self.unsharded = UnshardedWeights(shards, agreement, device)
         self.accumulating = False
-        self.ahead = Ahead(shards, agreement, device)
+        self.first_gathers = FirstGathers(shards, agreement, device)
         self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
         self.steps = self.forwards = 0  # steps here; forwards of the one that is under way
-        self.turns = 0  # backward passes that a user's own optimizer may have followed
+        self.own_steps = 0  # backward passes that a user's own optimizer may have followed
         self.samples = 0  # rows of batches that were trained on, over all ranks
         self.updater = Updater(self)
         heartbeat.watch(plan.watch, self.everyone, self.process_groups())
@@ -82,7 +82,7 @@ class Runtime(Rank):
     @property
     def updates(self) -> int:
         """Optimizer steps so far, those that were skipped included."""
-        return self.turns if self.updater.optimizer is None else self.updater.calls
+        return self.own_steps if self.updater.optimizer is None else self.updater.calls
 
     def end_own_step(self) -> None:
         """End the step before this call, if its update was the user's own."""
@@ -198,7 +198,7 @@ class Runtime(Rank):
     def prepare(self, step: StepProgram) -> None:
         """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.) Raises what `fit` does."""
         self.fit(step)
-        step.ahead()
+        step.first_gathers()
         step.forward()
         if step.parts().backward is not None:
             step.backward()
@@ -278,10 +278,10 @@ class Runtime(Rank):
         """(the flat outputs, the saved values) of one forward; buffers are updated unless `mutate` is False."""
         gathered_before = step.keeps and bool(self.unsharded.weights) and self.unsharded.are_there(step.unsharded)
         executable = step.forward(gathered_before)
-        flying = self.ahead.take(step) if step.ahead() and not gathered_before else {}
+        in_flight = self.first_gathers.take(step) if step.first_gathers() and not gathered_before else {}
         self.clock.ran(executable.program)
         given = [
-            flying.pop(p.name) if p.role is InputRole.IN_FLIGHT else self._input(p, flat)
+            in_flight.pop(p.name) if p.role is InputRole.IN_FLIGHT else self._input(p, flat)
             for p in executable.program.inputs
         ]
         with progress.runs_with(self.agreement), explained(self, executable, step):
@@ -301,7 +301,7 @@ class Runtime(Rank):
                     # (an output itself would hold autograd's node of this call, which holds what is saved)
                     saved.append(value.detach() if id(value) in given_out else value)
                     if port.name in executable.flying:
-                        saved.flying.append(value)
+                        saved.in_flight.append(value)
                 elif port.role is OutputRole.UNSHARDED:
                     self.unsharded.keep(port.name, value)
                 elif port.role is OutputRole.OUTPUT and port.index is not None:
@@ -348,8 +348,8 @@ class Runtime(Rank):
     ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
         """The gradients of one backward, by role and name of what they are of; `unsharded` are the whole weights that its forward ran with, and
         `adds` says to which parameters' `.grad` the backward adds."""
-        way = self._reduction(adds)
-        executable = step.backward(way.now, bool(way.added))
+        reduction = self._reduction(adds)
+        executable = step.backward(reduction.now, bool(reduction.added))
         at = {p.name: i for i, p in enumerate(p for p in executable.program.inputs if p.role is InputRole.SAVED)}
         values: list[Any] = []
         stays: set[int] = set()  # ids of what is still somebody's when the program is over
@@ -360,7 +360,7 @@ class Runtime(Rank):
                 assert port.index is not None
                 values.append(tangents[port.index])
             elif port.role is InputRole.ACCUMULATOR:
-                values.append(self._take_partial(port.name, port.name in way.added))
+                values.append(self._take_partial(port.name, port.name in reduction.added))
             elif port.role is InputRole.UNSHARDED:
                 values.append(unsharded[port.name])
             elif port.role is InputRole.SCALE:
@@ -376,12 +376,12 @@ class Runtime(Rank):
         with bare, progress.runs_with(self.agreement), explained(self, executable, step):
             results = executable.run(values)
         self.settle_gradients()
-        gradients = self._handed_out(executable, results, stays, partial=not way.now)
-        if way.rest:
+        gradients = self._handed_out(executable, results, stays, partial=not reduction.now)
+        if reduction.rest:
             self.reduce_leftovers()
         if not self.accumulating:
             self.unsharded.drop()  # an update follows
-            self.turns += 1
+            self.own_steps += 1
             self.clock.reduced = True
         return gradients
 

@@ -80,7 +80,7 @@ class UpdatePrograms:
             rank.device,
             options,
             f"update{len(self._programs)}",
-            rank.ahead.order(),
+            rank.first_gathers.order(),
         )
         rank.votes.program(history.program)
         compiler = self._compile if rank.plan.backend == "inductor" else self._run_eagerly

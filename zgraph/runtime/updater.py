@@ -263,16 +263,16 @@ class Updater:
         before = counted.clone() if counted is not None else None
         with runtime.clock.timed("update"):
             try:
-                runtime.ahead.begin(timely)
+                runtime.first_gathers.begin(timely)
                 norm = self._run(names)  # (where a changed field is refused, gradients stay for the next step)
                 for name in names:
                     runtime.shards.params()[name].grad = None
                 self._refuse_infinite("this step has changed neither weights nor states; its gradients are gone")
             except Exception:
-                runtime.ahead.drop()
+                runtime.first_gathers.drop()
                 raise
             runtime.weights_changed(timely)
-            runtime.ahead.finish()
+            runtime.first_gathers.finish()
         self.calls += 1
         if runtime.nonfinite is not None and counted is not None and before is not None:
             runtime.nonfinite.stepped(self.calls, counted.ne(before))
@@ -416,7 +416,7 @@ class Updater:
                 values.append(self._scalars(update.numbers))
         try:
             with progress.runs_with(self.runtime.agreement), explained(self.runtime, update.history.program):
-                results, rest = update.executable.run(values, self.runtime.ahead.written)
+                results, rest = update.executable.run(values, self.runtime.first_gathers.written)
             if self.options.late():
                 self._delayed.start(lambda: self._run_late(update, rest))
             return results, clipped

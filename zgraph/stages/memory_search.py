@@ -25,7 +25,7 @@ from zgraph.stages.rank_memory import UPDATE, RankMemory, variant_of
 from zgraph.stages.stage_cost import SimulatedStage
 from zgraph.units import shown_bytes
 
-TURNS = 16  # parts of the way from the least that stages can do with
+SHARE_STEPS = 16  # parts of the way from the least that stages can do with
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RankBudget:
         least: Refusal | None = None
         for share in self.residents.shares:
             for search in self.searches.values():
-                search.turn_to(share)
+                search.use_share(share)
             found = self._within()
             if isinstance(found, Refusal):
                 least = found if least is None or found.least < least.least else least
@@ -118,7 +118,7 @@ class RankBudget:
         if self._peak(least) > self.budget:
             return self._refusal(least)
         best: dict[int, tuple[Outcome, Remark | None]] = {stage: (outcome, None) for stage, outcome in least.items()}
-        low, high = 0, TURNS
+        low, high = 0, SHARE_STEPS
         while low < high:
             middle = (low + high + 1) // 2
             found_there = self._part(middle, least)
@@ -137,8 +137,8 @@ class RankBudget:
         found: dict[int, tuple[Outcome, Remark | None]] = {}
         for stage, search in self.searches.items():
             smallest = least[stage].peak
-            most = self.budget if part == TURNS else min(self.budget, search.plain().peak)
-            best = search.best(smallest + max(most - smallest, 0) * part // TURNS)
+            most = self.budget if part == SHARE_STEPS else min(self.budget, search.plain().peak)
+            best = search.best(smallest + max(most - smallest, 0) * part // SHARE_STEPS)
             found[stage] = (least[stage], None) if isinstance(best, Outcome) else best
         return found
 
@@ -231,8 +231,8 @@ class _StageSearch(Search):
         """With nothing computed again, and nothing gathered early."""
         return self._try(self.least)
 
-    def turn_to(self, share: float) -> None:
-        self._turn_to(share)
+    def use_share(self, share: float) -> None:
+        self._use_share(share)
 
     def stage_of(self, outcome: Outcome) -> SimulatedStage:
         """The stage by a choice that was tried."""

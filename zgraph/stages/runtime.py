@@ -177,7 +177,7 @@ class PipelineRuntime(Runtime):
     def prepare(self, step: StepProgram, kinds: frozenset[Kind] = frozenset({Kind.F, Kind.B})) -> None:
         """Compile what a stage takes that does these kinds of actions in a step."""
         self.fit(step)
-        step.ahead()
+        step.first_gathers()
         step.forward()
         if not step.differentiated:
             return
@@ -337,7 +337,7 @@ class PipelineRuntime(Runtime):
             if held is not None and self.counts(name):  # (the sum over stages so far is added on one of them)
                 made = held + made
             params[name].grad = made
-        self.turns += 1
+        self.own_steps += 1
         self.clock.reduced = True
 
     def everywhere(self, losses: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

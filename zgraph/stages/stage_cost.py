@@ -34,7 +34,7 @@ class SimulatedStage:
         self.costs = costs
         self.once = once
         self._joint: dict[tuple[Variant, float], Forecast] = {}
-        self._turns: dict[Variant, int] = {}
+        self._forward_ends: dict[Variant, int] = {}
         self._leads: dict[Variant, float] = {}  # with how many seconds all that starts ahead is there
         self._apart: dict[tuple[Variant, Kind], Forecast | None] = {}
         self._values: dict[tuple[Variant, bool, bool], Values] = {}
@@ -52,7 +52,7 @@ class SimulatedStage:
     def seconds(self, kind: Kind, variant: Variant, lead: float = 0.0) -> float:
         """How long a program of this kind takes, if what starts ahead of it does so many seconds before."""
         whole = self.joint(variant, lead)
-        ends = whole.clock[self._turns[variant]]
+        ends = whole.clock[self._forward_ends[variant]]
         if kind is Kind.F:
             return ends
         if kind is Kind.B:
@@ -82,9 +82,9 @@ class SimulatedStage:
     def joint(self, variant: Variant, lead: float = 0.0) -> Forecast:
         """Forward and backward as one program, of which what starts ahead does so `lead` seconds before."""
         program = self.step.history(variant).program
-        if variant not in self._turns:
+        if variant not in self._forward_ends:
             forward = [i for i, n in enumerate(program.nodes) if n.op != "output" and info(n).phase is Phase.FORWARD]
-            self._turns[variant] = max(forward, default=0)
+            self._forward_ends[variant] = max(forward, default=0)
             found = self._joint[variant, 0.0] = simulate(program, self.costs)
             early = {n.name for n in program.nodes if n.op != "output" and info(n).ahead}
             self._leads[variant] = max((s.start + s.seconds for s in found.spans if s.node in early), default=0.0)

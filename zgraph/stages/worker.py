@@ -48,18 +48,18 @@ class Worker:
         self._parameters: dict[str, torch.Tensor] = {}
         self._read_after: dict[Kind, set[str]] = {}
         self._kept: dict[str, torch.Tensor] = {}
-        self._flying: dict[str, torch.Tensor] = {}
+        self._in_flight: dict[str, torch.Tensor] = {}
         self._batches: dict[int, _Batch] = {}
 
     def begin(self) -> None:
         """Start the gathers that the next forward begins with, unless they are on their way: what it receives need not be there yet."""
-        if self._kept or self._flying:
+        if self._kept or self._in_flight:
             return
-        for executable in self.step.ahead():
+        for executable in self.step.first_gathers():
             values = [self._parameter(port.name) for port in executable.program.inputs]
             with autograd_state.unrecorded():  # (a profile may end with the step)
                 for port, value in self._run(executable, values):
-                    self._flying[port.name] = value
+                    self._in_flight[port.name] = value
 
     def forward(
         self, micro_batch: int, flat: Sequence[Any], received: dict[str, torch.Tensor]
@@ -170,7 +170,7 @@ class Worker:
         if port.role is InputRole.UNSHARDED:
             return self._kept[port.name]
         if port.role is InputRole.IN_FLIGHT:
-            return self._flying.pop(port.name)
+            return self._in_flight.pop(port.name)
         if port.role is InputRole.SAVED:
             return batch.saved[port.name]
         if port.role is InputRole.RECEIVED:

@@ -112,17 +112,17 @@ def _first_not_in(done: Mapping[Action, None], needed: tuple[Action, ...]) -> Ac
 
 def _cycle(schedule: Schedule, heads: Mapping[int, Action], missing: Mapping[int, Action]) -> str:
     """Each stuck rank waits for an action of another stuck rank, or its own, so following them comes back to one seen before."""
-    way: list[int] = []
+    circle: list[int] = []
     rank = next(iter(heads))
-    while rank not in way:
-        way.append(rank)
+    while rank not in circle:
+        circle.append(rank)
         rank = schedule.rank_of[missing[rank].stage]
-    way = way[way.index(rank) :]
-    text = f"rank {way[0]} waits in {heads[way[0]]}"
-    for here, there in zip(way, [*way[1:], way[0]], strict=True):
+    circle = circle[circle.index(rank) :]
+    text = f"rank {circle[0]} waits in {heads[circle[0]]}"
+    for here, there in zip(circle, [*circle[1:], circle[0]], strict=True):
         needed, head = missing[here], heads[there]
         stands = f"for {needed}" + (f", which stands behind {head}" if needed != head else "") + f" on rank {there}"
-        text += f" {stands}" if here == way[0] else f", which waits {stands}"
+        text += f" {stands}" if here == circle[0] else f", which waits {stands}"
     return text
 
 
