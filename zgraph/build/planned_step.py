@@ -73,9 +73,12 @@ def planned_step(
     pass_filter: PassFilter = EVERY_PASS,
     captured: Program | None = None,
 ) -> PlannedStep:
-    """What `programs` makes, and the update that belongs to it. `inputs` are those of a micro-batch. An `edit` leaves passes out of the
-    step's pipeline. What was `captured` of the model by this plan already is not captured again (and not changed). Raises `PlanError`
-    for a plan with a pipeline, of which `zgraph.forecast.pipeline_plan` has the programs."""
+    """Make a step's programs, and the update that belongs to it.
+
+    `inputs` are those of a micro-batch. A `pass_filter` leaves passes out of the step's pipeline. What was `captured` of the model by this
+    plan already is not captured again (and not changed). Raises `PlanError` for a plan with a pipeline, of which
+    `zgraph.forecast.pipeline_plan` has the programs.
+    """
     plan.refuse_pipeline(world, "program for all ranks")
     plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
     costs = costs or costs_of(plan, device_of(model))

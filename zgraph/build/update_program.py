@@ -132,9 +132,11 @@ def whole_update(
     share: float | None = None,
     held: Held | None = None,
 ) -> History | None:
-    """The update of every parameter that trains; None for a plan without an optimizer, or a model without such parameters. `share`: see
-    `update_options`; `specs`, `sizes` and `held`: see `outside_of`. A stage of a pipeline that trains nothing has an update all the same:
-    it takes part in what all decide together."""
+    """Build the update of every parameter that trains; None for a plan without an optimizer, or a model without such parameters.
+
+    `share`: see `update_options`; `specs`, `sizes` and `held`: see `resident_of`. A stage of a pipeline that trains nothing has an update
+    all the same: it takes part in what all decide together.
+    """
     members, options = trained(module, specs, plan, share, held)
     if not members and (held is None or plan.optimizer is None):
         return None
@@ -142,7 +144,7 @@ def whole_update(
 
 
 def state_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
-    """Bytes of a rank's optimizer states, wherever they lie. `specs` and `held`: see `outside_of`."""
+    """Bytes of a rank's optimizer states, wherever they are stored. `specs` and `held`: see `resident_of`."""
     members, options = trained(module, specs, plan, held=held)
     return sum(state_bytes_of(m, specs[m.name], options) for m in members)
 
@@ -153,24 +155,17 @@ def trained(
     plan: Plan,
     share: float | None = None,
     held: Held | None = None,
+    *,
+    frozen: bool = False,
 ) -> tuple[list[Member], UpdateOptions]:
-    """What the plan's optimizer updates of the parameters that have gradients, and how. `share`: see `update_options`; `specs` and `held`:
-    see `outside_of`."""
-    members, options = _updated(module, specs, plan, share, held)
-    return [m for m in members if specs[m.name].requires_grad], options
+    """What the plan's optimizer updates (nothing without one) of what this rank holds, and how; with `frozen`, what has no gradient too.
 
-
-def _updated(
-    module: torch.nn.Module,
-    specs: dict[str, ParamSpec],
-    plan: Plan,
-    share: float | None = None,
-    held: Held | None = None,
-) -> tuple[list[Member], UpdateOptions]:
-    """What the plan's optimizer updates (nothing without one) of what this rank holds, and how."""
-    found = members_of(module, specs, plan.optimizer) if plan.optimizer is not None else []
-    members = [m for m in found if held is None or m.name in held.own]
-    return members, update_options(plan, members, specs, share, held)
+    `share`: see `update_options`; `specs` and `held`: see `resident_of`.
+    """
+    everywhere = members_of(module, specs, plan.optimizer) if plan.optimizer is not None else []
+    members = [m for m in everywhere if held is None or m.name in held.own]
+    options = update_options(plan, members, specs, share, held)
+    return [m for m in members if frozen or specs[m.name].requires_grad], options
 
 
 def waiting_bytes(specs: Mapping[str, ParamSpec], plan: Plan) -> int:
@@ -188,13 +183,12 @@ def waiting_bytes(specs: Mapping[str, ParamSpec], plan: Plan) -> int:
 
 
 def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
-    """Bytes that a rank keeps on disk from step to step: what lies there of weights, gradients and states. `specs` and `held`: see
-    `outside_of`."""
+    """Bytes of weights and states that a rank keeps on disk from step to step. `specs` and `held`: see `resident_of`."""
     total = 0
     if plan.offload.tier("parameters") == "nvme":
         total += sum(s.rank_bytes for s in specs_here(specs, held).values() if s.home is not None)
     if plan.offload.tier("optimizer") == "nvme" and len(shares_of(plan)) == 1:  # (else it is not known yet)
-        members, options = _updated(module, specs, plan, held=held)
+        members, options = trained(module, specs, plan, held=held, frozen=True)
         total += sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name in options.homes)
     return total
 

@@ -32,7 +32,7 @@ from zgraph.update.owned_parameters import Held, held_at, within
 @dataclass(frozen=True, eq=False)
 class PlannedStages:
     """`joint` is the whole captured model, `steps` are the programs of its stages in order, which run their passes when they are looked at;
-    `held` is what each rank along "pp" holds, `outsides` what of it besides its programs. `sizes` is the mesh within a stage. `layout`
+    `held` is what each rank along "pp" holds, `residents` what of it besides its programs. `sizes` is the mesh within a stage. `layout`
     has all parameters."""
 
     model: nn.Module
@@ -101,7 +101,7 @@ def planned_stages(
 ) -> PlannedStages:
     """What a plan with a pipeline makes of `model` (not compiled, on any device, also meta; it is not changed) for `world` ranks.
 
-    `inputs` are those of a micro-batch. An `edit` leaves passes out of the stages' pipelines; what was `captured` of the model by this plan
+    `inputs` are those of a micro-batch. A `pass_filter` leaves passes out of the stages' pipelines; what was `captured` of the model by this plan
     already is not captured again. The model is captured once, and then cut. Raises `PlanError` for a plan without a pipeline on so many ranks,
     for a model that can't be cut as it says, and for a schedule that can't be, and what capture raises (see `zgraph.compile`).
     """

@@ -1,4 +1,4 @@
-"""`Inspection`: a compiled step with all that can be asked of it. `making.py` makes one of a model or of a running one, `bundle.py` of a bundle."""
+"""`Inspection`: a compiled step with all that can be asked of it. `assemble.py` makes one of a model or of a running one, `bundle.py` of a bundle."""
 
 from __future__ import annotations
 
