@@ -48,5 +48,5 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    """Does a pattern match one of these names?"""
+    """Whether a pattern matches one of these names."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)

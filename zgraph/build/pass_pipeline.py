@@ -134,7 +134,7 @@ class PassContext:
 
     @property
     def keeps_weights(self) -> bool:
-        """Do gathered weights stay until the update (ZeRO stages 1 and 2)?"""
+        """Whether gathered weights stay until the update (ZeRO stages 1 and 2)."""
         return self.training and self.plan.zero in (1, 2)
 
     @property
@@ -145,7 +145,7 @@ class PassContext:
 
 @dataclass(frozen=True)
 class Decision:
-    """Does a plan run a pass, and why?"""
+    """Whether a plan runs a pass, and why."""
 
     runs: bool
     why: str

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_differentiated(program: Program) -> bool:
-    """Has a captured program a backward?"""
+    """Whether a captured program has a backward."""
     return any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)
 
 
@@ -91,7 +91,7 @@ class StepProgram:
 
     @property
     def keeps(self) -> bool:
-        """Do whole weights outlive the program?"""
+        """Whether whole weights outlive the program."""
         return any(p.role is OutputRole.UNSHARDED for p in self.history().program.outputs)
 
     @property

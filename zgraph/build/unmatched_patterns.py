@@ -47,7 +47,7 @@ def unmatched(plan: Plan, model: nn.Module) -> Iterator[Unmatched]:
 
 
 def refuse_unmatched(plan: Plan, model: nn.Module) -> None:
-    """Raises `PlanError` for patterns that match no module."""
+    """Raise `PlanError` for patterns that match no module."""
     faults = [found.error for found in unmatched(plan, model)]
     if faults:
         raise joined(faults)

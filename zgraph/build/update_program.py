@@ -183,7 +183,7 @@ def waiting_bytes(specs: Mapping[str, ParamSpec], plan: Plan) -> int:
 
 
 def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
-    """Bytes of weights and states that a rank keeps on disk from step to step. `specs` and `held`: see `resident_of`."""
+    """Bytes of weights, gradients and states that a rank keeps on disk from step to step. `specs` and `held`: see `resident_of`."""
     total = 0
     if plan.offload.tier("parameters") == "nvme":
         total += sum(s.rank_bytes for s in specs_here(specs, held).values() if s.home is not None)

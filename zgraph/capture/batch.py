@@ -23,7 +23,7 @@ _APART = {aten.select.int: (1, 0), aten.unbind.int: (1, 0), aten.split.Tensor: (
 
 
 def refuse_other_dimensions(program: Program, inputs: Sequence[tuple[str, torch.Tensor, int]], size: int) -> None:
-    """Raises `StepError` for what was cut on dimension 0 as the batch is, and can't be the batch by what the program does with it. `inputs`
+    """Raise `StepError` for what was cut on dimension 0 as the batch is, and can't be the batch by what the program does with it. `inputs`
     are the tensors of a micro-batch of `size` rows, the first one first: what the user calls each, and its index among the flat inputs."""
     nodes = {port.index: node for port, node in program.input_items() if port.role is InputRole.INPUT}
     read = [(name, nodes[index]) for name, x, index in inputs if index in nodes and x.dim() and x.shape[0] == size]
@@ -100,12 +100,12 @@ class _Order:
         return None
 
     def _has(self, node: fx.Node, dims: Iterable[int]) -> bool:
-        """Are axes of the batch among these dimensions of a value?"""
+        """Whether axes of the batch are among these dimensions of a value."""
         shape = self.axes.shapes(node)[0]
         return any(self.batch & set(shape[d]) for d in dims if -len(shape) <= d < len(shape))
 
     def _weighs(self, node: fx.Node) -> bool:
-        """Is a value a softmax over the batch, but for what acts on each of its elements?"""
+        """Whether a value is a softmax over the batch, but for what acts on each of its elements."""
         seen, stack = set(), [node]
         while stack:
             at = stack.pop()
@@ -118,7 +118,7 @@ class _Order:
         return False
 
     def _takes_part(self, node: fx.Node, name: str) -> bool:
-        """Does a slice take a part of the batch, or of the model's own tensors as many rows as the batch has?"""
+        """Whether a slice takes a part of the batch, or of the model's own tensors as many rows as the batch has."""
         of = node.all_input_nodes[0]
         at, default = (1, 0) if name == "slice" else (2, 0)
         dim = node.args[at] if len(node.args) > at else default
@@ -149,7 +149,7 @@ def _selected(source: fx.Node, axes: Axes, forward: Sequence[fx.Node]) -> set[in
 
 
 def _known(mine: set[int], axes: Axes, forward: Sequence[fx.Node]) -> bool:
-    """Does the program tell of every operator what it does along these axes?"""
+    """Whether it is known of every operator of the program what it does along these axes."""
     for node in forward:
         reads = any(mine & set(dim) for n in node.all_input_nodes for shape in axes.shapes(n) for dim in shape)
         if reads and node not in axes.rules:

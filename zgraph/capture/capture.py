@@ -109,7 +109,7 @@ class Trace:
         return dynamo.user_source(self.flat.graph_module.graph.find_nodes(op="placeholder")[index])
 
     def refuse_moved(self, flat: Sequence[Any], memory: FormerMemory) -> None:
-        """Raises `StepError` for a flat input that lies in a replaced parameter's former memory now and did not at the capture, or not any more.
+        """Raise `StepError` for a flat input that lies in a replaced parameter's former memory now and did not at the capture, or not any more.
         (A program reads it from the parameter, or as it is.)"""
         for at, former in self.former.items():
             if not memory.holds(flat[at]) or memory.former_of(flat[at], self.source(at)) is not former:
@@ -122,7 +122,7 @@ class Trace:
                 raise moved(self.source(at), "")
 
     def refuse_overlap(self, written: Collection[int], flat: Sequence[Any], *, whole: bool) -> None:
-        """Raises `SignatureError` where the forward writes to a flat input that has memory in common with another one. Only pairs with a tensor
+        """Raise `SignatureError` where the forward writes to a flat input that has memory in common with another one. Only pairs with a tensor
         of the call's are looked at, unless the `whole` is to be."""
         kinds = (InputRole.INPUT, InputRole.CONSTANT)
         others = range(len(flat)) if whole else [i for i, p in enumerate(self.inputs) if p.role in kinds]
@@ -409,7 +409,7 @@ def _caused_by(error: Exception, first: Exception) -> Exception:
 
 
 def _inside(x: Any, args: Any, kwargs: Any) -> bool:
-    """Is `x` held by an object among the arguments that is no pytree (a dataclass, a cache)?"""
+    """Whether an object among the arguments that is no pytree (a dataclass, a cache) holds `x`."""
     stack = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if hasattr(leaf, "__dict__")]
     seen: set[int] = set()
     while stack:

@@ -77,7 +77,7 @@ class FormerMemory:
         return not self._by_storage
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Is a tensor on the storage of a parameter that was replaced?"""
+        """Whether a tensor is on the storage of a parameter that was replaced."""
         if not self._by_storage or not tensor_storage.has_storage(tensor):
             return False
         return tensor_storage.storage_key(tensor) in self._by_storage
@@ -208,7 +208,7 @@ def insert(graph: fx.Graph, node: fx.Node, source: fx.Node, steps: Sequence[tupl
 
 # -- at compile --------------------------------------------------------------------------------------------------------
 def refuse_shared_memory(model: nn.Module, moved: Collection[str], *, updates: bool) -> None:
-    """Raises `ModelError` for a parameter whose elements lie on each other; for two that have elements in common, if one of them is `moved` to
+    """Raise `ModelError` for a parameter whose elements lie on each other; for two that have elements in common, if one of them is `moved` to
     memory of its own or an update program writes them; and for a buffer on one that is moved."""
     params = dict(model.named_parameters())
     for name, param in params.items():
@@ -235,7 +235,7 @@ def refuse_shared_memory(model: nn.Module, moved: Collection[str], *, updates: b
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Have two tensors an element in common?"""
+    """Whether two tensors have an element in common."""
     if not (tensor_storage.has_storage(one) and tensor_storage.has_storage(other)):
         return False
     if tensor_storage.storage_key(one) != tensor_storage.storage_key(other) or not overlap(

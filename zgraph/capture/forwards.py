@@ -138,7 +138,7 @@ class Forward:
             )
 
     def refuse_copy(self) -> None:
-        """Raises `ModelError` for a forward that a copy of the model would share with it."""
+        """Raise `ModelError` for a forward that a copy of the model would share with it."""
         self.settle()
         if self._wrapper is not None or not self._copied:
             raise ModelError(

@@ -17,7 +17,7 @@ from zgraph.torch_compat import autograd_state
 
 
 def refuse_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises `UnsupportedError` for a call that no program can be made for, naming the argument of `forward`; costs nothing for plain tensors."""
+    """Raise `UnsupportedError` for a call that no program can be made for, naming the argument of `forward`; costs nothing for plain tensors."""
     if autograd_state.is_transformed():
         raise UnsupportedError(
             "a compiled model inside of a transform",
@@ -48,7 +48,7 @@ def resolved(x: Any) -> Any:
 
 
 def refuse_state(module: nn.Module) -> None:
-    """Raises `UnsupportedError` for a model with parameters or buffers that are no plain tensors, or with hooks that see gradients inside of it."""
+    """Raise `UnsupportedError` for a model with parameters or buffers that are no plain tensors, or with hooks that see gradients inside of it."""
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
             fault = None if isinstance(tensor, DTensor) else _fault_of(tensor)
@@ -65,7 +65,7 @@ def refuse_state(module: nn.Module) -> None:
 
 
 def _is_plain(x: Any) -> bool:
-    """Is this no tensor and no container, or a plain tensor?"""
+    """Whether this is a plain tensor, or neither a tensor nor a container."""
     if type(x) is torch.Tensor:
         return x.layout is torch.strided and not x.is_nested
     return x is None or isinstance(x, (bool, int, float, str))

@@ -29,7 +29,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Have two spans a byte in common?"""
+    """Whether two spans have a byte in common."""
     return one[0] < other[1] and other[0] < one[1]
 
 

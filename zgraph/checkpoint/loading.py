@@ -322,7 +322,7 @@ def _begun(runtime: Runtime, source: Source, name: str, saved: Collection[str]) 
 
 
 def _check(source: Source, name: str, into: torch.Tensor) -> None:
-    """Raises `CheckpointError` unless a tensor of the model can take one of the checkpoint: in its shape, without a change of its kind."""
+    """Raise `CheckpointError` unless a tensor of the model can take one of the checkpoint: in its shape, without a change of its kind."""
     found = source.tensors[name]
     kinds = [(d.is_floating_point, d.is_complex, d) for d in (found.dtype, into.dtype)]
     alike = kinds[0][:2] == kinds[1][:2] and (kinds[0][0] or kinds[0][1] or found.dtype is into.dtype)
@@ -338,7 +338,7 @@ def _check(source: Source, name: str, into: torch.Tensor) -> None:
 
 
 def _check_tied(runtime: Runtime, source: Source, name: str, others: Sequence[str]) -> None:
-    """Raises `CheckpointError` unless the names that the model gives one weight have one in the checkpoint. Each rank reads its share."""
+    """Raise `CheckpointError` unless the names that the model gives one weight have one in the checkpoint. Each rank reads its share."""
     rank, ranks = runtime.everyone.rank(), max(1, len(runtime.everyone.ranks))
     for other in others:
         blocks = source.tensors[name].blocks

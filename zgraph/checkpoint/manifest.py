@@ -209,7 +209,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_tiling(tensors: dict[str, TensorInfo]) -> None:
-    """Raises `CheckpointError` unless the blocks of each tensor are all of it, and none is in two."""
+    """Raise `CheckpointError` unless the blocks of each tensor are all of it, and none is in two."""
     for name, info in tensors.items():
         outside = any(o + n > d for b in info.blocks for o, n, d in zip(b.offsets, b.sizes, info.shape, strict=True))
         if outside or not info.blocks or not _fill(info.blocks, info.shape):

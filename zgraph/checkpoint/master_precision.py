@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_current(master: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Does the master round to the weight, in all its numbers?"""
+    """Whether the master rounds to the weight, in all its numbers."""
     return same_bits(master.to(weight.dtype), weight)
 
 

@@ -76,13 +76,13 @@ class View:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Is this a model of transformers', with a config and names of its own?"""
+    """Whether this is a model of transformers', with a config and names of its own."""
     library = sys.modules.get("transformers.modeling_utils")  # (loaded where there is such a model)
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
 def refuse_special(module: nn.Module) -> None:
-    """Raises `UnsupportedError` for models whose files are more than their weights."""
+    """Raise `UnsupportedError` for models whose files are more than their weights."""
     special = {"hf_quantizer": "it is quantized", "_hf_peft_config_loaded": "it has adapters"}
     for attribute, why in special.items():
         if getattr(module, attribute, None):

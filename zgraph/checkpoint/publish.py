@@ -420,7 +420,7 @@ def _write_whole(writer: _Writer, views: Sequence[View], source: Source, name: s
 
 
 def _refuse_other(source: Source, shapes: dict[str, tuple[int, ...]], like: nn.Module) -> None:
-    """Raises `CheckpointError` unless a model's tensors are those of a checkpoint."""
+    """Raise `CheckpointError` unless a model's tensors are those of a checkpoint."""
     held = {n: tuple(t.shape) for n, t in pretrained.tensors(like).items()}
     wrong = [n for n in held if n in shapes and held[n] != shapes[n]]
     missing = [n for n in held if n not in shapes]

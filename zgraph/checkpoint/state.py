@@ -92,7 +92,7 @@ def is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list
 
 
 def refuse_unsaved(runtime: Runtime) -> None:
-    """Raises `StepError` where something would be lost that no checkpoint holds."""
+    """Raise `StepError` where something would be lost that no checkpoint holds."""
     waiting = [n for n, p in runtime.shards.params().items() if p.grad is not None]
     if runtime.updater.optimizer is not None and waiting:
         raise StepError(

@@ -105,7 +105,7 @@ def laid_out(blocks: Sequence[tuple[str, torch.dtype, Block]], *, sharding: bool
 
 
 def refuse_unwritable(name: str, dtype: torch.dtype) -> None:
-    """Raises `CheckpointError` for a type of numbers that such files have no name for."""
+    """Raise `CheckpointError` for a type of numbers that such files have no name for."""
     if dtype not in NAMES:
         raise CheckpointError(
             f"{name} is of {dtype}, which safetensors can't hold", hint="cast it, or leave it out of what is saved"

@@ -68,7 +68,7 @@ def _number(cell: Any) -> bool:
 
 
 def use_color(stream: Any) -> bool:
-    """Is this a terminal that wants colour?"""
+    """Whether this is a terminal that wants colour."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and bool(stream.isatty())
 
 

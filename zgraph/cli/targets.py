@@ -202,7 +202,7 @@ def with_hardware(plan: Plan, hardware: str | None) -> Plan:
 
 
 def refuse_bundle(text: str, command: str) -> None:
-    """Raises `TargetError` for the folder of a bundle, which holds programs and no model."""
+    """Raise `TargetError` for the folder of a bundle, which holds programs and no model."""
     if bundle_folder(text) is not None:
         raise TargetError(
             f"zgraph {command} needs the model",

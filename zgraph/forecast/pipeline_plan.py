@@ -51,7 +51,7 @@ class PlannedStages:
 
     @property
     def once(self) -> bool:
-        """Does a step reduce its gradients once, after the backwards of all micro-batches?"""
+        """Whether a step reduces its gradients once, after the backwards of all micro-batches."""
         return reduces_once(self.plan, self.sizes)
 
     @property

@@ -118,7 +118,7 @@ class _Mesh:
 
     @property
     def shards(self) -> bool:
-        """Do shards depend on the number of ranks?"""
+        """Whether shards depend on the number of ranks."""
         return self.free == "dp" and self.world != self.known
 
 
@@ -209,7 +209,7 @@ class _Forecaster:
         return found
 
     def _check(self, found: SymbolicForecast, samples: list[list[Counts]], points: list[Point], point: Point) -> None:
-        """Do the formulas hold at a point that they were not found from, and on other ranks?"""
+        """Raise unless the formulas hold at a point that they were not found from, and on other ranks."""
         captured = self._captured(point)
         program = captured.snapshot()
         for at, counts in enumerate(self._counts(point, captured)):
@@ -406,7 +406,7 @@ def _fixed(operator: Operator) -> int:
 
 
 def _same(one: Counts, other: Counts, here: Point, there: Point) -> None:
-    """Have two programs the same operators, node by node?"""
+    """Raise unless two programs have the same operators, node by node."""
     for a, b in zip(one.nodes, other.nodes, strict=False):
         if not a.like(b):
             raise _differ(f"node {a.name!r}", f"{a.target} at {here}, {b.target} ({b.name!r}) at {there}", here, there)
@@ -442,7 +442,7 @@ def _close(one: Any, other: Any) -> bool:
 
 
 def _equal_kinds(many: Sequence[Kind], fewest: Sequence[Kind], least: dict[Any, int]) -> bool:
-    """Is what is true of many ranks true of the fewest as well?"""
+    """Whether what is true of many ranks is true of the fewest as well."""
 
     def table(kinds: Sequence[Kind], values: dict[Any, int]) -> Counter[Any]:
         found: Counter[Any] = Counter()

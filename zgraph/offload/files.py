@@ -83,7 +83,7 @@ class Reading:
         return self._job.ended.is_set()
 
     def wait(self) -> torch.Tensor:
-        """Raises `OffloadError`, each time, if it could not be read."""
+        """Raise `OffloadError`, each time, if it could not be read."""
         self._job.wait()
         return self.value
 
@@ -98,7 +98,7 @@ class Writing:
         return self._job.ended.is_set()
 
     def wait(self) -> None:
-        """Raises `OffloadError`, each time, if it could not be written."""
+        """Raise `OffloadError`, each time, if it could not be written."""
         self._job.wait()
 
 

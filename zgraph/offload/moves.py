@@ -84,7 +84,7 @@ class Tiers:
             host.settle()
 
     def require(self, what: str, size: int) -> None:
-        """Raises `OffloadError` if the disk has no room for so many bytes of this kind."""
+        """Raise `OffloadError` if the disk has no room for so many bytes of this kind."""
         tier = self.of(what)
         if isinstance(tier, Disk):
             tier.store.require(size)

@@ -12,7 +12,7 @@ from zgraph.torch_compat.dtensors import shard_of_another_rank
 
 
 def refuse_foreign(tensors: Mapping[str, Any]) -> None:
-    """Raises `ModelError` if one of these is a shard that another rank has pickled."""
+    """Raise `ModelError` if one of these is a shard that another rank has pickled."""
     for name, value in tensors.items():
         theirs = shard_of_another_rank(value)
         if theirs is not None:

@@ -72,7 +72,7 @@ def _inside(path: str, key: str) -> str:
 
 
 def check(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> None:
-    """Raises `PlanError` for a pattern of `keep_fp32` that matches nothing."""
+    """Raise `PlanError` for a pattern of `keep_fp32` that matches nothing."""
     for fault in faults_of(module, precision, specs):
         raise fault
 

@@ -25,7 +25,7 @@ class ReplacedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Any:
-        """Raises `StepError`: the model's gradients are at the parameter that took its place."""
+        """Raise `StepError`: the model's gradients are at the parameter that took its place."""
         _refuse(self)
 
     @grad.setter
@@ -43,7 +43,7 @@ def _refuse(param: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _writes(name: str) -> bool:
-    """Is this a method of tensors that writes to them, or waits for their gradients?"""
+    """Whether this is a method of tensors that writes to them, or waits for their gradients."""
     in_place = name.endswith("_") and not name.startswith("_")
     return in_place or (name.startswith("__i") and hasattr(torch.Tensor, "__" + name[3:]))
 
@@ -63,7 +63,7 @@ def replaced(old: nn.Parameter, fresh: nn.Parameter, done: str, why: str) -> Non
 
 
 def refuse_unmovable(model: nn.Module, *, replaces: bool, in_stages: bool) -> None:
-    """Raises `ModelError` for what hangs on a parameter and would be lost in silence: where it is replaced by its shard (`replaces`) a
+    """Raise `ModelError` for what hangs on a parameter and would be lost in silence: where it is replaced by its shard (`replaces`) a
     gradient, or a hook over several parameters; in a pipeline (`in_stages`), whose backward is not autograd's, any hook."""
     for name, param in model.named_parameters():
         if in_stages and tensor_hooks.has_hooks(param):
@@ -83,7 +83,7 @@ def refuse_unmovable(model: nn.Module, *, replaces: bool, in_stages: bool) -> No
 
 
 def refuse_hooks(params: dict[str, nn.Parameter]) -> None:
-    """Raises `ModelError` for a hook of a parameter of a model in stages."""
+    """Raise `ModelError` for a hook of a parameter of a model in stages."""
     for name, param in params.items():
         if tensor_hooks.has_hooks(param):
             raise _hook_in_stages(name)

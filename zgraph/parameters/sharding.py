@@ -129,7 +129,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """0-dim bool, on their device: do two tensors of one shape and dtype differ in any bit?"""
+    """Whether two tensors of one shape and dtype differ in any bit: a 0-dim bool, on their device."""
     one, other = bits(one.detach()), bits(other.detach())
     if one.device.type != "cpu":
         return (one != other).any()
@@ -289,7 +289,7 @@ class Shards:
             mine.copy_(value[: mine.shape[0]] if self.specs[name].shard_dim is not None else value)
 
     def differences(self, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """For each of these whole parameters, 0-dim bool: are this rank's rows other bits than its shard as it is now?"""
+        """For each of these whole parameters a 0-dim bool: whether this rank's rows are other bits than its shard as it is now."""
         found: list[torch.Tensor] = []
         for name, value in whole.items():
             spec = self.specs[name]

@@ -61,7 +61,7 @@ class Unchanged:
         return True
 
     def _read(self) -> bool:
-        """Has the question before turned out to have the answer no?"""
+        """Whether the question before has turned out to have the answer no."""
         if self._answer is None:
             return False
         self._there.synchronize()  # (the device has long been given the next step)

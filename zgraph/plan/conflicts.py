@@ -41,7 +41,7 @@ def _is_set(record: str, field: str) -> Callable[[Any], bool]:
 
 
 def _micro_batches_differ(plan: Any) -> bool:
-    """Are there other micro-batches than the elastic batch says?"""
+    """Whether there are other micro-batches than the elastic batch says."""
     elastic = plan.elastic
     if elastic is None:
         return False
@@ -53,7 +53,7 @@ def _errs_if_nonfinite(plan: Any) -> bool:
 
 
 def _stays(plan: Any) -> bool:
-    """Do the optimizer's states stay on the device?"""
+    """Whether the optimizer's states stay on the device."""
     return plan.offload.tier("optimizer") is None and plan.memory_budget is None
 
 

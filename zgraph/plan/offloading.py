@@ -90,7 +90,7 @@ class Offload(Record, frozen=True):
         return self.model_copy(update={**places, "ratio": ratio})
 
     def same(self, other: Offload) -> bool:
-        """Do the two mean the same, once each "auto" that is left is the device?"""
+        """Whether the two mean the same, once each "auto" that is left is the device."""
         mine, theirs = (o.placed(dict.fromkeys(KINDS, "none")) for o in (self, other))
         return mine == theirs
 
@@ -101,12 +101,12 @@ class Offload(Record, frozen=True):
 
     @property
     def gradients(self) -> bool:
-        """Do gradients go to the host as they are made, to be updated there?"""
+        """Whether gradients go to the host as they are made, to be updated there."""
         return self.update_on == "host" and self.tier("optimizer") is not None
 
     @property
     def late(self) -> bool:
-        """Are there updates that run beside the next step?"""
+        """Whether there are updates that run beside the next step."""
         return self.delayed_after is not None and self.tier("optimizer") is not None
 
     def folder(self) -> str | None:

@@ -574,7 +574,7 @@ class Plan(Record, frozen=True):
         return self.resolve_mesh(world).get("pp", 1)
 
     def refuse_pipeline(self, world: int, what: str) -> None:
-        """Raises `PlanError`, saying that there is no `what` of it, if the plan has a pipeline on so many ranks."""
+        """Raise `PlanError`, saying that there is no `what` of it, if the plan has a pipeline on so many ranks."""
         ranks = self.pipeline_ranks(world)
         if ranks > 1:
             raise PlanError(

@@ -32,12 +32,12 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Does this node only look at its argument's storage in another way?"""
+    """Whether this node is only another view of its argument's storage."""
     return aliased_input(node) is not None
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Is this node its argument in another dtype (or a copy of it)?"""
+    """Whether this node is its argument in another dtype (or a copy of it)."""
     return node.target in (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
@@ -49,14 +49,14 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def mutates(node: fx.Node) -> bool:
-    """Does this node write to one of its arguments?"""
+    """Whether this node writes to one of its arguments."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)
 
 
 def is_write(node: fx.Node) -> bool:
-    """Does this node put an update's result in the place of the input that it replaces (or of what was fetched of it)?"""
+    """Whether this node puts an update's result in the place of the input that it replaces (or of what was fetched of it)."""
     if node.op != "call_function" or node.target not in (torch.ops.aten.copy_.default, transfers_to_host.STORE):
         return False
     place = node.args[0]

@@ -44,12 +44,12 @@ COALESCED = {
 
 
 def is_start(node: fx.Node) -> bool:
-    """Does this node start a collective?"""
+    """Whether this node starts a collective."""
     return node.op == "call_function" and node.target in _GROUP_ARG
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Does this node wait for one?"""
+    """Whether this node waits for a collective."""
     return node.op == "call_function" and node.target is WAIT
 
 

@@ -19,7 +19,7 @@ Strides = tuple[int, ...]
 
 
 def in_flight(node: fx.Node) -> bool:
-    """Is a transfer still at work on this node's value, which nothing may read before its wait?"""
+    """Whether a transfer is still at work on this node's value, which nothing may read before its wait."""
     if node.op == "placeholder":
         return any(collectives.is_wait(u) or transfers_to_host.is_wait(u) for u in node.users)
     made = node.all_input_nodes[0] if node.target is operator.getitem else node
@@ -39,7 +39,7 @@ def promised(node: fx.Node) -> Strides | None:
 
 
 def lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Has a tensor these strides, where they mean something: in dimensions with several elements?"""
+    """Whether a tensor has these strides, where they mean something: in dimensions with several elements."""
     mine = tensor.stride()
     if mine == strides:
         return True

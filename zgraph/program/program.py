@@ -117,7 +117,7 @@ class Port:
 
 
 def of_backward(port: Port, node: fx.Node) -> bool:
-    """Does the backward give this output?"""
+    """Whether the backward gives this output."""
     checked_late = port.role is OutputRole.CHECK and info(node).phase is Phase.BACKWARD
     return checked_late or port.role in (OutputRole.GRADIENT, OutputRole.RETURNED)
 

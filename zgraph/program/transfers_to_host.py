@@ -62,12 +62,12 @@ def failed() -> None:
 
 
 def is_start(node: fx.Node) -> bool:
-    """Does this node start a move?"""
+    """Whether this node starts a move."""
     return node.op == "call_function" and node.target in (FETCH, OFFLOAD, STORE)
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Does this node wait for one?"""
+    """Whether this node waits for a move."""
     return node.op == "call_function" and node.target in (MOVED, MOVED_IN_PLACE)
 
 

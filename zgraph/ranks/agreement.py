@@ -100,7 +100,7 @@ class Agreement:
         return self.ranks.index(dist.get_rank()) if self.ranks else 0
 
     def first(self) -> bool:
-        """Is this the rank that does what only one does?"""
+        """Whether this is the rank that does what only one does."""
         return self.rank() == 0
 
     def vote(
@@ -160,7 +160,7 @@ class Agreement:
         return int(flag.item())
 
     def any(self, subject: str, mine: bool) -> bool:
-        """Is it true on at least one rank?"""
+        """Whether it is true on at least one rank."""
         return bool(self.most(subject, int(mine)))
 
     def gather(self, subject: str, mine: Any) -> list[Any]:

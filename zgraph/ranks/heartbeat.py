@@ -274,7 +274,7 @@ def _beat(text: bytes) -> Beat:
 
 
 def _answers(first: Beat | None, now: Beat | None) -> bool:
-    """Has this rank told something since it was first looked at (or for the last time)?"""
+    """Whether this rank has written since it was first looked at, or has written for the last time."""
     return now is not None and (now.state != "alive" or (first is not None and now.number > first.number))
 
 

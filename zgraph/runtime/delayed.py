@@ -96,7 +96,7 @@ class Delayed:
 
 
 def refuse_late_collectives(executable: UpdateExecutable) -> None:
-    """Raises `PlanError` for an update whose late part communicates."""
+    """Raise `PlanError` for an update whose late part communicates."""
     starts = [n for c in executable.late for n in c.executable.program.graph.nodes if collectives.is_start(n)]
     if starts:
         raise PlanError(

@@ -43,7 +43,7 @@ class Late:
         self._started = True
 
     def read(self) -> bool:
-        """Wait for the copy that was started last. Was there one since the last `read`?"""
+        """Wait for the copy that was started last; return whether there was one since the last `read`."""
         if not self._started:
             return False
         self._started = False

@@ -168,7 +168,7 @@ class Rank(abc.ABC):
 
     @property
     def once(self) -> bool:
-        """Are gradients of micro-batches added up, and reduced once a step?"""
+        """Whether gradients of micro-batches are added up, and reduced once a step."""
         return False
 
     def data_ranks(self) -> int:
@@ -193,15 +193,15 @@ class Rank(abc.ABC):
             voters.relax()
 
     def holds(self, name: str) -> bool:
-        """Does this parameter lie here, and not on other stages' ranks alone?"""
+        """Whether this rank stores the parameter (and not other stages' ranks alone)."""
         return self.held is None or name in self.held.own
 
     def counts(self, name: str) -> bool:
-        """Does it lie here, and is it here that it counts (in the norm of gradients, in checkpoints) if it lies in other stages too?"""
+        """Whether this rank stores the parameter and counts it (in the norm of gradients, in checkpoints), if other stages store it too."""
         return self.holds(name) and (self.held is None or name not in self.held.uncounted)
 
     def has_buffer(self, name: str) -> bool:
-        """Is this buffer, by its first name, here as the model's forward changes it?"""
+        """Whether this buffer, by its first name, is here as the model's forward changes it."""
         return True
 
     def whole_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:

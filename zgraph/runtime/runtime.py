@@ -204,7 +204,7 @@ class Runtime(Rank):
             step.backward()
 
     def fit(self, step: StepProgram) -> None:
-        """Raises `PlanError` if a program that a step takes does not fit into the plan's memory budget, `OffloadError` if the disk has no
+        """Raise `PlanError` if a program that a step takes does not fit into the plan's memory budget, `OffloadError` if the disk has no
         room for the activations that go there."""
         if self.plan.memory_budget is not None and step.differentiated:
             for variant in step.variants():
@@ -220,7 +220,7 @@ class Runtime(Rank):
             self.shares = step.context.residents.shares = (step.states,)
 
     def _require(self, what: str, size: int) -> None:
-        """Raises `OffloadError` on every rank if the disk of one has no room for so many bytes of this kind."""
+        """Raise `OffloadError` on every rank if the disk of one has no room for so many bytes of this kind."""
         if self.tiers.preflight is not None:
 
             def refused(rank: int, said: str) -> OffloadError:
@@ -229,7 +229,7 @@ class Runtime(Rank):
             self.agreement.together("the disk", lambda: self.tiers.require(what, size), refused)
 
     def refuse_unset(self) -> None:
-        """Raises `ModelError` if the model has values yet to be loaded."""
+        """Raise `ModelError` if the model has values yet to be loaded."""
         if not self.shards.pending:
             return
         missing = list(still_unset(self.shards))
@@ -488,7 +488,7 @@ _LET_GO = (InputRole.PARAMETER, InputRole.ACCUMULATOR)
 
 
 def _refuse_offsets(entry: Entry, flat: Sequence[Any]) -> None:
-    """Raises `SignatureError` for a tensor that begins within a storage of which the model looks at other parts."""
+    """Raise `SignatureError` for a tensor that begins within a storage of which the model looks at other parts."""
     for at in entry.trace.from_start - entry.trace.former.keys():
         if flat[at].storage_offset():
             raise SignatureError(
@@ -498,7 +498,7 @@ def _refuse_offsets(entry: Entry, flat: Sequence[Any]) -> None:
 
 
 def _refuse_unstable(stale: Failing | None) -> None:
-    """Raises `CaptureError` if what a forward has just been captured with is not so."""
+    """Raise `CaptureError` if what a forward has just been captured with is not so."""
     if stale is not None:
         raise CaptureError(
             "the model's forward reads Python state that is another at every read",

@@ -147,7 +147,7 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, un
 
 
 def _check_batch(runtime: Runtime, entry: Entry, call: Call) -> None:
-    """Raises `StepError` where what was cut into micro-batches is no batch, by what the program does with it."""
+    """Raise `StepError` where what was cut into micro-batches is no batch, by what the program does with it."""
     size = batch_size(*call)
     if size is not None:
         flat = entry.trace.flat.flatten(runtime.module, *call)
@@ -287,7 +287,7 @@ def loss_of(
 
 
 def refuse_rest(given: dict[str, Any], rest: tuple[Any, ...], others: dict[str, Any]) -> None:
-    """Raises `StepError` for what forward does not take, where there is no `loss_fn` that would."""
+    """Raise `StepError` for what forward does not take, where there is no `loss_fn` that would."""
     if rest or others:
         names = [*(f"argument {len(given) + i + 1}" for i in range(len(rest))), *others]
         raise StepError(

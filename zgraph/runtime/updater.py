@@ -202,14 +202,14 @@ class Updater:
                 mine[key] = tuple(theirs[key]) if isinstance(mine[key], tuple) else theirs[key]
 
     def refuse_unusable(self) -> None:
-        """Raises `StepError` where the weights are not those of a step: after an update that failed half way, or their averages. What
+        """Raise `StepError` where the weights are not those of a step: after an update that failed half way, or their averages. What
         runs late has ended then."""
         self.wait()
         self._refuse_broken()
         self.refuse_loading()
 
     def refuse_loading(self) -> None:
-        """Raises `StepError` where what is loaded would be lost."""
+        """Raise `StepError` where what is loaded would be lost."""
         if self._averages_shown:
             raise StepError(
                 "a checkpoint inside averaged_weights()",

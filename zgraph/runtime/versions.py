@@ -46,7 +46,7 @@ class Versions:
             self.outputs.append((index, seen, tensor_storage.version(seen)))
 
     def check(self, flat: Sequence[Any], *, whole: bool) -> None:
-        """Raises `StepError`, a `RuntimeError` with autograd's words, if something that the backward reads is not as it was. With `whole` the
+        """Raise `StepError`, a `RuntimeError` with autograd's words, if something that the backward reads is not as it was. With `whole` the
         forward runs again, and reads all its inputs but those that are there as they were before it."""
         late, weights = self.step.read_late
         inputs = range(len(flat)) if whole else late | self.sharing.read_inputs

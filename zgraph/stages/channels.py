@@ -94,7 +94,7 @@ class Message:
     read: int
 
     def read_before(self, other: Message) -> bool:
-        """Has it arrived where the `other` one, which came from there, was made?"""
+        """Whether it has arrived where the `other` one, which came from there, was made."""
         return self.target == other.source and self.read <= other.made
 
 

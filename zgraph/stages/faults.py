@@ -83,7 +83,7 @@ class Board:
             agreement.refuse_ended = self.refuse_broken
 
     def refuse_broken(self) -> None:
-        """Raises `StepError` after a step that failed."""
+        """Raise `StepError` after a step that failed."""
         if self.known is not None:
             raise StepError(
                 "a model in stages, after a step that failed on some rank alone",

@@ -157,7 +157,7 @@ class RankBudget:
 
 
 def refuse(plan: Plan, refusals: Iterable[Refusal | None]) -> None:
-    """Raises `PlanError` if a rank can't hold the plan's budget, with the smallest that all can. `refusals` are those of all ranks."""
+    """Raise `PlanError` if a rank can't hold the plan's budget, with the smallest that all can. `refusals` are those of all ranks."""
     found = [refusal for refusal in refusals if refusal is not None]
     if found:
         assert plan.memory_budget is not None

@@ -45,7 +45,7 @@ class Moment:
 
     @property
     def first(self) -> bool:
-        """Is it the first forward of its stage in a step?"""
+        """Whether it is the first forward of its stage in a step."""
         return self.action.kind is Kind.F and self.action.stage not in self.begun
 
     @property

@@ -133,7 +133,7 @@ class PipelineRuntime(Runtime):
         return staged
 
     def refuse_other_batch(self, staged: Staged, call: Any) -> None:
-        """Raises `RankMismatchError` on every rank if those of one pipeline were given different batches. Looked at once for a signature."""
+        """Raise `RankMismatchError` on every rank if those of one pipeline were given different batches. Looked at once for a signature."""
         if staged.seen:
             return
         staged.seen = True
@@ -153,7 +153,7 @@ class PipelineRuntime(Runtime):
                 )
 
     def refuse_aliases(self, staged: Staged, flats: Sequence[Sequence[Any]]) -> None:
-        """Raises `StepError` or `SignatureError` where tensors of the micro-batches' graphs share memory in a way that programs can't have."""
+        """Raise `StepError` or `SignatureError` where tensors of the micro-batches' graphs share memory in a way that programs can't have."""
         ports = [p for program in staged.stages.programs for p in program.outputs if p.role is OutputRole.MUTATION]
         written = {p.index for p in ports if p.index is not None}
         for flat in flats:
@@ -162,7 +162,7 @@ class PipelineRuntime(Runtime):
                 staged.trace.refuse_overlap(written, flat, whole=flat is flats[0])
 
     def _refuse_moved(self, staged: Staged) -> None:
-        """Raises `UnsupportedError` where another signature reads a parameter on a rank that does not hold it."""
+        """Raise `UnsupportedError` where another signature reads a parameter on a rank that does not hold it."""
         assert self.held is not None
         for name, holders in self.partition.holders(staged.stages).items():
             read = any(name in p.input_nodes(InputRole.PARAMETER) for p in staged.stages.programs)
@@ -197,7 +197,7 @@ class PipelineRuntime(Runtime):
 
     @property
     def once(self) -> bool:
-        """Are gradients reduced once a step, and not in every backward?"""
+        """Whether gradients are reduced once a step, and not in every backward."""
         return reduces_once(self.plan, self.sizes)
 
     def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
@@ -253,7 +253,7 @@ class PipelineRuntime(Runtime):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Raises `StepError`: no backward is the user's own."""
+        """Raise `StepError`: no backward is the user's own."""
         raise StepError(
             "no_sync() of a model in stages",
             where="mesh.pp",

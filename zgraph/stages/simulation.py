@@ -38,7 +38,7 @@ class Times:
     weight_gradients: Sequence[float] | None = None
 
     def of(self, action: Action, waited: float = 0.0) -> float:
-        """Raises `ValueError` where nothing says how long such an action takes."""
+        """Raise `ValueError` where nothing says how long such an action takes."""
         if action.kind is Kind.F:
             return self.forward[action.stage]
         if action.kind is Kind.B and self.backward is not None:

@@ -193,7 +193,7 @@ def loss_pattern(
 def refuse_state(
     traced: Trace, again: Callable[[], Trace], micro_batches: int, module: nn.Module, args: Any, kwargs: Any
 ) -> dict[int, int]:
-    """Raises `CaptureError` for a forward whose Python state or replaced tensors the programs of stages can't follow. `again` captures it as it is
+    """Raise `CaptureError` for a forward whose Python state or replaced tensors the programs of stages can't follow. `again` captures it as it is
     after a call. Returns the buffers that are kept, by flat output (see `Trace.buffers_kept`)."""
     kept = traced.buffers_kept(module, args, kwargs)
     if micro_batches > 1 and not traced.flat.effects.is_empty:
@@ -203,7 +203,7 @@ def refuse_state(
 
 
 def _refuse_changing(first: Trace, again: Callable[[], Trace], module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raises `CaptureError` for a forward that changes Python state which it depends on, at every call: a step runs one program for all of its
+    """Raise `CaptureError` for a forward that changes Python state which it depends on, at every call: a step runs one program for all of its
     micro-batches. (Once is how a model finishes its construction.) `again` captures it as it is then."""
     with left_by(first, module, args, kwargs) as stale:
         if stale is None or not stale.lasts:
@@ -229,7 +229,7 @@ def left_by(trace: Trace, module: nn.Module, args: Any, kwargs: Any) -> Iterator
 
 
 def _refuse_carried(trace: Trace, kept: Mapping[int, int], module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raises `CaptureError` for a forward that reads a tensor of the model's which it replaces by another: programs of several micro-batches get
+    """Raise `CaptureError` for a forward that reads a tensor of the model's which it replaces by another: programs of several micro-batches get
     what was there before the first, and only the rank with the last stage would have the new one. (Buffers that are `kept` are the same.)"""
     flat = trace.flat
     if flat.effects.is_empty:

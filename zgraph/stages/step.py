@@ -93,7 +93,7 @@ def compile_first(runtime: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def refuse_gradients() -> None:
-    """Raises `StepError` for a forward alone that would have gradients."""
+    """Raise `StepError` for a forward alone that would have gradients."""
     if torch.is_grad_enabled():
         raise StepError(
             "a forward with gradients, of a model in stages",
@@ -122,7 +122,7 @@ def forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _refuse_module_hooks(module: nn.Module) -> None:
-    """Raises `UnsupportedError` for hooks on the compiled model itself: a step in stages does not call it, only its stages' programs."""
+    """Raise `UnsupportedError` for hooks on the compiled model itself: a step in stages does not call it, only its stages' programs."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise UnsupportedError(
             "the model has hooks of its own, in a pipeline",

@@ -47,7 +47,7 @@ class WholeModel:
 
     @property
     def staged(self) -> bool:
-        """Will it be cut into stages, and not only divided?"""
+        """Whether it will be cut into stages, and not only divided."""
         return self.sizes.get(STAGE_DIM, 1) > 1
 
     def to_cut_by(self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Capture:

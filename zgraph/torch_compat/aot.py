@@ -60,7 +60,7 @@ def trace_function(
 
 
 def is_token(desc: Any) -> bool:
-    """Is this input or output of a joint graph one that only keeps operators with effects in order?"""
+    """Whether this input or output of a joint graph only keeps operators with effects in order."""
     return isinstance(
         desc, (ForwardTokenAOTInput, BackwardTokenAOTInput, ForwardTokenAOTOutput, BackwardTokenAOTOutput)
     )

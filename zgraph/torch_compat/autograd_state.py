@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def keeps_graph() -> bool:
-    """Is the running backward pass one with retain_graph=True?"""
+    """Whether the running backward pass is one with retain_graph=True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -32,17 +32,17 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_transformed() -> bool:
-    """Is this inside of a transform of `torch.func`, or of `torch.jit.trace`?"""
+    """Whether this is inside of a transform of `torch.func`, or of `torch.jit.trace`."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
 
 
 def in_forward_mode() -> bool:
-    """Is this inside of forward-mode differentiation?"""
+    """Whether this is inside of forward-mode differentiation."""
     return forward_ad._current_level >= 0
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Does forward-mode differentiation follow this tensor?"""
+    """Whether forward-mode differentiation follows this tensor."""
     return in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
 
 

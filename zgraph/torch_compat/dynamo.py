@@ -120,14 +120,14 @@ class FlatCapture:
         return self._guards.failing(owner, args, kwargs)
 
     def draws_floats(self) -> bool:
-        """Does the forward draw a float from Python's `random`?"""
+        """Whether the forward draws a float from Python's `random`."""
         inputs = self.graph_module.graph.find_nodes(op="placeholder")
         drawn = [n.meta["example_value"] for n in inputs if n.name.startswith("random_value_")]  # (dynamo's name)
         return any(v.is_floating_point() for v in drawn)
 
     @property
     def takes_numbers(self) -> bool:
-        """Does the program take Python numbers that the forward itself changes?"""
+        """Whether the program takes Python numbers that the forward itself changes."""
         return self.number_inputs > 0
 
     @property

@@ -76,7 +76,7 @@ _MAY_RAISE = 100  # instructions that put together what is raised
 
 
 def _raises(tx: Any, at: int) -> bool:
-    """Does the code here do nothing but raise?"""
+    """Whether the code here does nothing but raise."""
     for inst in tx.instructions[at : at + _MAY_RAISE]:
         name = inst.opname
         if name == "RAISE_VARARGS":
@@ -100,7 +100,7 @@ def _is_caught(tx: Any) -> bool:
 
 
 def _on_values(variable: Any) -> bool:
-    """Is this a tensor, or a number that is made of a tensor's values?"""
+    """Whether this is a tensor, or a number that is made of a tensor's values."""
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols

@@ -44,7 +44,7 @@ class Scope:
         return f"L['{code.co_varnames[0]}']" + ("" if code.co_argcount else "[0]")
 
     def lasts(self, guard: str, scope: dict[str, Any]) -> bool:
-        """Is a guard on something that outlives the call: the module, a global, a cell, a default?"""
+        """Whether a guard is on something that outlives the call: the module, a global, a cell, a default."""
         root = re.search(r"\bL\['(\w+)'\]", guard)
         if root is None or root.group().startswith(self.owner) or self.owner in guard:
             return True
@@ -190,7 +190,7 @@ class Effects:
 
     @property
     def is_empty(self) -> bool:
-        """Does a replay change nothing?"""
+        """Whether a replay changes nothing."""
         return not (self.containers or self.objects or self.cells or self.globals)
 
     @contextlib.contextmanager
@@ -405,7 +405,9 @@ def _note(effects: Any, found: Effects, cells: dict[str, types.CellType]) -> Non
                 found.objects.append((target, names))
         elif names:
             found.objects.append((target, names))
-        elif not isinstance(variable.mutation_type, AttributeMutationNew):  # (a tensor that forward makes is new, and nothing changed)
+        elif not isinstance(
+            variable.mutation_type, AttributeMutationNew
+        ):  # (a tensor that forward makes is new, and nothing changed)
             found.consumed.append(_line(effects, variable))
 
 

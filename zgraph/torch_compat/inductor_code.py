@@ -139,7 +139,7 @@ def order_keeper(chunks: tuple[tuple[str, str], ...] = ()) -> Any:
 
 
 def _order_chunks(nodes: list[Any], chunk_of: dict[str, str]) -> bool:
-    """Let each node of a chunk depend on all that the chunk before it has written. Are there any such nodes?"""
+    """Let each node of a chunk depend on all that the chunk before it has written; return whether there are such nodes."""
     from torch._inductor.dependencies import WeakDep
 
     now: str | None = None
@@ -254,7 +254,7 @@ def _products_where_they_are() -> Iterator[None]:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Is this a view, or an operator of which fusion makes a loop?"""
+    """Whether this is a view, or an operator of which fusion makes a loop."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     views = any(a.alias_info is not None for a in node.target._schema.arguments)

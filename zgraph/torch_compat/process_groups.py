@@ -64,7 +64,7 @@ def shut(group: Any) -> None:
 
 
 def is_fake(group: Any) -> bool:
-    """Is there nobody behind this process group?"""
+    """Whether this process group is torch's fake one, with nobody behind it."""
     return torch.distributed.get_backend(group) == "fake"
 
 

@@ -8,12 +8,12 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # a tensor's, by th
 
 
 def has_hooks(param: torch.Tensor) -> bool:
-    """Has a parameter hooks that autograd calls?"""
+    """Whether a parameter has hooks that autograd calls."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def has_hook_over_several(param: torch.Tensor) -> bool:
-    """Is one of them that of `torch.autograd.graph.register_multi_grad_hook`, which knows its tensors by their nodes?"""
+    """Whether one of them is that of `torch.autograd.graph.register_multi_grad_hook`, which knows its tensors by their nodes."""
     hooks = param._backward_hooks or {}
     return any(getattr(h, "__module__", None) == "torch.autograd.graph" for h in hooks.values())
 

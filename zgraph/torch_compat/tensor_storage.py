@@ -29,7 +29,7 @@ def weak_storage(tensor: torch.Tensor) -> Any:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Are several elements of this tensor known to be at one address?"""
+    """Whether several elements of this tensor are known to be at one address."""
     return torch._debug_has_internal_overlap(tensor) == 1  # type: ignore[attr-defined,no-any-return]
 
 

@@ -32,7 +32,7 @@ class Member:
 
 
 def refuse_complex_clipping(plan: Plan, specs: dict[str, ParamSpec]) -> None:
-    """Raises `PlanError` for a plan that clips the gradients of complex parameters."""
+    """Raise `PlanError` for a plan that clips the gradients of complex parameters."""
     found = [n for n, s in specs.items() if s.dtype.is_complex and s.requires_grad]
     if plan.grad_clip is not None and found:
         raise PlanError(

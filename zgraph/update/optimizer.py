@@ -132,7 +132,7 @@ class PlanOptimizer(torch.optim.Optimizer):
         self._behind = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises `PlanError`: the update program is that of the plan's groups."""
+        """Raise `PlanError`: the update program is that of the plan's groups."""
         if not self._complete:
             super().add_param_group(param_group)
             return

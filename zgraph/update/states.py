@@ -199,7 +199,7 @@ class States:
         self._written = {n: (t, t._version) for n, t in self.tensors.items() if n.startswith(STEP)}
 
     def refuse_written_counts(self) -> None:
-        """Raises `StepError` where someone else has written into a count of updates."""
+        """Raise `StepError` where someone else has written into a count of updates."""
         for name, (tensor, version) in self._written.items():
             if self.tensors.get(name) is tensor and tensor._version != version:
                 raise StepError(

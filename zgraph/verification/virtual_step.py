@@ -163,14 +163,14 @@ class VirtualStep:
         self.params = {n: p.detach() for n, p in self.model.named_parameters()}
 
     def _refuse_overlap(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Raises `SignatureError` where a call would: the programs here have each tensor for themselves."""
+        """Raise `SignatureError` where a call would: the programs here have each tensor for themselves."""
         if self.step.mutated:
             flat = self.entry.trace.flat.flatten(self.model, *call)
             self.entry.trace.refuse_overlap(self.step.mutated, flat, whole=True)
 
     @property
     def pipelined(self) -> bool:
-        """Does the plan cut the model into stages?"""
+        """Whether the plan cuts the model into stages."""
         return self.mesh.get(STAGE_DIM, 1) > 1
 
     @cached_property

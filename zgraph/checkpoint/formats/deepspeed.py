@@ -32,7 +32,7 @@ ELSEWHERE = re.compile(r"layer_\d.*\.pt|expp_rank_\d.*\.pt|.*_expert_\d.*\.pt")
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Does this folder hold one of DeepSpeed's checkpoints?"""
+    """Whether this folder holds one of DeepSpeed's checkpoints."""
     return (folder / FOLDER).is_dir() or any(MODEL_FILE.fullmatch(p.name) for p in folder.iterdir())
 
 

@@ -113,7 +113,7 @@ def _before(name: str, part: str) -> str | None:
 
 
 def _is_optimizer(prefix: str, tensors: Collection[str]) -> bool:
-    """Are these states of parameters which the checkpoint has too?"""
+    """Whether these are states of parameters that the checkpoint has too."""
     begin = f"{prefix}{STATE}."
     under = [n for n in tensors if n.startswith(prefix)]
     owners = {n.removeprefix(begin).rpartition(".")[0] for n in under}

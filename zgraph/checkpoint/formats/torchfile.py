@@ -119,7 +119,7 @@ class Stored:
 
     @property
     def in_rows(self) -> bool:
-        """Does it lie row by row, without gaps?"""
+        """Whether it is stored row by row, without gaps."""
         step = 1
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if n > 1 and stride != step:

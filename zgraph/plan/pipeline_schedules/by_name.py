@@ -51,7 +51,7 @@ _KNOWN = {
 
 
 def check_name(name: str) -> None:
-    """Raises `PlanError` for what is neither a schedule's name, in any case, nor a CSV file or a function."""
+    """Raise `PlanError` for what is neither a schedule's name, in any case, nor a CSV file or a function."""
     if not is_own(name) and name.casefold() not in _KNOWN:
         raise PlanError(
             f"there is no schedule {name!r}",

@@ -19,7 +19,7 @@ __all__ = ["check", "check_table", "in_order"]
 
 
 def check(schedule: Schedule, needs: Needs | None = None) -> None:
-    """Raises `PlanError` for a table that is no training step, or in which ranks wait for each other for ever.
+    """Raise `PlanError` for a table that is no training step, or in which ranks wait for each other for ever.
 
     `needs` says which stages send to which; None is a chain.
     """
