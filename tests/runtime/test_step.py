@@ -38,15 +38,15 @@ class TwoBranches(nn.Module):
 def test_step_before_backward_is_refused_and_changes_nothing():
     model = compiled(optimizer=zgraph.AdamW())
     before = weights(model)
-    with pytest.raises(StepError, match=r"step\(\) before backward\(\)"):
+    with pytest.raises(StepError, match=r"step\(\) was called before backward\(\)"):
         model.step()
     model(*batch())
-    with pytest.raises(StepError, match=r"step\(\) before backward\(\)"):
+    with pytest.raises(StepError, match=r"step\(\) was called before backward\(\)"):
         model.step()
     model(*batch()).backward()
     model.step()
     after = weights(model)
-    with pytest.raises(StepError, match=r"step\(\) before backward\(\)"):
+    with pytest.raises(StepError, match=r"step\(\) was called before backward\(\)"):
         model.step()  # a second one without a second backward
     assert not equal(before, after) and equal(after, weights(model))
 

@@ -372,7 +372,7 @@ class Handle(Compiled):
         """
         if isinstance(self.runtime, PipelineRuntime):
             raise StepError(
-                "a forecast of one rank of a pipeline",
+                "one rank of a pipeline has no forecast of its own",
                 where="mesh.pp",
                 why="what a step takes depends on all stages and their schedule",
                 hint="zgraph forecast TARGET --plan PLAN --world N shows all of it",
@@ -524,7 +524,7 @@ class _NotForDDP:
 
     def __iter__(self) -> Iterator[str]:
         raise ModelError(
-            "DistributedDataParallel around a compiled model",
+            "a compiled model can't be wrapped by DistributedDataParallel",
             where="the model",
             why="its programs average gradients over the ranks of the plan's mesh themselves",
             hint="leave it out: model(…), loss.backward() and model.step(), or model.train_step(…)",

@@ -140,7 +140,7 @@ def update_program(model: nn.Module, plan: Plan, world: int) -> History:
     plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
     if sizes.get(TENSOR_DIM, 1) > 1:
         raise PlanError(
-            "an update alone, of weights that ranks divide",
+            "the update of weights that ranks divide can't be built alone",
             where=f"mesh.{TENSOR_DIM}",
             why="which they divide is known when the model was captured",
             hint="planned_step captures it, and has the update as well",

@@ -619,7 +619,7 @@ def _refuse_mixed_products(graph: fx.Graph) -> None:
         if len(dtypes) > 1:
             shown = " and ".join(str(d).removeprefix("torch.") for d in dtypes)
             raise CaptureError(
-                f"a product of {shown}",
+                f"the model multiplies {shown}",
                 where=info(node).source or None,
                 why="torch multiplies values of one dtype; a buffer, a constant or an input has another than the weights",
                 hint="cast it in the model (x.to(weight.dtype)), or give precision a dtype for buffers, or cast_inputs",

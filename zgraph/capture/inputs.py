@@ -20,7 +20,7 @@ def refuse_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     """Raise `UnsupportedError` for a call that no program can be made for, naming the argument of `forward`; costs nothing for plain tensors."""
     if autograd_state.is_transformed():
         raise UnsupportedError(
-            "a compiled model inside of a transform",
+            "a compiled model is called inside of a transform",
             why="torch.func (vmap, grad, jvp, …), torch.jit.trace and the like look into the model's operators, and a program has one",
             hint="transform the plain model; torch.func.functional_call alone works",
         )

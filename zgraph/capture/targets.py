@@ -60,14 +60,14 @@ def ignored_of(found: Collection[Ignores]) -> int:
     ids = sorted({number for number, _ in found})
     if len(ids) > 1:
         raise StepError(
-            f"losses that ignore different targets: {', '.join(map(str, ids))}",
+            f"the model's losses ignore different targets: {', '.join(map(str, ids))}",
             where="loss_average",
             why="by token each micro-batch counts by its targets, and they leave out different ones",
             hint='give all losses one ignore_index; or loss_average="batch"',
         )
     if any(weighted for _, weighted in found):
         raise StepError(
-            "a loss that weighs classes, averaged by token",
+            "a loss that weighs classes can't be averaged by token",
             where="loss_average",
             why="its mean is over the weights of its targets, and not over their number",
             hint='loss_average="batch", or weigh the terms of a loss with reduction="none"',

@@ -41,7 +41,9 @@ def convert(source: Source, path: Path, tag: str, to: Literal["zgraph", "dcp"] =
     for a folder that can't be written, and where the tag is there already; nothing is then changed.
     """
     if to not in ("zgraph", "dcp"):
-        raise CheckpointError(f"to={to!r}", why='checkpoints are written as "zgraph" or as "dcp"')
+        raise CheckpointError(
+            f"a checkpoint can't be written as {to!r}", why='checkpoints are written as "zgraph" or as "dcp"'
+        )
     chosen = folder.checked_tag(tag)
     if os.path.lexists(path / chosen):
         raise CheckpointError(

@@ -38,7 +38,7 @@ def _opened(path: Path, tag: str | None) -> Source:
         if not place.is_dir():
             known = folder.tags(path)
             hint = f"there are {', '.join(known[:8])}" if known else None
-            raise CheckpointError(f"no checkpoint {tag!r}", where=str(path), hint=hint)
+            raise CheckpointError(f"there is no checkpoint {tag!r}", where=str(path), hint=hint)
         return _here(place) or _unknown(place)
     if path.is_file() and path.name.endswith(SUFFIX):
         return Safetensors(path)
@@ -79,12 +79,12 @@ def _named_by_deepspeed(path: Path) -> str | None:
 
 def _unknown(place: Path) -> Source:
     if not place.is_dir():
-        raise CheckpointError("no checkpoint", where=str(place), why="there is no such folder")
+        raise CheckpointError("there is no checkpoint", where=str(place), why="there is no such folder")
     names = sorted(p.name for p in place.iterdir())
     inside = [p.name for p in sorted(place.iterdir()) if p.is_dir() and _is_checkpoint(p)]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     raise CheckpointError(
-        "no checkpoint that is known",
+        "this is no checkpoint of a known format",
         where=str(place),
         why=f"it holds {shown or 'nothing'}; checkpoints have {manifest.NAME}, {METADATA}, *_model_states.pt or *{SUFFIX}",
         hint=f"these folders in it are checkpoints: {', '.join(inside[:5])}" if inside else None,

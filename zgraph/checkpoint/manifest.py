@@ -112,7 +112,7 @@ def read(folder: Path) -> Manifest:
     """The manifest in a checkpoint's folder, checked by itself. Raises `CheckpointError`."""
     path = folder / NAME
     if not path.exists() and not path.is_symlink():
-        raise CheckpointError("no checkpoint", where=str(folder), why=f"there is no {NAME}")
+        raise CheckpointError("there is no checkpoint", where=str(folder), why=f"there is no {NAME}")
     data = read_bytes(path, MOST_BYTES)
     body, mark, rest = data.rpartition(MARK)
     said = rest[:-3].decode("ascii", "replace")

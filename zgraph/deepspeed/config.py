@@ -172,7 +172,7 @@ def elastic(section: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     for key in ("max_train_batch_size", "micro_batch_sizes"):
         if key not in section:
-            raise PlanError(f"no {key}", where=f"elasticity.{key}", why="an elastic run needs it")
+            raise PlanError(f"{key} is missing", where=f"elasticity.{key}", why="an elastic run needs it")
     _refuse_elastic(given)
     sizes = given["micro_batch_sizes"]
     most, least_gpus, most_gpus, node = (
@@ -210,7 +210,9 @@ def _refuse_elastic(given: Mapping[str, Any]) -> None:
     """Raise `PlanError` for a value that means nothing."""
     if str(given["version"]) not in ("0.1", "0.2"):
         raise PlanError(
-            f"version {short(given['version'])}", where="elasticity.version", hint="0.1 or 0.2: there are no others"
+            f"there is no version {short(given['version'])}",
+            where="elasticity.version",
+            hint="0.1 or 0.2: there are no others",
         )
     sizes = given["micro_batch_sizes"]
     if not isinstance(sizes, (list, tuple)) or not sizes:
@@ -221,7 +223,7 @@ def _refuse_elastic(given: Mapping[str, Any]) -> None:
         _rows(key, given[key])
     if (parts := _rows("model_parallel_size", given["model_parallel_size"])) > 1:
         raise PlanError(
-            f"a model in {parts} parts",
+            f"the model is divided into {parts} parts",
             where="elasticity.model_parallel_size",
             why="how a model is divided is said by the plan's mesh",
             hint="leave it out",

@@ -68,21 +68,21 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
     plan = plan.model_copy(update={"elastic": None})
     if plan.memory_budget is not None:
         raise PlanError(
-            "a forecast by formulas of a plan with a memory budget",
+            "a plan with a memory budget has no forecast by formulas",
             where="memory_budget",
             why="what is kept under a budget is decided anew for every size",
             hint="leave the budget out, or forecast one size at a time",
         )
     if plan.offload.tiers():
         raise PlanError(
-            "a forecast by formulas of a plan that offloads",
+            "a plan that offloads has no forecast by formulas",
             where="offload",
             why="formulas know of memory on the device alone",
             hint="leave it out, or forecast one size at a time",
         )
     if plan.mesh.get(STAGE_DIM, 1) != 1:
         raise PlanError(
-            "a forecast by formulas of a plan with a pipeline",
+            "a plan with a pipeline has no forecast by formulas",
             where="mesh.pp",
             why="where the model is cut is decided anew for every size",
             hint="leave pp out of the mesh, or forecast one size at a time",
@@ -90,7 +90,7 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
     for dim in TEAM_DIMS:
         if plan.mesh.get(dim, 1) != 1:
             raise PlanError(
-                "a forecast by formulas of a plan whose ranks compute in parts",
+                "a plan whose ranks compute parts of a layer has no forecast by formulas",
                 where=f"mesh.{dim}",
                 why="which values lie in parts is decided anew for every size",
                 hint=f"leave {dim} out of the mesh, or forecast one size at a time",

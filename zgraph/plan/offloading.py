@@ -78,7 +78,8 @@ class Offload(Record, frozen=True):
         folders = self._folders()
         if len(folders) > 1:
             raise PlanError(
-                f"two folders: {folders[0]} and {folders[1]}", hint="all that goes to disk goes to one folder of it"
+                f"offload names two folders: {folders[0]} and {folders[1]}",
+                hint="all that goes to disk goes to one folder of it",
             )
         return self
 

@@ -212,7 +212,7 @@ class Updater:
         """Raise `StepError` where what is loaded would be lost."""
         if self._averages_shown:
             raise StepError(
-                "a checkpoint inside averaged_weights()",
+                "a checkpoint can't be saved or loaded inside averaged_weights()",
                 why="the weights are their averages there, and come back when it ends",
                 hint="leave the with block first",
             )
@@ -246,7 +246,7 @@ class Updater:
         runtime = self.runtime
         if self._averages_shown:
             raise StepError(
-                "step() inside averaged_weights()",
+                "step() was called inside averaged_weights()",
                 why="the weights are their averages there, and come back when it ends: the update would be lost",
                 hint="leave the with block first",
             )
@@ -326,7 +326,7 @@ class Updater:
             self._broken = {}
         if self._broken:
             raise StepError(
-                "step() after an update that failed half way",
+                "step() was called after an update that failed half way",
                 why="some weights and states are of the next step, some of the last",
                 hint="load both weights and optimizer state from a checkpoint",
             )
@@ -361,7 +361,7 @@ class Updater:
         names = tuple(n for n, p in runtime.shards.params().items() if p.grad is not None)
         if not names and (self.held is None or not runtime.clock.reduced):  # (a stage may train nothing)
             raise StepError(
-                "step() before backward(): no parameter has a gradient",
+                "step() was called before backward(): no parameter has a gradient",
                 why="each step() takes the gradients of the backward passes since the last one",
                 hint="call loss.backward() first, or train_step(…), which does it all",
             )

@@ -255,7 +255,7 @@ class PipelineRuntime(Runtime):
     def no_sync(self) -> Iterator[None]:
         """Raise `StepError`: no backward is the user's own."""
         raise StepError(
-            "no_sync() of a model in stages",
+            "a model in stages has no no_sync()",
             where="mesh.pp",
             why="train_step(…) runs the backward passes of all micro-batches, and reduces as the plan says",
             hint="micro_batches in the plan; or train_step(…) several times without an optimizer in the plan, which adds gradients up",

@@ -96,7 +96,7 @@ def refuse_gradients() -> None:
     """Raise `StepError` for a forward alone that would have gradients."""
     if torch.is_grad_enabled():
         raise StepError(
-            "a forward with gradients, of a model in stages",
+            "a model in stages can't run a forward with gradients by itself",
             where="mesh.pp",
             why="its backward would have to go through all stages in turn",
             hint="model.train_step(…) is a whole step; under torch.no_grad() the forward runs alone",

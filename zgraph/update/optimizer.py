@@ -114,7 +114,7 @@ class PlanOptimizer(torch.optim.Optimizer):
             return self._newer._updater()
         if self._behind is None:
             raise StepError(
-                "an optimizer that is no longer the model's",
+                "this optimizer is no longer the model's",
                 why="the model was compiled again by a plan with another optimizer",
                 hint="take model.zgraph.optimizer anew after recompile",
             )
@@ -137,7 +137,7 @@ class PlanOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         raise PlanError(
-            "add_param_group on the plan's optimizer",
+            "the plan's optimizer takes no further groups (add_param_group)",
             where="optimizer.groups",
             why="the update program was made for the model's parameters, in the plan's groups",
             hint="give the plan the group (optimizer.groups); for parameters that are not the model's make an optimizer of torch's",

@@ -64,7 +64,7 @@ class DeepSpeed(Source):
         matches = [m for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))]
         if any(int(m[2]) or m[3] for m in matches) or any(ELSEWHERE.fullmatch(n) for n in names):
             raise UnsupportedError(
-                "a DeepSpeed checkpoint of tensor parallelism, of a pipeline or of experts",
+                "a DeepSpeed checkpoint of tensor parallelism, of a pipeline or of experts can't be read",
                 where=str(self.folder),
                 why="its parameters are cut in ways that these files do not say",
                 hint="convert it with DeepSpeed's ds_to_universal, and load that",
@@ -74,7 +74,7 @@ class DeepSpeed(Source):
         """The files of all ranks, in their order."""
         found = {int(m[1] or 0): n for n in names if (m := pattern.fullmatch(n))}
         if len(found) < sum(bool(pattern.fullmatch(n)) for n in names):
-            raise CheckpointError("two files of one rank", where=str(self.folder), why="of two checkpoints, it seems")
+            raise CheckpointError("one rank has two files", where=str(self.folder), why="of two checkpoints, it seems")
         if sorted(found) != list(range(len(found))):
             lost = next(r for r in range(len(found) + 1) if r not in found)
             raise CheckpointError(
@@ -111,12 +111,12 @@ class DeepSpeed(Source):
 
     def _check_ranks(self, ranks: list[dict[str, Any]]) -> None:
         if any(r.get("ds_zero_partition_groups") for r in ranks):
-            raise UnsupportedError("a DeepSpeed checkpoint of experts", where=str(self.folder))
+            raise UnsupportedError("a DeepSpeed checkpoint of experts can't be read", where=str(self.folder))
         counts = ranks[0].get("partition_count")
         for count in counts if isinstance(counts, list) else [counts]:
             if count != len(ranks):
                 raise CheckpointError(
-                    f"a checkpoint of {count} ranks, and the optimizer's files of {len(ranks)}",
+                    f"the checkpoint is of {count} ranks, but has the optimizer's files of {len(ranks)}",
                     where=str(self.folder),
                     hint="copy all of them here",
                 )

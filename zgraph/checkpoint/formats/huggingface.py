@@ -41,7 +41,7 @@ class Safetensors(Source):
         check_tiling(infos)
         self._names = parted(list(infos), (), {}, str(path)).names
         if not any(n.startswith(MODEL) for n in self._names):
-            raise CheckpointError("no tensors", where=str(path))
+            raise CheckpointError("the checkpoint has no tensors", where=str(path))
         self.tensors = {n: infos[of] for n, of in self._names.items()}
         self.known = Known()
 
@@ -51,7 +51,9 @@ class Safetensors(Source):
         indices = sorted(p for p in self.folder.iterdir() if p.name.endswith(SUFFIX + INDEX))
         if len(indices) > 1:
             raise CheckpointError(
-                "two indices of weights", where=str(self.folder), hint="name one file, or one folder each"
+                "the folder has two indices of weights",
+                where=str(self.folder),
+                hint="name one file, or one folder each",
             )
         if not indices:
             return present
