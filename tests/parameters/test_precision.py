@@ -380,7 +380,7 @@ def test_a_buffer_that_makes_activations_float32_is_told_with_the_line():
             return self.last(self.first(x + self.shift)).mean()
 
     mine = compiled(Promoted, precision="bf16")
-    with pytest.raises(CaptureError, match="a product of bfloat16 and float32") as caught:
+    with pytest.raises(CaptureError, match="multiplies bfloat16 and float32") as caught:
         mine(batch())
     assert __file__ in str(caught.value.where) and "buffers" in str(caught.value.hint)
     low = zgraph.Precision(compute="bfloat16", buffer="bfloat16")
