@@ -228,8 +228,8 @@ class _Worker:
                 elif port.role in HANDED:
                     batch[rank][HANDED[port.role], port.name] = value
                 elif port.role is OutputRole.GRADIENT:
-                    mine = self.gradients[rank]
-                    mine[port.name] = mine[port.name] + value if adds and port.name in mine else value.clone()
+                    sums = self.gradients[rank]
+                    sums[port.name] = sums[port.name] + value if adds and port.name in sums else value.clone()
                 elif port.role is OutputRole.MUTATION:
                     if port.of is InputRole.BUFFER:
                         self.buffers[rank][port.name].copy_(value)
