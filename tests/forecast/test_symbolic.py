@@ -90,7 +90,7 @@ def test_formulas_agree_with_the_simulator_at_other_batches_and_worlds(name, pla
     agrees(found, case.model, case.inputs, [4], batch=100)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@sweep("backend", ["eager", "inductor"], quick=1)
 def test_formulas_agree_at_other_sequence_lengths(backend):
     case = build("tied")
     plan = zgraph.Plan(backend=backend, optimizer=zgraph.AdamW(), precision="bf16")

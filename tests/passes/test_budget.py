@@ -39,8 +39,15 @@ def regathered(history) -> list[str]:
     ]
 
 
+_SMALLEST: dict[str, int] = {}
+
+
 def smallest(case, **fields) -> int:
-    return refusals.smallest(lambda: run(case, memory_budget=1, **fields))
+    """The smallest budget of the module's case under a plan's fields: each is searched for once."""
+    key = repr(sorted(fields.items()))
+    if key not in _SMALLEST:
+        _SMALLEST[key] = refusals.smallest(lambda: run(case, memory_budget=1, **fields))
+    return _SMALLEST[key]
 
 
 def test_without_a_budget_only_what_the_turn_uses_is_held(case):

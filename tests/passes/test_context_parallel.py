@@ -47,7 +47,7 @@ def assert_same(model, inputs, world, **plan):
         for name, ways in in_turn(TEXTS, [((2, "heads"), (4, "ring")), ((4, "heads"), (2, "ring"))])
         for way in ways
     ],
-    quick=6,
+    quick=4,
 )
 def test_parts_of_a_sequence_give_what_the_whole_gives(name, ranks, attention):
     assert_same(*own(name), ranks, mesh={"cp": ranks}, context_attention=attention)

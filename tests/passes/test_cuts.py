@@ -308,7 +308,7 @@ def test_type_balances_the_modules_of_a_class():
     "name,stages",
     [("mlp", 2), ("headed", 2), ("headed", 4), ("ladder", 2), ("ladder", 4), ("masked", 3), ("gpt2", 2), ("vit", 3)],
 )
-@pytest.mark.parametrize("fused", [False, True])
+@sweep("fused", [False, True], quick=1)
 def test_the_slowest_stage_of_time_is_as_fast_as_the_best_of_all_partitions(name, stages, fused, monkeypatch):
     monkeypatch.setitem(globals(), "COSTS", Costs(CPU, fused))
     best = min(slowest(way) for way in partitions(name, stages))

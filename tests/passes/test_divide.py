@@ -39,7 +39,7 @@ def assert_same(model, inputs, world, **plan):
     assert any(d.what == "gradient" for d in found.differences)
 
 
-@sweep("name,ranks,sequence", GRID, quick=4)
+@sweep("name,ranks,sequence", GRID, quick=3)
 def test_a_divided_model_is_the_model(name, ranks, sequence):
     assert_same(*own(name), ranks, mesh={"tp": ranks}, sequence_parallel=sequence)
 

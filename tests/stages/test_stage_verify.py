@@ -96,7 +96,7 @@ def test_gradients_that_are_stored_on_the_host_are_summed_over_micro_batches(sch
     [("interleaved1f1b", 4, 2), ("loopedbfs", 2, 2), ("zbv", 4, 2), ("dualpipev", 4, 2), ("1f1b", 1, 3), ("zb", 4, 3)],
     quick=3,
 )
-@pytest.mark.parametrize("name", ["Thrice", "gpt2"])
+@sweep("name", ["gpt2", "Thrice"], quick=1)
 def test_each_schedule_gives_what_the_model_gives(name: str, schedule: str, micro_batches: int, world: int) -> None:
     assert_same(verified(name, world, mesh={"pp": world}, micro_batches=micro_batches, schedule=schedule), name)
 

@@ -15,7 +15,7 @@ import stage_models
 import torch
 from stage_models import Cuts
 from stage_runs import Cutting, assert_equal, tied, with_passes
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 
 import zgraph
@@ -52,17 +52,15 @@ def test_stages_that_are_found_give_what_the_model_gives(name, count, how, apart
     assert_same(it, it.found(count, how), apart=apart)
 
 
-@pytest.mark.parametrize("name", stage_models.MODELS)
-@pytest.mark.parametrize("count,seed", [(2, 0), (3, 1), (4, 3), (5, 4), (3, 7)])
-def test_stages_at_random_operators_give_what_the_model_gives(name, count, seed):
-    it = cutting(name)
+@product("at, name", [(2, 0), (3, 1), (4, 3), (5, 4), (3, 7)], list(stage_models.MODELS), together=1)
+def test_stages_at_random_operators_give_what_the_model_gives(name, at):
+    it, (count, seed) = cutting(name), at
     assert_same(it, it.at_random(count, seed), apart=bool(seed % 2))
 
 
-@pytest.mark.parametrize("name", sorted({*models.PLAIN} - PARTED))
-@pytest.mark.parametrize("count,seed", [(3, 1), (4, 8)])
-def test_any_model_can_be_cut_at_random_operators(name, count, seed):
-    it = cutting(name)
+@product("at, name", [(3, 1), (4, 8)], sorted({*models.PLAIN} - PARTED), together=1)
+def test_any_model_can_be_cut_at_random_operators(name, at):
+    it, (count, seed) = cutting(name), at
     assert_same(it, it.at_random(count, seed), apart=bool(seed % 2), rounded=name in ROUNDED)
 
 

@@ -64,7 +64,7 @@ def run(folder, block):
     return found, shapes
 
 
-@sweep("block", [4, 5, 256], quick=(1, 2))  # (each rank has whole blocks; parts of some; parts of the only one)
+@sweep("block", [4, 5, 256], quick=(1,))  # (each rank has whole blocks; parts of some; parts of the only one)
 def test_a_checkpoint_goes_on_bit_for_bit_and_as_on_undivided_weights(two, tmp_path, block):
     first, second = two.run(run, tmp_path, block)
     for found, shapes in (first, second):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 
 import zgraph
@@ -57,14 +57,12 @@ def test_stage_3_is_bit_for_bit_on_three_ranks(name):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@product("world, stage", [1, 2, 3, 4, 8], [0, 1, 2, 3], together=1)
 def test_every_stage_is_bit_for_bit_at_every_world(stage, world):
     assert_same("uneven_mlp", Plan(zero=stage, backend="eager"), world)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["scalar_parameter", "channels_last", "gpt2"])
+@product("name, stage", ["scalar_parameter", "channels_last", "gpt2"], [0, 1, 2, 3], together=1)
 def test_every_stage_is_bit_for_bit_for_odd_models(name, stage):
     assert_same(name, Plan(zero=stage, backend="eager"), 4)
 
