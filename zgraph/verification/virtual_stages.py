@@ -113,7 +113,7 @@ class VirtualPipeline:
         step = self.step
         own = {n: [[r.grads.get(n) for r in calls] for calls in step.calls] for n in step.params}
         wholes = {n: self._whole(n, g) for n, g in own.items() if all(x is not None for row in g for x in row)}  # type: ignore[arg-type]
-        norm = math.sqrt(sum(float(w.double().norm()) ** 2 for w in wholes.values()))
+        norm = norm_of(wholes.values())
         reached = {name for of_stage in found for name in of_stage[0]}
         for name in sorted(wholes.keys() ^ reached):
             how = "missing" if name in wholes else "should not be there"
