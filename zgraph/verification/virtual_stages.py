@@ -9,7 +9,6 @@ Each stage draws the random numbers that the plain model draws there. (Real rank
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -228,8 +227,8 @@ class _Worker:
                 elif port.role in HANDED:
                     batch[rank][HANDED[port.role], port.name] = value
                 elif port.role is OutputRole.GRADIENT:
-                    sums = self.gradients[rank]
-                    sums[port.name] = sums[port.name] + value if adds and port.name in sums else value.clone()
+                    before = self.gradients[rank].get(port.name) if adds else None
+                    self.gradients[rank][port.name] = value.clone() if before is None else before + value
                 elif port.role is OutputRole.MUTATION:
                     if port.of is InputRole.BUFFER:
                         self.buffers[rank][port.name].copy_(value)
@@ -298,9 +297,7 @@ class _Captured:
                     elif port.role is OutputRole.MUTATION:
                         there[rank][port.of, port.name] = value
         back = [rows for (what, _, at), rows in self.crossing.items() if what == BACK and at == number]
-        self.norms.append(
-            [math.sqrt(sum(float(r[rank].double().norm()) ** 2 for r in back)) for rank in range(len(there))]
-        )
+        self.norms.append([norm_of(row[rank] for row in back) for rank in range(len(there))])
 
 
 def _own_buffers(step: VirtualStep) -> dict[str, torch.Tensor]:
