@@ -21,7 +21,6 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-VENV211 ?= .venv211
 NPROC ?= 2
 ARGS ?=
 N ?= 300
@@ -37,11 +36,11 @@ SMOKE := $(foreach name,plan optimizers schedules loss_scaling stage_schedules p
 	nonfinite files checkpoint checkpoint_values checkpoint_manifest compile asserts errors deepspeed repro sweeps shards floors beliefs,\
 	$(wildcard tests/*/test_$(name).py))
 
-.PHONY: help demo smoke test test-all databases fuzz mutations docs lint types test-torch211 bench-overlap clean toolchain
+.PHONY: help demo smoke test test-all databases fuzz mutations docs lint types test-torch bench-overlap clean toolchain
 
 help:
 	@grep '^# make' Makefile | cut -c3-
-	echo "make lint    ruff;  make types  mypy;  make test-torch211  the core tests on torch 2.11"
+	echo "make lint    ruff;  make types  mypy;  make test-torch TORCH=torch==2.11.0  the core tests on another torch, in an environment of its own"
 
 demo: $(VENV)/.demo toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
@@ -84,14 +83,14 @@ types: $(VENV)/.dev
 	for entry in zgraph/*; do ln -s ../../$$entry .types/zgraph/; done
 	MYPYPATH=.types $(VENV)/bin/mypy -p zgraph
 
-test-torch211: $(VENV211)/.dev toolchain
-	@OMP_NUM_THREADS=1 $(VENV211)/bin/python -m pytest $(PYTEST) -m core $(ARGS)
-
-$(VENV211)/.dev: $(PACKAGING)
-	@$(MAKE) --no-print-directory $(VENV211)/.dev VENV=$(VENV211) VENV211=unused TORCH="torch==2.11.0 triton==3.6.0"
+# An environment for each torch: .venv-torch-2.11.0, say. A Triton that belongs to it is named beside it: TORCH="torch==2.11.0 triton==3.6.0".
+test-torch: OTHER := .venv-$(subst ==,-,$(firstword $(TORCH)))
+test-torch:
+	@$(MAKE) --no-print-directory VENV=$(OTHER) $(OTHER)/.dev
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest $(PYTEST) -m core $(ARGS)
 
 clean:
-	@rm -rf $(VENV) $(VENV211) .types build dist site *.egg-info
+	@rm -rf $(VENV) .venv-torch-* .types build dist site *.egg-info
 
 $(VENV)/bin/python:
 	@if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then

@@ -16,10 +16,10 @@ from torch.distributed.pipelining import schedules as torchs
 
 from zgraph.errors import PlanError
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
-from zgraph.plan.pipeline_schedules.by_name import check_name, make_schedule
+from zgraph.plan.pipeline_schedules.make_schedule import check_name, make_schedule
 from zgraph.plan.pipeline_schedules.needs import Needs, waits
-from zgraph.plan.pipeline_schedules.own_tables import save_csv
 from zgraph.plan.pipeline_schedules.schedule import Schedule
+from zgraph.plan.pipeline_schedules.user_tables import save_csv
 from zgraph.plan.pipeline_schedules.validity import check, check_table
 from zgraph.program.program import OutputRole
 from zgraph.stages.gantt import picture
@@ -293,7 +293,8 @@ def test_a_users_function_gives_a_schedule_of_text_or_actions(module):
     own = module("return [[f'{r}{k}{m}' for k in 'FB' for m in range(micro_batches)] for r in range(stages)]")
     assert text(make_schedule(own, 3, 4)) == text(make_schedule("gpipe", 3, 4))
     same = module(
-        "from zgraph.plan.pipeline_schedules.by_name import make_schedule as make; return make('zb', ranks, micro_batches, stages // ranks).rows"
+        "from zgraph.plan.pipeline_schedules.make_schedule import make_schedule as make; "
+        "return make('zb', ranks, micro_batches, stages // ranks).rows"
     )
     assert make_schedule(same, 3, 6, 2).rows == make_schedule("zb", 3, 6, 2).rows
 
@@ -619,7 +620,7 @@ def test_a_trace_has_every_action_at_its_time_on_its_ranks_process():
 
 
 def test_names_are_checked_without_torch():
-    code = "import sys; from zgraph.plan.pipeline_schedules.by_name import check_name; check_name('zb'); assert 'torch' not in sys.modules"
+    code = "import sys; from zgraph.plan.pipeline_schedules.make_schedule import check_name; check_name('zb'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

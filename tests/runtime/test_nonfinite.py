@@ -451,7 +451,7 @@ def test_plans_that_can_not_be_are_refused(plan):
 @pytest.mark.core
 def test_a_skipped_step_is_logged(caplog):
     model = compiled(on_nonfinite="skip")
-    with caplog.at_level(logging.WARNING, "zgraph.runtime.nonfinite"):
+    with caplog.at_level(logging.WARNING, "zgraph.runtime.explain_nonfinite"):
         model.train_step(bad())
         model.zgraph.finish()
     assert "step 1 was skipped" in caplog.text

@@ -20,7 +20,7 @@ from zgraph.build.update_program import resident_of
 from zgraph.passes.stages.cut_stages import Stages, cut_stages
 from zgraph.passes.stages.cuts import assign, find_cuts
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
-from zgraph.plan.pipeline_schedules.by_name import make_schedule
+from zgraph.plan.pipeline_schedules.make_schedule import make_schedule
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.program.program import InputRole
 from zgraph.stages.duties import Duty, duties

@@ -20,8 +20,8 @@ from zgraph.build.planned_step import Inputs, device_of, split_inputs
 from zgraph.build.resolve_offload import placed
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.capture.former_memory import refuse_shared_memory
-from zgraph.capture.forwards import unbound
 from zgraph.capture.inputs import refuse_state
+from zgraph.capture.replaced_forward import unbound
 from zgraph.codegen import debug_mode
 from zgraph.errors import MeshError, ModelError
 from zgraph.parameters.mixed_precision import check, overflow_error, prepare, refuse_overflow

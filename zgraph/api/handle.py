@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.build.resolve_offload import placed_as
 from zgraph.build.step_program import StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
-from zgraph.capture.forwards import Forward
+from zgraph.capture.replaced_forward import Forward
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.checkpoint.loading import load
 from zgraph.checkpoint.pretrained import is_pretrained

@@ -20,7 +20,7 @@ from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of, whole_update
 from zgraph.capture.capture import trace
 from zgraph.capture.former_memory import former_memory
-from zgraph.capture.forwards import unbound
+from zgraph.capture.replaced_forward import unbound
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import ModelError, PlanError
 from zgraph.parameters.mixed_precision import check, prepare

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from zgraph.capture.forwards import signature_of
+from zgraph.capture.replaced_forward import signature_of
 from zgraph.errors import SignatureError, UnsupportedError
 from zgraph.torch_compat import autograd_state
 

@@ -18,7 +18,7 @@ import torch
 
 from zgraph.errors import OffloadError
 from zgraph.offload.files import FileStore, Preflight
-from zgraph.offload.memory import HostMemory, Wait
+from zgraph.offload.host_memory import HostMemory, Wait
 from zgraph.plan.offloading import Offload
 from zgraph.program import transfers_to_host
 from zgraph.program.ops import library

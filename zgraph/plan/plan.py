@@ -41,7 +41,7 @@ from zgraph.plan.loss_scaling import LossScale
 from zgraph.plan.lr_schedules import AnySchedule
 from zgraph.plan.offloading import Offload
 from zgraph.plan.optimizers import AnyOptimizer
-from zgraph.plan.pipeline_schedules.by_name import check_name
+from zgraph.plan.pipeline_schedules.make_schedule import check_name
 from zgraph.plan.precision import Precision, precision_of, preset
 from zgraph.plan.watchdog import Watch
 from zgraph.record import Record, joined, short

@@ -27,8 +27,8 @@ from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.memory import StepMemory
 from zgraph.runtime.prefetch import FirstGathers
+from zgraph.runtime.same_on_all_ranks import Votes
 from zgraph.runtime.timings import Clock
-from zgraph.runtime.votes import Votes
 from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
 from zgraph.update.owned_parameters import Held
 from zgraph.update.resume import Last

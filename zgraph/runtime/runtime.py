@@ -39,7 +39,7 @@ from zgraph.program.program import InputRole, OutputRole, Port
 from zgraph.program.remark import Remark
 from zgraph.ranks import heartbeat, progress
 from zgraph.runtime.autograd import Saved, Step
-from zgraph.runtime.nonfinite import NonFinite
+from zgraph.runtime.explain_nonfinite import NonFinite
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.prefetch import FirstGathers
 from zgraph.runtime.rank import Rank, RankContext

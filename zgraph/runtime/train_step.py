@@ -22,7 +22,7 @@ from zgraph.build.step_program import Entry
 from zgraph.capture.batch import refuse_other_dimensions, tensors_of
 from zgraph.capture.cache_key import batch_size
 from zgraph.capture.capture import find_loss
-from zgraph.capture.forwards import signature_of
+from zgraph.capture.replaced_forward import signature_of
 from zgraph.capture.targets import IGNORED, Ignores, LossesSeen, ignored_of
 from zgraph.errors import StepError
 from zgraph.plan.elasticity import Elastic

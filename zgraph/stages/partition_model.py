@@ -24,7 +24,7 @@ from zgraph.parameters.sharding import Shards, shard, with_requires_grad
 from zgraph.passes.stages.cut_stages import Stages
 from zgraph.passes.stages.cuts import assign
 from zgraph.passes.stages.stage_costs import balance
-from zgraph.plan.pipeline_schedules.by_name import make_schedule
+from zgraph.plan.pipeline_schedules.make_schedule import make_schedule
 from zgraph.plan.plan import Plan
 from zgraph.program import ops
 from zgraph.program.aliases import aliases_of, is_view

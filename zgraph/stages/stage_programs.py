@@ -21,7 +21,7 @@ from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.stages.cut_stages import Stages, cut_stages
 from zgraph.passes.stages.cuts import Cuts, assign, find_cuts
 from zgraph.passes.tiling.tile import check_names
-from zgraph.plan.pipeline_schedules.by_name import make_schedule
+from zgraph.plan.pipeline_schedules.make_schedule import make_schedule
 from zgraph.plan.pipeline_schedules.needs import Needs
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.pipeline_schedules.validity import check

@@ -204,3 +204,8 @@ class Assembler:
 def _bytes(constant: Tensor) -> tuple[Any, ...]:
     flat = constant.detach().contiguous().view(-1)
     return (constant.dtype, tuple(constant.shape), bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b"")
+
+
+def all_reduce(x: Tensor, op: str, dim: str) -> Tensor:
+    """`x` summed (or its largest, "max") over a dimension of the mesh, as the tracer sees it."""
+    return collectives.WAIT(collectives.ALL_REDUCE(x, op, dim))  # type: ignore[no-any-return]

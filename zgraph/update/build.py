@@ -26,12 +26,13 @@ from torch import Tensor, fx
 from zgraph.plan.loss_scaling import LossScale
 from zgraph.program import collectives
 from zgraph.program.node import tensor
-from zgraph.program.program import DATA_DIMS, STAGE_DIM, TENSOR_DIM, InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.program.program import STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.update import scaler
-from zgraph.update.assembler import Assembler
+from zgraph.update.assembler import Assembler, all_reduce
 from zgraph.update.groups import Member
 from zgraph.update.rule import Part, Rule, State, Unsharded
 from zgraph.update.rules import RULES
+from zgraph.update.skip_nonfinite import found_nonfinite
 
 MASTER = "master"
 EMA = "ema"
@@ -139,7 +140,7 @@ class _Sharded:
         self._index = index
 
     def total(self, x: Tensor) -> Tensor:
-        return _all_reduce(x, "sum", self._dim)
+        return all_reduce(x, "sum", self._dim)
 
     def whole(self, x: Tensor) -> Tensor:
         gathered: Tensor = collectives.ALL_GATHER(x.contiguous(), self._ranks, self._dim)
@@ -168,7 +169,7 @@ class _Divided:
         self._index = index
 
     def total(self, x: Tensor) -> Tensor:
-        return _all_reduce(self._within.total(x), "sum", self._division.mesh_dim)
+        return all_reduce(self._within.total(x), "sum", self._division.mesh_dim)
 
     def whole(self, x: Tensor) -> Tensor:
         mine, by = self._within.whole(x).contiguous(), self._division
@@ -193,16 +194,12 @@ class _Divided:
         return at.flatten()
 
     def largest_in_rows(self, x: Tensor) -> Tensor:
-        return _all_reduce(x, "max", self._division.mesh_dim) if self._division.dim else x
+        return all_reduce(x, "max", self._division.mesh_dim) if self._division.dim else x
 
 
 def _parted_over(spec: ParamSpec) -> tuple[str, ...]:
     """The mesh dimensions whose ranks hold different parts of a parameter."""
     return (*([spec.division.mesh_dim] if spec.division else []), *([spec.shard_dim] if spec.shard_dim else []))
-
-
-def _all_reduce(x: Tensor, op: str, dim: str) -> Tensor:
-    return collectives.WAIT(collectives.ALL_REDUCE(x, op, dim))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -314,14 +311,14 @@ class _Builder:
     ) -> fx.Node | None:
         """A bool: is the update skipped? None where none ever is."""
         if inputs.nonfinite is not None:
-            overflow, lost = self._overflow(grads, inputs.scalars[-1, "loss"])
+            overflow, lost = found_nonfinite(self.assembler, self.mesh, grads, inputs.scalars[-1, "loss"])
             # (gradients beyond half precision's range are the scale's business)
             bad = lost if inputs.scaling else overflow
             (after,) = self.assembler.numbers(lambda n, bad: (n + bad,), [inputs.nonfinite, bad])
             results.append((Port(OutputRole.MUTATION, f"/{NONFINITE}", of=InputRole.STATE), after))
             return overflow
         if inputs.scaling:
-            (overflow,) = self._overflow(grads)
+            (overflow,) = found_nonfinite(self.assembler, self.mesh, grads)
             return overflow
         if norm is not None and self.options.finite_norm:
             (overflow,) = self.assembler.numbers(lambda n: (n.isfinite().logical_not(),), [norm])
@@ -464,7 +461,7 @@ class _Builder:
 
         def combined(x: Tensor, op: str, dims: tuple[str, ...]) -> Tensor:
             for dim in dims:
-                x = _all_reduce(x, op, dim)
+                x = all_reduce(x, op, dim)
             return x
 
         def together(*values: Tensor) -> tuple[Tensor]:
@@ -480,33 +477,11 @@ class _Builder:
         return self.assembler.total(together, list(norms.values()))[0]
 
     def _over_stages(self, x: Tensor, op: str) -> Tensor:
-        return _all_reduce(x.to(torch.float64), op, STAGE_DIM) if self.staged else x
+        return all_reduce(x.to(torch.float64), op, STAGE_DIM) if self.staged else x
 
     def _zero(self) -> Tensor:
         """What a stage gives that has no gradients."""
         return torch.zeros((), dtype=torch.float32, device=self.assembler.device)
-
-    def _overflow(self, grads: dict[str, fx.Node], loss: fx.Node | None = None) -> list[fx.Node]:
-        """0-dim bool: is any gradient (or loss) of any rank, of any stage, infinite or no number? With a loss: and is any loss? A rank that saw
-        it alone must not skip alone."""
-        found = [
-            self.assembler.of(n, lambda g: (g.isfinite().logical_not().any().to(torch.float32),), [g], key="overflow")[
-                0
-            ]
-            for n, g in grads.items()
-        ]
-        dims = [d for d in (*DATA_DIMS, TENSOR_DIM, STAGE_DIM) if self.mesh.get(d, 1) > 1]
-
-        def anywhere(*values: Tensor) -> tuple[Tensor, ...]:
-            largest = torch.stack(list(values[: len(found)]) or [self._zero()]).max()
-            if loss is not None:
-                lost = values[-1].isfinite().logical_not().to(torch.float32)
-                largest = torch.stack([torch.maximum(largest, lost), lost])
-            for dim in dims:
-                largest = _all_reduce(largest, "max", dim)
-            return (largest > 0,) if loss is None else (largest.select(0, 0) > 0, largest.select(0, 1) > 0)
-
-        return self.assembler.total(anywhere, [*found, *([loss] if loss is not None else [])])
 
 
 def _norm_of(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:

@@ -34,7 +34,7 @@ from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows
 from zgraph.capture.capture import find_loss, trace
 from zgraph.capture.former_memory import former_memory
-from zgraph.capture.forwards import method_of
+from zgraph.capture.replaced_forward import method_of
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.codegen.partition import Parts
 from zgraph.errors import ModelError, SignatureError

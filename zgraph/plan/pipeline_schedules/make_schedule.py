@@ -21,8 +21,8 @@ from typing import NamedTuple
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean
 from zgraph.plan.pipeline_schedules.actions import Action
-from zgraph.plan.pipeline_schedules.own_tables import call_function, is_own, read_csv
 from zgraph.plan.pipeline_schedules.schedule import Schedule
+from zgraph.plan.pipeline_schedules.user_tables import call_function, is_own, read_csv
 from zgraph.plan.pipeline_schedules.validity import check, check_table
 
 __all__ = ["check_name", "make_schedule"]
