@@ -10,6 +10,7 @@ from torch import nn
 
 import zgraph
 from zgraph.errors import ModelError, StepError
+from zgraph.program.node import has_info, info
 
 X = torch.arange(12.0).view(4, 3) / 10
 
@@ -231,3 +232,31 @@ def test_torch_compile_around_a_compiled_model_calls_it_as_a_whole():
     whole = torch.compile(model, backend="eager")
     for one, two in zip(gradients(plain), gradients(model, lambda _: whole(X)), strict=True):
         torch.testing.assert_close(one, two)
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+
+    @decorated
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_modules_of_a_decorated_forward_have_their_names():
+    model = zgraph.compile(Decorated(), zgraph.Plan(backend="eager", recompute=["layers.0"]))
+    model(torch.ones(2, 4)).backward()
+    [step] = model.zgraph.programs.values()
+    modules = {info(n).module for n in step.captured.graph.nodes if has_info(n)}
+    assert {"layers.0.0", "layers.0.1", "layers.1.0"} <= modules

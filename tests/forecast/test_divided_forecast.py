@@ -152,7 +152,7 @@ def test_the_command_forecasts_it(tmp_path):
 
 def test_what_needs_the_whole_model_is_refused():
     model, inputs = llama()
-    with pytest.raises(PlanError, match="formulas of a plan whose ranks compute in parts"):
+    with pytest.raises(PlanError, match="whose ranks compute parts of a layer has no forecast by formulas"):
         symbolic_forecast(model, plan_of(), inputs)
     with pytest.raises(PlanError, match="the update of weights that ranks divide can't be built alone"):
         update_program(model, plan_of(), 4)

@@ -461,7 +461,7 @@ def test_a_section_that_means_nothing_is_refused_with_its_key(change, where):
 
 @pytest.mark.parametrize("key", ["max_train_batch_size", "micro_batch_sizes"])
 def test_what_an_elastic_run_needs_is_asked_for(key):
-    with pytest.raises(PlanError, match=f"no {key}"):
+    with pytest.raises(PlanError, match=f"{key} is missing"):
         elastic({k: v for k, v in TESTED.items() if k != key})
 
 

@@ -659,7 +659,7 @@ def test_a_run_that_is_killed_leaves_nothing_and_starts_again(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"offload": {"parameters": "cpu"}, "zero": 2}, "stage 2"),
+        ({"offload": {"parameters": "cpu"}, "zero": 2}, "zero is 2"),
         ({"offload": {"optimizer": "cpu"}}, "no optimizer"),
         ({"offload": {"activations": "disk"}}, "is no place"),
         ({"offload": {"activations": "nvme:"}}, "is no place"),

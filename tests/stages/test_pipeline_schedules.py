@@ -121,7 +121,7 @@ class Pipeline:
             clock=clock,
             once=False,
             plan=self.plan,
-            agree_on_random=lambda step: None,
+            votes=SimpleNamespace(random=lambda step: None),
             settle_gradients=lambda: None,
         )
 

@@ -277,7 +277,7 @@ def with_passes(
     with virtual_step(case.model, plan, world, case.inputs, case.loss_fn) as whole:
         joint = whole.step.captured
         stages = cut_stages(joint, assign(joint, find_cuts(joint, count, "time", COSTS)), count)
-        steps = [StepProgram(p, whole.context) for p in stages.programs]
+        steps = [StepProgram(p, whole.step.context) for p in stages.programs]
         states = whole.random_states()
         own: list[list[dict[Any, Any]]] = [[{} for _ in whole.ranks] for _ in steps]
         crossed: list[dict[Any, Any]] = [{} for _ in whole.ranks]

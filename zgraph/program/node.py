@@ -113,7 +113,8 @@ def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_ROOT = re.compile(r"^L\[(?:'|\")\w+(?:'|\")\]\.?")
+# (the root is a parameter of forward, or the first of its `*args`, under a decorator say)
+_ROOT = re.compile(r"^L\[(?:'|\")\w+(?:'|\")\](?:\[0\])?\.?")
 _INDEX = re.compile(r"\[(?:'|\")?([^\]'\"]+)(?:'|\")?\]")
 
 
