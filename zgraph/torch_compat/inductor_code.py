@@ -197,6 +197,7 @@ def compile_with_inductor(
         stack.enter_context(inductor_config.patch(keep))
         stack.enter_context(_known_sizes())
         stack.enter_context(_products_where_they_are())
+        stack.enter_context(_sums_where_they_belong())
         compiled = compile_fx_inner(module, list(inputs), is_backward=is_backward)
     if not hasattr(compiled, "output_strides"):  # (a graph without an operator is not compiled at all)
         values = [getattr(n, "meta", {}).get("val") for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
@@ -228,6 +229,29 @@ def _known_sizes() -> Iterator[None]:
         yield
     finally:
         EfficientPeakEstimate.__init__ = made  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _sums_where_they_belong() -> Iterator[None]:
+    """Let Inductor's C++ kernels add to the places that they mean: in one that is tiled over two dimensions, torch moves the index of an atomic
+    addition by the inner loop's variable twice, once before and once as it makes a vector of it. That writes past the buffer's end."""
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
+
+    store = CppTile2DKernel.store
+
+    def moved_once(self: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
+        atomic = mode == "atomic_add" and (config.cpp.dynamic_threads or self.num_threads != 1)
+        if atomic and not self.need_vec_transpose(self.rename_indexing(index)):
+            return CppVecKernel.store(self, name, index, value, mode)
+        return store(self, name, index, value, mode)
+
+    CppTile2DKernel.store = moved_once  # type: ignore[method-assign]
+    try:
+        with torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag} zgraph: sums"):
+            yield  # (kernels that were made without this are of another key)
+    finally:
+        CppTile2DKernel.store = store  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

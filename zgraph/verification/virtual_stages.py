@@ -101,7 +101,10 @@ class VirtualPipeline:
                     self._compare(what, name, stage, rank, value, plain, norm, low)
             for (what, name), value in named(program, run, row).items():
                 if what == "output":
-                    self._compare(what, name + suffix, stage, rank, value, run.plain[name], low=low)
+                    # (a mean of what is centred, say, is nothing but rounding)
+                    self._compare(
+                        what, name + suffix, stage, rank, value, run.plain[name], norm_of(run.plain.values()), low
+                    )
                 elif what == "kept weight":
                     spec = self.step.specs[name]
                     whole = part_of(self.step.params[name], spec, rank, self.step.sizes).to(spec.compute_dtype)
