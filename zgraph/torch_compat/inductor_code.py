@@ -248,7 +248,8 @@ def _sums_where_they_belong() -> Iterator[None]:
 
     CppTile2DKernel.store = moved_once  # type: ignore[method-assign]
     try:
-        with torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag} zgraph: sums"):
+        keys: Any = torch.compiler.config
+        with keys.patch(cache_key_tag=f"{keys.cache_key_tag} zgraph: sums"):
             yield  # (kernels that were made without this are of another key)
     finally:
         CppTile2DKernel.store = store  # type: ignore[method-assign]
