@@ -57,5 +57,6 @@ HEAD = """# PyTorch's own databases
 Written by `python -m tests.databases --write docs/databases.md`. Each module of `torch.testing._internal.common_modules.module_db` (train and
 eval), and each differentiable operator of `op_db` applied to a parameter, its other tensors inputs in every other sample and buffers in the rest,
 ran forward and backward by zgraph and by plain PyTorch from one seed, in float32: outputs, gradients of parameters and inputs, buffers.
-A name counts by its worst sample. Samples that plain PyTorch itself refuses do not count. On Inductor random numbers are drawn as plain PyTorch draws them.
+A name counts by its worst sample. Samples that plain PyTorch itself refuses do not count.
+On Inductor random numbers are drawn as plain PyTorch draws them.
 """
