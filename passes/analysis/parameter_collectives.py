@@ -86,7 +86,17 @@ def _transfers(program: Program, role: Role) -> list[Transfer]:
 def _transfer(program: Program, start: fx.Node, layout: list[fx.Node]) -> Transfer:
     wait = collectives.wait_of(start)
     assert wait is not None, f"{start.name} has no wait in its program"
-    before, after = [n for n in layout if n < start], [n for n in layout if n > start]
+    # As far as nothing else stands between: what a user's pass puts there is no part of the transfer, nor is what comes behind it.
+    before: list[fx.Node] = []
+    for node in reversed([n for n in layout if n < start]):
+        if (before or [start])[0].all_input_nodes[0] is not node:
+            break
+        before.insert(0, node)
+    after: list[fx.Node] = []
+    for node in [n for n in layout if n > start]:
+        if node.all_input_nodes[0] is not (after or [wait])[-1]:
+            break
+        after.append(node)
     gathers = info(start).role is Role.GATHER
     held = size_of(wait) if gathers else size_of(start.all_input_nodes[0])
     spec = program.params.get(str(info(start).param))
