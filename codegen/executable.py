@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zgraph.codegen.bindings import Bindings
 from zgraph.codegen.lower_collectives import fit
 from zgraph.errors import AssertionError
 from zgraph.program import collectives, ops, transfers_to_host
@@ -61,6 +62,11 @@ class Executable:
     strides: list[Any] = field(default_factory=list)
     calls: tuple[tuple[int, int], ...] = ()
     rebuild: Callable[[str, dict[str, Any]], Callable[[list[Any]], Sequence[Any]]] | None = None
+
+    @functools.cached_property
+    def bindings(self) -> Bindings:
+        """Its inputs and outputs by what they are for."""
+        return Bindings(self.program)
 
     @functools.cached_property
     def flying(self) -> tuple[str, ...]:

@@ -85,16 +85,16 @@ class StepProgram:
         self.sharing: dict[bool, Sharing] = {}  # of its forwards, from their first runs
         self.apart = False  # has it run with tensors of the model that were seen to be apart in memory?
 
-    @property
+    @functools.cached_property
     def differentiated(self) -> bool:
         return is_differentiated(self.captured)
 
-    @property
+    @functools.cached_property
     def keeps(self) -> bool:
         """Whether whole weights outlive the program."""
         return any(p.role is OutputRole.UNSHARDED for p in self.history().program.outputs)
 
-    @property
+    @functools.cached_property
     def unsharded(self) -> list[str]:
         """The parameters whose whole weights outlive the forward."""
         return [p.name for p in self.forward().program.outputs if p.role is OutputRole.UNSHARDED]

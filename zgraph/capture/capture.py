@@ -85,6 +85,16 @@ class Trace:
         return frozenset(i for i in self.differentiable if i == self.loss) or self.differentiable
 
     @functools.cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters among the flat inputs."""
+        return tuple(port.name for port in self.inputs if port.role is InputRole.PARAMETER)
+
+    @functools.cached_property
+    def others(self) -> tuple[int, ...]:
+        """Positions of the flat inputs that are no parameters."""
+        return tuple(at for at, port in enumerate(self.inputs) if port.role is not InputRole.PARAMETER)
+
+    @functools.cached_property
     def ignored(self) -> set[Ignores]:
         """What the model's classification losses leave out, and those of `loss_fn` as far as they were seen."""
         return ignored_in(self.flat.graph_module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,9 +17,9 @@ from zgraph.build.memory_search import measured_rate
 from zgraph.build.pass_pipeline import costs_of
 from zgraph.build.step_program import Entry
 from zgraph.build.update_program import away_bytes, shares_of
-from zgraph.errors import OffloadError, PlanError
+from zgraph.errors import ModelError, OffloadError, PlanError
 from zgraph.offload.moves import Tiers
-from zgraph.parameters.sharding import Shards
+from zgraph.parameters.sharding import Shards, still_unset
 from zgraph.passes.analysis.costs import Costs
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, ParamSpec
@@ -120,6 +120,8 @@ class Rank(abc.ABC):
     clock: Clock
     first_gathers: FirstGathers
     saver: Saver  # (given by who makes the run time)
+    forward_function: Callable[..., Any]  # the module's own
+    forwards_replaced = 0  # how often it has become another one
 
     def __init__(self, module: nn.Module, plan: Plan, shards: Shards, context: RankContext) -> None:
         self.module = module
@@ -157,6 +159,19 @@ class Rank(abc.ABC):
     @abc.abstractmethod
     def settle_gradients(self) -> None:
         """Put gradients that autograd has added up in memory of its own where they belong."""
+
+    def refuse_unset(self) -> None:
+        """Raise `ModelError` if the model has values yet to be loaded."""
+        if not self.shards.pending:
+            return
+        missing = list(still_unset(self.shards))
+        if missing:
+            raise ModelError(
+                f"{len(missing)} tensors of the model have no values yet: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}",
+                why="the model was built on the meta device and its modules have no initialisation for them",
+                hint="load a checkpoint first, or give their modules a reset_parameters method",
+            )
+        self.shards.pending.clear()
 
     def tell_place(self, micro_batch: int) -> None:
         """Write down, for who watches, that a micro-batch of the next step begins."""

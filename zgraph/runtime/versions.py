@@ -35,11 +35,11 @@ class Versions:
 
     def note(self, flat: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note them: the forward is over."""
-        for port, value in zip(self.trace.inputs, flat, strict=True):
-            if port.role is InputRole.PARAMETER:
-                self.params[port.name] = self.of_param(port.name)
-            plain = port.role is not InputRole.PARAMETER and isinstance(value, torch.Tensor)
-            self.inputs.append(tensor_storage.version(value) if plain else None)
+        self.params = {name: self.of_param(name) for name in self.trace.parameters}
+        self.inputs = [None] * len(flat)
+        for at in self.trace.others:
+            if isinstance(flat[at], torch.Tensor):
+                self.inputs[at] = tensor_storage.version(flat[at])
         for index in self.sharing.read_outputs:
             # (an output itself would hold autograd's node of this call; what is detached from it is counted with it)
             seen = outputs[index].detach()

@@ -25,6 +25,7 @@ from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole
 from zgraph.ranks import heartbeat, progress
+from zgraph.runtime.fit import fit
 from zgraph.runtime.rank import RankContext
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import model_flops
@@ -93,7 +94,7 @@ class PipelineRuntime(Runtime):
 
     def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shown = brief(self.module, args, kwargs)
-        name = self._name_new(shown)
+        name = self.calls.name_new(shown)
         first, self.first = self.first, None
         if first is not None and first.key == key and first.of_loss:
             found = first
@@ -176,7 +177,7 @@ class PipelineRuntime(Runtime):
 
     def prepare(self, step: StepProgram, kinds: frozenset[Kind] = frozenset({Kind.F, Kind.B})) -> None:
         """Compile what a stage takes that does these kinds of actions in a step."""
-        self.fit(step)
+        fit(self, step)
         step.first_gathers()
         step.forward()
         if not step.differentiated:

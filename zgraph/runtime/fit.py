@@ -1,0 +1,37 @@
+"""Refuses a step that does not fit: into the plan's memory budget, or onto the disk that the plan offloads to."""
+
+from __future__ import annotations
+
+from zgraph.build.step_program import StepProgram
+from zgraph.errors import OffloadError
+from zgraph.passes.analysis.costs import size_of
+from zgraph.program import transfers_to_host
+from zgraph.program.node import info
+from zgraph.runtime.rank import Rank
+
+
+def fit(rank: Rank, step: StepProgram) -> None:
+    """Make the programs that a step takes by the passes. Raises `PlanError` if one does not fit into the plan's memory budget, `OffloadError`
+    if the disk has no room for the activations that go there."""
+    if rank.plan.memory_budget is not None and step.differentiated:
+        for variant in step.variants():
+            step.history(variant)  # (what does not fit is refused now, not in the middle of a step)
+    nodes = step.history().program.nodes
+    offloaded = [n for n in nodes if n.target is transfers_to_host.OFFLOAD and info(n).param is None]
+    _require(rank, "activations", sum(map(size_of, offloaded)))
+    if step.differentiated and step.states is not None and len(rank.shares) > 1:
+        rank.agreement.vote("the share of the optimizer's states that is offloaded", str(step.states))
+        options = rank.updater.options_with(step.states)
+        _require(rank, "optimizer", rank.updater.states.bytes_at(options))
+        rank.updater.offload(options)
+        rank.shares = step.context.residents.shares = (step.states,)
+
+
+def _require(rank: Rank, what: str, size: int) -> None:
+    """Raise `OffloadError` on every rank if the disk of one has no room for so many bytes of this kind."""
+    if rank.tiers.preflight is not None:
+
+        def refused(number: int, said: str) -> OffloadError:
+            return OffloadError(f"rank {number} has no room for {what}", where=rank.plan.offload.folder(), why=said)
+
+        rank.agreement.together("the disk", lambda: rank.tiers.require(what, size), refused)

@@ -1,0 +1,75 @@
+"""Gradients that wait to be reduced: those of micro-batches inside `no_sync`, at ZeRO stages 0 and 1.
+
+They are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zgraph.parameters.sharding import Shards
+from zgraph.torch_compat import tensor_hooks
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradients of one backward are reduced."""
+
+    now: bool = True  # or only later
+    added: frozenset[str] = frozenset()  # parameters whose waiting gradients are reduced together with this backward's
+    rest: bool = False  # whether those of other parameters that wait are reduced afterwards
+
+
+class WaitingGradients:
+    """Those of one compiled module. Where each backward `reduces`, none ever waits."""
+
+    def __init__(self, shards: Shards, device: torch.device, *, reduces: bool) -> None:
+        self.shards = shards
+        self.device = device
+        self._reduces = reduces
+
+    def reduction(self, adds: Callable[[], frozenset[str]], *, accumulating: bool) -> Reduction:
+        """How the gradients of the backward that is about to run are reduced; `adds` says to which parameters' `.grad` it adds.
+
+        ZeRO stages 2 and 3 reduce each time: only shards are kept. So do parameters with hooks: each is called with the gradient of one
+        backward, as autograd has it, and not with the sum of several.
+        """
+        if self._reduces:
+            return Reduction()
+        params = self.shards.params()
+        if any(map(tensor_hooks.has_hooks, params.values())):
+            self.reduce()
+            return Reduction()
+        grads = {n: p.grad for n, p in params.items() if p.grad is not None}
+        waiting = {n for n, g in grads.items() if _is_partial(g)}
+        if accumulating and len(waiting) == len(grads):
+            return Reduction(now=False)
+        if not waiting:
+            return Reduction()
+        into = adds()
+        return Reduction(added=into & waiting, rest=bool(into))
+
+    def take(self, name: str) -> torch.Tensor:
+        """Take the gradient of a parameter that waits: it is its `.grad` no longer."""
+        param = self.shards.params()[name]
+        grad, param.grad = param.grad, None
+        return grad._local_tensor  # type: ignore[union-attr,no-any-return]
+
+    def zeros(self, name: str) -> torch.Tensor:
+        """What a backward takes for a parameter of which nothing waits, or is to wait on."""
+        spec = self.shards.specs[name]
+        return torch.zeros(spec.shape, dtype=spec.grad_dtype, device=self.device)
+
+    def reduce(self) -> None:
+        """Reduce those that still wait. All ranks must call it."""
+        for name, param in self.shards.params().items():
+            if param.grad is not None and _is_partial(param.grad):
+                param.grad = param.grad.redistribute(placements=self.shards.placements(self.shards.specs[name]))  # type: ignore[attr-defined]
+
+
+def _is_partial(grad: torch.Tensor) -> bool:
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
