@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zgraph.torch_compat import dynamo
+from zgraph.torch_compat.modules import registered
 
 
 def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -20,18 +21,19 @@ def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     modes. (Parameters have the form of their layouts: `Shards.refresh`.)"""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     inputs = ", ".join(_leaf(leaf, set()) for leaf in leaves)
-    training = "".join("t" if child.training else "e" for child in module.modules())
-    frozen = "".join("g" if p.requires_grad else "f" for p in module.parameters())
-    forms = (f"{_form(b)}{', grad' if b.requires_grad else ''}" for b in module.buffers())
+    own = registered(module)
+    training = "".join(["t" if child.training else "e" for child in own.modules])
+    frozen = "".join(["g" if p.requires_grad else "f" for p in own.parameters.values()])
+    forms = (f"{_form(b)}{', grad' if b.requires_grad else ''}" for b in own.buffers)
     buffers = ", ".join(f"{n} {form}" if n > 1 else form for form, n in _repeated(forms))
     grad = "grad" if torch.is_grad_enabled() else "no_grad"
     casts = [f"{d}:{torch.get_autocast_dtype(d)}" for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    same = "".join(f"; {one} is {other}" for one, other in _identical(module, leaves))
+    same = "".join(f"; {one} is {other}" for one, other in _identical(own.modules, leaves))
     modes = f"modules {_runs(training)}; parameters {_runs(frozen)}; buffers ({buffers})"
     return f"inputs ({inputs}{same}); structure {spec}; {modes}; {grad}; autocast {casts}"
 
 
-def _identical(module: nn.Module, leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
+def _identical(modules: Sequence[nn.Module], leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
     """Which tensors of the inputs are one object: a second one and the first, or a tensor that the module has registered."""
     first: dict[int, str] = {}
     for number, tensor in enumerate(_tensors(leaves)):
@@ -40,10 +42,10 @@ def _identical(module: nn.Module, leaves: Sequence[Any]) -> Iterator[tuple[str, 
         else:
             first[id(tensor)] = f"tensor {number}"
     if first:
-        for child in module.modules():
+        for child in modules:
             for table in (child._parameters, child._buffers):
                 for key, held in table.items():
-                    if held is not None and id(held) in first:
+                    if id(held) in first:
                         yield first[id(held)], f"{type(child).__name__}.{key}"
 
 

@@ -29,6 +29,7 @@ from zgraph.plan.precision import Precision
 from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.program.tolerance import bits
 from zgraph.torch_compat import dtensors
+from zgraph.torch_compat.modules import registered
 
 if TYPE_CHECKING:
     from zgraph.offload.moves import Tier
@@ -195,7 +196,7 @@ class Shards:
 
     def look_up(self) -> None:
         """Note the module's parameters as they are now."""
-        self._params = dict(self.module.named_parameters())
+        self._params = registered(self.module).parameters
         if self.mesh is not None:
             for param in self._params.values():
                 count_steps_on(param)
@@ -212,10 +213,13 @@ class Shards:
         if mine.is_meta and spec.home is None and spec.name not in self.elsewhere | self.pending:
             return "on the meta device", "on a real one"
         stride = spec.shard_stride if isinstance(param, DTensor) else spec.whole_stride  # (whole: of another stage)
-        if spec.home is None and any(
-            a != b for a, b, n in zip(mine.stride(), stride, mine.shape, strict=True) if n > 1
+        now = mine.stride()
+        if (
+            now != stride
+            and spec.home is None
+            and any(a != b for a, b, n in zip(now, stride, mine.shape, strict=True) if n > 1)
         ):
-            return f"of strides {list(mine.stride())}", str(list(stride))
+            return f"of strides {list(now)}", str(list(stride))
         return None
 
     def local(self, name: str) -> torch.Tensor:

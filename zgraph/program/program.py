@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import operator
 from collections.abc import Iterator, Mapping
@@ -137,6 +138,16 @@ class Division:
         return whole.chunk(self.ranks, self.dim)[place]
 
 
+@functools.lru_cache(4096)  # (asked for each parameter at each call)
+def _stride_of_rows(sizes: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of dense rows of these sizes, whose other dimensions are in the order of `stride`."""
+    order = [0, *sorted(range(1, len(sizes)), key=lambda d: (-stride[d], d))]
+    strides = [1] * len(order)
+    for at in range(len(order) - 2, -1, -1):
+        strides[order[at]] = strides[order[at + 1]] * sizes[order[at + 1]]
+    return tuple(strides)
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """How one parameter is laid out.
@@ -214,11 +225,7 @@ class ParamSpec:
         """The strides of that shard, in elements, in the order in which `stride` has the dimensions behind its rows."""
         if not self.shard_dim:
             return self.stride
-        order = [0, *sorted(range(1, len(self.shape)), key=lambda d: (-self.stride[d], d))]
-        sizes, strides = self.shard_shape, [1] * len(order)
-        for at in range(len(order) - 2, -1, -1):
-            strides[order[at]] = strides[order[at + 1]] * sizes[order[at + 1]]
-        return tuple(strides)
+        return _stride_of_rows(self.shard_shape, self.stride)
 
     @property
     def rank_bytes(self) -> int:
