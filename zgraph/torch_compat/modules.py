@@ -1,0 +1,45 @@
+"""What a module has registered, by one walk over its own tables: torch's generators make one for each question, which every call would pay for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Registered(NamedTuple):
+    """A module and those inside it, its parameters by name, and its buffers: in torch's order, each once, by its first name."""
+
+    modules: list[nn.Module]
+    parameters: dict[str, nn.Parameter]
+    buffers: list[torch.Tensor]
+
+
+def registered(module: nn.Module) -> Registered:
+    """What `modules()`, `named_parameters()` and `buffers()` give."""
+    found = Registered([], {}, [])
+    if (
+        type(module).named_parameters is not nn.Module.named_parameters
+    ):  # (a class that says itself what its parameters are)
+        found.parameters.update(module.named_parameters())
+        _walk(module, "", found._replace(parameters={}), set())
+    else:
+        _walk(module, "", found, set())
+    return found
+
+
+def _walk(module: nn.Module, prefix: str, found: Registered, seen: set[int]) -> None:
+    seen.add(id(module))
+    found.modules.append(module)
+    for key, param in module._parameters.items():
+        if param is not None and id(param) not in seen:
+            seen.add(id(param))
+            found.parameters[prefix + key] = param
+    for buffer in module._buffers.values():
+        if buffer is not None and id(buffer) not in seen:
+            seen.add(id(buffer))
+            found.buffers.append(buffer)
+    for key, child in module._modules.items():
+        if child is not None and id(child) not in seen:
+            _walk(child, f"{prefix}{key}.", found, seen)
