@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+
 from zgraph.torch_compat.modules import registered
 
 
