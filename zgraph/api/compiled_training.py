@@ -47,6 +47,7 @@ from zgraph.runtime.train_step import (
     split_batch,
 )
 from zgraph.torch_compat import inductor_code
+from zgraph.verification.own_inputs import own_inputs, share_memory
 from zgraph.verification.plain_training import LossFn, PlainTraining, Ran, copy_hooks, tensors_of
 from zgraph.verification.virtual_step import SCALE, data_rank, own_copy, rows_of
 
@@ -126,8 +127,11 @@ class _Training:
         self.loss_fn = loss_fn
         self.plain = PlainTraining(_as_on_rank_0(model, world), plan, ranks, loss_fn)
         self.batches = [_call(self.plain, rows_of(inputs, d, ranks)) for d in range(ranks)]
+        for leaf in pytree.tree_leaves(self.batches):
+            if isinstance(leaf, torch.Tensor):
+                leaf.requires_grad_(False)
         self.plan = self._planned(_with_low_scale(plan))
-        self.buffers = _own(self.batches[self.mine])
+        self.buffers = own_inputs(self.batches[self.mine])
         self.seed, self.calls = int(_agreed(torch.initial_seed(), world)), 0
         self.found: list[tuple[int, Difference]] = []
         self.phase, self.number = "", 0
@@ -149,7 +153,7 @@ class _Training:
         try:
             for call in split_batch(args, kwargs, 2, uneven=None):
                 with torch.no_grad():
-                    trial.forward(_own(call))
+                    trial.forward(own_inputs(call))
         except Exception:  # (it is made for a batch of this size: loss_fn has targets of its own, say)
             return plan
         return plan.model_copy(update={"micro_batches": 2})
@@ -206,7 +210,7 @@ class _Training:
         rans: list[Ran] = []
         for rank, call in enumerate(calls):
             torch.manual_seed(seeds[rank])
-            given = _own(call)
+            given = own_inputs(call)
             _, ran = self.plain.copies[rank].forward(given)
             _refuse_untrained(ran.loss)
             ran.tangents = (
@@ -264,7 +268,7 @@ class _Training:
             torch.manual_seed(seeds[rank])
             given = []
             for call, weight in zip(cut, weights[rank], strict=True):
-                output, ran = self.plain.copies[rank].forward(_own(call))
+                output, ran = self.plain.copies[rank].forward(own_inputs(call))
                 _refuse_untrained(ran.loss)
                 ran.tangents = ran.tangents_from_loss(weight / len(cut))
                 self.plain.backward(rank, ran)
@@ -457,14 +461,11 @@ def _call(plain: PlainTraining, inputs: Inputs) -> Call:
     return args, in_order(plain.copies[0].called, kwargs)
 
 
-def _own(call: Call) -> Call:
-    """The same call with tensors of their own."""
-    made = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, call)
-    return made  # type: ignore[no-any-return]
-
-
 def _turned(call: Call, by: int) -> Call:
-    """A batch whose rows stand in another order: the same data in all, another in each micro-batch, and other outputs."""
+    """A batch whose rows stand in another order: the same data in all, another in each micro-batch, and other outputs. (Not
+    where tensors share memory: that is part of what is compared.)"""
+    if share_memory(call):
+        return call
     leaves, spec = pytree.tree_flatten(call)
     rows = max((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()), default=0)
     turned = [x.roll(by, 0) if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == rows else x for x in leaves]

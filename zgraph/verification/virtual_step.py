@@ -49,6 +49,7 @@ from zgraph.runtime.train_step import in_order, split_batch
 from zgraph.stages.stage_programs import refuse_state
 from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
+from zgraph.verification.own_inputs import own_inputs
 from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virtual
 
 SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which changes no gradient that it does not save
@@ -316,6 +317,8 @@ class VirtualStep:
                 elif what == "buffer":
                     scale = norm_of(run.buffers.values())
                     compared.append(difference(what, name, rank, value, run.buffers[name], scale, bound=bound))
+                elif what == "changed input" and name in run.changed:
+                    compared.append(difference(what, name, rank, value, run.changed[name], bound=bound))
                 elif what == "kept weight":
                     whole = self._mine(name, self.params[name], rank).to(self.specs[name].compute_dtype)
                     compared.append(difference(what, name, rank, value, whole, bound=bound))
@@ -348,7 +351,8 @@ class VirtualStep:
 
 class PlainRun:
     """The plain model on one rank's batch, or a micro-batch of it: its outputs, the gradients of `weight` times its loss, its updated
-    buffers, and what the program needs. `plain` is a copy of the model, whose gradients and buffers change."""
+    buffers, its inputs as they are then (`changed`), and what the program needs. `plain` is a copy of the model, whose gradients and buffers
+    change."""
 
     def __init__(
         self,
@@ -359,18 +363,13 @@ class PlainRun:
         loss_fn: Callable[..., torch.Tensor] | None,
         weight: float = 1.0,
     ) -> None:
-        args, kwargs = split_inputs(inputs)
+        call = split_inputs(inputs)
         twin, before = copy.deepcopy(plain), copy.deepcopy(plain)
-        self.flat = entry.trace.flat.flatten(model, args, kwargs)
-        self.flat = tuple(
-            v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in self.flat
-        )
+        self.flat = own_inputs(entry.trace.flat.flatten(model, *call))
         self.random = torch.get_rng_state()
         precision = entry.context.plan.resolved_precision()
         if precision.cast_inputs and (low := precision.dtype("compute")) is not None:
-            args, kwargs = pytree.tree_map(
-                lambda x: x.to(low) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
-            )
+            call = pytree.tree_map(lambda x: cast_to(x, low), call)
         out = precision.dtype("output")
         values: list[Any] = []
 
@@ -385,12 +384,19 @@ class PlainRun:
 
         # The plain model itself decides the numbers; dynamo's flat graph on the same state tells its outputs apart.
         torch.set_rng_state(self.random)
-        output = pytree.tree_map(lambda v: cast_to(v, out), plain(*args, **kwargs))
+        given = own_inputs(call)
+        output = pytree.tree_map(lambda v: cast_to(v, out), plain(*given[0], **given[1]))
+        self.changed = {
+            port.name: value
+            for port, value in zip(entry.trace.inputs, entry.trace.flat.flatten(model, *given), strict=True)
+            if port.role is InputRole.INPUT
+        }
         self.grads: dict[str, torch.Tensor | None] = {}
         self.tangents: dict[int, torch.Tensor] = {}
         self.loss = torch.zeros(())
         torch.set_rng_state(self.random)
-        flat_output = entry.trace.flat.bind(capture)(twin, *args, **kwargs)
+        given_flat = own_inputs(call)
+        flat_output = entry.trace.flat.bind(capture)(twin, *given_flat[0], **given_flat[1])
         self._flat_leaves, self._outputs = _tensors(flat_output), values
         plain_leaves = {id(f): p for f, p in zip(self._flat_leaves, _tensors(output), strict=False)}
         # (where the output's structure can't be flattened, the flat graph's own output stands for the plain model's)
@@ -410,7 +416,7 @@ class PlainRun:
             self.tangents = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
             self.grads = {n: p.grad for n, p in plain.named_parameters()}
         self.buffers = dict(plain.named_buffers())
-        self._precise = lambda: precise_run(before, (args, kwargs), loss_fn, weight, self.random)
+        self._precise = lambda: precise_run(before, own_inputs(call), loss_fn, weight, self.random)
 
     @cached_property
     def exact(self) -> PreciseRun | None:
@@ -495,8 +501,7 @@ def _micro_batches(called: Called, inputs: Inputs, parts: int) -> list[Inputs]:
         return [inputs]
     args, kwargs = split_inputs(inputs)
     calls = split_batch(args, in_order(called, kwargs), parts, uneven=None)
-    # (memory of their own: see `rows_of`)
-    own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, calls)
+    own = [own_inputs(call) for call in calls]  # (memory of their own: see `rows_of`)
     return [kwargs if isinstance(inputs, dict) else args for args, kwargs in own]
 
 
@@ -529,6 +534,8 @@ def rows_of(inputs: Inputs, rank: int, world: int) -> Inputs:
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     batch = max(sizes, default=0)
 
+    parts: dict[int, torch.Tensor] = {}  # (what stands there twice is one tensor in each part too)
+
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
             return leaf
@@ -537,10 +544,10 @@ def rows_of(inputs: Inputs, rank: int, world: int) -> Inputs:
                 f"a batch of {batch} can't be split over {world} ranks",
                 hint="give a batch that the world divides",
             )
-        # (memory of its own: of two slices of one batch some libraries' products differ in the last bit, by their alignment)
-        return leaf.chunk(world)[rank].clone()
+        return parts.setdefault(id(leaf), leaf.chunk(world)[rank])
 
-    return pytree.tree_map(cut, inputs)  # type: ignore[no-any-return]
+    # (memory of their own: of two slices of one batch some libraries' products differ in the last bit, by their alignment)
+    return own_inputs(pytree.tree_map(cut, inputs))  # type: ignore[no-any-return]
 
 
 def cast_to(value: Any, dtype: torch.dtype | None) -> Any:

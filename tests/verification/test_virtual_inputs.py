@@ -1,0 +1,39 @@
+"""What `verify` gives each of the runs that it compares: inputs of its own, which share memory as the user's do."""
+
+import pytest
+import torch
+from torch import nn
+
+import zgraph
+
+
+class WritesToItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, k):
+        h = x * 1.0
+        x.mul_(0.5)
+        return self.head((h + k) * x)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_written_input_is_that_of_one_run_for_each_that_is_compared(world):
+    """(The plain model, its flat graph, and double precision each run on it.)"""
+    x, k = torch.randn(8, 4), torch.randn(8, 4)
+    before = x.clone()
+    plan = zgraph.Plan(backend="eager", mesh={"replicate": world}, zero=0)
+    found = zgraph.verify(WritesToItsInput(), plan, world, (x, k), lambda out: out.square().mean())
+    assert found.ok and any(d.what == "changed input" for d in found.worst(100))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_inputs_share_memory_as_the_users_do(world):
+    x = torch.randn(8, 4)
+    plan = zgraph.Plan(backend="eager", mesh={"replicate": world}, zero=0)
+    with pytest.raises(zgraph.errors.SignatureError, match="forward writes to x, which shares memory with k"):
+        zgraph.verify(WritesToItsInput(), plan, world, (x, x[:]), lambda out: out.square().mean())
+    c = torch.randn(8, 4)
+    assert zgraph.verify(WritesToItsInput(), plan, world, (c, c), lambda out: out.square().mean()).ok
