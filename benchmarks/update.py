@@ -140,7 +140,7 @@ def _zgraph(values: list[Tensor], grads: list[Tensor], *, everything: bool) -> C
     def prepare() -> None:
         _give(params, grads)
         if everything:
-            updater.factor = 1 / SCALE
+            updater.numbers.factor = 1 / SCALE
 
     def result() -> list[Tensor]:
         names = [n for n, _ in model.named_parameters()]
@@ -191,6 +191,12 @@ def times(tensors: int, parameters: int, rounds: int) -> dict[str, Any]:
     return {"seconds": {n: statistics.median(s) for n, s in seconds.items()}, "all": seconds, **found}
 
 
+def program_of(model: Any) -> Any:
+    """What runs the update of all of a compiled model's parameters."""
+    updater = model.zgraph.runtime.updater
+    return updater.programs.of(tuple(n for n, _ in model.named_parameters()), updater.options).executable
+
+
 def outside(run: Contender, rounds: int) -> float:
     """Median seconds of a step that no compiled piece takes."""
     inside = 0.0
@@ -206,7 +212,7 @@ def outside(run: Contender, rounds: int) -> float:
 
         return call
 
-    executable = run.model.zgraph.runtime.updater.program(tuple(n for n, _ in run.model.named_parameters())).executable
+    executable = program_of(run.model)
     for chunk in executable.chunks:
         chunk.executable.function = timed(chunk.executable.function)
     left = []
@@ -225,9 +231,7 @@ def memory(name: str, tensors: int, parameters: int) -> dict[str, float]:
     found: dict[str, float] = {}
     if run.model is not None:
         start = time.perf_counter()
-        executable = run.model.zgraph.runtime.updater.program(
-            tuple(n for n, _ in run.model.named_parameters())
-        ).executable
+        executable = program_of(run.model)
         found = {"compile": time.perf_counter() - start, "kinds": len(executable.executables)}
     for _ in range(2):
         run.prepare()

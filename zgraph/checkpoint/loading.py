@@ -124,7 +124,7 @@ def _opened(runtime: Runtime, path: Path, tag: str | None) -> Source:
 
 
 def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[str, Any] | None) -> _Parts:
-    runtime.updater.refuse_loading()
+    runtime.updater.averages.refuse_checkpoint()
     runtime.shards.refresh()
     loading = planned(runtime, source, optimizer)
     random, client, extra, programs = None, {}, {}, source.known.programs

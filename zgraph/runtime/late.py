@@ -1,4 +1,4 @@
-"""What the device knows of skipped steps and the loss scale, read one step late (see [Note: no waiting] in updater.py)."""
+"""What the device knows of skipped steps and the loss scale, read one step late (see [Note: no waiting] in outcomes.py)."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def target_weights(runtime: Runtime, calls: Sequence[Call], losses: Collection[I
     if not total:
         raise StepError("no rank has a single target", where="loss_average", hint=f"targets of {ignored} do not count")
     mean = float(total) / ranks / len(calls)
-    runtime.updater.factor = 1.0 / len(calls)
+    runtime.updater.numbers.factor = 1.0 / len(calls)
     return [float(c) / mean for c in counts]
 
 

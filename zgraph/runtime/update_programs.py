@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zgraph.build.update_program import update_history
+from zgraph.codegen.bindings import Bindings
 from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunks
 from zgraph.codegen.debug_mode import checked
 from zgraph.codegen.eager import compile_eager
@@ -28,6 +30,11 @@ class CompiledUpdate:
     executable: UpdateExecutable
     numbers: list[tuple[int, str]]  # the program's scalars (see `scalar_names`)
     clipped: tuple[str, ...]  # parameters whose gradients it only clips
+
+    @functools.cached_property
+    def bindings(self) -> Bindings:
+        """Its inputs and outputs by what they are for."""
+        return Bindings(self.history.program)
 
 
 class UpdatePrograms:

@@ -1,10 +1,4 @@
-"""Runs the update program behind `model.step()`: holds its states, fills in its numbers, and zeroes the gradients.
-
-[Note: no waiting] Whether a step is skipped, the loss scale and the number of updates live on the device. The host reads
-them one step late: a copy to pinned memory is started after each update and read before the next, when the device has
-long been given the next forward and backward. Only half precision's end of the run, schedules and steps that are not finite
-need it; where the device is the host, the last are read at once.
-"""
+"""Runs the update program behind `model.step()`: fills in its inputs, and zeroes the gradients."""
 
 from __future__ import annotations
 
@@ -17,17 +11,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zgraph.build.update_program import update_options
-from zgraph.errors import OverflowError, PlanError, StepError, ZgraphError
+from zgraph.codegen.bindings import Sources
+from zgraph.errors import PlanError, StepError
 from zgraph.program.program import InputRole, OutputRole
 from zgraph.ranks import progress
+from zgraph.runtime.averages import Averages
+from zgraph.runtime.consistency import Consistency
 from zgraph.runtime.delayed import Delayed
-from zgraph.runtime.late import Late
 from zgraph.runtime.learning_rates import LearningRates
 from zgraph.runtime.out_of_memory import explained
+from zgraph.runtime.outcomes import Outcomes
 from zgraph.runtime.rank import Rank
+from zgraph.runtime.update_numbers import UpdateNumbers
 from zgraph.runtime.update_programs import CompiledUpdate, UpdatePrograms
-from zgraph.update import scaler
-from zgraph.update.build import EMA, NONFINITE, UpdateOptions, scalar_names
+from zgraph.update.build import UpdateOptions, scalar_names
 from zgraph.update.groups import members_of
 from zgraph.update.numbers import Numbers
 from zgraph.update.optimizer import PlanOptimizer
@@ -37,6 +34,9 @@ if TYPE_CHECKING:
     from zgraph.update.resume import Known
 
 logger = logging.getLogger(__name__)
+
+
+_GRADIENT = frozenset({InputRole.GRADIENT})
 
 
 class Updater:
@@ -58,21 +58,25 @@ class Updater:
             own = None if held is None else held.own
             self.optimizer = PlanOptimizer(everywhere, runtime.shards.params(), self, own)
             self.rates = LearningRates(plan, self.optimizer)
-        self._wanted = [w for w in scalar_names(everywhere, self.options) if w[0] >= 0]
-        self._numbers = Numbers()  # as ranks have compared them last
+        wanted = [w for w in scalar_names(everywhere, self.options) if w[0] >= 0]
+        self.numbers = UpdateNumbers(runtime, self.optimizer, wanted)
         home = runtime.tiers.of("optimizer")
         self.states = States(members, runtime.shards, self.options, runtime.device, self.optimizer, home)
         self.grad_norm: torch.Tensor | None = None
         self.hooks: list[Callable[[dict[str, torch.Tensor]], None]] = []
-        self.factor: torch.Tensor | float = 1.0
         self.calls = 0
-        self._averages_shown = False
-        # Of an update that was left half done: its weights, with their versions, and whether states were loaded since.
-        self._broken: dict[str, tuple[int, ...]] = {}
-        self._states_loaded = False
-        self._late: Late | None = None
+        self.averages = Averages(runtime, self.states)
+        self.consistency = Consistency(runtime.shards)
+        self.outcomes = Outcomes(runtime, self.states, self.scaling, self.rates)
         self._delayed = Delayed(runtime.shards, self.states, runtime.device)
         self.programs = UpdatePrograms(runtime, self.states)
+        self._sources = Sources(
+            {
+                InputRole.STATE: self.states.__getitem__,
+                InputRole.PARAMETER: runtime.shards.local,
+                InputRole.RANK_INDEX: runtime.places.__getitem__,
+            }
+        )
 
     def adopt(self, old: Updater, *, copies: bool) -> None:
         """Go on where another updater of the same parameters is: states (or copies of them), counts, numbers, the scale."""
@@ -84,13 +88,9 @@ class Updater:
             old.finish()
         self.states.adopt(old.states, copies=copies)
         self._delayed.adopt(old._delayed)
-        self._broken, self._states_loaded = dict(old._broken), old._states_loaded
+        self.consistency.adopt(old.consistency)
         self.calls, self.hooks = old.calls, list(old.hooks)
-        if self.scaling == old.scaling and old._late is not None:
-            self._late = old._late.copy()
-            counted = self.states.nonfinite()
-            if counted is not None and old.states.nonfinite() is None:
-                counted.fill_(self._late.nonfinite if self.scaling else self._late.skipped)
+        self.outcomes.adopt(old.outcomes)
         same = self.runtime.plan.optimizer == old.runtime.plan.optimizer
         if not copies and old.optimizer is not None:
             if same and self.optimizer is not None:
@@ -133,18 +133,23 @@ class Updater:
             self.programs.forget_last()
         return found
 
+    def _changes(self) -> dict[str, str]:
+        """What `_read_back` finds. Raises `StepError` for counts of updates that a user has written to."""
+        self.states.refuse_written_counts()
+        return self._read_back()
+
     def wait(self) -> None:
         """Let an update that runs late end. Raises what it raised."""
         try:
             self._delayed.wait()
         except Exception:
-            self._break()
+            self.consistency.lose()
             raise
 
     def finish(self) -> None:
         """Let the weights be those after all updates. Raises `StepError` after one that failed half way."""
         self.wait()
-        self._refuse_broken()
+        self.consistency.refuse()
         names = self._delayed.publish()
         if names:
             self.runtime.weights_changed(names)
@@ -158,71 +163,35 @@ class Updater:
         self.states.clear(n for n, p in params.items() if id(p) in anew)
         if not done and any(counts.values()) and self.runtime.plan.lr_schedule is not None:
             logger.warning("an optimizer's state dict has no count of updates: the schedule begins anew")
-        self._go_on(named, done, done + self.skipped())
+        self._go_on(named, done, done + self.outcomes.skipped())
         if self.scaling is not None:
             logger.warning("an optimizer's state dict holds no loss scale: it goes on where it is")
 
     def restore(self, known: Known, steps: int, counts: dict[str, float], whole: bool) -> None:
         """Go on from a checkpoint whose weights and states were written: so many `steps` the run has taken, `counts` are the updates
         that each parameter has had. Not `whole`: from its weights alone, which is a new beginning."""
-        self._broken = {}
-        skipped = known.skipped if whole else 0
-        done = steps - skipped if whole else 0
-        counted = self.states.nonfinite()
-        if counted is not None:
-            counted.fill_(skipped if self.scaling is None else 0)
-        if self.scaling is not None or counted is not None:
-            self._late = Late(self.runtime.device)
-            self._late.skipped, self._late.nonfinite = skipped, int(counted) if counted is not None else 0
-        if self.scaling is not None:
-            saved = known.loss_scale if whole else None
-            if saved is None:
-                logger.warning("the loss scale begins anew: the checkpoint has none")
-            values = scaler.initial(self.scaling) if saved is None else saved
-            for key, tensor in self.states.of_scale().items():
-                if key in values:
-                    tensor.copy_(torch.as_tensor(values[key]))
-        self._go_on(counts, done, done + self.skipped())
-        if whole and self.optimizer is not None and known.groups:
-            self._restore_numbers(known)
-        elif not whole and self.rates is not None:
+        self.consistency.restore()
+        self.outcomes.restore(known, whole=whole)
+        done = steps - known.skipped if whole else 0
+        self._go_on(counts, done, done + self.outcomes.skipped())
+        if whole:
+            self.numbers.restore(known)
+        elif self.rates is not None:
             self.rates.reset()
-
-    def _restore_numbers(self, known: Known) -> None:
-        """Take over what a run may have changed in its parameter groups, if it was of this plan's optimizer."""
-        assert self.optimizer is not None
-        plan = self.runtime.plan.model_dump(mode="json")
-        groups = self.optimizer.param_groups
-        alike = [g["names"] for g in groups] == [g["names"] for g in known.groups]
-        if known.plan is None or known.plan.get("optimizer") != plan["optimizer"] or not alike:
-            logger.warning("the checkpoint's optimizer had other numbers or groups than the plan's: the plan's hold")
-            return
-        for mine, theirs in zip(groups, known.groups, strict=True):
-            for key in mine.keys() & theirs.keys() - {"params", "names"}:
-                mine[key] = tuple(theirs[key]) if isinstance(mine[key], tuple) else theirs[key]
 
     def refuse_unusable(self) -> None:
         """Raise `StepError` where the weights are not those of a step: after an update that failed half way, or their averages. What
         runs late has ended then."""
         self.wait()
-        self._refuse_broken()
-        self.refuse_loading()
-
-    def refuse_loading(self) -> None:
-        """Raise `StepError` where what is loaded would be lost."""
-        if self._averages_shown:
-            raise StepError(
-                "a checkpoint can't be saved or loaded inside averaged_weights()",
-                why="the weights are their averages there, and come back when it ends",
-                hint="leave the with block first",
-            )
+        self.consistency.refuse()
+        self.averages.refuse_checkpoint()
 
     def spoil(self) -> None:
         """Weights and states are not of one step: no step is taken until a checkpoint was loaded."""
-        self._break()
+        self.consistency.lose()
 
     def _go_on(self, counts: dict[str, float], done: int, calls: int) -> None:
-        self._states_loaded = True
+        self.consistency.loaded()
         self._delayed.loaded()
         self.states.set_counts(counts)
         self.programs.forget_last()
@@ -244,18 +213,13 @@ class Updater:
     def update(self) -> torch.Tensor | None:
         """What the optimizer's `step` does."""
         runtime = self.runtime
-        if self._averages_shown:
-            raise StepError(
-                "step() was called inside averaged_weights()",
-                why="the weights are their averages there, and come back when it ends: the update would be lost",
-                hint="leave the with block first",
-            )
+        self.averages.refuse_update()
         self.finish()
         names = self.with_gradients()
-        self._settle_previous()
+        self.outcomes.settle(self.calls)
         if self.rates is not None:
-            self.rates.set(self.calls - self.skipped())
-        self._agree(names)
+            self.rates.set(self.calls - self.outcomes.skipped())
+        self.numbers.agree(names, self._changes)
         self._run_hooks(names)
         late = self.options.late()
         timely = [n for n in names if n not in late]
@@ -278,29 +242,11 @@ class Updater:
             runtime.nonfinite.stepped(self.calls, counted.ne(before))
         if self.calls <= (runtime.plan.offload.delayed_after or 0):
             self.finish()
-        self._after()
+        self.outcomes.note()
         runtime.clock.end_step()
         if runtime.nonfinite is not None and runtime.nonfinite.explains and runtime.device.type == "cpu":
-            self._settle_previous()
+            self.outcomes.settle(self.calls)
         return norm
-
-    def _agree(self, names: tuple[str, ...]) -> None:
-        """Take over what the user has changed in the optimizer, and let the ranks compare it. What one rank refuses, none does."""
-        problem: ZgraphError | None = None
-        try:
-            self.states.refuse_written_counts()
-            changed = self._read_back()
-            self._numbers = Numbers(self._numbers_now(), changed)
-        except ZgraphError as error:
-            problem = error
-            self._numbers = Numbers(problem=str(error))
-        self.runtime.agree_on_update(names, self._numbers)
-        if problem is not None:
-            raise problem
-
-    def _numbers_now(self) -> dict[tuple[int, str], float]:
-        assert self.optimizer is not None
-        return dict(zip(self._wanted, self.optimizer.numbers(self._wanted), strict=True))
 
     def zeroed(self) -> None:
         """The gradients that are there were thrown away."""
@@ -309,7 +255,7 @@ class Updater:
 
     def give_up(self) -> None:
         """A whole step has failed: its gradients are no part of the next one. (Without an optimizer they are the user's.)"""
-        self.factor = 1.0
+        self.numbers.factor = 1.0
         if self.optimizer is not None:
             for param in self.runtime.shards.params().values():
                 param.grad = None
@@ -317,19 +263,7 @@ class Updater:
 
     def settle(self) -> None:
         """Read what the last step was. Raises what the next one would, if it was not finite."""
-        self._settle_previous()
-
-    def _refuse_broken(self) -> None:
-        """Raise if the last update failed half way, and weights and states were not both loaded since."""
-        shards = self.runtime.shards
-        if self._broken and self._states_loaded and all(shards.version(n) != v for n, v in self._broken.items()):
-            self._broken = {}
-        if self._broken:
-            raise StepError(
-                "step() was called after an update that failed half way",
-                why="some weights and states are of the next step, some of the last",
-                hint="load both weights and optimizer state from a checkpoint",
-            )
+        self.outcomes.settle(self.calls)
 
     def refuse_unscaled(self) -> None:
         """Half precision's loss scale needs someone who decides about skipped steps."""
@@ -396,117 +330,38 @@ class Updater:
 
     def _results(self, update: CompiledUpdate) -> tuple[list[Any], list[tuple[str, torch.Tensor]]]:
         """What the program gives, and the gradients that it wrote into."""
-        shards, states = self.runtime.shards, self.states
-        values: list[torch.Tensor] = []
-        clipped: list[tuple[str, torch.Tensor]] = []
-        homes = update.history.program.params
-        for port in update.history.program.inputs:
-            role, name = port.role, port.name
-            if role is InputRole.STATE:
-                values.append(states[name])
-            elif role is InputRole.PARAMETER:
-                values.append(shards.local(name))
-            elif role is InputRole.GRADIENT:
-                values.append(shards.local_gradient(name, homes[name].grad_home))
-                if name in update.clipped:
-                    clipped.append((name, values[-1]))
-            elif role is InputRole.RANK_INDEX:
-                values.append(self.runtime.places[name])
-            else:
-                values.append(self._scalars(update.numbers))
+        shards, program = self.runtime.shards, update.history.program
+        inputs = self._sources.and_for_call(
+            {
+                InputRole.GRADIENT: lambda name: shards.local_gradient(name, program.params[name].grad_home),
+                InputRole.SCALARS: lambda _: self.numbers.vector(update.numbers, self.options),
+            }
+        )
+        values = update.bindings.values(inputs)
+        gradients = update.bindings.positions(_GRADIENT)
+        clipped = [(name, values[at]) for at in gradients if (name := program.inputs[at].name) in update.clipped]
         try:
-            with progress.runs_with(self.runtime.agreement), explained(self.runtime, update.history.program):
+            with progress.runs_with(self.runtime.agreement), explained(self.runtime, program):
                 results, rest = update.executable.run(values, self.runtime.first_gathers.written)
             if self.options.late():
                 self._delayed.start(lambda: self._run_late(update, rest))
             return results, clipped
         except BaseException:
-            self._break()
+            self.consistency.lose()
             raise
 
     def _run_late(self, update: CompiledUpdate, rest: Callable[[], None]) -> None:
         with explained(self.runtime, update.history.program), self.runtime.tiers.reused():
             rest()
 
-    def _break(self) -> None:
-        """An update has failed half way."""
-        shards = self.runtime.shards
-        self._broken = {n: shards.version(n) for n in shards.params()}
-        self._states_loaded = False
-
-    def _scalars(self, wanted: list[tuple[int, str]]) -> torch.Tensor:
-        values = [self._numbers.values[w] for w in wanted if w[0] >= 0]
-        vector = torch.tensor(values, dtype=torch.float64)
-        if self.runtime.device.type == "cuda":
-            vector = vector.pin_memory().to(self.runtime.device, non_blocking=True)
-        if self.options.factor:
-            factor = torch.as_tensor(self.factor, dtype=torch.float64).to(self.runtime.device).reshape(1)
-            vector = torch.cat([vector, factor])
-            self.factor = 1.0  # it was for these gradients
-        if self.options.nonfinite and self.runtime.nonfinite is not None:
-            vector = torch.cat([vector, self.runtime.nonfinite.loss().reshape(1)])
-        return vector
-
-    # -- averages -----------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Put the averages in place of the weights, which are kept aside."""
         if self.options.ema is None:
             raise StepError("the plan keeps no average of the weights", where="ema", hint="ema=0.999 in the plan")
         self.finish()
-        shards, names = self.runtime.shards, self.states.averaged()
-        shards.refresh()
-        kept = {n: shards.local(n).clone() for n in names}
-        for name in names:
-            shards.local(name).copy_(self.states[f"{name}/{EMA}"])
-        self.runtime.weights_changed(names)
-        self._averages_shown = True
-        try:
+        with self.averages.shown():
             yield
-        finally:
-            self._averages_shown = False
-            for name, weight in kept.items():
-                shards.local(name).copy_(weight)
-            self.runtime.weights_changed(names)
-
-    # -- half precision ------------------------------------------------------------------------------------------
-    def skipped(self) -> int:
-        """How many steps were skipped for an overflow, as far as the host has read it (all but the last step's)."""
-        return self._late.skipped if self._late is not None else 0
-
-    def _after(self) -> None:
-        skipped, nonfinite = self.states.skipped(), self.states.nonfinite()
-        if skipped is None:
-            if self.rates is not None:
-                self.rates.advance()
-            return
-        if self._late is None:
-            self._late = Late(self.runtime.device)
-        values = self.states.of_scale() | {"skipped": skipped}
-        self._late.start(values if nonfinite is None else values | {NONFINITE: nonfinite})
-
-    def _settle_previous(self) -> None:
-        if self._late is None:
-            return
-        before, counted = self._late.skipped, self._late.nonfinite
-        new = self._late.read()
-        if new and self._late.skipped == before and self.rates is not None:
-            self.rates.advance()
-        nonfinite = self.runtime.nonfinite
-        if nonfinite is not None and self._late.nonfinite > counted:
-            said = f"its loss or a gradient is infinite or no number; {self._late.skipped} steps were skipped so far"
-            nonfinite.report(self.calls, said)
-        elif nonfinite is not None and self._late.exhausted and nonfinite.explains:
-            nonfinite.report(self.calls, f"gradients overflow at the smallest loss scale, {self._late.scale}")
-        elif nonfinite is not None and new:
-            nonfinite.was_finite()
-        if self._late.exhausted:
-            raise OverflowError(
-                "the loss scale is at its minimum already, and the gradients still overflow",
-                where="precision.loss_scale.min_loss_scale",
-                why=f"the scale is {self._late.scale}; {self._late.skipped} steps were skipped so far",
-                hint="look for infinite losses or inputs, lower the learning rate, or use bf16, which needs no scale",
-            )
 
     # -- for people who log -------------------------------------------------------------------------------------------
     def grad_norms(self) -> dict[str, torch.Tensor]:
@@ -522,7 +377,7 @@ class Updater:
 
     def _factor(self) -> float:
         """What the update program will multiply gradients with; people who look at them before shall not see less."""
-        return float(self.factor) if self.options.factor else 1.0
+        return float(self.numbers.factor) if self.options.factor else 1.0
 
     def _run_hooks(self, names: tuple[str, ...]) -> None:
         if self.hooks:
@@ -531,7 +386,7 @@ class Updater:
             grads = {n: g if factor == 1.0 else g * factor for n in names if (g := params[n].grad) is not None}
             for hook in self.hooks:
                 hook(grads)
-            if self.optimizer is not None and self._numbers_now() != self._numbers.values:
+            if self.numbers.have_changed():
                 raise StepError(
                     "a hook of on_gradients has changed the optimizer's numbers",
                     why="ranks have compared them already: others may have other ones",

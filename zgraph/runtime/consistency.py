@@ -1,0 +1,45 @@
+"""Whether weights and states are of one step: not after an update that failed half way, until both were loaded."""
+
+from __future__ import annotations
+
+from zgraph.errors import StepError
+from zgraph.parameters.sharding import Shards
+
+
+class Consistency:
+    """That of one compiled module's weights and optimizer states."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self._versions: dict[
+            str, tuple[int, ...]
+        ] = {}  # of the weights that an update left half done; empty if none did
+        self._states_loaded = False  # since then
+
+    def lose(self) -> None:
+        """Note that weights and states are not of one step."""
+        self._versions = {n: self.shards.version(n) for n in self.shards.params()}
+        self._states_loaded = False
+
+    def loaded(self) -> None:
+        """Note that the states were loaded."""
+        self._states_loaded = True
+
+    def restore(self) -> None:
+        """Note that weights and states were both loaded."""
+        self._versions = {}
+
+    def adopt(self, other: Consistency) -> None:
+        """Be what another is, of the same parameters."""
+        self._versions, self._states_loaded = dict(other._versions), other._states_loaded
+
+    def refuse(self) -> None:
+        """Raise `StepError` if the last update failed half way, and weights and states were not both loaded since."""
+        if self._states_loaded and all(self.shards.version(n) != v for n, v in self._versions.items()):
+            self._versions = {}
+        if self._versions:
+            raise StepError(
+                "step() was called after an update that failed half way",
+                why="some weights and states are of the next step, some of the last",
+                hint="load both weights and optimizer state from a checkpoint",
+            )
