@@ -7,6 +7,7 @@ the step does, with the sum of all.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,17 +16,19 @@ import torch
 
 from zgraph.build.step_program import StepProgram
 from zgraph.capture.storages import owned
+from zgraph.codegen.bindings import Sources
 from zgraph.codegen.executable import Executable
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
-from zgraph.program.program import InputRole, OutputRole, Port
+from zgraph.program.program import InputRole, OutputRole
 from zgraph.ranks import progress
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.rank import Rank
 from zgraph.stages.duties import Duty
 from zgraph.torch_compat import autograd_state
 
+_USERS = (InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT)
 # Inputs that somebody else still has when a program is over.
-_STAY = (InputRole.TANGENT, InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT, InputRole.UNSHARDED)
+_STAY = frozenset({*_USERS, InputRole.TANGENT, InputRole.UNSHARDED})
 
 
 @dataclass
@@ -45,11 +48,21 @@ class Worker:
         self.step = step
         self.duty = duty
         self.gradients: dict[str, torch.Tensor] = {}
-        self._parameters: dict[str, torch.Tensor] = {}
+        self._parameter = functools.cache(runtime.shards.local)
         self._read_after: dict[Kind, set[str]] = {}
         self._kept: dict[str, torch.Tensor] = {}
         self._in_flight: dict[str, torch.Tensor] = {}
         self._batches: dict[int, _Batch] = {}
+        self._sources = Sources(  # (none holds this worker: its tensors go when it does)
+            {
+                InputRole.PARAMETER: self._parameter,
+                InputRole.UNSHARDED: self._kept.__getitem__,
+                InputRole.IN_FLIGHT: self._in_flight.pop,
+                InputRole.ACCUMULATOR: self.gradients.__getitem__,
+                InputRole.SCALE: lambda _: runtime.updater.states["/scale"],
+                InputRole.RANK_INDEX: lambda dim: runtime.places[dim],
+            }
+        )
 
     def begin(self) -> None:
         """Start the gathers that the next forward begins with, unless they are on their way: what it receives need not be there yet."""
@@ -70,7 +83,7 @@ class Worker:
         self.runtime.votes.random(self.step)
         executable = self.step.forward(bool(self._kept))
         batch = _Batch(flat, received)
-        values = [self._value(port, batch, {}, {}) for port in executable.program.inputs]
+        values = executable.bindings.values(self._of_call(batch, {}, {}))
         if self.step.differentiated and self.duty.last is not None:
             self._batches[micro_batch] = batch
             self._let_go(batch, Kind.F)
@@ -107,8 +120,8 @@ class Worker:
         if action.kind is Kind.I:
             batch.received |= returned
         if executable is not None:
-            values = [self._value(port, batch, tangents, returned) for port in executable.program.inputs]
-            stays = {id(v) for p, v in zip(executable.program.inputs, values, strict=True) if p.role in _STAY}
+            values = executable.bindings.values(self._of_call(batch, tangents, returned))
+            stays = {id(values[at]) for at in executable.bindings.positions(_STAY)}
             if accumulated:
                 self.gradients.clear()
         returned.clear()
@@ -162,34 +175,19 @@ class Worker:
         came = {at for at, name in enumerate(first) if gradients[name][1]}
         self.gradients |= dict(zip(first, owned([gradients[name][0] for name in first], others, came), strict=True))
 
-    def _value(
-        self, port: Port, batch: _Batch, tangents: Mapping[int, torch.Tensor], returned: Mapping[str, torch.Tensor]
-    ) -> Any:
-        if port.role is InputRole.PARAMETER:
-            return self._parameter(port.name)
-        if port.role is InputRole.UNSHARDED:
-            return self._kept[port.name]
-        if port.role is InputRole.IN_FLIGHT:
-            return self._in_flight.pop(port.name)
-        if port.role is InputRole.SAVED:
-            return batch.saved[port.name]
-        if port.role is InputRole.RECEIVED:
-            return batch.received[port.name]
-        if port.role is InputRole.RETURNED:
-            return returned[port.name] if port.name in returned else batch.received[port.name]
-        if port.role is InputRole.ACCUMULATOR:
-            return self.gradients[port.name]
-        if port.role is InputRole.SCALE:
-            return self.runtime.updater.states["/scale"]
-        if port.role is InputRole.RANK_INDEX:
-            return self.runtime.places[port.name]
-        assert port.index is not None
-        return tangents[port.index] if port.role is InputRole.TANGENT else batch.flat[port.index]
-
-    def _parameter(self, name: str) -> torch.Tensor:
-        if name not in self._parameters:
-            self._parameters[name] = self.runtime.shards.local(name)
-        return self._parameters[name]
+    def _of_call(
+        self, batch: _Batch, tangents: Mapping[int, torch.Tensor], returned: Mapping[str, torch.Tensor]
+    ) -> Sources:
+        """Where a program's inputs come from in an action of this micro-batch."""
+        return self._sources.and_for_call(
+            {
+                InputRole.SAVED: batch.saved.__getitem__,
+                InputRole.RECEIVED: batch.received.__getitem__,
+                InputRole.RETURNED: lambda name: returned[name] if name in returned else batch.received[name],
+                InputRole.TANGENT: tangents.__getitem__,
+                **dict.fromkeys(_USERS, batch.flat.__getitem__),
+            }
+        )
 
     def _run(self, executable: Executable, values: list[Any]) -> Any:
         runtime = self.runtime
