@@ -482,7 +482,7 @@ def _shown(value: Any) -> str:
 
 def judge(error: BaseException | None, plain: BaseException | None) -> Verdict:
     """What a case is that ended so: `error` of the compiled side, `plain` of the other."""
-    from zgraph.errors import ZgraphError
+    from zgraph.errors import VerifyError, ZgraphError
 
     if error is None:
         if plain is None:
@@ -494,7 +494,9 @@ def judge(error: BaseException | None, plain: BaseException | None) -> Verdict:
     if plain is not None:
         like = isinstance(error, (ZgraphError, RuntimeError, type(plain)))
         return Verdict("equal" if like else "unclear", "both raise", text)
-    return Verdict("refused" if isinstance(error, ZgraphError) else "unclear", reason_of(error), text)
+    # (a program that its verifier rejects is a fault of a pass, and no answer to a user)
+    refused = isinstance(error, ZgraphError) and not isinstance(error, VerifyError)
+    return Verdict("refused" if refused else "unclear", reason_of(error), text)
 
 
 def reason_of(error: BaseException) -> str:
