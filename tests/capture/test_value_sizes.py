@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zgraph
-from zgraph.errors import CaptureError, SignatureError, UnsupportedError
+from zgraph.errors import CaptureError, SignatureError, StepError, UnsupportedError
 from zgraph.program import ops
 from zgraph.program.serialize import from_json, to_json
 
@@ -211,6 +211,93 @@ def test_linalg_is_as_in_plain_pytorch(name):
     assert_same(step(mine, ()), step(plain, ()), exact=name not in ("cov", "corrcoef", "lstsq"))
 
 
+LEAST_SQUARES = [(driver, rows) for driver in ("gels", "gelsy", "gelss", "gelsd") for rows in (2, 4)]
+
+
+class LeastSquares(nn.Module):
+    def __init__(self, driver: str, rows: int, batch: tuple[int, ...]) -> None:
+        super().__init__()
+        self.driver = driver
+        self.weight = nn.Parameter(torch.randn(*batch, rows, 3, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, target):
+        return tuple(torch.linalg.lstsq(self.weight, target, driver=self.driver))
+
+
+@pytest.mark.parametrize("driver, rows", LEAST_SQUARES)
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_least_squares_are_as_in_plain_pytorch_by_each_driver(driver, rows, batch):
+    plain, mine = LeastSquares(driver, rows, batch), zgraph.compile(LeastSquares(driver, rows, batch), EAGER)
+    target = torch.arange(2.0 * rows).view(rows, 2).expand(*batch, rows, 2).contiguous()
+    theirs, ours = plain(target), mine(target)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+    for model, results in ((plain, theirs), (mine, ours)):
+        sum(r.pow(2).sum() for r in results if r.requires_grad and r.numel()).backward()
+    torch.testing.assert_close(mine.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_residuals_that_are_missing_are_refused_when_the_matrix_has_not_the_full_rank():
+    class Residuals(LeastSquares):
+        def forward(self, target):
+            return super().forward(target)[1].sum()
+
+    mine = zgraph.compile(Residuals("gelsd", 4, ()), EAGER)
+    mine(torch.ones(4, 2))
+    with torch.no_grad():
+        mine.weight.zero_()
+    with pytest.raises(StepError, match="no residuals"):
+        mine(torch.ones(4, 2))
+
+
+class Applies(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], *sizes: int) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.arange(1.0, 1 + math.prod(sizes)).view(sizes))
+
+    def forward(self):
+        return self.function(self.weight)
+
+
+UNREACHED = {
+    "count of what is not zero": lambda: Applies(lambda w: torch.linalg.vector_norm(w, ord=0, dim=1), 4, 3),
+    "nothing": lambda: Applies(lambda w: torch.ormqr(w, w.new_ones(0), w.new_ones(5, 0)), 5, 0),
+}
+
+
+@pytest.mark.parametrize("name", UNREACHED)
+def test_outputs_whose_gradients_reach_nothing_may_be_differentiated_as_in_plain_pytorch(name):
+    plain, mine = UNREACHED[name](), zgraph.compile(UNREACHED[name](), EAGER)
+    for model in (plain, mine):
+        model().sum().backward()
+    assert (mine.weight.grad is None or not mine.weight.grad.any()) and mine().requires_grad is plain().requires_grad
+
+
+LABELS = {
+    "one sample": [1, 0, -1, 2],
+    "all": [3, 2, 1, 0],
+    "twice": [2, 2, -1, -1],
+    "batch": [[1, -1, 0, 2], [-1, 3, 3, 3], [0, 2, 3, 1]],
+}
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", LABELS)
+def test_a_loss_over_labels_counts_those_before_the_first_that_is_none(name, reduction):
+    labels = torch.tensor(LABELS[name])
+
+    def loss(w):
+        return F.multilabel_margin_loss(w, labels, reduction=reduction)
+
+    plain, mine = (Applies(loss, *labels.shape) for _ in range(2))
+    mine = zgraph.compile(mine, EAGER)
+    assert mine().shape == plain().shape
+    for model in (plain, mine):
+        model().sum().backward()
+    torch.testing.assert_close(mine(), plain())
+    torch.testing.assert_close(mine.weight.grad, plain.weight.grad)
+
+
 class Layers(nn.Module):
     """Modules whose Python looks at values."""
 
@@ -295,6 +382,16 @@ def test_an_output_whose_elements_overlap_has_its_gradient():
 def test_as_strided_of_what_begins_within_its_storage_is_refused():
     with pytest.raises(SignatureError, match="begins within its storage"):
         zgraph.compile(Strided(torch.randn(20)[4:]), EAGER)()
+
+
+def test_as_strided_without_an_offset_counts_from_where_the_tensor_begins():
+    class Windows(Strided):
+        def forward(self):
+            return self.weight.as_strided((3, 2), (1, 2)).pow(2).sum()
+
+    plain, mine = Windows(torch.randn(20)[4:]), zgraph.compile(Windows(torch.zeros(20)[4:]), EAGER)
+    mine.load_state_dict(plain.state_dict())
+    assert_same(step(mine, ()), step(plain, ()), exact=True)
 
 
 def test_a_sparse_parameter_is_refused():

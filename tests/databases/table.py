@@ -59,4 +59,7 @@ eval), and each differentiable operator of `op_db` applied to a parameter, its o
 ran forward and backward by zgraph and by plain PyTorch from one seed, in float32: outputs, gradients of parameters and inputs, buffers.
 A name counts by its worst sample. Samples that plain PyTorch itself refuses do not count.
 On Inductor random numbers are drawn as plain PyTorch draws them.
+
+Refused are lazy modules; sparse tensors, whose memory is as large as their values say; and `as_strided` with a `storage_offset` of its own on a
+tensor that begins within its storage, which may read memory that was not given to the model.
 """

@@ -568,7 +568,8 @@ def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:
         kind, at = aot.describe_input(source.meta.get("desc"))
         if kind != "input":
             continue
-        trace.from_start.add(at)
+        if len(node.args) > 3 or "storage_offset" in node.kwargs:  # (without an offset it counts from where the tensor begins)
+            trace.from_start.add(at)
         size, stride = node.meta["val"].shape, node.meta["val"].stride()
         last = node.meta["val"].storage_offset() + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         if 0 not in size and last >= source.meta["val"].untyped_storage().nbytes() // source.meta["val"].itemsize:

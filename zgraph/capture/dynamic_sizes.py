@@ -24,6 +24,9 @@ from zgraph.torch_compat import aot, unknown_sizes
 
 aten = torch.ops.aten
 
+# Sizes of these depend on values in rare cases only (residuals of matrices without the full rank): a region looks when it runs.
+_LOOKED_AT = (aten.linalg_lstsq.default,)
+
 # What a region has of its first node's.
 _TRACED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "autograd_backward")
 
@@ -74,7 +77,7 @@ def fold_dynamic_sizes(graph: fx.Graph) -> None:
 
     Raises `CaptureError` with the user's line where such a value leaves the model, or is drawn at random.
     """
-    dynamic = {n for n in graph.nodes if _is_symbolic(n.meta.get("val"))}
+    dynamic = {n for n in graph.nodes if _is_symbolic(n.meta.get("val")) or n.target in _LOOKED_AT}
     if not dynamic:
         return
     _assert_tensors(graph, dynamic)

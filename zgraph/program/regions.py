@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from zgraph.errors import StepError
 from zgraph.program import serialize
 from zgraph.program.ops import library
 
@@ -40,7 +41,11 @@ def run(inputs: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
     given = []
     for value, kind in zip(function(*inputs), kinds, strict=True):
         if list(value.shape) != kind["shape"]:
-            raise AssertionError(f"a region gave a tensor of {list(value.shape)} for {kind['shape']}")
+            raise StepError(
+                f"the model computes a tensor of {list(value.shape)} where it had {kind['shape']} when it was captured",
+                why="programs have values of fixed sizes; torch.linalg.lstsq, say, gives no residuals for matrices without the full rank",
+                hint="leave out what has no fixed size (of lstsq, use .solution alone)",
+            )
         storage = value.untyped_storage()._cdata
         if list(value.stride()) != kind["stride"] or storage in taken:  # (an operator's results are its own)
             value = _empty(kind, value.device).copy_(value)

@@ -135,8 +135,8 @@ class Step(torch.autograd.Function):
         if again:
             step, saved, flat = _again(ctx, frozenset(tangents))
             kept = dict(runtime.unsharded.weights)
-            if not step.differentiated:  # (nothing has a gradient of these outputs)
-                return (None,) * (5 + len(ctx.names) + len(ctx.loose))
+        if not step.differentiated:  # (nothing has a gradient of these outputs)
+            return (None,) * (5 + len(ctx.names) + len(ctx.loose))
         clear = not keeps_graph()
         if runtime.nonfinite is not None:
             losses = [v for i, v in ctx.numbers.items() if i in tangents]

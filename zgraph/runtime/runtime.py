@@ -166,7 +166,7 @@ class Runtime(Rank):
         self.votes.batch(entry, step, flat)
         self.votes.random(step)
         _refuse_offsets(entry, flat)
-        if not (step.differentiated and torch.is_grad_enabled()):
+        if not (entry.trace.differentiable and torch.is_grad_enabled()):
             outputs, _ = self.run_forward(entry, step, flat)
             return tuple(outputs)
         params = self.shards.params()

@@ -1,4 +1,4 @@
-"""Fake implementations of operators whose sizes depend on values: sizes are symbols with bounds."""
+"""Fake implementations of operators whose sizes depend on values: sizes are symbols with bounds. Also a loss whose size torch has wrong."""
 
 from __future__ import annotations
 
@@ -26,11 +26,47 @@ def _fakes_of_unknown_sizes() -> Iterator[None]:
     op_implementations_dict.update(ours)
     op_implementations_dict.update({target: _bounded(fake) for target, fake in theirs.items()})
     try:
-        yield
+        with _right_label_losses():
+            yield
     finally:
         for target in ours:
             del op_implementations_dict[target]
         op_implementations_dict.update(theirs)
+
+
+@contextlib.contextmanager
+def _right_label_losses() -> Iterator[None]:
+    """Replace torch's decomposition of MultiLabelMarginLoss: it counts what stands behind the first -1 as class 0, and gives a vector of one element for
+    the loss of one sample."""
+    target = torch.ops.aten.multilabel_margin_loss_forward.default
+    key = torch._C.DispatchKey.Autograd
+    theirs = target.py_kernels.get(key)
+    if theirs is None:
+        yield
+        return
+    target.py_kernels[key] = _label_loss
+    target._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        target.py_kernels[key] = theirs
+        target._dispatch_cache.clear()
+
+
+def _label_loss(input: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch._check(
+        target.shape == input.shape,
+        lambda: f"inconsistent target size: {target.shape} for input of size: {input.shape}",
+    )
+    rows, labels = torch.atleast_2d(input), torch.atleast_2d(target)
+    counts = (labels == -1).cumsum(-1) == 0  # a label counts until the first -1
+    label = torch.where(counts, labels, 0)
+    classes = torch.arange(rows.shape[1], device=labels.device)
+    is_target = ((classes == label.unsqueeze(-1)) & counts.unsqueeze(-1)).any(1)
+    margins = (1 - rows.gather(1, label).unsqueeze(-1) + rows.unsqueeze(1)).relu() / rows.shape[1]
+    losses = torch.where(counts.unsqueeze(-1) & ~is_target.unsqueeze(1), margins, 0).sum((1, 2))
+    loss = losses.mean() if reduction == 1 else losses.sum() if reduction == 2 or input.dim() < 2 else losses
+    return loss, is_target.to(input.dtype).reshape(target.shape)
 
 
 # How large the sizes can be that the fake implementations of `selecting` operators make, by symbol. (Torch itself bounds none by two or
@@ -70,16 +106,17 @@ def _fake_ctc_backward(fake_mode: Any, func: Any, grad: Any, log_probs: Any, *re
 
 
 def _fake_lstsq(fake_mode: Any, func: Any, a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
-    if (driver or ("gels" if a.device.type == "cuda" else "gelsy")) != "gelsy":
-        raise DynamicOutputShapeException(func)
+    driver = driver or ("gels" if a.device.type == "cuda" else "gelsy")
+    rows, columns, batch = a.shape[-2], a.shape[-1], a.shape[:-2]
     vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
-    shape = (
-        (*a.shape[:-2], a.shape[-1])
-        if vector
-        else (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-1], b.shape[-1])
-    )
-    none = a.new_empty(_unknown_size(fake_mode))
-    return a.new_empty(shape), none, a.new_empty(a.shape[:-2], dtype=torch.int64), a.new_empty(0)
+    if not vector:
+        batch = torch.broadcast_shapes(batch, b.shape[:-2])
+    squares = (*batch, 1 if vector else b.shape[-1])
+    # (Those of a matrix without the full rank are none, too: a region raises then.)
+    residuals = a.new_empty(squares if rows > columns and driver != "gelsy" else (0,))
+    ranks = a.new_empty((0,) if driver == "gels" else batch, dtype=torch.int64)
+    singular = a.new_empty((0,) if driver in ("gels", "gelsy") else (*batch, min(rows, columns)))
+    return a.new_empty((*batch, columns) if vector else (*batch, columns, b.shape[-1])), residuals, ranks, singular
 
 
 def largest(size: Any) -> int | None:
