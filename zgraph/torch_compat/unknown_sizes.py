@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 
 @contextlib.contextmanager
@@ -36,8 +35,8 @@ def _fakes_of_unknown_sizes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _right_label_losses() -> Iterator[None]:
-    """Replace torch's decomposition of MultiLabelMarginLoss: it counts what stands behind the first -1 as class 0, and gives a vector of one element for
-    the loss of one sample."""
+    """Replace torch's decomposition of MultiLabelMarginLoss: it counts what stands behind the first -1 as class 0, and gives a vector of one
+    element for the loss of one sample."""
     target = torch.ops.aten.multilabel_margin_loss_forward.default
     key = torch._C.DispatchKey.Autograd
     theirs = target.py_kernels.get(key)
