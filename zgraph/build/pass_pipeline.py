@@ -1,11 +1,11 @@
-"""From a plan to a pipeline: which passes run, with which options, in which order. `STEP_PASSES` is the table."""
+"""From a plan to a pipeline: which passes run, with which options, in which order. `STEP_PASSES` and `UPDATE_PASSES` are the tables."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import fx
@@ -156,15 +156,31 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class PassRow:
-    """A row of the table of passes: when a pass runs, and with which options (None: it has none, or their defaults)."""
+class UpdateContext:
+    """What the pipeline of an update is built for."""
+
+    plan: Plan
+    first: tuple[str, ...] = ()  # parameters that are updated as early as they can be
+
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class PassRow(Generic[C]):
+    """A row of a table of passes: when a pass runs, and with which options (None: it has none, or their defaults)."""
 
     type: PassType
-    when: Callable[[PassContext], Decision]
-    options: Callable[[PassContext], object] = lambda context: None
+    when: Callable[[C], Decision]
+    options: Callable[[C], object] = lambda context: None
 
 
-def _always(why: str) -> Callable[[PassContext], Decision]:
+def _passes(rows: Sequence[PassRow[C]], context: C) -> list[Pass]:
+    """Those of a table that run."""
+    return [row.type(row.options(context)) for row in rows if row.when(context).runs]
+
+
+def _always(why: str) -> Callable[[Any], Decision]:
     return lambda context: Decision(True, why)
 
 
@@ -303,7 +319,7 @@ def _offload_options(context: PassContext) -> OffloadOptions:
     return OffloadOptions(tier, context.choice.away, offloaded.least_bytes, offloaded.staging_bytes, context.costs)
 
 
-STEP_PASSES = (
+STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     PassRow(cleanup, _always("the passes behind it rely on it")),
     PassRow(narrow, _of("tiles", lambda plan: LOSS in plan.tiles)),
     PassRow(divide, _over(TENSOR_DIM), lambda c: DivideOptions(TENSOR_DIM, c.plan.sequence_parallel)),
@@ -357,7 +373,7 @@ def build(
     where there is one already. A program that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
     """
     context = PassContext(plan, costs or costs_of(plan), variant, training, choice, solver)
-    passes = [row.type(row.options(context)) for row in STEP_PASSES if row.when(context).runs]
+    passes = _passes(STEP_PASSES, context)
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)
     return pass_filter.kept(passes)
@@ -373,17 +389,26 @@ def load_policy(ref: str) -> Callable[[fx.Node], bool]:
     return found  # type: ignore[no-any-return]
 
 
-def _offloads_update(plan: Plan) -> Decision:
-    tiers = bool(plan.offload.tiers())
+def _offloads_update(context: UpdateContext) -> Decision:
+    tiers = bool(context.plan.offload.tiers())
     return Decision(tiers, "something is offloaded" if tiers else "nothing is offloaded")
+
+
+UPDATE_PASSES: tuple[PassRow[UpdateContext], ...] = (
+    PassRow(write_in_place, _always("weights and states are written where they are")),
+    PassRow(
+        group_updates,
+        _always("parameters are updated in groups"),
+        lambda c: GroupOptions(c.first, c.plan.offload.sub_group_bytes),
+    ),
+    PassRow(offload_update, _offloads_update, lambda c: OffloadUpdateOptions(c.plan.offload.update_on == "host")),
+)
+"""The passes of an update, in their order."""
 
 
 def build_update_passes(plan: Plan, first: tuple[str, ...] = ()) -> list[Pass]:
     """The pipeline of update programs; the parameters named in `first` are updated as early as they can be."""
-    passes = [write_in_place(), group_updates(GroupOptions(first, plan.offload.sub_group_bytes))]
-    if _offloads_update(plan).runs:
-        passes.append(offload_update(OffloadUpdateOptions(plan.offload.update_on == "host")))
-    return passes
+    return _passes(UPDATE_PASSES, UpdateContext(plan, first))
 
 
 @dataclass(frozen=True)
@@ -397,8 +422,7 @@ class ExplainedPass:
 def explain_step_passes(plan: Plan) -> list[ExplainedPass]:
     """Every pass that a training step may have, in order, the plan's own among them. Raises as `build`."""
     build(plan)
-    context = PassContext(plan, costs_of(plan))
-    found = [ExplainedPass(row.type.contract, row.when(context)) for row in STEP_PASSES]
+    found = _explained(STEP_PASSES, PassContext(plan, costs_of(plan)))
     for user in plan.user_passes():
         mine = ExplainedPass(load_pass(user.ref).contract, Decision(True, "the plan's passes name it"))
         names = [f.contract.name for f in found]
@@ -409,11 +433,11 @@ def explain_step_passes(plan: Plan) -> list[ExplainedPass]:
 
 def explain_update_passes(plan: Plan) -> list[ExplainedPass]:
     """Every pass that an update may have, in order."""
-    return [
-        ExplainedPass(write_in_place.contract, Decision(True, "weights and states are written where they are")),
-        ExplainedPass(group_updates.contract, Decision(True, "parameters are updated in groups")),
-        ExplainedPass(offload_update.contract, _offloads_update(plan)),
-    ]
+    return _explained(UPDATE_PASSES, UpdateContext(plan))
+
+
+def _explained(rows: Sequence[PassRow[C]], context: C) -> list[ExplainedPass]:
+    return [ExplainedPass(row.type.contract, row.when(context)) for row in rows]
 
 
 def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | None) -> None:

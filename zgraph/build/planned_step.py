@@ -28,7 +28,7 @@ from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import History
 from zgraph.passes.analysis.costs import Costs
 from zgraph.plan.plan import Plan
-from zgraph.program.program import TENSOR_DIM, OutputRole, Program
+from zgraph.program.program import TENSOR_DIM, OutputRole, ParamSpec, Program
 from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
 
@@ -84,10 +84,7 @@ def planned_step(
     costs = costs or costs_of(plan, device_of(model))
     plan, device = placed_for(model, plan, sizes, costs)
     captured = captured_program(model, plan, inputs, world) if captured is None else captured
-    reached = {p.name for p in captured.outputs if p.role is OutputRole.GRADIENT}
-    specs = {
-        n: replace(s, requires_grad=n in reached) for n, s in captured.params.items()
-    }  # (what has no gradient is not updated)
+    specs = trained_layout(captured)
     residents = resident_of(model, specs, plan, sizes, device, costs)
     step = StepProgram(captured, BuildContext(plan, costs, residents, pass_filter))
 
@@ -96,6 +93,12 @@ def planned_step(
         return whole_update(model, specs, plan, sizes, device, step.states) if step.differentiated else None
 
     return PlannedStep(step, update, plan.offload.late)
+
+
+def trained_layout(captured: Program) -> dict[str, ParamSpec]:
+    """The layout of a captured program's parameters, of which those that have no gradient are not updated."""
+    reached = {p.name for p in captured.outputs if p.role is OutputRole.GRADIENT}
+    return {n: replace(s, requires_grad=n in reached) for n, s in captured.params.items()}
 
 
 def placed_for(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs) -> tuple[Plan, torch.device]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from zgraph.build.context import BuildContext, ResidentMemory, ResidentMemoryByShare
 from zgraph.build.memory_search import SearchResult
 from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, costs_of
-from zgraph.build.planned_step import Inputs, captured_program, placed_for
+from zgraph.build.planned_step import Inputs, captured_program, placed_for, trained_layout
 from zgraph.build.step_program import StepProgram
 from zgraph.build.update_program import resident_of, whole_update
 from zgraph.errors import PlanError
@@ -22,7 +22,7 @@ from zgraph.passes.stages.cut_stages import Stages
 from zgraph.passes.stages.cuts import assign
 from zgraph.passes.stages.stage_costs import Balance, balance
 from zgraph.plan.plan import Plan
-from zgraph.program.program import OutputRole, ParamSpec, Program
+from zgraph.program.program import ParamSpec, Program
 from zgraph.stages.memory_search import RankBudget, refuse
 from zgraph.stages.rank_memory import RankMemory, memory_of_rank
 from zgraph.stages.stage_programs import Partition, cut, partition, reduces_once
@@ -112,8 +112,7 @@ def planned_stages(
     costs = costs or costs_of(plan)
     plan, device = placed_for(model, plan, plan.resolve_mesh(world), costs)
     joint = captured_program(model, plan, inputs, world) if captured is None else captured
-    reached = {p.name for p in joint.outputs if p.role is OutputRole.GRADIENT}
-    layout = {n: replace(s, requires_grad=n in reached) for n, s in joint.params.items()}
+    layout = trained_layout(joint)
     parted = partition(joint, plan, ranks, costs, model)
     stages = cut(joint, parted)
     holders = parted.holders(stages)
