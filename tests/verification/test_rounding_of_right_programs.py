@@ -106,3 +106,35 @@ def test_a_model_that_can_not_be_copied_is_refused():
 
     with pytest.raises(ModelError, match="can't be copied"):
         zgraph.verify(Held(), zgraph.Plan(backend="eager"), 1, (torch.ones(2, 4),))
+
+
+class Stages(nn.Module):
+    """Layers of which two are divided, and a loss that does not depend on what comes out of them, but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def hidden(self, x):
+        return self.last(self.down(self.up(x).relu()))
+
+    def forward(self, x):
+        return self.norm(self.hidden(x)).square().mean()
+
+
+class Centred(Stages):
+    def forward(self, x):
+        hidden = self.hidden(x) + 30
+        return hidden.softmax(-1).sum(-1).mean() + (hidden - hidden.mean(0, keepdim=True)).mean()
+
+
+PIPELINE = zgraph.Plan(backend="eager", mesh={"pp": 2, "tp": 2}, micro_batches=2, tensor_parallel="auto")
+
+
+@pytest.mark.parametrize("model", [Stages, Centred])
+def test_numbers_that_are_rounding_in_a_pipeline(model):
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    torch.manual_seed(1)
+    found = zgraph.verify(model(), PIPELINE, 4, (x,))
+    assert found.ok and not found.exact, str(found)

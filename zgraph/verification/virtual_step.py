@@ -328,25 +328,32 @@ class VirtualStep:
         return [self._allowed_for(d, parted) for d in compared] if bound is None else compared
 
     def _allowed_for(self, found: Difference, grads: Mapping[str, Sequence[torch.Tensor]]) -> Difference:
-        """The same difference; one that is too large may be so much larger as the plain model's own numbers are rounded."""
-        if found.ok or not math.isfinite(found.error) or found.what not in ("output", "buffer", "gradient"):
+        """The same difference; see `allowing`."""
+        if found.ok or found.what not in ("output", "buffer", "gradient"):
             return found
-        run, all_precise = self.ranks[found.rank], [r.exact for r in self.ranks]
-        if any(precise is None for precise in all_precise):
-            return found
-        if found.what == "gradient":
-            pairs = [
-                (r.grads[found.name], p.grads.get(found.name)) for r, p in zip(self.ranks, all_precise, strict=True)
-            ]  # type: ignore[union-attr]
-            size = float(grads[found.name][found.rank].double().norm())
-        else:
-            precise = all_precise[found.rank]
-            mine, exact = (run.plain, precise.outputs) if found.what == "output" else (run.buffers, precise.buffers)  # type: ignore[union-attr]
-            pairs, size = [(mine[found.name], exact.get(found.name))], float(mine[found.name].detach().double().norm())
+        of_gradient = found.what == "gradient" and found.name in grads
+        size = float(grads[found.name][found.rank].double().norm()) if of_gradient else None
+        return allowing(
+            found, found.name, [[r] for r in (self.ranks if of_gradient else [self.ranks[found.rank]])], size
+        )
+
+
+def allowing(found: Difference, name: str, runs: Sequence[Sequence[PlainRun]], size: float | None = None) -> Difference:
+    """The same difference of an output, a buffer or a gradient with this name; one that is too large may be so much larger as the plain model's
+    own numbers are rounded. `runs` are of each rank those whose numbers are added up, `size` is the norm of what was compared (by default,
+    of the numbers)."""
+    if found.ok or not math.isfinite(found.error):
+        return found
+    own, norms = [], []
+    for calls in runs:
+        pairs = [run.pair(found.what, name) for run in calls]
         if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
             return found
-        own = float(torch.stack([(a.detach().double() - b.double()).norm() for a, b in pairs]).mean())  # type: ignore[union-attr]
-        return replace(found, allowed=found.allowed + OWN_ROUNDING * own / max(size, 1e-300))
+        plain, exact = (sum(pair[at].detach().double() for pair in pairs) for at in (0, 1))
+        own.append(float((plain - exact).norm()))
+        norms.append(float(plain.norm()))
+    size = norms[0] if size is None else size
+    return replace(found, allowed=found.allowed + OWN_ROUNDING * sum(own) / len(own) / max(size, 1e-300))
 
 
 class PlainRun:
@@ -426,6 +433,18 @@ class PlainRun:
         if found is None or not torch.allclose(found.loss, self.loss.double(), rtol=_SAME_LOSS, atol=_SAME_LOSS):
             return None
         return found
+
+    def pair(self, what: str, name: str) -> tuple[Any, Any]:
+        """A number of the plain model, and the same in double precision; None where there is none."""
+        exact = self.exact
+        if exact is None:
+            return None, None
+        mine, precise = {
+            "output": (self.plain, exact.outputs),
+            "buffer": (self.buffers, exact.buffers),
+            "gradient": (self.grads, exact.grads),
+        }[what]
+        return mine.get(name), precise.get(name)  # type: ignore[attr-defined]
 
     def output_name(self, index: int) -> str:
         """What a flat output is called: by its place in the model's output, where it has one."""
