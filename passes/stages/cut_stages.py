@@ -122,6 +122,7 @@ class _StageProgram:
             if self.stage in self.homes.made_in(node):
                 self.here[node] = self.graph.node_copy(node, lambda n: self.here[n])
                 self.here[node].meta = dict(node.meta)
+                self._let_wait(self.here[node])
         set_info(self.graph.output(()), info(joint.output_node()))
         self.program = Program(
             name=f"{joint.name}.stage{self.stage}",
@@ -141,6 +142,12 @@ class _StageProgram:
         self.program.set_outputs([*given, *sent, *self._gradients(), *checked, *returned])
         self.program.recompile()
         return self.program
+
+    def _let_wait(self, node: fx.Node) -> None:
+        """A view of a value of the forward that a later stage returns is made where that is there: in the backward."""
+        late = any(info(a).phase is Phase.BACKWARD for a in node.all_input_nodes)
+        if late and info(node).phase is Phase.FORWARD:
+            set_info(node, info(node).replace(phase=Phase.BACKWARD))
 
     def _take(self) -> None:
         """The inputs: the joint program's, and what other stages send."""

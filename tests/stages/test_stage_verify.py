@@ -275,3 +275,21 @@ def test_the_command_line_verifies_a_pipeline(tmp_path: Path, passes: list[str])
     values = json.loads(made.stdout)
     assert (values["ok"], values["stage"]) == ((True, None) if not passes else (False, 1))
     assert all(d["stages"] for d in values["worst"])
+
+
+class _Again(nn.Module):
+    """Its first module runs twice, and a stage begins between: the view that autograd has saved of the second run is read by both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Bilinear(6, 6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = torch.tanh(self.first(x, x))
+        return self.head(torch.tanh(self.second(x))).square().mean()
+
+
+def test_a_view_of_what_a_later_stage_returns_is_made_in_the_backward():
+    plan = zgraph.Plan(backend="eager", mesh={"pp": 2}, schedule="dualpipev", micro_batches=4)
+    assert zgraph.verify(_Again(), plan, 2, (torch.randn(8, 4, 6),)).ok
