@@ -277,18 +277,33 @@ def test_the_command_line_verifies_a_pipeline(tmp_path: Path, passes: list[str])
     assert all(d["stages"] for d in values["worst"])
 
 
+class _Squared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Bilinear(16, 16, 16)
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x, x))
+
+
+class _Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x))
+
+
 class _Again(nn.Module):
     """Its first module runs twice, and a stage begins between: the view that autograd has saved of the second run is read by both."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.head = nn.Bilinear(16, 16, 16), nn.Linear(16, 3)
-        self.second = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.first, self.second, self.head = _Squared(), _Normed(), nn.Linear(16, 3)
 
     def forward(self, x):
-        for _ in range(2):
-            x = torch.tanh(self.first(x, x))
-        return self.head(torch.tanh(self.second(x)))
+        return self.head(self.second(self.first(self.first(x))))
 
 
 def test_a_view_of_what_a_later_stage_returns_is_made_in_the_backward():
