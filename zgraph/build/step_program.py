@@ -90,6 +90,12 @@ class StepProgram:
         return is_differentiated(self.captured)
 
     @functools.cached_property
+    def reached(self) -> frozenset[int]:
+        """The flat inputs that have a gradient."""
+        gradients = (p for p in self.captured.outputs if p.role is OutputRole.GRADIENT)
+        return frozenset(p.index for p in gradients if p.index is not None)
+
+    @functools.cached_property
     def keeps(self) -> bool:
         """Whether whole weights outlive the program."""
         return any(p.role is OutputRole.UNSHARDED for p in self.history().program.outputs)

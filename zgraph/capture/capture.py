@@ -95,6 +95,18 @@ class Trace:
         return tuple(at for at, port in enumerate(self.inputs) if port.role is not InputRole.PARAMETER)
 
     @functools.cached_property
+    def upstream(self) -> dict[int, frozenset[int]]:
+        """The flat outputs that others are computed of, such that gradients reach them through those, by flat output: which others."""
+        nodes = self.flat.graph_module.graph.output_node().args[0]
+        found: dict[int, set[int]] = {}
+        for at in self.differentiable:
+            before = _followed(nodes[at])  # type: ignore[index]
+            for other in self.differentiable - {at}:
+                if nodes[other] in before and nodes[other] is not nodes[at]:  # type: ignore[index]
+                    found.setdefault(other, set()).add(at)
+        return {at: frozenset(others) for at, others in found.items()}
+
+    @functools.cached_property
     def ignored(self) -> set[Ignores]:
         """What the model's classification losses leave out, and those of `loss_fn` as far as they were seen."""
         return ignored_in(self.flat.graph_module)
@@ -178,6 +190,14 @@ class Trace:
                 joint = aot.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
             except dynamo.ValueDependent as error:
                 raise _capture_error(error) from error
+            except AssertionError as error:
+                if "set_ on a graph input" not in str(error):
+                    raise
+                raise UnsupportedError(
+                    "the model's forward gives a parameter or an input other memory (weight.data = …)",
+                    why="a program reads each tensor where it is, and a sharded parameter has no whole tensor to replace",
+                    hint="compute what is used (F.normalize(self.weight)), or change the weights after each step, outside of forward",
+                ) from error
         return _program(joint, self, name)
 
 
@@ -226,6 +246,18 @@ def trace(
         aliases=_aliases(module, flat.graph_module.graph),
         seconds=time.perf_counter() - start,
     )
+
+
+def _followed(node: fx.Node) -> set[fx.Node]:
+    """What a value is computed of by operators that gradients go through."""
+    found, stack = {node}, [node]
+    while stack:
+        for argument in stack.pop().all_input_nodes:
+            value = argument.meta.get("example_value")
+            if argument not in found and (not isinstance(value, torch.Tensor) or value.requires_grad):
+                found.add(argument)
+                stack.append(argument)
+    return found
 
 
 def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
@@ -568,7 +600,9 @@ def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:
         kind, at = aot.describe_input(source.meta.get("desc"))
         if kind != "input":
             continue
-        if len(node.args) > 3 or "storage_offset" in node.kwargs:  # (without an offset it counts from where the tensor begins)
+        if (
+            len(node.args) > 3 or "storage_offset" in node.kwargs
+        ):  # (without an offset it counts from where the tensor begins)
             trace.from_start.add(at)
         size, stride = node.meta["val"].shape, node.meta["val"].stride()
         last = node.meta["val"].storage_offset() + sum((n - 1) * s for n, s in zip(size, stride, strict=True))

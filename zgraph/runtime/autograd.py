@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -105,6 +106,7 @@ class Step(torch.autograd.Function):
         ctx.versions.note(flat, outputs)
         # (an output itself would hold this context, which holds it)
         ctx.numbers = {i: v.detach() for i, v in enumerate(outputs) if nonfinite is not None and _is_number(v)}
+        ctx.seen = {i: weakref.ref(outputs[i]) for i in entry.trace.upstream}
         plain = [
             v for i, v in enumerate(outputs) if isinstance(v, torch.Tensor) and i not in entry.trace.differentiable
         ]
@@ -121,6 +123,7 @@ class Step(torch.autograd.Function):
             )
         runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
         tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
+        refuse_partial(entry, ctx.seen, tangents.keys())
         runtime.agreement.vote(
             "a backward pass",
             f"{step.name}, outputs {sorted(tangents)}, {'only accumulating' if runtime.accumulating else 'reducing'}",
@@ -152,6 +155,26 @@ class Step(torch.autograd.Function):
         return (None, None, None, None, None, *of_params, *of_inputs)
 
 
+def refuse_partial(
+    entry: Entry, outputs: Mapping[int, Callable[[], torch.Tensor | None]], tangents: Collection[int]
+) -> None:
+    """Raise `UnsupportedError` for an output whose whole gradient is asked for, where another one that was computed of it has a tangent: what reaches
+    it inside of the program is not seen."""
+    for at, output in outputs.items():
+        value = output()
+        if (
+            value is None
+            or not (value.retains_grad or value._backward_hooks)
+            or not entry.trace.upstream[at] & tangents
+        ):
+            continue
+        raise UnsupportedError(
+            f"output {at} of the model keeps its gradient or has a hook, and other outputs are computed of it",
+            why="a program's outputs are apart for autograd: of the gradient only what comes from outside of the model would be seen",
+            hint="let the model compute one from the other outside of what is compiled, or give the plain model",
+        )
+
+
 def _adds_to(ctx: Any) -> frozenset[str]:
     """The parameters to whose `.grad` the running backward adds."""
     nodes = (node for node, _ in ctx.next_functions)
@@ -167,6 +190,12 @@ def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, Saved, Seque
     if step.differentiated:
         entry.pattern = pattern
     flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
+    lost = [i for i in entry.trace.others if i in step.reached and i not in ctx.loose and ctx.flat[i].requires_grad]
+    if lost:
+        raise UnsupportedError(
+            f"{entry.trace.source(lost[0])} has a gradient of these outputs, and had none of those that the step before started from",
+            hint="call the model again: it is ready for these outputs now",
+        )
     with restored(ctx.random, runtime.device):
         _, saved = runtime.run_forward(entry, step, flat, mutate=False)
     return step, saved, flat

@@ -172,7 +172,9 @@ class Runtime(Rank):
         params = self.shards.params()
         names = [n for n in entry.trace.parameters if params[n].requires_grad]
         tensors = [params[n] for n in names]
-        loose = [i for i in entry.trace.others if isinstance(flat[i], torch.Tensor) and flat[i].requires_grad]
+        # (What has no gradient here would still hold the graph that it came of: that of the call before, and so of all calls.)
+        others = [i for i in entry.trace.others if isinstance(flat[i], torch.Tensor) and flat[i].requires_grad]
+        loose = [i for i in others if i in step.reached]
         return tuple(Step.apply(self, entry, flat, names, loose, *tensors, *(flat[i] for i in loose)))
 
     # -- forward ----------------------------------------------------------------------------------------------------
