@@ -41,13 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
 
 
-@pytest.fixture(scope="module")
+# (for as long as this worker: the first capture of a new process takes three times as long as the next)
+@pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
         yield ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
     with Ranks(4) as ranks:
         yield ranks

@@ -5,6 +5,7 @@ Functions at the top of this file run on ranks. DeepSpeed's checkpoints are made
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
@@ -201,9 +202,9 @@ def by_deepspeed(folder: str, stage: int, precision: str) -> list[float]:
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "DS_ACCELERATOR": "cpu"}
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     import deepspeed
-    from deepspeed.comm import torch as communication
 
-    communication.build_shm_op = lambda: None  # (it would compile, for what gloo does as well)
+    # It would compile for most of a minute, for what gloo does as well. (`deepspeed.comm.torch` as an attribute is torch itself.)
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     model = built()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [

@@ -415,18 +415,12 @@ def compare_convolutions(kind: str, zero: int) -> int:
     return whole
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as made:
-        yield made
-
-
 @pytest.mark.gloo
 @sweep("zero", [1, 2, 3], quick=2)
 @sweep("kind", ["convolutions", "convolutions, channels last"], quick=1)
-def test_strides_that_inductor_chose_are_those_the_backward_reads(ranks: Ranks, kind: str, zero: int) -> None:
+def test_strides_that_inductor_chose_are_those_the_backward_reads(two: Ranks, kind: str, zero: int) -> None:
     """Of two forwards as well, where stages 1 and 2 have one that gathers and one that takes whole weights."""
-    assert ranks.run(compare_convolutions, kind, zero) == [zero in (1, 2)] * 2
+    assert two.run(compare_convolutions, kind, zero) == [zero in (1, 2)] * 2
 
 
 class Drops(nn.Module):

@@ -597,30 +597,27 @@ def test_ranks_write_what_each_holds_and_gather_nothing(world, cases, tmp_path):
 
 
 @pytest.mark.gloo
-def test_a_disk_that_is_full_on_one_rank_leaves_the_model_that_was_there(tmp_path):
-    with Ranks(2) as ranks:
-        ranks.run(published, "mixed", str(tmp_path), {"zero": 3}, {"max_shard_size": "100B"})
-        before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-        outcomes = ranks.attempt(out_of_room, str(tmp_path))
-        assert [type(o.error) for o in outcomes] == [CheckpointError, CheckpointError]
-        assert "No space left" in str(outcomes[1].error) and "rank 1 could not publish" in str(outcomes[0].error)
-        assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-        ranks.run(published, "mixed", str(tmp_path), {"zero": 3}, {})
-        assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors"}
+def test_a_disk_that_is_full_on_one_rank_leaves_the_model_that_was_there(two, tmp_path):
+    two.run(published, "mixed", str(tmp_path), {"zero": 3}, {"max_shard_size": "100B"})
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    outcomes = two.attempt(out_of_room, str(tmp_path))
+    assert [type(o.error) for o in outcomes] == [CheckpointError, CheckpointError]
+    assert "No space left" in str(outcomes[1].error) and "rank 1 could not publish" in str(outcomes[0].error)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    two.run(published, "mixed", str(tmp_path), {"zero": 3}, {})
+    assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors"}
 
 
 @pytest.mark.gloo
-def test_ranks_that_ask_for_different_things_are_told(tmp_path):
-    with Ranks(2) as ranks:
-        outcomes = ranks.attempt(other_arguments, str(tmp_path))
+def test_ranks_that_ask_for_different_things_are_told(two, tmp_path):
+    outcomes = two.attempt(other_arguments, str(tmp_path))
     assert all("ranks disagree about a model to publish" in str(o.error) for o in outcomes)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.gloo
-def test_ranks_publish_averages_of_what_they_hold(tmp_path):
-    with Ranks(2) as ranks:
-        found = ranks.run(averages, str(tmp_path), 3)[0]
+def test_ranks_publish_averages_of_what_they_hold(two, tmp_path):
+    found = two.run(averages, str(tmp_path), 3)[0]
     wanted = {k: v.float() if v.is_floating_point() else v for k, v in mixed_state(found).items()}
     assert_equal(files_of(tmp_path), wanted)
 

@@ -11,7 +11,6 @@ import models
 import pytest
 import refusals
 import torch
-from ranks import Ranks
 from sweeps import in_turn, sweep
 
 import zgraph
@@ -438,24 +437,18 @@ def on_ranks(away: dict, fields: dict):
     return models.equal(*found), in_flight()
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks(2) as two:
-        yield two
-
-
 @pytest.mark.gloo
 @sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
-def test_two_ranks_train_as_in_memory(ranks, tmp_path, backend):
-    assert ranks.run(on_ranks, offloaded(f"nvme:{tmp_path}"), {"backend": backend}) == [(True, 0)] * 2
+def test_two_ranks_train_as_in_memory(two, tmp_path, backend):
+    assert two.run(on_ranks, offloaded(f"nvme:{tmp_path}"), {"backend": backend}) == [(True, 0)] * 2
 
 
 @pytest.mark.gloo
 @sweep("zero", [0, 1, 2, 3], quick=1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_two_ranks_train_as_with_gradients_on_the_device(ranks, zero, micro_batches):
+def test_two_ranks_train_as_with_gradients_on_the_device(two, zero, micro_batches):
     fields = {"backend": "eager", "zero": zero, "micro_batches": micro_batches}
-    assert ranks.run(on_ranks, offloaded("cpu", "optimizer"), fields) == [(True, 0)] * 2
+    assert two.run(on_ranks, offloaded("cpu", "optimizer"), fields) == [(True, 0)] * 2
 
 
 def refused_on_one_rank(folder: str, file: str):
@@ -472,9 +465,9 @@ def refused_on_one_rank(folder: str, file: str):
 
 
 @pytest.mark.gloo
-def test_a_disk_that_one_rank_can_not_use_is_an_error_on_all(ranks, tmp_path):
+def test_a_disk_that_one_rank_can_not_use_is_an_error_on_all(two, tmp_path):
     (tmp_path / "file").touch()
-    first, second = ranks.attempt(refused_on_one_rank, str(tmp_path), str(tmp_path / "file"))
+    first, second = two.attempt(refused_on_one_rank, str(tmp_path), str(tmp_path / "file"))
     assert isinstance(first.error, OffloadError) and "rank 1 can't offload" in str(first.error), first.traceback
     assert isinstance(second.error, OffloadError) and "file" in str(second.error), second.traceback
 

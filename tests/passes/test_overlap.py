@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -349,21 +348,15 @@ def a_forward_alone() -> list[int]:
     return [*found, _get_work_registry_size()]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as made:
-        yield made
-
-
 @pytest.mark.gloo
 @sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
-def test_two_ranks_compute_the_same_numbers_with_transfers_across_the_turn(ranks: Ranks, backend: str) -> None:
-    ranks.run(compare, backend)
+def test_two_ranks_compute_the_same_numbers_with_transfers_across_the_turn(two: Ranks, backend: str) -> None:
+    two.run(compare, backend)
 
 
 @pytest.mark.gloo
-def test_a_forward_whose_backward_never_runs_leaves_nothing_in_flight(ranks: Ranks) -> None:
-    for before, between, after in ranks.run(a_forward_alone):
+def test_a_forward_whose_backward_never_runs_leaves_nothing_in_flight(two: Ranks) -> None:
+    for before, between, after in two.run(a_forward_alone):
         assert before == 0 and between > 0 and after == 0
 
 

@@ -6,7 +6,6 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from sweeps import sweep
 
 import zgraph
@@ -16,12 +15,6 @@ from zgraph.program import collectives
 from zgraph.program.program import InputRole, OutputRole
 
 pytestmark = pytest.mark.gloo
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks(2) as two:
-        yield two
 
 
 def plan(across: bool, **fields):
@@ -88,20 +81,20 @@ def with_and_without(change, fields):
 
 @sweep("change", list(CHANGES), quick=1)
 @sweep("zero", [1, 3], quick=1)
-def test_numbers_are_those_without_it_bit_for_bit_whatever_happens_between(ranks, change, zero):
-    for equal, _ in ranks.run(with_and_without, change, {"zero": zero}):
+def test_numbers_are_those_without_it_bit_for_bit_whatever_happens_between(two, change, zero):
+    for equal, _ in two.run(with_and_without, change, {"zero": zero}):
         assert equal
 
 
-def test_also_in_half_precision_with_micro_batches_and_clipping(ranks):
-    for equal, _ in ranks.run(with_and_without, "nothing", {"precision": "bf16", "micro_batches": 2, "grad_clip": 1.0}):
+def test_also_in_half_precision_with_micro_batches_and_clipping(two):
+    for equal, _ in two.run(with_and_without, "nothing", {"precision": "bf16", "micro_batches": 2, "grad_clip": 1.0}):
         assert equal
 
 
 @pytest.mark.slow
 @pytest.mark.inductor
-def test_also_compiled_by_inductor(ranks):
-    for equal, _ in ranks.run(with_and_without, "in place", {"backend": "inductor"}):
+def test_also_compiled_by_inductor(two):
+    for equal, _ in two.run(with_and_without, "in place", {"backend": "inductor"}):
         assert equal
 
 
@@ -114,8 +107,8 @@ def what_is_in_flight():
     return flying, sorted(set(gathers.order())), sorted(gathers.in_flight)
 
 
-def test_an_update_leaves_them_in_flight_and_the_forward_takes_them(ranks):
-    for flying, order, after in ranks.run(what_is_in_flight):
+def test_an_update_leaves_them_in_flight_and_the_forward_takes_them(two):
+    for flying, order, after in two.run(what_is_in_flight):
         assert flying == order and flying and after == []
 
 
@@ -139,9 +132,9 @@ def model_of_its_own():
     return models.build("llama").model
 
 
-def test_none_outlives_a_calibration_or_the_model(ranks):
+def test_none_outlives_a_calibration_or_the_model(two):
     """torch holds a transfer's tensors until it has been waited for."""
-    for before, calibrated, trained, gone in ranks.run(transfers_that_nobody_waits_for):
+    for before, calibrated, trained, gone in two.run(transfers_that_nobody_waits_for):
         assert before == calibrated == gone < trained
 
 
@@ -160,8 +153,8 @@ def dies_while_someone_traces():
         return before, _get_work_registry_size()
 
 
-def test_none_outlives_a_model_that_goes_in_the_middle_of_a_trace(ranks):
-    for before, gone in ranks.run(dies_while_someone_traces):
+def test_none_outlives_a_model_that_goes_in_the_middle_of_a_trace(two):
+    for before, gone in two.run(dies_while_someone_traces):
         assert before == gone
 
 
@@ -190,9 +183,9 @@ def profiled_in_parts():
     return *found, _get_work_registry_size() - others, starts
 
 
-def test_no_transfer_outlives_a_profile_that_has_its_start(ranks):
+def test_no_transfer_outlives_a_profile_that_has_its_start(two):
     """(gloo's threads write to a profile when a transfer ends, and crash where the profile has gone before.)"""
-    for forward, profiled, update, starts in ranks.run(profiled_in_parts):
+    for forward, profiled, update, starts in two.run(profiled_in_parts):
         assert forward > 0 and profiled == 0
         assert update > 0 and not starts
 
@@ -208,8 +201,8 @@ def a_step_that_fails():
     return sorted(model.zgraph.runtime.first_gathers.in_flight), losses(model, inputs)[0]
 
 
-def test_an_update_that_fails_leaves_nothing_in_flight(ranks):
-    for flying, after in ranks.run(a_step_that_fails):
+def test_an_update_that_fails_leaves_nothing_in_flight(two):
+    for flying, after in two.run(a_step_that_fails):
         assert flying == [] and all(torch.tensor(after).isfinite())
 
 

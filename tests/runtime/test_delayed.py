@@ -7,7 +7,6 @@ import copy
 import pytest
 import refusals
 import torch
-from ranks import Ranks
 from sweeps import sweep
 from torch import nn
 
@@ -301,7 +300,6 @@ def on_ranks() -> list[float]:
 
 
 @pytest.mark.gloo
-def test_on_two_ranks():
-    with Ranks(2) as two:
-        found = two.run(on_ranks)
+def test_on_two_ranks(two):
+    found = two.run(on_ranks)
     assert found[0] == found[1]

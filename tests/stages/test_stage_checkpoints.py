@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from sweeps import sweep
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -151,13 +150,12 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @sweep("name", RESUMED, quick=1)
-def test_a_run_in_stages_goes_on_bit_for_bit(name, tmp_path):
+def test_a_run_in_stages_goes_on_bit_for_bit(two, four, name, tmp_path):
     world, fields = RESUMED[name]
-    with Ranks(world) as ranks:
-        for first, again, different, said in ranks.run(went_on, str(tmp_path), fields):
-            assert again == first
-            assert not different
-            assert not said
+    for first, again, different, said in {2: two, 4: four}[world].run(went_on, str(tmp_path), fields):
+        assert again == first
+        assert not different
+        assert not said
 
 
 def saved(where: str, tag: str, fields: dict[str, Any], dropout: float = 0.0) -> list[float]:
@@ -197,30 +195,28 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-def test_any_plan_loads_what_any_other_saved(tmp_path):
+def test_any_plan_loads_what_any_other_saved(two, four, tmp_path):
     """Each loads the first one's and saves it again at once: bit for bit the same. So does one process, and the first what that saved."""
     where = str(tmp_path)
-    with Ranks(2) as two, Ranks(4) as four:
-        worlds = {2: two, 4: four}
-        losses = two.run(saved, where, "staged", STAGED)[0]
-        before = "staged"
-        for name, (world, fields) in OTHERS.items():
-            again = f"by {name}".replace(" ", "_").replace(",", "")
-            for found in worlds[world].run(loaded, where, before, again, fields):
-                if "dp" not in fields["mesh"]:
-                    assert found == pytest.approx(losses, rel=1e-5)
-            same = compare(open_checkpoint(tmp_path, "staged"), open_checkpoint(tmp_path, again))
-            assert same.equal, (name, same.to_json())
-            before = again
-        assert alone(where, before, "alone") == pytest.approx(losses, rel=1e-5)
-        assert compare(open_checkpoint(tmp_path, "staged"), open_checkpoint(tmp_path, "alone")).equal
-        found = two.run(loaded, where, "alone", "back", STAGED)
-        assert found[0] == found[1] == losses
+    worlds = {2: two, 4: four}
+    losses = two.run(saved, where, "staged", STAGED)[0]
+    before = "staged"
+    for name, (world, fields) in OTHERS.items():
+        again = f"by {name}".replace(" ", "_").replace(",", "")
+        for found in worlds[world].run(loaded, where, before, again, fields):
+            if "dp" not in fields["mesh"]:
+                assert found == pytest.approx(losses, rel=1e-5)
+        same = compare(open_checkpoint(tmp_path, "staged"), open_checkpoint(tmp_path, again))
+        assert same.equal, (name, same.to_json())
+        before = again
+    assert alone(where, before, "alone") == pytest.approx(losses, rel=1e-5)
+    assert compare(open_checkpoint(tmp_path, "staged"), open_checkpoint(tmp_path, "alone")).equal
+    found = two.run(loaded, where, "alone", "back", STAGED)
+    assert found[0] == found[1] == losses
 
 
-def test_a_checkpoint_in_stages_is_like_any_other_to_the_commands(tmp_path):
-    with Ranks(4) as ranks:
-        ranks.run(saved, str(tmp_path), "staged", STAGED | {"mesh": {"pp": 2, "dp": 2}, "zero": 3})
+def test_a_checkpoint_in_stages_is_like_any_other_to_the_commands(four, tmp_path):
+    four.run(saved, str(tmp_path), "staged", STAGED | {"mesh": {"pp": 2, "dp": 2}, "zero": 3})
     run = CliRunner().invoke
     assert run(app, ["ckpt", "verify", str(tmp_path)]).exit_code == 0
     shown = run(app, ["ckpt", "inspect", str(tmp_path)]).output
@@ -251,9 +247,8 @@ def counted(where: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
     return {n: b.clone() for n, b in other.named_buffers()}
 
 
-def test_buffers_are_those_of_the_stage_that_changes_them(tmp_path):
-    with Ranks(2) as ranks:
-        first, second = ranks.run(counted, str(tmp_path), {"pp": 2})
+def test_buffers_are_those_of_the_stage_that_changes_them(two, tmp_path):
+    first, second = two.run(counted, str(tmp_path), {"pp": 2})
     counted(str(tmp_path), {"dp": 1})
     staged, alone = (open_checkpoint(tmp_path, tag) for tag in ("staged", "alone"))
     for name in first:
@@ -276,10 +271,9 @@ def in_background(where: str) -> tuple[list[float], list[float]]:
     return first, steps(other, range(2, 4))
 
 
-def test_a_save_in_the_background_is_of_the_step_that_it_was_begun_at(tmp_path):
-    with Ranks(2) as ranks:
-        for first, again in ranks.run(in_background, str(tmp_path)):
-            assert first == again
+def test_a_save_in_the_background_is_of_the_step_that_it_was_begun_at(two, tmp_path):
+    for first, again in two.run(in_background, str(tmp_path)):
+        assert first == again
 
 
 def published(where: str, fields: dict[str, Any], averaged: bool) -> dict[str, torch.Tensor]:
@@ -292,10 +286,9 @@ def published(where: str, fields: dict[str, Any], averaged: bool) -> dict[str, t
 
 
 @sweep("averaged", [False, True], quick=1, ids=["weights", "averages"])
-def test_a_model_in_stages_is_published_whole(averaged, tmp_path):
+def test_a_model_in_stages_is_published_whole(four, averaged, tmp_path):
     fields = STAGED | {"mesh": {"pp": 2, "dp": 2}, "ema": 0.9, "precision": "bf16", "numerics": "deepspeed"}
-    with Ranks(4) as ranks:
-        ranks.run(published, str(tmp_path), fields, averaged)
+    four.run(published, str(tmp_path), fields, averaged)
     found, source = open_checkpoint(tmp_path / "published"), open_checkpoint(tmp_path, "beside")
     names = {n.removeprefix("model.") for n in found.tensors}
     assert names == built().state_dict().keys() - {"head.weight"}
@@ -322,14 +315,13 @@ def refusals(where: str, damaged: str) -> list[str]:
     return said
 
 
-def test_what_cannot_be_loaded_changes_nothing_on_any_stage(tmp_path):
-    with Ranks(2) as ranks:
-        ranks.run(saved, str(tmp_path), "whole", STAGED)
-        ranks.run(saved, str(tmp_path), "damaged", STAGED)
-        file = sorted((tmp_path / "damaged").glob("*.safetensors"))[-1]
-        data = bytearray(file.read_bytes())
-        data[-5] ^= 255
-        file.write_bytes(data)
-        for said in ranks.run(refusals, str(tmp_path), "damaged"):
-            assert "not cut into stages yet" in said[0] and "inputs=" in said[0] and "not cut" in said[1]
-            assert file.name in said[2]
+def test_what_cannot_be_loaded_changes_nothing_on_any_stage(two, tmp_path):
+    two.run(saved, str(tmp_path), "whole", STAGED)
+    two.run(saved, str(tmp_path), "damaged", STAGED)
+    file = sorted((tmp_path / "damaged").glob("*.safetensors"))[-1]
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 255
+    file.write_bytes(data)
+    for said in two.run(refusals, str(tmp_path), "damaged"):
+        assert "not cut into stages yet" in said[0] and "inputs=" in said[0] and "not cut" in said[1]
+        assert file.name in said[2]

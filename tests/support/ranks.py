@@ -39,6 +39,8 @@ _PRELOAD = [
     "torch._inductor.codegen.cpp",
     "setuptools",
     "zgraph.api.compiler",
+    "pytest",
+    "transformers.models.gpt2.modeling_gpt2",
 ]
 
 
