@@ -41,14 +41,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
 
 
-# (for as long as this worker: the first capture of a new process takes three times as long as the next)
 @pytest.fixture(scope="session")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+def kept_ranks() -> Iterator[dict[int, Ranks]]:
+    """Ranks that stay between files, by their number: the first capture of a new process takes two or three times as long as the next."""
+    kept = {world: Ranks(world) for world in (2, 4)}
+    yield kept
+    for ranks in kept.values():
+        ranks.stop()
 
 
-@pytest.fixture(scope="session")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
+@pytest.fixture(scope="module")
+def two(kept_ranks: dict[int, Ranks]) -> Iterator[Ranks]:
+    yield kept_ranks[2]
+    kept_ranks[2].renew()
+
+
+@pytest.fixture(scope="module")
+def four(kept_ranks: dict[int, Ranks]) -> Iterator[Ranks]:
+    yield kept_ranks[4]
+    kept_ranks[4].renew()

@@ -22,6 +22,7 @@ class ValueCache:
 
 def check_values(program: Program, cache: ValueCache) -> Faults:
     """Each node's recorded value is what its operator's fake implementation gives for its arguments."""
+    types = _Types()
     for node in program.graph.nodes:
         if node.op != "call_function" or (
             not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem
@@ -30,7 +31,7 @@ def check_values(program: Program, cache: ValueCache) -> Faults:
         if node.target is operator.getitem:
             expected = type_of(value(node.args[0])[node.args[1]])
         else:
-            key = (node.target, _key(node.args), _key(tuple(sorted(node.kwargs.items()))))
+            key = (node.target, types.key(node.args), types.key(tuple(sorted(node.kwargs.items()))))
             if key not in cache.known:
                 try:
                     cache.known[key] = type_of(program.evaluate(node))
@@ -43,7 +44,7 @@ def check_values(program: Program, cache: ValueCache) -> Faults:
                     )
                     continue
             expected = cache.known[key]
-        if type_of(value(node)) != expected:
+        if types.of(node) != expected:
             yield fault(
                 program,
                 node,
@@ -52,15 +53,27 @@ def check_values(program: Program, cache: ValueCache) -> Faults:
             )
 
 
-def _key(arg: Any) -> Any:
-    if isinstance(arg, fx.Node):
-        val = value(arg)
-        return ("attr", arg.target) if val is None else type_of(val)
-    if isinstance(arg, (tuple, list)):
-        return tuple(_key(a) for a in arg)
-    if isinstance(arg, dict):
-        return tuple((k, _key(v)) for k, v in sorted(arg.items()))
-    return (type(arg).__name__, str(arg))
+class _Types:
+    """The types of the nodes of one graph, each looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, Any] = {}
+
+    def of(self, node: fx.Node) -> Any:
+        found = self._known.get(node)
+        if found is None:
+            found = self._known[node] = type_of(value(node))
+        return found
+
+    def key(self, arg: Any) -> Any:
+        """What of an argument decides the type of an operator's result."""
+        if isinstance(arg, fx.Node):
+            return ("attr", arg.target) if value(arg) is None else self.of(arg)
+        if isinstance(arg, (tuple, list)):
+            return tuple(self.key(a) for a in arg)
+        if isinstance(arg, dict):
+            return tuple((k, self.key(v)) for k, v in sorted(arg.items()))
+        return (type(arg).__name__, str(arg))
 
 
 def type_of(val: Any) -> Any:

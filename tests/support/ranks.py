@@ -4,7 +4,7 @@
         losses = ranks.run(train, 3)            # train(3) on both ranks: [rank 0's result, rank 1's]
         outcomes = ranks.attempt(disagree)      # the same, with each rank's exception in place of raising it
 
-The processes stay between calls, so that a test costs no launch. They are forked from a server that has
+The processes stay between calls, and those of the fixtures `two` and `four` between files, so that a test costs no launch. They are forked from a server that has
 imported torch already and has run nothing. Functions are named, not sent: they must stand at the top of a test
 module.
 """
@@ -115,6 +115,16 @@ class Ranks:
             self.stop()  # what is left of the process group may be out of step
         return [outcomes[rank] for rank in range(self.world)]
 
+    def renew(self) -> None:
+        """Give the processes another process group, as new ones would have it: what they have imported stays, no group that was made since does."""
+        if not self._processes:
+            return
+        assert self._directory is not None
+        store = os.path.join(self._directory.name, f"store{time.monotonic_ns()}")
+        self.attempt(
+            _join, store, self.timeout, limit=60.0
+        )  # (those that can't are stopped, and made anew by the next call)
+
     def stop(self) -> None:
         for process in self._processes:
             process.kill()
@@ -149,16 +159,13 @@ def _serve(pipe: Connection, rank: int, world: int, store: str, timeout: float, 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch._dynamo.guards
-    import torch.distributed as dist
 
     gc.set_threshold(20_000, 20, 20)  # (this and the next: see conftest.py)
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     faulthandler.enable()  # a rank that crashes says where it was
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-    )
+    _join(store, timeout, rank, world)
     while True:
         try:
             module, name, args = pipe.recv()
@@ -166,6 +173,18 @@ def _serve(pipe: Connection, rank: int, world: int, store: str, timeout: float, 
             return
         # By value: a tensor sent as a handle to shared memory is lost when its sender is faster than its reader.
         pipe.send_bytes(pickle.dumps(_call(module, name, args)))
+
+
+def _join(store: str, timeout: float, rank: int | None = None, world: int | None = None) -> None:
+    """Make the default process group, in place of the one that is there."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        gc.collect()  # (models that nobody has, which have groups)
+        dist.destroy_process_group()
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
 
 
 def _call(module: str, name: str, args: tuple[Any, ...]) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import torch
@@ -22,13 +23,19 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
         return None
     if node.target is torch.ops.aten._unsafe_view.default:  # (its schema does not say so)
         return node.all_input_nodes[0]
-    schema = node.target._schema
-    if not any(r.alias_info is not None for r in schema.returns):
-        return None
-    for argument, given in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and isinstance(given, fx.Node):
+    for at in _aliased_positions(node.target):
+        if at < len(node.args) and isinstance(given := node.args[at], fx.Node):
             return given
     return None
+
+
+@functools.cache
+def _aliased_positions(target: torch._ops.OpOverload) -> tuple[int, ...]:
+    """The positions of arguments whose storage an operator's result may share; none where the result is fresh."""
+    schema = target._schema
+    if not any(r.alias_info is not None for r in schema.returns):
+        return ()
+    return tuple(at for at, argument in enumerate(schema.arguments) if argument.alias_info is not None)
 
 
 def is_view(node: fx.Node) -> bool:
