@@ -4,9 +4,9 @@
         losses = ranks.run(train, 3)            # train(3) on both ranks: [rank 0's result, rank 1's]
         outcomes = ranks.attempt(disagree)      # the same, with each rank's exception in place of raising it
 
-The processes stay between calls, and those of the fixtures `two` and `four` between files, so that a test costs no launch. They are forked from a server that has
-imported torch already and has run nothing. Functions are named, not sent: they must stand at the top of a test
-module.
+The processes stay between calls, and those of the fixtures `two` and `four` between files, so that a test costs no launch.
+They are forked from a server that has imported torch already and has run nothing. Functions are named, not sent: they
+must stand at the top of a test module.
 """
 
 from __future__ import annotations

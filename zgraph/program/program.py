@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from zgraph.names import around
+from zgraph.program import collective_values
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.remark import Remark
 from zgraph.torch_compat import fx_graphs
@@ -380,6 +381,8 @@ class Program:
         kwargs: Any = fx.node.map_arg(node.kwargs, read)
         if node.target is operator.getitem:
             return args[0][args[1]]
+        if collective_values.is_remembered(node.target, args, kwargs):
+            return collective_values.value_of(node.target, args, self.fake_mode)
         with self.fake_mode, torch.no_grad():
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
