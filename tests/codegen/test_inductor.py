@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.async_compile
 import torch.distributed as dist
 from ranks import Ranks
 from sweeps import sweep
@@ -92,8 +93,10 @@ def wait_late(program: Program) -> dict[str, int]:
 
 
 @pytest.fixture
-def group() -> Iterator[dict[str, str]]:
-    """A process group that does nothing: programs for eight ranks are compiled here, not run."""
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """A process group that does nothing: code for eight ranks is generated here and read, not run. So nothing compiles its kernels, which
+    would take most of the time."""
+    monkeypatch.setattr(torch._inductor.async_compile.AsyncCompile, "cpp_pybinding", lambda *_: None)
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     yield {"dp": str(dist.group.WORLD.group_name)}
     dist.destroy_process_group()
