@@ -487,4 +487,31 @@ FAULTS: tuple[Fault, ...] = (
             "tests/passes/test_inductor_prepare.py::test_operators_that_do_nothing",
         ),
     ),
+    Fault(
+        "gradient-of-the-forward",
+        "storage",
+        "a gradient that torch's passes have made a value of the forward is handed out as that value",
+        "        if port.role is OutputRole.GRADIENT and info(node).phase is not Phase.BACKWARD:",
+        "        if port.role is OutputRole.GRADIENT and info(node).phase is None:",
+        ("tests/passes/test_inductor_prepare.py::test_a_gradient_that_is_a_value_of_the_forward_is_its_own",),
+    ),
+    Fault(
+        "saved-in-a-written-buffer",
+        "storage",
+        "what a backward reads is saved in the memory of a buffer that the forward then updates",
+        "        elif (port.role is OutputRole.SAVED and written) or (",
+        "        elif (port.role is OutputRole.SAVED and written - inputs[here]) or (",
+        ("tests/capture/test_outputs_are_owned.py::test_a_buffer_that_forward_updates_is_saved_as_it_was",),
+    ),
+    Fault(
+        "library-results-strides-off",
+        "layout",
+        "a kernel of Inductor reads a library's result by the strides that were promised, whatever they are",
+        "    return value if value.stride() == strides else laid_out(value, strides)",
+        "    return value",
+        (
+            "tests/codegen/test_layouts.py::test_norms_between_transposes",
+            "tests/codegen/test_layouts.py::test_a_library_result_with_other_strides_is_laid_out_for_inductor",
+        ),
+    ),
 )

@@ -101,3 +101,28 @@ def test_an_output_that_is_an_input_only_in_the_program_is_a_copy():
             last.sum().backward()
             found.append([x, model.w.detach().clone(), model.w.grad.clone()])
     torch.testing.assert_close(found[2:], found[:2])
+
+
+class Updates(nn.Module):
+    """The backward reads a buffer as it was before forward updated it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(1.0, 5.0))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        y = (self.w * self.scale.clone()).sin() * x
+        self.scale.mul_(2)
+        return y.sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_buffer_that_forward_updates_is_saved_as_it_was(backend):
+    plain, model = Updates(), zgraph.compile(Updates(), zgraph.Plan(backend=backend))
+    for number in range(2):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(number))
+        for m in (plain, model):
+            m(x).backward()
+        torch.testing.assert_close(model.w.grad, plain.w.grad)
+        torch.testing.assert_close(model.scale, plain.scale)

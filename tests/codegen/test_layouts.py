@@ -12,6 +12,7 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
+from zgraph.errors import LayoutError
 from zgraph.program.tolerance import difference
 
 KNOWN = [  # (operators of these have other strides than their fake implementations promise)
@@ -132,3 +133,14 @@ def test_a_program_lays_out_only_what_lies_otherwise():
     for executable in entry.program().executables():
         assert executable.function._others == {}
         assert executable.function._forward == executable.function.module.forward
+
+
+def test_a_library_result_with_other_strides_is_laid_out_for_inductor():
+    from zgraph.codegen.inductor import _as_promised
+
+    value = torch.arange(6.0).view(3, 2).t()
+    laid = _as_promised(value, (2, 3), (3, 1), "torch.ops.aten.some")
+    assert laid.stride() == (3, 1) and torch.equal(laid, value)
+    assert _as_promised(value, (2, 3), (1, 2), "torch.ops.aten.some") is value
+    with pytest.raises(LayoutError, match="of size"):
+        _as_promised(value, (3, 2), (2, 1), "torch.ops.aten.some")

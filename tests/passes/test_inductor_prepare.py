@@ -78,3 +78,34 @@ def test_losses_of_images_against_constants(target):
 @sweep("name", list(OTHERS), quick=4)
 def test_operators_that_do_nothing(name):
     same(OTHERS[name], lambda: nn.Linear(8, 8), X)
+
+
+class Straight(torch.autograd.Function):
+    """Its gradient is a value of the forward, times one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return x * torch.ones_like(x)
+
+
+def test_a_gradient_that_is_a_value_of_the_forward_is_its_own():
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(1.0, 5.0))
+
+        def forward(self, x):
+            return Straight.apply(self.weight) + x.sum()
+
+    model = zgraph.compile(Weight(), zgraph.Plan(backend="inductor"))
+    for _ in range(2):
+        model(torch.ones(2)).backward()
+    torch.testing.assert_close(model.weight.grad, 2 * model.weight.detach())
+    found = zgraph.verify(Weight(), zgraph.Plan(backend="inductor"), 2, (torch.ones(2),))
+    assert found.ok, found

@@ -97,12 +97,12 @@ class Trace:
     @functools.cached_property
     def upstream(self) -> dict[int, frozenset[int]]:
         """The flat outputs that others are computed of, such that gradients reach them through those, by flat output: which others."""
-        nodes = self.flat.graph_module.graph.output_node().args[0]
+        nodes: Any = self.flat.graph_module.graph.output_node().args[0]
         found: dict[int, set[int]] = {}
         for at in self.differentiable:
-            before = _followed(nodes[at])  # type: ignore[index]
+            before = _followed(nodes[at])
             for other in self.differentiable - {at}:
-                if nodes[other] in before and nodes[other] is not nodes[at]:  # type: ignore[index]
+                if nodes[other] in before and nodes[other] is not nodes[at]:
                     found.setdefault(other, set()).add(at)
         return {at: frozenset(others) for at, others in found.items()}
 

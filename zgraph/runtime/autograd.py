@@ -165,7 +165,7 @@ def refuse_partial(
         if (
             value is None
             or not (value.retains_grad or value._backward_hooks)
-            or not entry.trace.upstream[at] & tangents
+            or entry.trace.upstream[at].isdisjoint(tangents)
         ):
             continue
         raise UnsupportedError(
