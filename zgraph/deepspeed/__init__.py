@@ -1,5 +1,6 @@
-"""DeepSpeed's sections of a configuration as fields of a plan."""
+"""DeepSpeed's configuration as a plan, and its sections as fields of one."""
 
 from zgraph.deepspeed.config import communication, elastic, offloading, publishing
+from zgraph.deepspeed.translate import plan, report
 
-__all__ = ["communication", "elastic", "offloading", "publishing"]
+__all__ = ["communication", "elastic", "offloading", "plan", "publishing", "report"]

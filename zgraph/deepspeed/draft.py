@@ -1,0 +1,86 @@
+"""A plan that is made from a configuration, key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zgraph.deepspeed.keys import KEYS, Verdict
+from zgraph.deepspeed.report import Report, Row, shown
+from zgraph.errors import PlanError
+from zgraph.plan.plan import Plan
+
+
+@dataclass
+class Draft:
+    """A configuration whose keys and types are known to be right, what has been said of its keys, and the plan's fields so far."""
+
+    config: Mapping[str, Any]
+    world: int
+    rows: dict[str, Row] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)  # keys by the fields ("bucket.gather") that they became
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A key's value; the default where it is not given, null, or refused already."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None or self.is_refused(key) else value
+
+    def is_refused(self, key: str) -> bool:
+        return key in self.rows and self.rows[key].verdict == "refused"
+
+    def say(self, key: str, verdict: Verdict, said: str, hint: str = "") -> None:
+        """Note what became of a key, unless it is refused already."""
+        if not self.is_refused(key):
+            value = self.get(key)
+            self.rows[key] = Row(key, value, verdict, said, hint, implied=value is None and key in KEYS)
+
+    def refuse(self, key: str, why: str, hint: str) -> None:
+        self.say(key, "refused", why, hint)
+
+    def apply(self, key: str, name: str, value: Any, note: str = "") -> None:
+        """Let a key become a field of the plan ("bucket.gather")."""
+        table, (*outer, last) = self.fields, name.split(".")
+        for part in outer:
+            table = table.setdefault(part, {})
+        table[last] = value
+        self.origins[name] = key
+        self.say(key, "applied", f"{name} = {shown(value)}{f': {note}' if note else ''}")
+
+    def finish(self) -> Report:
+        """The report, with the plan if there is one."""
+        plan = None
+        if not any(row.verdict == "refused" for row in self.rows.values()):
+            try:
+                plan = Plan(**self.fields)
+                plan.resolve_mesh(self.world)
+            except PlanError as error:
+                plan = None
+                for problem in error.problems or (error,):
+                    key = self._key_of(problem.where or "")
+                    self.refuse(
+                        key, "; ".join(filter(None, (problem.what, problem.why))), problem.hint or "leave it out"
+                    )
+        order = {key: at for at, key in enumerate(_paths(self.config))}
+        rows = sorted(self.rows.values(), key=lambda row: order.get(row.key, len(order)))
+        return Report(tuple(rows), plan)
+
+    def _key_of(self, where: str) -> str:
+        """The key that has become the field of which a fault is."""
+        parts = where.split(".")
+        for length in range(len(parts), 0, -1):
+            name = ".".join(parts[:length])
+            found = next((key for origin, key in self.origins.items() if f"{origin}.".startswith(f"{name}.")), None)
+            if found is not None:
+                return found
+        return next(iter(self.origins.values()), "the configuration")
+
+
+def _paths(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in table.items():
+        yield prefix + name
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{name}.")

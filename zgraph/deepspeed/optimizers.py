@@ -1,0 +1,175 @@
+"""DeepSpeed's `optimizer` and `scheduler` as those of a plan."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from zgraph.deepspeed.draft import Draft
+from zgraph.errors import PlanError
+from zgraph.names import did_you_mean
+from zgraph.plan import lr_schedules, optimizers
+from zgraph.record import short
+
+# (DeepSpeed's type, in lower case) -> (the plan's, DeepSpeed's defaults where they are others, its parameters that ask for nothing here)
+_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam": ("AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
+    "adamw": ("AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
+    "adagrad": ("Adagrad", {"lr": 1e-2}),
+    "lamb": ("LAMB", {"lr": 1e-3}),
+    "lion": ("Lion", {"lr": 1e-3, "betas": [0.9, 0.99]}),
+    "sgd": ("SGD", {"lr": 1e-3}),
+}
+_WITHOUT = {
+    "onebitadam": "1-bit Adam",
+    "zerooneadam": "0/1 Adam",
+    "onebitlamb": "1-bit LAMB",
+    "muadam": "mup's Adam",
+    "muadamw": "mup's AdamW",
+    "musgd": "mup's SGD",
+    "muon": "DeepSpeed's Muon (another iteration than that of a plan's Muon)",
+}
+_IGNORED = ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
+
+
+def optimizer(draft: Draft) -> None:
+    """Adam is AdamW, as DeepSpeed has it, unless `adam_w_mode` is false."""
+    section, key = draft.get("optimizer"), "optimizer.type"
+    if section is None or draft.is_refused(key) or draft.is_refused("optimizer.params"):
+        return
+    kind = section.get("type")
+    if kind is None:
+        draft.refuse(key, "it is missing", 'name the optimizer: "type": "AdamW"')
+        return
+    folded = kind.lower()
+    if folded in _WITHOUT:
+        draft.refuse(key, f"a plan has no {_WITHOUT[folded]}", "AdamW or another; or an optimizer object of your own")
+        return
+    if folded not in _TYPES:
+        nearest = did_you_mean(kind, ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD"))
+        draft.refuse(key, f"a plan has no {kind}", f"{nearest}; or an object of your own")
+        return
+    name, defaults = _TYPES[folded]
+    params = dict(section.get("params") or {})
+    note = ""
+    if folded in ("adam", "adamw"):
+        plain = params.get("torch_adam", False)
+        decoupled = params.get("adam_w_mode", True) if folded == "adam" else True
+        for option in ("torch_adam", "adam_w_mode"):
+            if not isinstance(params.get(option, False), bool):
+                draft.refuse(
+                    f"optimizer.params.{option}", f"{short(params[option])} is not true or false", "one of them"
+                )
+                return
+        if plain and folded == "adamw":
+            defaults = defaults | {"weight_decay": 1e-2}  # (torch's own)
+        if not decoupled:
+            name = "Adam"
+        elif folded == "adam":
+            note = "DeepSpeed's Adam decays weights as AdamW does, unless adam_w_mode is false"
+    _with_params(draft, name, defaults, params, note)
+
+
+def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict[str, Any], note: str) -> None:
+    if "max_grad_norm" in params:
+        draft.refuse(
+            "optimizer.params.max_grad_norm", "DeepSpeed refuses it too", '"gradient_clipping" of the configuration'
+        )
+        return
+    given = {k: v for k, v in params.items() if k not in _IGNORED and not draft.is_refused(f"optimizer.params.{k}")}
+    record = getattr(optimizers, name)
+    if given.get("bias_correction") is True and "bias_correction" not in record.model_fields:
+        del given["bias_correction"]
+        draft.say("optimizer.params.bias_correction", "equivalent", "averages are corrected")
+    for key in [k for k in given if k not in record.model_fields or k in ("name", "groups", "decay")]:
+        hint = did_you_mean(key, [k for k in record.model_fields if k not in ("name", "groups", "decay")])
+        draft.refuse(f"optimizer.params.{key}", f"{name} has no such number", hint)
+        del given[key]
+    try:
+        made = record(**{**defaults, **given})
+    except PlanError as error:
+        for problem in error.problems or (error,):
+            field = (problem.where or "").split(".")[0]
+            draft.refuse(
+                f"optimizer.params.{field}" if field else "optimizer.params",
+                problem.what,
+                problem.hint or problem.why or "another value",
+            )
+        return
+    draft.apply("optimizer.type", "optimizer", made, note)
+    draft.say("optimizer.type", "applied", f"optimizer = {name}{f': {note}' if note else ''}")
+    for key in params:
+        if key in _IGNORED:
+            draft.say(
+                f"optimizer.params.{key}",
+                "no effect here" if key not in ("torch_adam", "adam_w_mode") else "applied",
+                _said(key, name),
+            )
+        elif key in given:
+            draft.say(f"optimizer.params.{key}", "applied", f"optimizer.{key} = {short(getattr(made, key))}")
+    for key, value in defaults.items():
+        if key not in params:
+            draft.say(f"optimizer.params.{key}", "applied", f"optimizer.{key} = {value}: DeepSpeed's default")
+
+
+def _said(key: str, name: str) -> str:
+    return f"optimizer = {name}" if key in ("torch_adam", "adam_w_mode") else "the update is one compiled program"
+
+
+_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
+def scheduler(draft: Draft) -> None:
+    """DeepSpeed's schedules by their own names; any of torch's by its."""
+    section, key = draft.get("scheduler"), "scheduler.type"
+    if section is None or draft.is_refused(key) or draft.is_refused("scheduler.params"):
+        return
+    kind, params = section.get("type"), dict(section.get("params") or {})
+    if kind is None:
+        draft.refuse(
+            key, "it is missing", f"name the schedule: {', '.join(_SCHEDULES)}, or one of torch.optim.lr_scheduler"
+        )
+        return
+    if draft.get("optimizer") is None:
+        why = "a plan's schedule moves the plan's optimizer, and none is given"
+        draft.refuse(key, why, "give optimizer as well, or step a scheduler of your own")
+        return
+    if any(draft.is_refused(f"scheduler.params.{name}") for name in params):
+        return
+    if params.pop("last_batch_iteration", -1) != -1:
+        draft.refuse(
+            "scheduler.params.last_batch_iteration",
+            "a schedule goes on from a checkpoint",
+            "load the checkpoint, and leave it out",
+        )
+        return
+    from torch.optim import lr_scheduler
+
+    if kind in _SCHEDULES:
+        given: Mapping[str, Any] = {"name": kind, **params}
+    elif inspect.isclass(getattr(lr_scheduler, kind, None)):
+        given = {"name": "TorchSchedule", "scheduler": kind, "args": params}
+    else:
+        draft.refuse(key, f"there is no schedule {kind!r}", did_you_mean(kind, _SCHEDULES))
+        return
+    try:
+        made = TypeAdapter(lr_schedules.AnySchedule).validate_python(given)
+    except (PlanError, ValueError) as error:
+        for problem in getattr(error, "problems", ()) or (error,):
+            field = str(getattr(problem, "where", None) or "").split(".")[-1]
+            known = f"scheduler.params.{field}" if field and field != "name" else key
+            draft.refuse(
+                known,
+                getattr(problem, "what", None) or str(problem).splitlines()[0],
+                getattr(problem, "hint", None) or "another value",
+            )
+        return
+    draft.apply(key, "lr_schedule", made)
+    logarithmic = getattr(made, "warmup_type", "") == "log" and "warmup_type" not in params
+    warm = "; its warm-up is logarithmic, as DeepSpeed's default is" if logarithmic else ""
+    draft.say(key, "applied", f"lr_schedule = {kind}{warm}")
+    for name, value in params.items():
+        draft.say(f"scheduler.params.{name}", "applied", f"lr_schedule.{name} = {short(value)}")
