@@ -360,10 +360,31 @@ def api() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+# -- DeepSpeed's keys -----------------------------------------------------------------------------------------------------
+def deepspeed_keys() -> str:
+    """Every key of a DeepSpeed configuration, and what becomes of it."""
+    from zgraph.deepspeed.keys import KEYS
+
+    rows = []
+    for name, key in KEYS.items():
+        said = "; ".join(filter(None, (key.why, f"to do: {key.hint}" if key.hint else "")))
+        if key.verdict == "refused" and key.default is not None:
+            said += f" ({json.dumps(key.default)} asks for nothing)"
+        rows.append(
+            (f"`{name}`", key.verdict, cell(said) if said else "[a field of the plan](../migrate/deepspeed.md)")
+        )
+    return (
+        "# DeepSpeed's keys\n\nWhat `zgraph.deepspeed.plan` makes of each key of a configuration. A key that is none of these is refused, with the "
+        'nearest of them. What stands in a section that is judged as one, such as `wandb`, belongs to it; one with `"enabled": false` asks for '
+        "nothing.\n\n" + table(("key", "verdict", "why"), rows) + "\n"
+    )
+
+
 PAGES = {
     "reference/plan.md": plan,
     "reference/passes.md": passes,
     "reference/commands.md": commands,
     "reference/errors.md": errors,
     "reference/api.md": api,
+    "reference/deepspeed-keys.md": deepspeed_keys,
 }

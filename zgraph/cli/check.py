@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zgraph.cli import deepspeed
 from zgraph.cli.options import (
     BatchOption,
     HardwareOption,
     JsonOption,
-    ModelArgument,
     OutputOption,
     PlanOption,
     WorldOption,
@@ -28,7 +29,14 @@ LEVELS = ("error", "warning", "note")
 
 
 def check(
-    target: ModelArgument,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A model: package.module:factory, hf:DIR, or an example's name; or a DeepSpeed configuration (.json).",
+            show_default=False,
+        ),
+    ],
     plan: PlanOption = None,
     world: WorldOption = None,
     hardware: HardwareOption = None,
@@ -38,8 +46,11 @@ def check(
 ) -> None:
     """Check a plan against a model, a number of ranks and hardware, and tell everything that would fail at once.
 
-    Exits with 1 if there is an error. Nothing is compiled, and no rank started.
+    Of a DeepSpeed configuration it tells what becomes of each key. Exits with 1 if there is an error. Nothing is compiled, and no rank started.
     """
+    if target.endswith(".json"):
+        deepspeed.show(Path(target), world, None, as_json, output)
+        return
     refuse_bundle(target, "check")
     on_path()  # (for passes and policies of the user's)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zgraph.cli.options import BatchOption, HardwareOption, JsonOption, ModelArgument, WorldOption
+from zgraph.cli import deepspeed
+from zgraph.cli.options import BatchOption, HardwareOption, JsonOption, WorldOption
 from zgraph.cli.output import CHECK_FAILED, give, progress, table
 from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world, with_hardware
 from zgraph.errors import TargetError
@@ -25,11 +26,24 @@ SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
 def plan(
-    target: ModelArgument,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TARGET", help="A model: package.module:factory, hf:DIR, or an example's name.", show_default=False
+        ),
+    ] = None,
     plans: Annotated[
         list[Path] | None,
         typer.Option(
             "--plan", metavar="FILE", help="A plan to compare (may be repeated), or with --search to begin from."
+        ),
+    ] = None,
+    from_deepspeed: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-deepspeed",
+            metavar="FILE",
+            help="Tell what becomes of each key of a DeepSpeed configuration, and write the plan; of TARGET is its hidden size.",
         ),
     ] = None,
     search: Annotated[
@@ -57,13 +71,24 @@ def plan(
     All get the same batch of a rank, cut into their micro-batches. Exits with 1 if none fits. A search that is interrupted (Ctrl-C, SIGTERM)
     tells and writes the best so far, and exits with 130.
     """
-    refuse_bundle(target, "plan")
-    if search and len(plans or ()) > 1:
-        raise typer.BadParameter("--search begins from one plan")
     if output is not None and output.suffix not in SUFFIXES:
         raise typer.BadParameter(
             f"a plan is written as {', '.join(SUFFIXES)}, not {output.suffix or 'without a suffix'}"
         )
+    if from_deepspeed is not None:
+        if plans or search:
+            raise typer.BadParameter("--from-deepspeed makes a plan: write it with -o, and compare it with --plan")
+        model = None if target is None else load_target(target, batch).model
+        made = deepspeed.show(from_deepspeed, world, model, as_json, None)
+        if output is not None:
+            made.save(output)
+            typer.echo(f"wrote {output}", err=True)
+        return
+    if target is None:
+        raise typer.BadParameter("name a model, or give --from-deepspeed", param_hint="TARGET")
+    refuse_bundle(target, "plan")
+    if search and len(plans or ()) > 1:
+        raise typer.BadParameter("--search begins from one plan")
     from zgraph.inspection import plans as kinds
 
     paths: list[Path | None] = list(plans) if plans else [None]

@@ -10,10 +10,11 @@ DeepSpeed counts elements, zgraph bytes; a cap here is never exceeded, where Dee
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import lcm
 from typing import Any
 
+from zgraph.deepspeed.keys import KEYS, names_in
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean
 from zgraph.record import short
@@ -35,12 +36,11 @@ def communication(section: Mapping[str, Any], *, itemsize: int = 2) -> dict[str,
     """The fields of a `Plan` that mean what these keys of DeepSpeed's `zero_optimization` mean.
 
     `itemsize` is the bytes of an element in what is gathered and reduced: 2 for bf16 and fp16, 4 for fp32. "auto" leaves
-    a key to zgraph. Raises `PlanError` for a key that is none of communication's, and for a value that is no number.
+    a key to zgraph; keys of other kinds are passed over. Raises `PlanError` for a key that is none of DeepSpeed's, and for a value that is no number.
     """
     fields: dict[str, Any] = {}
     for key, value in section.items():
-        if key not in _KEYS:
-            raise PlanError(f"unknown key {key!r}", where=f"zero_optimization.{key}", hint=did_you_mean(key, _KEYS))
+        _refuse_unknown(key, _KEYS)
         if value == "auto":
             continue
         if key in _SIZES:
@@ -50,9 +50,16 @@ def communication(section: Mapping[str, Any], *, itemsize: int = 2) -> dict[str,
             fields.setdefault("prefetch", {})["enabled"] = value
         elif key == "stage3_param_persistence_threshold":
             fields["param_persistence_threshold"] = _elements(key, value)
-        else:
+        elif key == "stage":
             fields["zero"] = value
     return fields
+
+
+def _refuse_unknown(key: str, mine: Collection[str]) -> None:
+    """Raise `PlanError` for a key that is none of `zero_optimization`'s; the nearest of `mine` is named first. (Others' keys are theirs.)"""
+    if key not in mine and f"zero_optimization.{key}" not in KEYS:
+        hint = did_you_mean(key, [*mine, *names_in("zero_optimization")])
+        raise PlanError(f"unknown key {key!r}", where=f"zero_optimization.{key}", hint=hint)
 
 
 # What an element of a sub-group brings to the device: float32 weight and gradient, and two moments (see sub_group_size).
@@ -74,7 +81,8 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
     """The fields of a `Plan` that mean what `offload_optimizer`, `offload_param` and `sub_group_size` of DeepSpeed's
     `zero_optimization` mean, and `cpu_checkpointing` and `partition_activations` of its `activation_checkpointing`.
 
-    Raises `PlanError` for another key, a device that is neither "none", "cpu" nor "nvme", and "nvme" without its path.
+    Other keys of theirs are passed over. Raises `PlanError` for an unknown key, a device that is neither "none", "cpu" nor "nvme", and
+    "nvme" without its path.
     """
     found: dict[str, Any] = {}
     for key, value in section.items():
@@ -86,8 +94,7 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
             if key == "offload_optimizer" and place != "none" and value is not None and "ratio" in value:
                 found["ratio"] = value["ratio"]
         else:
-            known = ("offload_optimizer", "offload_param", "sub_group_size")
-            raise PlanError(f"unknown key {key!r}", where=f"zero_optimization.{key}", hint=did_you_mean(key, known))
+            _refuse_unknown(key, ("offload_optimizer", "offload_param", "sub_group_size"))
     fields: dict[str, Any] = {"offload": found}
     for key, value in (activation_checkpointing or {}).items():
         if key == "partition_activations":
@@ -96,7 +103,7 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
             if not isinstance(value, bool):
                 raise PlanError(f"{short(value)} is neither true nor false", where=f"activation_checkpointing.{key}")
             found["activations"] = "cpu" if value else "none"
-        else:
+        elif f"activation_checkpointing.{key}" not in KEYS:
             raise PlanError(
                 f"unknown key {key!r}",
                 where=f"activation_checkpointing.{key}",

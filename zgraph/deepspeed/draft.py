@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zgraph.deepspeed.keys import KEYS, Verdict
+from zgraph.deepspeed.keys import Verdict
 from zgraph.deepspeed.report import Report, Row, shown
 from zgraph.errors import PlanError
 from zgraph.plan.plan import Plan
@@ -35,8 +35,14 @@ class Draft:
     def say(self, key: str, verdict: Verdict, said: str, hint: str = "") -> None:
         """Note what became of a key, unless it is refused already."""
         if not self.is_refused(key):
-            value = self.get(key)
-            self.rows[key] = Row(key, value, verdict, said, hint, implied=value is None and key in KEYS)
+            self.rows[key] = Row(key, self.get(key), verdict, said, hint, implied=not self._is_given(key))
+
+    def _is_given(self, key: str) -> bool:
+        *outer, last = key.split(".")
+        table: Any = self.config
+        for part in outer:
+            table = table.get(part) if isinstance(table, Mapping) else None
+        return isinstance(table, Mapping) and last in table
 
     def refuse(self, key: str, why: str, hint: str) -> None:
         self.say(key, "refused", why, hint)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import re
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from zgraph.deepspeed.draft import Draft
 from zgraph.errors import PlanError
@@ -91,13 +89,7 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
     try:
         made = record(**{**defaults, **given})
     except PlanError as error:
-        for problem in error.problems or (error,):
-            field = (problem.where or "").split(".")[0]
-            draft.refuse(
-                f"optimizer.params.{field}" if field else "optimizer.params",
-                problem.what,
-                problem.hint or problem.why or "another value",
-            )
+        _refuse_each(draft, "optimizer.params", error)
         return
     draft.apply("optimizer.type", "optimizer", made, note)
     draft.say("optimizer.type", "applied", f"optimizer = {name}{f': {note}' if note else ''}")
@@ -113,6 +105,15 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
     for key, value in defaults.items():
         if key not in params:
             draft.say(f"optimizer.params.{key}", "applied", f"optimizer.{key} = {value}: DeepSpeed's default")
+
+
+def _refuse_each(draft: Draft, section: str, error: PlanError) -> None:
+    """Refuse the keys of a section whose values the plan's record refuses."""
+    for problem in error.problems or (error,):
+        field = re.split(r"[.\[]", problem.where or "")[0]
+        draft.refuse(
+            f"{section}.{field}" if field else section, problem.what, problem.hint or problem.why or "another value"
+        )
 
 
 def _said(key: str, name: str) -> str:
@@ -148,24 +149,16 @@ def scheduler(draft: Draft) -> None:
         return
     from torch.optim import lr_scheduler
 
-    if kind in _SCHEDULES:
-        given: Mapping[str, Any] = {"name": kind, **params}
-    elif inspect.isclass(getattr(lr_scheduler, kind, None)):
-        given = {"name": "TorchSchedule", "scheduler": kind, "args": params}
-    else:
-        draft.refuse(key, f"there is no schedule {kind!r}", did_you_mean(kind, _SCHEDULES))
-        return
     try:
-        made = TypeAdapter(lr_schedules.AnySchedule).validate_python(given)
-    except (PlanError, ValueError) as error:
-        for problem in getattr(error, "problems", ()) or (error,):
-            field = str(getattr(problem, "where", None) or "").split(".")[-1]
-            known = f"scheduler.params.{field}" if field and field != "name" else key
-            draft.refuse(
-                known,
-                getattr(problem, "what", None) or str(problem).splitlines()[0],
-                getattr(problem, "hint", None) or "another value",
-            )
+        if kind in _SCHEDULES:
+            made = getattr(lr_schedules, kind)(**params)
+        elif inspect.isclass(getattr(lr_scheduler, kind, None)):
+            made = lr_schedules.TorchSchedule(scheduler=kind, args=params)
+        else:
+            draft.refuse(key, f"there is no schedule {kind!r}", did_you_mean(kind, _SCHEDULES))
+            return
+    except PlanError as error:
+        _refuse_each(draft, "scheduler.params", error)
         return
     draft.apply(key, "lr_schedule", made)
     logarithmic = getattr(made, "warmup_type", "") == "log" and "warmup_type" not in params

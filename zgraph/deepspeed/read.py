@@ -205,8 +205,10 @@ def _hidden_size(model: Any) -> int:
     for place in (config, getattr(config, "text_config", None)):
         size = getattr(place, "hidden_size", None)
         sizes = getattr(place, "hidden_sizes", None)
-        if size or sizes:
-            return int(size or max(sizes))
+        if size:
+            return int(size)
+        if sizes:
+            return int(max(sizes))
     raise LookupError(
         '"auto" follows the hidden size of a transformers model, and '
         + ("none is given" if model is None else f"a {type(model).__name__} has no config.hidden_size")

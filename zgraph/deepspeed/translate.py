@@ -28,6 +28,9 @@ DTYPES = {
 }
 
 
+BATCH, ROWS, PARTS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
 class Translation(NamedTuple):
     """A plan, and the report on the configuration that it is made from."""
 
@@ -71,6 +74,14 @@ def report(config: Config, *, world: int, model: Any = None, arguments: Any = No
     _elasticity(draft)
     _rest(draft)
     return draft.finish()
+
+
+def usual_world(config: Config) -> int:
+    """The number of ranks that a configuration's three sizes of a batch say, on which nothing else is divided; 1 where they don't say it."""
+    given = read(config)
+    total, rows, parts = (given.get(key) for key in (BATCH, ROWS, PARTS))
+    whole = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in (total, rows, parts))
+    return total // (rows * parts) if whole and total % (rows * parts) == 0 else 1  # type: ignore[operator,no-any-return]
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------------
@@ -182,9 +193,6 @@ def _stages(draft: Draft) -> int:
 
 
 # -- the batch --------------------------------------------------------------------------------------------------------------
-BATCH, ROWS, PARTS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-
-
 def _batch(draft: Draft) -> None:
     """Two of the three sizes give the third: the rows of a step are those of a micro-batch, times the micro-batches, times the data ranks."""
     mesh = draft.fields.get("mesh")
@@ -255,6 +263,7 @@ def _elasticity(draft: Draft) -> None:
         return
     for key in batch:
         draft.say(key, "no effect here", "elasticity.ignore_non_elastic_batch_info leaves it out")
+    draft.say("elasticity.enabled", "applied", "the section says how large a batch is")
     try:
         fields = elastic(section)["elastic"]
     except PlanError as error:
@@ -262,7 +271,8 @@ def _elasticity(draft: Draft) -> None:
         return
     for key in section:
         draft.apply(f"elasticity.{key}", "elastic", fields)
-    draft.fields.pop("micro_batches", None)
+    if "mesh" in draft.fields:
+        draft.fields["mesh"]["dp"] = -1  # (any number of ranks)
 
 
 # -- precision --------------------------------------------------------------------------------------------------------------
