@@ -15,7 +15,7 @@ from sweeps import sweep
 
 from .blocks import KINDS
 from .case import Case, Line, draw, run_of
-from .harness import Kept, Run, compare, differs, sensitive
+from .harness import Kept, Run, compare, differs, rounded_as_much, sensitive
 from .runner import Outcome, run
 from .shrink import shrink
 from .source import render, script
@@ -118,6 +118,14 @@ def test_a_gradient_off_by_a_thousandth_is_wrong() -> None:
 def test_rounding_beside_a_large_gradient_is_equal() -> None:
     large, small = kept(torch.ones(100)), torch.full((2,), 1e-9)
     assert compare(Run([large, kept(small, name="b")]), Run([large, kept(-small, name="b")])).word == "equal"
+
+
+def test_numbers_as_near_to_the_exact_ones_as_plain_pytorchs_are_rounding() -> None:
+    exact, plain = torch.ones(3, dtype=torch.float64), torch.full((3,), 1.001, dtype=torch.float64)
+    run = lambda value: Run([Kept(0, "gradient", "a", value)])  # noqa: E731
+    assert rounded_as_much(run(plain), run(exact * 0.998), run(exact)) == {(0, "gradient", "a")}
+    assert rounded_as_much(run(plain), run(exact * 0.99), run(exact)) == set()
+    assert rounded_as_much(run(plain), run(exact), run(exact * 3)) == set()  # (other numbers altogether)
 
 
 def test_numbers_that_a_rounding_changes_as_much_are_no_fault_and_others_are() -> None:
