@@ -24,11 +24,14 @@ MIB = 2**20
 
 
 class Deep(nn.Module):
-    """Weights and activations of about the same size."""
+    """Weights and activations of about the same size, and as large whatever the number of layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
+        wide = 2048 // layers
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, wide), nn.GELU(), nn.Linear(wide, 64)) for _ in range(layers)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -36,9 +39,9 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def deep() -> Deep:
+def deep(layers: int = 4) -> Deep:
     torch.manual_seed(0)
-    return Deep()
+    return Deep(layers)
 
 
 def batches(count: int = 3) -> list[torch.Tensor]:
@@ -122,12 +125,12 @@ def test_a_plan_without_an_optimizer_has_no_states_to_place():
 # -- what a budget needs ----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_every_budget_is_kept_and_every_loss_is_the_same(tmp_path):
-    plain, losses = trained(deep(), zgraph.Plan(**ONE))
+    plain, losses = trained(deep(8), zgraph.Plan(**ONE))
     most = peak(plain)
     shares, seconds = [], []
     for tenths in (10, 8, 6, 4, 3):
         plan = zgraph.Plan(**ONE, memory_budget=most * tenths // 10, offload=auto(tmp_path))
-        model, found = trained(deep(), plan)
+        model, found = trained(deep(8), plan)
         assert found == losses
         assert peak(model) <= most * tenths // 10
         shares.append(model.zgraph.runtime.shares[0])

@@ -883,8 +883,9 @@ def test_recompiling_loses_no_gradient_that_waits(two):
     assert said[0] == "right" or ("gradient" in said[0] and "wrong" not in said[0])
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
-@sweep("zero", [1, 3], quick=1)
+@pytest.mark.parametrize("zero", [1, 3])
 def test_fifty_steps_with_inductor_are_those_of_plain_pytorch_on_the_whole_batch(two, zero):
     for far_off, losses, kernels in two.run(fifty_steps_with_inductor, zero):
         assert far_off == []
