@@ -24,7 +24,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
-from zgraph.torch_compat.dynamo import lstm_of_plain_operators
+from zgraph.torch_compat.dynamo import recurrent_layers
 from zgraph.torch_compat.fx_graphs import lazy_module
 from zgraph.torch_compat.unknown_sizes import _fakes_of_unknown_sizes
 
@@ -39,7 +39,7 @@ def export_joint(
     with (
         contextlib.ExitStack() as stack,
         tracing(TracingContext(fake_mode)),
-        lstm_of_plain_operators(),
+        recurrent_layers(),
         _fakes_of_unknown_sizes(),
     ):
         joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(inputs), decompositions=decompositions)

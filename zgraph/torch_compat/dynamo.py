@@ -389,18 +389,45 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lstm_of_plain_operators() -> Iterator[None]:
-    """Trace a trained LSTM on CPU without oneDNN's operator for a layer.
-
-    That operator gives what its backward needs only in grad mode, and no program runs in it.
-    """
-    chosen = torch_decompositions.select_one_layer_lstm_function
+def recurrent_layers() -> Iterator[None]:
+    """Trace recurrent layers with their dropout, which torch's decomposition of several layers leaves out (it compares the wrong way round), and a
+    trained LSTM on CPU without oneDNN's operator for a layer: that gives what its backward needs only in grad mode, and no program runs in it."""
+    chosen, layers = torch_decompositions.select_one_layer_lstm_function, torch_decompositions._rnn_helper
     if torch.is_grad_enabled():
         torch_decompositions.select_one_layer_lstm_function = lambda *_: torch_decompositions.one_layer_lstm
+    torch_decompositions._rnn_helper = functools.partial(_with_dropout, layers)
     try:
         yield
     finally:
         torch_decompositions.select_one_layer_lstm_function = chosen
+        torch_decompositions._rnn_helper = layers
+
+
+def _with_dropout(
+    of_layers: Callable[..., Any],
+    input: torch.Tensor,
+    hidden: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    layer: Callable[..., Any],
+) -> tuple[torch.Tensor, list[Any]]:
+    """What torch's helper for recurrent layers is to give: layer by layer, with a dropout between them."""
+    input = input.transpose(0, 1) if batch_first else input
+    width, finals = 2 if bidirectional else 1, []
+    for number in range(num_layers):
+        here = slice(number * width, (number + 1) * width)
+        input, last = of_layers(
+            input, hidden[here], params[here], has_biases, 1, 0.0, train, bidirectional, False, layer
+        )
+        finals += last
+        if dropout and train and number < num_layers - 1:
+            input = torch.dropout(input, dropout, True)
+    return input.transpose(0, 1) if batch_first else input, finals
 
 
 def user_source(placeholder: fx.Node) -> str:
