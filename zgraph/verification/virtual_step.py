@@ -409,21 +409,31 @@ class PlainRun:
         # (where the output's structure can't be flattened, the flat graph's own output stands for the plain model's)
         self.plain = {self.output_name(i): plain_leaves.get(id(v), v) for i, v in enumerate(values)}
         if entry.trace.differentiable:
-            loss = loss_fn(output) if loss_fn else find_loss(output)
-            flat_loss = loss_fn(flat_output) if loss_fn else find_loss(flat_output)
-            if loss is None or flat_loss is None:
-                raise ModelError("the model's output holds no loss", hint="give a loss_fn")
-            self.loss = loss.detach()
-            share = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
-            loss.backward(share.reshape(loss.shape))
-            wanted = sorted(entry.trace.differentiable)
-            found = torch.autograd.grad(
-                flat_loss, [values[i] for i in wanted], share.reshape(flat_loss.shape), allow_unused=True
-            )
-            self.tangents = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
-            self.grads = {n: p.grad for n, p in plain.named_parameters()}
+            losses = [loss_fn(x) if loss_fn else find_loss(x) for x in (output, flat_output)]
+            self._differentiate(plain, losses, {i: values[i] for i in sorted(entry.trace.differentiable)}, weight)
         self.buffers = dict(plain.named_buffers())
         self._precise = lambda: precise_run(before, own_inputs(call), loss_fn, weight, self.random)
+
+    def _differentiate(
+        self,
+        plain: nn.Module,
+        losses: Sequence[torch.Tensor | None],
+        outputs: Mapping[int, torch.Tensor],
+        weight: float,
+    ) -> None:
+        """Take the gradients of `weight` times the plain model's loss, and the tangents of the flat graph's `outputs` from its own: the
+        `losses` are these two. Raises `ModelError` where there is none."""
+        loss, flat_loss = losses
+        if loss is None or flat_loss is None:
+            raise ModelError("the model's output holds no loss", hint="give a loss_fn")
+        self.loss = loss.detach()
+        share = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
+        loss.backward(share.reshape(loss.shape))
+        found = torch.autograd.grad(
+            flat_loss, list(outputs.values()), share.reshape(flat_loss.shape), allow_unused=True
+        )
+        self.tangents = {i: g for i, g in zip(outputs, found, strict=True) if g is not None}
+        self.grads = {n: p.grad for n, p in plain.named_parameters()}
 
     @cached_property
     def exact(self) -> PreciseRun | None:
