@@ -69,7 +69,7 @@ def compile_inductor(
             library=library,
             reuse=not any(transfers_to_host.is_move(n) for n in program.graph.nodes),
             chunks=tuple(
-                (n.name, turn) for n in ready.graph.nodes if has_info(n) and (turn := info(n).turn) is not None
+                (n.name, chunk) for n in ready.graph.nodes if has_info(n) and (chunk := info(n).chunk) is not None
             ),
         )
     except Exception as error:

@@ -20,6 +20,7 @@ from zgraph.passes.spmd.sharding_rules import Rule, argument, operands_of
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, tensor, tensors
 from zgraph.program.program import Program
+from zgraph.program.transfers import mark_exchange
 
 aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -77,35 +78,37 @@ class Slices:
     def __init__(self, program: Program, axes: Axes, axis: Axis, count: int) -> None:
         self.program, self.axes, self.axis, self.count = program, axes, axis, count
         size, rest = divmod(axes.size(axis), count)
-        self.starts = [turn * size + min(turn, rest) for turn in range(count + 1)]
+        self.starts = [chunk * size + min(chunk, rest) for chunk in range(count + 1)]
 
-    def one(self, node: fx.Node, turn: int, now: Callable[[fx.Node], fx.Node], record: NodeInfo) -> fx.Node:
-        """A node for the rows of one turn."""
+    def one(self, node: fx.Node, chunk: int, now: Callable[[fx.Node], fx.Node], record: NodeInfo) -> fx.Node:
+        """A node for the rows of one chunk."""
         args: Any = fx.node.map_arg(node.args, now)
         kwargs: Any = fx.node.map_arg(node.kwargs, now)
         at = SIZES.get(node.target)
         if at is not None:
-            args = (*args[:at], self._shape(node, 0, turn), *args[at + 1 :])
+            args = (*args[:at], self._shape(node, 0, chunk), *args[at + 1 :])
         if node.target is aten.view.default:
             source: fx.Node = args[0]
-            args = (self._viewable(source, self._shape(node, 0, turn), record), args[1])
-        made = self._call(node.target, args, record, f"{node.name}_{turn}", **kwargs)
+            args = (self._viewable(source, self._shape(node, 0, chunk), record), args[1])
+        made = self._call(node.target, args, record, f"{node.name}_{chunk}", **kwargs)
         for key, note in node.meta.items():
             if key != _SHAPES:
                 made.meta.setdefault(key, note)
-        expected = [self._shape(node, i, turn) for i, _ in enumerate(tensors(node))]
+        expected = [self._shape(node, i, chunk) for i, _ in enumerate(tensors(node))]
         if [list(t.shape) for t in tensors(made)] != expected:
-            raise AssertionError(f"{node.name} of one turn is {[list(t.shape) for t in tensors(made)]}, not {expected}")
+            raise AssertionError(
+                f"{node.name} of one chunk is {[list(t.shape) for t in tensors(made)]}, not {expected}"
+            )
         return made
 
     def total(
-        self, node: fx.Node, turn: int, now: Callable[[fx.Node], fx.Node], record: NodeInfo, before: fx.Node | None
+        self, node: fx.Node, chunk: int, now: Callable[[fx.Node], fx.Node], record: NodeInfo, before: fx.Node | None
     ) -> fx.Node:
-        """The sum over the rows of the turns so far, of which `before` is the one without this turn's."""
+        """The sum over the rows of the chunks so far, of which `before` is the one without this chunk's."""
         if before is not None and node.target is aten.mm.default and wide(node) is tensor(node).dtype:
             terms = (before, *(now(o) for o in operands_of(node)))  # (one of the two sums is never there)
             return self._call(aten.addmm.default, terms, record, node.name)
-        term = self.cast(self.one(node, turn, now, record), wide(node), record)
+        term = self.cast(self.one(node, chunk, now, record), wide(node), record)
         return term if before is None else self._call(aten.add.Tensor, (before, term), record, node.name)
 
     # -- slices, and what they are put together to --------------------------------------------------------------------
@@ -117,25 +120,25 @@ class Slices:
         sizes = [self.axes.size(a) for a in shape[dim]]
         return dim, math.prod(sizes[:at]), math.prod(sizes[at + 1 :])
 
-    def _shape(self, node: fx.Node, at: int, turn: int) -> list[int]:
-        """The sizes of one of a node's tensors in a turn."""
-        whole, mine = self.axes.size(self.axis), self.starts[turn + 1] - self.starts[turn]
+    def _shape(self, node: fx.Node, at: int, chunk: int) -> list[int]:
+        """The sizes of one of a node's tensors in a chunk."""
+        whole, mine = self.axes.size(self.axis), self.starts[chunk + 1] - self.starts[chunk]
         shape = [*tensors(node)][at].shape
         axes = self.axes.shapes(node)[at]
         return [n // whole * mine if self.axis in dim else n for n, dim in zip(shape, axes, strict=True)]
 
-    def slice(self, node: fx.Node, turn: int, record: NodeInfo) -> fx.Node:
+    def slice(self, node: fx.Node, chunk: int, record: NodeInfo) -> fx.Node:
         dim, outer, inner = self._place(node)
-        bounds = self.starts[turn] * inner, self.starts[turn + 1] * inner
-        name = f"{node.name}_{turn}"
+        bounds = self.starts[chunk] * inner, self.starts[chunk + 1] * inner
+        name = f"{node.name}_{chunk}"
         if outer == 1:
             return self._call(aten.slice.Tensor, (node, dim, *bounds), record, name)
         opened = self._view(node, _opened(tensor(node).shape, dim, outer), record)
         cut = self._call(aten.slice.Tensor, (opened, dim + 1, *bounds), record, name)
-        return self._view(cut, self._shape(node, 0, turn), record)
+        return self._view(cut, self._shape(node, 0, chunk), record)
 
     def joined(self, pieces: Sequence[fx.Node], node: fx.Node, record: NodeInfo) -> fx.Node:
-        """The rows of all turns, in the order of dimensions in which the node's lie in memory."""
+        """The rows of all chunks, in the order of dimensions in which the node's lie in memory."""
         dim, outer, _ = self._place(node)
         if outer > 1:
             opened = [self._view(p, _opened(tensor(p).shape, dim, outer), record) for p in pieces]
@@ -166,7 +169,9 @@ class Slices:
         return node if tensor(node).dtype is dtype else self._call(_CAST, (node, dtype), record, node.name)
 
     def _call(self, target: Any, args: tuple[Any, ...], record: NodeInfo, name: str, **kwargs: Any) -> fx.Node:
-        return self.program.call(target, args, record, name=name, kwargs=kwargs)
+        made = self.program.call(target, args, record.replace(transfer=None), name=name, kwargs=kwargs)
+        mark_exchange(made)
+        return made
 
 
 def wide(node: fx.Node) -> torch.dtype:

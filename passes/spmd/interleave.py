@@ -92,7 +92,7 @@ def interleave(program: Program, options: InterleaveOptions) -> dict[str, int]:
 def _exchanges(node: fx.Node, dim: str) -> bool:
     record = info(node)
     return (
-        collectives.is_start(node) and record.role is Role.EXCHANGE and record.mesh_dim == dim and record.turn is None
+        collectives.is_start(node) and record.role is Role.EXCHANGE and record.mesh_dim == dim and record.chunk is None
     )
 
 
@@ -320,12 +320,12 @@ class _Pieces(Slices):
         read = region.read()
         early = [n for n in read if n in region.before]
         with graph.inserting_before(region.start):
-            for turn in range(self.count):
-                self._piece([*region.before, region.start], turn)
+            for chunk in range(self.count):
+                self._piece([*region.before, region.start], chunk)
             self._join(early)
         with graph.inserting_before(region.ends):
-            for turn in range(self.count):
-                self._piece([region.wait, *region.behind], turn)
+            for chunk in range(self.count):
+                self._piece([region.wait, *region.behind], chunk)
             self._join([n for n in read if n not in early])
 
     def keep(self) -> None:
@@ -356,8 +356,8 @@ class _Pieces(Slices):
                 for view in reversed(chain):
                     first.prepend(view)
 
-    def _piece(self, nodes: Sequence[fx.Node], turn: int) -> None:
-        made, slices = self.made[turn], self.slices[turn]
+    def _piece(self, nodes: Sequence[fx.Node], chunk: int) -> None:
+        made, slices = self.made[chunk], self.slices[chunk]
         for node in nodes:
             record = _record(node)
 
@@ -366,14 +366,14 @@ class _Pieces(Slices):
                     return made[operand]
                 if operand not in slices and rows_of(self.axes, operand, self.axis):
                     slices[operand] = self.slice(
-                        operand, turn, record.replace(role=Role.COMPUTE, mesh_dim=None, stream="compute")
+                        operand, chunk, record.replace(role=Role.COMPUTE, mesh_dim=None, stream="compute")
                     )
                 return slices.get(operand, operand)
 
             if sliced(self.axes, node, self.axis) == (False,):
-                self.sums[node] = piece = self.total(node, turn, now, record, self.sums.get(node))
+                self.sums[node] = piece = self.total(node, chunk, now, record, self.sums.get(node))
             else:
-                made[node] = piece = self.one(node, turn, now, record)
+                made[node] = piece = self.one(node, chunk, now, record)
             self.origin[piece] = node
 
     def _call(self, target: Any, args: tuple[Any, ...], record: NodeInfo, name: str, **kwargs: Any) -> fx.Node:

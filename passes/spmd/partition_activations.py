@@ -29,6 +29,7 @@ from zgraph.program.aliases import aliases_of
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
 from zgraph.program.program import TENSOR_DIM, Fact, InputRole, Port, Program
 from zgraph.program.remark import Remark
+from zgraph.program.transfers import mark_exchange
 
 aten = torch.ops.aten
 
@@ -115,13 +116,17 @@ def _partition(program: Program, crossing: Crossing, position: fx.Node, options:
     root, first = crossing.root, crossing.first
     shape, stride = tensor(root).shape, tensor(root).stride()
     order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
-    record = info(root).replace(role=Role.COMPUTE, param=None, copy_of=None, made_by="partition_activations")
+    record = info(root).replace(
+        role=Role.COMPUTE, param=None, copy_of=None, made_by="partition_activations", transfer=None
+    )
     with program.graph.inserting_before(first):
         cut = list(_cut(program, root, order, position, record, ranks))
         there = record.replace(phase=Phase.BACKWARD, module=info(first).module)
         over = there.replace(role=Role.EXCHANGE, mesh_dim=options.dim, stream=f"comm:{options.dim}")
         start = program.call(collectives.ALL_GATHER, (cut[-1], ranks, options.dim), over, name=f"gather_{root.name}")
         wait = program.call(collectives.WAIT, (start,), over.replace(role=Role.WAIT), name=f"whole_{root.name}")
+        mark_exchange(start)
+        mark_exchange(wait)
         back = program.call(aten.view.default, (wait, [shape[d] for d in order]), there, name=f"back_{root.name}")
         if tensor(root).dtype is torch.bool:
             back = program.call(_CAST, (back, torch.bool), there, name=f"true_{root.name}")

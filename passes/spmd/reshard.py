@@ -17,6 +17,7 @@ from zgraph.passes.analysis.axes import Shape
 from zgraph.passes.spmd.placements import REPLICATE, Partial, Placement, Placements, Shard, bytes_of
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Role, info, tensor
+from zgraph.program.transfers import mark_exchange
 
 aten = torch.ops.aten
 
@@ -49,7 +50,9 @@ class Resharder:
         return self._all_gather(node, shape, state, record)
 
     def call(self, target: object, args: tuple[object, ...], record: NodeInfo, name: str, **kwargs: object) -> fx.Node:
-        return self.program.call(target, args, record, name=name, kwargs=kwargs)  # type: ignore[arg-type]
+        made = self.program.call(target, args, record, name=name, kwargs=kwargs)  # type: ignore[arg-type]
+        mark_exchange(made)
+        return made
 
     def _start(self, target: object, args: tuple[object, ...], record: NodeInfo, name: str) -> fx.Node:
         dim = self.dim

@@ -1,13 +1,13 @@
-"""A region of a program that runs in turns: each turn computes a slice of its rows, so that nothing inside of it is ever whole.
+"""A region of a program that runs in chunks: each chunk computes a slice of its rows, so that nothing inside of it is ever whole.
 
 `sort` finds what the nodes of a region are, of the axis that is sliced:
 
-    part    each turn makes its slice of the rows           -> put together (cat), if anything outside reads it
-    share   each turn makes a term of a sum over the rows   -> added up, turn by turn
-    late    reads a sum, or works on all rows               -> stays behind the turns
+    part    each chunk makes its slice of the rows           -> put together (cat), if anything outside reads it
+    share   each chunk makes a term of a sum over the rows   -> added up, chunk by chunk
+    late    reads a sum, or works on all rows               -> stays behind the chunks
     early   has no rows                                     -> stays before them
 
-(A mean is a sum, and a division behind it.) `build` writes the turns one after another: a turn's own values die with it. The turns of a
+(A mean is a sum, and a division behind it.) `build` writes the chunks one after another: a chunk's own values die with it. The chunks of a
 backward make the forward's values that they read again, from what comes into the region, by copies.
 """
 
@@ -28,7 +28,7 @@ from zgraph.program.program import Program
 
 @dataclass
 class Sorted:
-    """The nodes of a region, in order: `parts` and `shares` are made in turns, in the order of `nodes` (which has what both are taken from, too);
+    """The nodes of a region, in order: `parts` and `shares` are made in chunks, in the order of `nodes` (which has what both are taken from, too);
     `late` are those, of the region or not, that have to stand behind, and `rows` those of them that are not only made of sums."""
 
     axis: Axis
@@ -55,8 +55,8 @@ def elements(node: fx.Node) -> int:
 def sort(
     program: Program, axes: Axes, region: Collection[fx.Node], axis: Axis, bound: int, small: int
 ) -> Sorted | Obstacle:
-    """What the nodes of a region are. Those that can't be sliced stay before or behind the turns if they have no more than `bound` elements; and
-    before them, where turns may need them, sums of what has no more than `small`."""
+    """What the nodes of a region are. Those that can't be sliced stay before or behind the chunks if they have no more than `bound` elements; and
+    before them, where chunks may need them, sums of what has no more than `small`."""
     region = set(region)
     while True:
         made = _sort(program, axes, region, axis, bound)
@@ -129,9 +129,9 @@ def _first_in_the_way(node: fx.Node, made: Sorted, region: Collection[fx.Node]) 
         node = before
 
 
-class Turns(Slices):
-    """Writes the turns of one region: of its forward, then of its backward, if it has one. The turns of a phase are named "`name` forward 0"
-    and so on, in `NodeInfo.turn`."""
+class Chunks(Slices):
+    """Writes the chunks of one region: of its forward, then of its backward, if it has one. The chunks of a phase are named "`name` forward 0"
+    and so on, in `NodeInfo.chunk`."""
 
     def __init__(
         self, program: Program, axes: Axes, name: str, count: int, forward: Sorted, backward: Sorted | None
@@ -139,7 +139,7 @@ class Turns(Slices):
         super().__init__(program, axes, forward.axis, count)
         self.name, self.forward, self.backward = name, forward, backward
         self.taken = {**forward.nodes, **(backward.nodes if backward is not None else {})}
-        # By turn, what the forward's nodes are in it.
+        # By chunk, what the forward's nodes are in it.
         self.made: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
         self.copies = 0
 
@@ -156,7 +156,7 @@ class Turns(Slices):
         return self.copies
 
     def _write(self, region: Sorted) -> None:
-        """Write a phase's turns where the last of its nodes stands."""
+        """Write a phase's chunks where the last of its nodes stands."""
         graph = self.program.graph
         last = max(region.nodes)
         behind = last.next
@@ -165,8 +165,8 @@ class Turns(Slices):
         sums: dict[fx.Node, fx.Node] = {}
         parts: dict[fx.Node, list[fx.Node]] = {n: [] for n in read}
         with graph.inserting_before(behind):
-            for turn in range(self.count):
-                made = self._turn(region, turn, sums)
+            for chunk in range(self.count):
+                made = self._turn(region, chunk, sums)
                 for node in read:
                     parts[node].append(made[node])
             finals = {n: self.joined(pieces, n, _made(n)) for n, pieces in parts.items()}
@@ -179,38 +179,38 @@ class Turns(Slices):
         for node in [n for n in graph.nodes if n in region.late and n < last]:
             behind.prepend(node)
 
-    # -- one turn -----------------------------------------------------------------------------------------------------
-    def _turn(self, region: Sorted, turn: int, sums: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        made = self.made[turn] if region is self.forward else {}
+    # -- one chunk -----------------------------------------------------------------------------------------------------
+    def _turn(self, region: Sorted, chunk: int, sums: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        made = self.made[chunk] if region is self.forward else {}
         slices: dict[fx.Node, fx.Node] = {}  # by what they are of
         copies: dict[fx.Node, fx.Node] = {}  # (the forward's own slices, of the same values, are among what is copied)
         for node in region.nodes:
-            record = _made(node).replace(turn=f"{self.name} {info(node).phase} {turn}")
+            record = _made(node).replace(chunk=f"{self.name} {info(node).phase} {chunk}")
 
             def now(operand: fx.Node, record: NodeInfo = record) -> fx.Node:
                 if operand in made:
                     return made[operand]
                 if operand in self.forward.nodes:
-                    return self._again(self.made[turn][operand], copies, str(record.turn))
+                    return self._again(self.made[chunk][operand], copies, str(record.chunk))
                 if operand not in slices and rows_of(self.axes, operand, self.axis):
-                    slices[operand] = self.slice(operand, turn, record)
+                    slices[operand] = self.slice(operand, chunk, record)
                 return slices.get(operand, operand)
 
             if node in region.shares:
-                sums[node] = self.total(node, turn, now, record, sums.get(node))
+                sums[node] = self.total(node, chunk, now, record, sums.get(node))
             else:
-                made[node] = self.one(node, turn, now, record)
+                made[node] = self.one(node, chunk, now, record)
         return made
 
-    def _again(self, node: fx.Node, copies: dict[fx.Node, fx.Node], turn: str) -> fx.Node:
-        """What the forward has made in a turn, made again in the backward's."""
-        if node.op != "call_function" or info(node).turn is None or made_once(node):
+    def _again(self, node: fx.Node, copies: dict[fx.Node, fx.Node], chunk: str) -> fx.Node:
+        """What the forward has made in a chunk, made again in the backward's."""
+        if node.op != "call_function" or info(node).chunk is None or made_once(node):
             return node
         if node not in copies:
             for used in node.all_input_nodes:
-                self._again(used, copies, turn)
+                self._again(used, copies, chunk)
             copies[node] = self.program.repeat(node, copies, "tile")
-            set_info(copies[node], info(copies[node]).replace(turn=turn))
+            set_info(copies[node], info(copies[node]).replace(chunk=chunk))
             self.copies += 1
         return copies[node]
 

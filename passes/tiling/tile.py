@@ -1,12 +1,12 @@
-"""Regions of the model run in turns, over slices of their rows: the logits of a long sequence, or what is inside of an MLP, is never whole.
+"""Regions of the model run in chunks, over slices of their rows: the logits of a long sequence, or what is inside of an MLP, is never whole.
 
 A region is a module, with its backward, or the classification loss with the product that gives its logits. Its rows (tokens) are an axis that
-all of its operators can be sliced along. Inside it nothing is kept for the backward but what comes in: the backward's turns compute the rest
+all of its operators can be sliced along. Inside it nothing is kept for the backward but what comes in: the backward's chunks compute the rest
 again. Nothing is rounded but the order of sums over rows. (TiledMLP and the tiled loss of Bekman et al. 2025, "Arctic Long Sequence Training";
 of the loss also Hsu et al. 2024, "Liger Kernel", and Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models".)
 
 *Contract.* As `zgraph.passes.tiling.chunks`: nothing outside of a region is changed. It comes before what decides about memory and transfers, but
-behind `recompute`, whose min-cut would save what turns are to compute again.
+behind `recompute`, whose min-cut would save what chunks are to compute again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zgraph.passes.analysis.losses import LOOK_UPS, normalised
 from zgraph.passes.analysis.slices import PRODUCTS, rows_of
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.sharding_rules import getitem_of, operands_of
-from zgraph.passes.tiling.chunks import Obstacle, Sorted, Turns, elements, sort
+from zgraph.passes.tiling.chunks import Chunks, Obstacle, Sorted, elements, sort
 from zgraph.program.aliases import is_random, is_view
 from zgraph.program.node import Phase, info, sequence
 from zgraph.program.program import Fact, InputRole, OutputRole, Program
@@ -40,14 +40,14 @@ _MEAN, _SUM = 1, 2  # torch's numbers for a loss's reduction
 
 @dataclass(frozen=True)
 class TileOptions:
-    """`tiles` are patterns of module paths, or "loss", each with a number of turns."""
+    """`tiles` are patterns of module paths, or "loss", each with a number of chunks."""
 
     tiles: tuple[tuple[str, int], ...] = ()
 
 
 @graph_pass(
     "tile",
-    "regions run in turns over slices of their rows",
+    "regions run in chunks over slices of their rows",
     options=TileOptions,
     requires=(Fact.CLEAN,),
     provides=(Fact.TILED,),
@@ -88,7 +88,7 @@ def _no_loss() -> PlanError:
 
 @dataclass(frozen=True)
 class _Region:
-    """A forward's nodes, which run in so many turns. `name` is what the plan calls it, `path` what turns are named by. What is in it may be
+    """A forward's nodes, which run in so many chunks. `name` is what the plan calls it, `path` what chunks are named by. What is in it may be
     whole if it has no more elements than `bound` (None: than what comes in and goes out), and sums of it made at once if it has no more
     than `small` (None: as many)."""
 
@@ -110,7 +110,7 @@ class _Tiler:
         self.trained = any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)
         roles = {p.role for p in (*program.inputs, *program.outputs)}
         self.whole = self.trained and roles.isdisjoint(_OF_STAGES)  # (a forward for its own sake may have no loss)
-        self.counts = {"regions": 0, "turns": 0, "recomputed": 0}
+        self.counts = {"regions": 0, "chunks": 0, "recomputed": 0}
         if LOSS in self.tiles:
             _sum_losses(program)
         self.axes = Axes(program)
@@ -214,7 +214,7 @@ class _Tiler:
         return [*dict.fromkeys(a for n in nodes for shape in self.axes.shapes(n) for dim in shape for a in dim)]
 
     def _tile(self, region: _Region, rows: list[Axis]) -> None:
-        """Rows that divide into equal turns come first, and of these the outermost. What weights have that the region reads is no axis of rows."""
+        """Rows that divide into equal chunks come first, and of these the outermost. What weights have that the region reads is no axis of rows."""
         if region.given is not None:
             raise region.error(
                 "the logits are an output of the model: they would have to be whole",
@@ -225,7 +225,7 @@ class _Tiler:
             region = replace(region, nodes={n: None for n in region.nodes if n not in self.done})
         if not region.nodes:
             raise region.error(
-                f"all of {region.path!r} runs in turns already",
+                f"all of {region.path!r} runs in chunks already",
                 "another key names what it is part of",
                 "let one key name it",
             )
@@ -240,21 +240,21 @@ class _Tiler:
             if found is None or isinstance(found, Obstacle):
                 continue
             self.done |= {n for half in found if half is not None for n in half.nodes}
-            self.counts["recomputed"] += Turns(self.program, self.axes, region.path, region.count, *found).build()
+            self.counts["recomputed"] += Chunks(self.program, self.axes, region.path, region.count, *found).build()
             self.counts["regions"] += 1
-            self.counts["turns"] += region.count
+            self.counts["chunks"] += region.count
             return
         if obstacles:
             raise self._refusal(region, obstacles[0].node)
         if not enough:
             most = max((self.axes.size(a) for a in rows if a not in columns), default=0)
             raise region.error(
-                f"{region.path!r} can't run in {region.count} turns",
+                f"{region.path!r} can't run in {region.count} chunks",
                 f"no dimension that comes into it has so many rows; the longest has {most}",
                 "a smaller number, or more rows",
             )
         raise region.error(
-            f"{region.path!r} would run in turns for nothing",
+            f"{region.path!r} would run in chunks for nothing",
             "what is inside of it is smaller than what comes in or goes out",
             "leave it out, or name the module around it",
         )
@@ -273,7 +273,7 @@ class _Tiler:
         return region.error(f"{region.path!r} can't be tiled", why, hint)
 
     def _sorted(self, region: _Region, axis: Axis) -> tuple[Sorted, Sorted | None] | Obstacle | None:
-        """The forward and the backward of a region, along an axis; None where nothing would run in turns."""
+        """The forward and the backward of a region, along an axis; None where nothing would run in chunks."""
         bound = self._bound(region.nodes, axis) if region.bound is None else region.bound
         small = bound if region.small is None else min(bound, region.small)
         forward = self._grown(region.nodes, axis, bound, small, Phase.FORWARD)
@@ -302,7 +302,7 @@ class _Tiler:
 
     def _grown(self, nodes: Collection[fx.Node], axis: Axis, bound: int, small: int, phase: Phase) -> Sorted | Obstacle:
         """A region with all of its phase that makes, or reads, what is larger than the bound."""
-        region = {n for n in nodes if info(n).turn is None}
+        region = {n for n in nodes if info(n).chunk is None}
         while True:
             found = sort(self.program, self.axes, region, axis, bound, small)
             if isinstance(found, Obstacle):
@@ -373,7 +373,7 @@ def _picks(program: Program, node: fx.Node) -> bool:
 
 
 def _sum_losses(program: Program) -> None:
-    """A mean over targets is written as their sum, divided behind it by their number: the sum can be computed in turns."""
+    """A mean over targets is written as their sum, divided behind it by their number: the sum can be computed in chunks."""
     for node in program.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
         results = {getitem_of(user): user for user in node.users}
         if node.args[3] != _MEAN or 0 not in results:

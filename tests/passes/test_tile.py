@@ -1,4 +1,4 @@
-"""Regions that run in turns compute what they compute as a whole, and nothing inside of them is ever whole.
+"""Regions that run in chunks compute what they compute as a whole, and nothing inside of them is ever whole.
 
 On virtual ranks, loss and every gradient: in float64 within 1e-12. Memory is forecast from the program, and counted as it runs.
 """
@@ -122,8 +122,8 @@ def program_of(model, inputs, **plan) -> Program:
     return program
 
 
-def turns_of(program: Program) -> set[str]:
-    return {info(n).turn for n in program.nodes if n.op == "call_function"} - {None}
+def chunks_of(program: Program) -> set[str]:
+    return {info(n).chunk for n in program.nodes if n.op == "call_function"} - {None}
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -139,11 +139,11 @@ HOW = [{"ignore_index": 3}, {"reduction": "sum"}, {"label_smoothing": 0.1}]
     quick=(0, 1, 2, 5, 6),
 )
 def test_a_loss_in_turns_is_the_loss(backend, shift, rows):
-    """Nine tokens are eight turns of one or two."""
+    """Nine tokens are eight chunks of one or two."""
     model = Net(shift=shift, bias=rows == 1).double()
     assert_same(model, batch(rows, 9), tiles={"loss": 8}, backend=backend)
-    turns = turns_of(program_of(model, batch(rows, 9), tiles={"loss": 8}, backend=backend))
-    assert turns == {f"loss {phase.value} {i}" for phase in (Phase.FORWARD, Phase.BACKWARD) for i in range(8)}
+    chunks = chunks_of(program_of(model, batch(rows, 9), tiles={"loss": 8}, backend=backend))
+    assert chunks == {f"loss {phase.value} {i}" for phase in (Phase.FORWARD, Phase.BACKWARD) for i in range(8)}
 
 
 @product("how, backend", HOW, ["eager", "inductor"], together=1)
@@ -156,7 +156,7 @@ def test_a_mean_over_the_targets_that_count_stays_one(backend, how):
 def test_an_mlp_in_turns_is_the_mlp(backend, kind, twice):
     model = Net(kind, twice=twice).double()
     assert_same(model, batch(), tiles={"mlps.*": 3}, backend=backend)
-    assert len(turns_of(program_of(model, batch(), tiles={"mlps.*": 3}, backend=backend))) == 12
+    assert len(chunks_of(program_of(model, batch(), tiles={"mlps.*": 3}, backend=backend))) == 12
 
 
 @sweep("stage", [0, 1, 2, 3], quick=(1, 3))
@@ -176,7 +176,7 @@ def test_turns_fit_a_memory_budget(backend):
 
 @sweep("plan", [{"mesh": {"tp": 2}}, {"mesh": {"tp": 2}, "sequence_parallel": True}, {"mesh": {"cp": 2}}], quick=1)
 def test_ranks_that_divide_a_model_take_turns_together(plan):
-    """A vocabulary, or a sequence, in parts: each turn has the collectives that the whole has."""
+    """A vocabulary, or a sequence, in parts: each chunk has the collectives that the whole has."""
     assert_same(*own("llama"), 2, tiles={"loss": 4}, **plan)
     assert_same(Net().double(), batch(), 2, tiles={"mlps.*": 4}, **plan)
 
@@ -281,7 +281,7 @@ for make, tiles in (here.Head, {"loss": 8}), (here.Wide, {"mlp": 8}):
 
 @sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
 def test_a_run_takes_as_little_memory_and_computes_the_same(backend):
-    """On Inductor, what is fused must not take two turns' values together."""
+    """On Inductor, what is fused must not take two chunks' values together."""
     code = textwrap.dedent(MEASURED).replace("BACKEND", backend)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=280, check=False
@@ -300,14 +300,14 @@ def test_a_run_takes_as_little_memory_and_computes_the_same(backend):
 def test_the_backward_computes_the_logits_of_a_turn_again():
     program = program_of(Net(), batch(), tiles={"loss": 4})
     again = [n for n in program.nodes if n.target is torch.ops.aten.mm.default and info(n).copy_of is not None]
-    assert [info(n).turn for n in again] == [f"loss backward {i}" for i in range(4)]
+    assert [info(n).chunk for n in again] == [f"loss backward {i}" for i in range(4)]
     assert all(info(n).made_by == "tile" for n in again)
 
 
 def test_one_turn_is_done_before_the_next_begins():
-    order = [info(n).turn for n in program_of(Net(), batch(), tiles={"loss": 4}).nodes if n.op == "call_function"]
-    order = [turn for turn in order if turn is not None]
-    changes = [turn for turn, before in zip(order, [None, *order], strict=False) if turn != before]
+    order = [info(n).chunk for n in program_of(Net(), batch(), tiles={"loss": 4}).nodes if n.op == "call_function"]
+    order = [chunk for chunk in order if chunk is not None]
+    changes = [chunk for chunk, before in zip(order, [None, *order], strict=False) if chunk != before]
     assert changes == [f"loss {phase} {i}" for phase in ("forward", "backward") for i in range(4)]
 
 

@@ -54,10 +54,10 @@ class NodeInfo:
     ahead: bool = False  # it runs before the forward: during the update before it, if there is one
     home: str | None = None  # the tier that the value is stored in, None for the device
     group: str | None = None  # an update's nodes with the same group are compiled as one
-    turn: str | None = (
+    chunk: str | None = (
         None  # the slice of rows that it computes; nodes of one slice are done before those of the next begin
     )
-    transfer: str | None = None  # the transfer of a parameter that it is part of (`zgraph.program.transfers`)
+    transfer: str | None = None  # the transfer that it is part of (`zgraph.program.transfers`)
 
     def replace(self, **changes: Any) -> NodeInfo:
         """This record with some fields changed."""

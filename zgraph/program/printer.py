@@ -206,8 +206,8 @@ def _comment(node: fx.Node) -> str:
         parts.append(f"in {record.bucket}")
     if record.group:
         parts.append(record.group)
-    if record.turn:
-        parts.append(f"turn of {record.turn}")
+    if record.chunk:
+        parts.append(f"chunk of {record.chunk}")
     if record.ahead:
         parts.append("ahead of the forward")
     if record.home:

@@ -16,7 +16,7 @@ from torch import fx
 
 from zgraph.names import around
 from zgraph.program import collective_values
-from zgraph.program.node import NodeInfo, Phase, info, set_info, value
+from zgraph.program.node import NodeInfo, Phase, Role, has_info, info, set_info, value
 from zgraph.program.remark import Remark
 from zgraph.torch_compat import fx_graphs
 
@@ -361,6 +361,11 @@ class Program:
         copied = self.graph.node_copy(node, lambda n: copies.get(n, n))
         copied.meta = dict(node.meta)
         record = info(node).replace(phase=Phase.BACKWARD, copy_of=node.name, made_by=made_by, transfer=None)
+        operand = copied.all_input_nodes[0] if record.role is Role.WAIT else None
+        if record.role is Role.EXCHANGE:
+            record = record.replace(transfer=copied.name)
+        elif operand is not None and has_info(operand) and info(operand).role is Role.EXCHANGE:
+            record = record.replace(transfer=info(operand).transfer)
         set_info(copied, record)
         return copied
 

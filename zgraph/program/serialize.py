@@ -334,6 +334,8 @@ class _Loader:
                 node.meta["val"] = self.decode(row["val"])
             if "info" in row:
                 record = self.fields(row["info"])
+                if "turn" in record:  # what `chunk` was called
+                    record["chunk"] = record.pop("turn")
                 set_info(
                     node,
                     NodeInfo(

@@ -1,5 +1,5 @@
 """Which nodes are one transfer: a collective that gathers a parameter or reduces a gradient, its wait, the layout nodes around both, and the
-release of what it gathers.
+release of what it gathers; or a collective over parts of a value that ranks compute together, and its wait.
 
 The pass that inserts them gives all of them the same `NodeInfo.transfer`, the name of the collective's start.
 """
@@ -31,9 +31,18 @@ def mark_transfers(made: Sequence[fx.Node]) -> None:
             set_info(node, info(node).replace(transfer=starts[min(ahead, len(starts) - 1)].name))
 
 
+def mark_exchange(node: fx.Node) -> None:
+    """Give an exchange's start, or its wait, the transfer that it belongs to. Other nodes stay as they are."""
+    if collectives.is_start(node) and info(node).role is Role.EXCHANGE:
+        set_info(node, info(node).replace(transfer=node.name))
+    elif collectives.is_wait(node) and info(start := collectives.start_of(node)).role is Role.EXCHANGE:
+        set_info(node, info(node).replace(transfer=start.name))
+
+
 def mark_by_graph(program: Program) -> None:
     """Mark all transfers of a program by the nodes around each start: one that was written before records had `transfer`."""
     for start in program.graph.nodes:
+        mark_exchange(start)
         if collectives.is_start(start) and info(start).role in (Role.GATHER, Role.REDUCE):
             for node in _around(start):
                 set_info(node, info(node).replace(transfer=start.name))
