@@ -25,6 +25,8 @@ from zgraph.errors import CaptureError
 EAGER = zgraph.Plan(backend="eager")
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]
 X = torch.ones(2, 4)
+# Dynamo of torch 2.11 refuses some of what later ones trace: such a model is refused, with the user's line.
+OLD_DYNAMO = torch.torch_version.TorchVersion(torch.__version__) < (2, 12)
 
 
 def linear() -> nn.Linear:
@@ -151,6 +153,10 @@ ARGUMENTS = {
 def test_an_argument_of_any_kind_is_read_at_every_call(kind):
     make, rule = ARGUMENTS[kind]
     mine, plain = zgraph.compile(Net(rule), EAGER), Net(rule)
+    if kind == "fraction" and OLD_DYNAMO:
+        with pytest.raises(CaptureError, match="can't be captured"):
+            mine(X, make(2))
+        return
     for k in (2, 3, 2):
         assert torch.equal(mine(X, make(k)), plain(X, make(k)))
 
@@ -671,6 +677,10 @@ EFFECTS = {
 @pytest.mark.parametrize("kind", list(EFFECTS))
 def test_what_a_forward_changes_is_changed_at_every_call(kind):
     make, programs = EFFECTS[kind]
+    if kind == "a counter of a class" and OLD_DYNAMO:
+        with pytest.raises(CaptureError, match="can't be captured"):
+            same(make, programs)
+        return
     same(make, programs)
 
 

@@ -265,6 +265,7 @@ def capture_flat(
         own_memory(),
         _compiling_state_context(),
         dynamo_config.patch(
+            skip_guards_on_constant_func_defaults=False,  # (torch 2.11 keeps no guard on them unless it is told to)
             ignore_logging_functions=_log_methods(),
             automatic_dynamic_shapes=False,
             assume_static_by_default=True,

@@ -108,6 +108,8 @@ class Guards:
         self._appended = {id(x) for x in effects.appended}
         self._numbers: dict[str, Any] = {}  # those that were taken for constants, by their names in guards
         self._objects: list[Any] = []  # what is guarded
+        # Tensors that were no fake ones, by their names in guards: whether each asks for a gradient, which torch 2.11 does not compare.
+        self._trained: dict[str, tuple[types.CodeType, bool]] = {}
         self._held: list[Any] = []  # what is known by where it lies in memory, so that it stays there
         captured = output.graph_capture_output
         self._manager = captured.build_guards(code, hooks=Hooks(guard_filter_fn=self._wanted))
@@ -127,12 +129,22 @@ class Guards:
             return Failing(changed, None, lasts=True)
         guards = self._manager.guard_manager
         if guards.check(scope):
-            return None
+            return self._other_gradient(scope)
         found = guards.check_verbose(scope)
         parts = [str(p).split("#")[0].strip() for p in found.verbose_code_parts] or ["a global mode of torch"]
         stack = getattr(found, "user_stack", None)
         where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else None
         return Failing(self._scope.readable(parts[0]), where, self._scope.lasts(parts[0], scope))
+
+    def _other_gradient(self, scope: dict[str, Any]) -> Failing | None:
+        """A tensor of which a gradient was not asked for at the capture and is now, or the other way round."""
+        names = {"L": scope, "G": self._globals}
+        for name, (read, before) in self._trained.items():
+            with contextlib.suppress(Exception):  # (what can't be read by its name alone)
+                if eval(read, names).requires_grad != before:
+                    what = f"{self._scope.readable(name)}.requires_grad is {before}"
+                    return Failing(what, None, self._scope.lasts(name, scope))
+        return None
 
     def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """The names of the numbers that are others now."""
@@ -148,6 +160,11 @@ class Guards:
     def _wanted(self, entries: Sequence[Any]) -> Sequence[bool]:
         for e in entries:  # guards are built twice; a property that makes its value anew gave another the first time
             e.orig_guard.obj_weakref = e.orig_guard.guarded_class_weakref = None
+            real = e.guard_type == "TENSOR_MATCH" and not isinstance(e.value, FakeTensor)
+            if real and REPLACED not in vars(e.value):
+                name = e.orig_guard.name
+                with contextlib.suppress(SyntaxError):
+                    self._trained[name] = compile(name, name, "eval"), e.value.requires_grad
             if isinstance(e.value, torch.Tensor) or not e.has_value:
                 continue
             self._objects.append(e.value)
