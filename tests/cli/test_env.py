@@ -93,7 +93,7 @@ def test_a_package_that_is_missing_is_told_with_what_it_costs(monkeypatch, name)
 
 @pytest.mark.parametrize(
     ("version", "fine"),
-    [("2.10.1", False), ("2.11.0+cpu", True), ("2.13.0", True), ("2.14.0.dev20260101", False), ("3.0", False)],
+    [("2.10.1", False), ("2.11.0+cpu", True), ("2.14.1", True), ("2.15.0.dev20260101", False), ("3.0", False)],
 )
 def test_a_torch_outside_of_the_range_is_told(monkeypatch, version, fine):
     real = importlib.metadata.version

@@ -26,7 +26,7 @@ from zgraph._version import __version__
 from zgraph.ranks.host import host_free, text_of
 
 PACKAGES = ("torch", "triton", "pydantic", "typer", "rich", "transformers", "numpy")
-SUPPORTED = (2, 11), (2, 14)  # torch, as pyproject.toml has it: from, and before
+SUPPORTED = (2, 11), (2, 15)  # torch, as pyproject.toml has it: from, and before
 PREFIXES = ("ZGRAPH_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "NCCL_", "CUDA_", "OMP_")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY", re.IGNORECASE)
 _NO_DISKS = {"proc", "sysfs", "tmpfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "mqueue", "squashfs", "securityfs"}
@@ -254,7 +254,7 @@ def _missing(found: dict[str, dict[str, Any]]) -> list[Missing]:
 
     broken = devices.get("error")
     if versions.get("torch") is None:
-        lacks("torch", "nothing can be compiled or run", "pip install 'torch>=2.11,<2.14'")
+        lacks("torch", "nothing can be compiled or run", "pip install 'torch>=2.11,<2.15'")
     elif broken is not None:
         lacks("a torch that can be imported", f"nothing can be compiled or run ({broken})", "install torch again")
     elif not _supported(str(versions["torch"])):

@@ -17,23 +17,15 @@ from torch._dynamo.utils import ExactWeakKeyDictionary
 # (owner, attribute, what it is in a process that has traced nothing). A capture calls dynamo's tracer itself: it neither looks up
 # compiled code nor adds any, and no limit of recompilations counts it. Besides that cache, these are what one trace leaves to the next.
 _MEMORY: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
-    (
-        pgo,
-        "_CODE_STATE",
-        lambda: defaultdict(pgo.CodeState),
-    ),  # by code object: which sizes and numbers have changed between calls
-    (pgo, "_INIT_CODE_STATE", lambda: None),  # (the same, as it was read from a file)
-    (
-        TensorifyState,
-        "force_specializations",
-        set,
-    ),  # by symbol ("zf0"), for every model: which floats have to be constants
-    (code_context, "code_context", ExactWeakKeyDictionary),  # by code object: the graph module whose forward it is
-    (
-        GenerationTracker,
-        "dynamic_classes",
-        ExactWeakKeyDictionary,
-    ),  # classes whose modules were changed while they were traced
+    # By code object: which sizes and numbers have changed between calls; and the same, as it was read from a file.
+    (pgo, "_CODE_STATE", lambda: defaultdict(pgo.CodeState)),
+    (pgo, "_INIT_CODE_STATE", lambda: None),
+    # By symbol ("zf0"), for every model: which floats have to be constants.
+    (TensorifyState, "force_specializations", set),
+    # By code object: the graph module whose forward it is.
+    (code_context, "code_context", ExactWeakKeyDictionary),
+    # Classes whose modules were changed while they were traced.
+    (GenerationTracker, "dynamic_classes", ExactWeakKeyDictionary),
 )
 
 
