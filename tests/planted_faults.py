@@ -177,7 +177,7 @@ FAULTS: tuple[Fault, ...] = (
         "guards-dropped",
         "Python",
         "nothing that forward reads is looked at again",
-        "        if guards.check(scope):\n            return None",
+        "        if guards.check(scope):\n            return self._other_gradient(scope)",
         "        if guards.check(scope) or scope:\n            return None",
         ("tests/capture/test_python_state.py::test_what_a_forward_reads_of_its_surroundings_is_never_stale",),
     ),
