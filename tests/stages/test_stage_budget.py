@@ -123,6 +123,17 @@ def test_gathered_weights_and_gradients_that_wait_count(zero):
         assert max(rank.peak for rank in at(budget).ranks) <= budget
 
 
+def test_more_that_is_computed_again_is_taken_only_where_it_fits():
+    """(Of this model it holds more at once: what it is computed from.)"""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        case = models.Case(Deep(4), (torch.randn(64, 16),))
+    plan = plan_of(mesh={"pp": 2, "dp": 2}, zero=3, memory_budget=1)
+    least = refusals.smallest(lambda: forecast(case, plan))
+    found = forecast(case, plan.model_copy(update={"memory_budget": least}))
+    assert max(rank.peak for rank in found.ranks) <= least
+
+
 def test_what_is_offloaded_makes_room_in_each_stage():
     away = {"activations": "cpu", "optimizer": "cpu", "parameters": "none", "least_bytes": 0}
     here, _ = ends("deep", "1f1b")
