@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch import fx
 from zgraph.codegen.executable import Executable, lowered
 from zgraph.codegen.profiled import run_profiled
 from zgraph.program.aliases import mutates
-from zgraph.program.layout import Strides, laid_out, lies_as, promised
-from zgraph.program.program import Program
+from zgraph.program.layout import Strides, laid_out, lies_as, promised, promised_at
+from zgraph.program.program import InputRole, Program
 from zgraph.torch_compat import fx_graphs
 
 _KEEP = "zgraph_as_promised"
@@ -31,7 +32,7 @@ def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
     ready = lowered(program, groups)
     fx_graphs.boxed(ready.graph)
     ready.module.recompile()
-    code = Code(program.name, ready.module)
+    code = SizedCode(program, ready.module) if program.sizes else Code(program.name, ready.module)
     return Executable(program, code, code.source, calls=_calls(code.source, program), rebuild=code.rebuild)
 
 
@@ -57,7 +58,7 @@ class Code:
 
     def rebuild(self, changed: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
         """The callable of this code, changed, with some names in its scope."""
-        return self._build(changed, self._strides if self._others is None else self._others, names)
+        return self._build(changed, self._every if self._others is None else self._others, names)
 
     def observed_by(self, seen: Callable[[str, Any], None]) -> Callable[[list[Any]], Sequence[Any]]:
         """The callable of this code that shows each value, by its node's name, as soon as it is there and as it is read."""
@@ -67,7 +68,7 @@ class Code:
             seen(name, kept)
             return kept
 
-        return self._build(self.source, self._strides, {_KEEP: show})
+        return self._build(self.source, self._every, {_KEEP: show})
 
     def _first(self, values: list[Any]) -> Sequence[Any]:
         others: dict[str, None] = {}
@@ -87,6 +88,11 @@ class Code:
         strides = self._strides.get(name)
         return value if strides is None else laid_out(value, strides)
 
+    @property
+    def _every(self) -> Collection[str]:
+        """The nodes whose results have promised strides."""
+        return self._strides
+
     def _build(
         self, source: str, watched: Collection[str], names: dict[str, Any]
     ) -> Callable[[list[Any]], Sequence[Any]]:
@@ -100,6 +106,71 @@ class Code:
         scope = {**self.module.forward.__func__.__globals__, _KEEP: self._as_promised, **names}  # type: ignore[attr-defined]
         exec(compile("\n".join(lines), f"<{self.name}>", "exec"), scope)
         return functools.partial(scope["forward"], self.module)
+
+
+MOST_POINTS = 4096  # sizes that are remembered as seen
+
+
+class SizedCode(Code):
+    """The code of a program with symbolic sizes: what is promised depends on a call's. Each result is looked at in the first run at each
+    sizes."""
+
+    def __init__(self, program: Program, module: fx.GraphModule) -> None:
+        super().__init__(program.name, module)
+        at = {p.name: i for i, p in enumerate(program.inputs) if p.role is InputRole.SIZE}
+        names = tuple(s.name for s in program.sizes.symbols)
+        self._at = [at[n] for n in names]
+        nodes = [n for n in module.graph.nodes if n.op == "call_function" and not mutates(n)]
+        self._formulas = {n.name: f for n in nodes if (f := promised_at(n, names)) is not None}
+        self._others = {}
+        self._points: set[tuple[int, ...]] = set()
+        self._now = threading.local()  # (the sizes of the call that a thread is in)
+        self._found: dict[str, None] = {}
+        self._looking = self._build(self.source, self._every, {_KEEP: self._look})
+        self._forward = self._build(self.source, (), {})
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
+        point = tuple(values[at] for at in self._at)
+        if point in self._points or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            self._now.point = point
+            return super().__call__(values)
+        results = self._looking(values)
+        if len(self._points) >= MOST_POINTS:
+            self._points.clear()
+        self._points.add(point)
+        if self._found.keys() - (self._others or {}).keys():
+            self._others = dict(self._found)
+            self._forward = self._build(self.source, self._others, {})
+        return results
+
+    @property
+    def _every(self) -> Collection[str]:
+        return [*self._strides, *self._formulas]
+
+    def _promised(self, name: str) -> Strides | None:
+        made = self._formulas.get(name)
+        return made(*self._now.point) if made is not None else self._strides.get(name)
+
+    def _as_promised(self, name: str, value: Any) -> Any:
+        strides = self._promised(name)
+        return value if strides is None else laid_out(value, strides)
+
+    def _look(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        strides = self._promised(name)
+        if strides is not None and not lies_as(value, strides):
+            self._found[name] = None
+        return self._as_promised(name, value)
+
+    def _build(
+        self, source: str, watched: Collection[str], names: dict[str, Any]
+    ) -> Callable[[list[Any]], Sequence[Any]]:
+        function = super()._build(source, watched, names)
+
+        def at_point(values: list[Any]) -> Sequence[Any]:
+            self._now.point = tuple(values[at] for at in self._at)
+            return function(values)
+
+        return at_point
 
 
 def _calls(source: str, program: Program) -> tuple[tuple[int, int], ...]:

@@ -15,7 +15,7 @@ from zgraph.codegen.lower_collectives import fit
 from zgraph.errors import AssertionError
 from zgraph.program import collectives, ops, transfers_to_host
 from zgraph.program.aliases import mutates, root_of
-from zgraph.program.layout import Strides, laid_out, promised
+from zgraph.program.layout import Strides, laid_out, promised, promised_at
 from zgraph.program.node import info, place_of
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.ranks import progress
@@ -99,6 +99,32 @@ class Executable:
             and (strides := promised(node)) is not None
         )
 
+    @functools.cached_property
+    def sized(self) -> tuple[int, ...]:
+        """Positions of the inputs that are sizes, in the program's order of these."""
+        at = {p.name: i for i, p in enumerate(self.program.inputs) if p.role is InputRole.SIZE}
+        return tuple(at[s.name] for s in self.program.sizes.symbols)
+
+    @functools.cached_property
+    def _sized_from_outside(self) -> tuple[tuple[int, Callable[..., Strides]], ...]:
+        """As `_from_outside`, of the inputs whose strides depend on the call's sizes."""
+        names = tuple(s.name for s in self.program.sizes.symbols)
+        items = enumerate(self.program.input_items())
+        return tuple(
+            (at, strides)
+            for at, (port, node) in items
+            if port.role in _OTHERS_DECIDE
+            and not any(mutates(u) for u in node.users)
+            and (strides := promised_at(node, names)) is not None
+        )
+
+    def _lay_out_sized(self, values: list[Any]) -> None:
+        point = [values[at] for at in self.sized]
+        for at, strides in self._sized_from_outside:
+            wanted = strides(*point)
+            if values[at].stride() != wanted:
+                values[at] = laid_out(values[at], wanted)
+
     def running_node(self, stack: Sequence[Line]) -> fx.Node | None:
         """The program's node whose line of the generated code a thread with this stack is in; None if it can't be told."""
         lines = self.source.splitlines()
@@ -117,6 +143,8 @@ class Executable:
         for at, strides in self._from_outside:
             if values[at].stride() != strides:
                 values[at] = laid_out(values[at], strides)
+        if self.program.sizes:
+            self._lay_out_sized(values)
         told = progress.enter(self)
         try:
             with (

@@ -8,8 +8,10 @@ for.
 from __future__ import annotations
 
 import functools
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +24,10 @@ from zgraph.program import collectives, transfers_to_host
 from zgraph.program.layout import laid_out
 from zgraph.program.node import has_info, info
 from zgraph.program.program import InputRole, OutputRole, Program
-from zgraph.torch_compat import inductor_code
+from zgraph.program.sizes import guards_of, remade
+from zgraph.torch_compat import inductor_code, lock, symbols
+
+logger = logging.getLogger(__name__)
 
 # Inputs that whoever runs a program holds no longer than it does.
 _LET_GO = (InputRole.SAVED, InputRole.IN_FLIGHT, InputRole.RECEIVED, InputRole.RETURNED)
@@ -45,14 +50,73 @@ def compile_inductor(
     `LoweringError` with the operator and the user's line if Inductor can't lower it, or if the generated code
     communicates in another order than the program: nothing falls back.
     """
-    ready = lowered(program, groups)
+    how = _How(groups, is_backward, fix_saved, combine, round_each)
+    made = _compiled(program, how)
+    if not program.sizes:
+        return made.executable
+    names = tuple(s.name for s in program.sizes.symbols)
+    executable = made.executable
+    executable.function = SizedFunction(program, how, executable.sized, names, [(made.fits, executable.function)])
+    return executable
+
+
+@dataclass(frozen=True)
+class _How:
+    """How a program is compiled: see `compile_inductor`."""
+
+    groups: dict[str, str]
+    is_backward: bool
+    fix_saved: bool
+    combine: bool
+    round_each: bool
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    executable: Executable
+    fits: Callable[..., bool]  # at which sizes its kernels are right
+
+
+class SizedFunction:
+    """The function of a program with symbolic sizes. Inductor decides by the sizes that it is given, and notes what it asked of them; at sizes
+    for which the answers are others the same program is compiled once more, on this rank alone: what ranks do together is the program's."""
+
+    def __init__(
+        self,
+        program: Program,
+        how: _How,
+        at: tuple[int, ...],
+        names: tuple[str, ...],
+        made: list[tuple[Callable[..., bool], Callable[[list[Any]], Sequence[Any]]]],
+    ) -> None:
+        self.program, self.how, self.at, self.names, self.made = program, how, at, names, made
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
+        point = [values[at] for at in self.at]
+        for fits, function in self.made:
+            if fits(*point):
+                return function(values)
+        sizes = dict(zip(self.names, point, strict=True))
+        logger.info("%s: compiled once more, for sizes like %s", self.program.name, sizes)
+        with lock.ONE_AT_A_TIME:
+            found = _compiled(self.program, self.how, sizes)
+        self.made.append((found.fits, found.executable.function))
+        return found.executable.function(values)
+
+
+def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = None) -> _Compiled:
+    """Compile a program; one with symbolic sizes for those like at a point."""
+    groups = how.groups
+    decided = remade(program, point) if program.sizes else program
+    known = symbols.known(decided.fake_mode.shape_env) if program.sizes else 0
+    ready = lowered(decided, groups)
     inductor_code.name_origins(ready.graph)
     inductor_code.name_held([n for p, n in ready.input_items() if p.role not in _LET_GO])
     inputs = [node.meta["val"] for node in ready.placeholders()]
     fixed = [
         i
         for i, (port, node) in enumerate(program.output_items())
-        if fix_saved or port.role is not OutputRole.SAVED or _in_flight(node)
+        if how.fix_saved or program.sizes or port.role is not OutputRole.SAVED or _in_flight(node)
     ]
     ready.output_node().meta["user_visible_output_idxs"] = fixed
     ready.module.__dict__["fixed_outputs"] = tuple(
@@ -63,9 +127,9 @@ def compile_inductor(
             ready.module,
             inputs,
             ready.fake_mode,
-            is_backward,
-            combine,
-            round_each,
+            how.is_backward,
+            how.combine,
+            how.round_each,
             library=library,
             reuse=not any(transfers_to_host.is_move(n) for n in program.graph.nodes),
             chunks=tuple(
@@ -77,7 +141,7 @@ def compile_inductor(
     _check_order(source, program, ready)
     at = {node: i for i, node in enumerate(program.graph.nodes)}
     rebuild = functools.partial(_rebuild, function)
-    return Executable(
+    made = Executable(
         program,
         rebuild(source, {}) if _FALLBACK_RESULT.search(source) else function,
         source,
@@ -87,11 +151,22 @@ def compile_inductor(
         tuple((line, at[node]) for line, node in launch_lines(source, program)),
         rebuild,
     )
+    return _Compiled(made, _fits(decided, known))
+
+
+def _fits(program: Program, known: int) -> Callable[..., bool]:
+    """At which of a program's sizes what Inductor has asked of them since has the answers that it got."""
+    if not program.sizes:
+        return lambda: True
+    conditions = [g.condition for g in guards_of(program.fake_mode.shape_env)[known:]]
+    names = tuple(s.name for s in program.sizes.symbols)
+    return symbols.evaluator(" and ".join(f"({c})" for c in conditions) or "True", names)
 
 
 _AS_PROMISED = "zgraph_as_promised"
 _FALLBACK_RESULT = re.compile(
-    r"^(?P<indent> +)assert_size_stride\((?P<name>\w+), (?P<size>\([^()]*\)), (?P<strides>\([^()]*\)), "
+    r"^(?P<indent> +)assert_size_stride\((?P<name>\w+), (?P<size>\((?:[^()]|\([^()]*\))*\)), "
+    r"(?P<strides>\((?:[^()]|\([^()]*\))*\)), "
     r"'(?P<of>torch\.ops\.(?!_c10d_functional|zgraph)[\w.]+)'\)",
     re.M,
 )

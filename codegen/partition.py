@@ -27,6 +27,7 @@ from zgraph.program import collectives, ops
 from zgraph.program.aliases import is_view
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program, of_backward
+from zgraph.program.sizes import is_symbolic
 from zgraph.torch_compat import fx_graphs
 
 _BACKWARD_ONLY = (InputRole.TANGENT, InputRole.ACCUMULATOR, InputRole.SCALE, InputRole.RETURNED)
@@ -74,8 +75,8 @@ def split(program: Program, *, apart: bool = False) -> Parts:
         return Parts(forward, None, ahead)
     taken: list[tuple[Port, fx.Node]] = [(Port(InputRole.SAVED, n.name), n) for n in saved]
     taken += [(Port(InputRole.UNSHARDED, kept[n].name), n) for n in crossing if n in kept]
-    taken += [(ports[n], n) for n in crossing if n.op == "placeholder"]
-    taken += [(p, n) for n, p in ports.items() if p.role in _BACKWARD_ONLY]
+    taken += [(ports[n], n) for n in crossing if n.op == "placeholder" and ports[n].role is not InputRole.SIZE]
+    taken += [(p, n) for n, p in ports.items() if p.role in _BACKWARD_ONLY or p.role is InputRole.SIZE]
     if apart:
         first, second = _apart(joint, taken, gradients)
         return Parts(forward, first, ahead, second)
@@ -135,11 +136,12 @@ def _cut_ahead(joint: Program) -> tuple[Program, ...]:
 
 def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node]) -> list[fx.Node]:
     """The forward's nodes that the backward reads, in graph order. (A release reads nothing: the buffer of a weight that is
-    held goes with the view that the backward takes, and would outlive it as an input of its own.)"""
+    held goes with the view that the backward takes, and would outlive it as an input of its own. Arithmetic on sizes is done again.)"""
     found: dict[fx.Node, None] = {}
     readers = [n for n in backward if n.target is not ops.RELEASE]
     for node in [*(u for n in readers for u in n.all_input_nodes), *gradients]:
-        if info(node).phase is Phase.FORWARD and node.op != "get_attr":
+        of_sizes = is_symbolic(node.meta.get("val"))
+        if info(node).phase is Phase.FORWARD and node.op != "get_attr" and not of_sizes:
             found[node] = None
     for start in [n for n in found if collectives.is_start(n)]:  # its operand must live until it is waited for
         operand = start.all_input_nodes[0]
@@ -234,6 +236,7 @@ def _extract(
         fake_mode=joint.fake_mode,
         level=Level.EXECUTABLE,
         facts=set(joint.facts),
+        sizes=joint.sizes,
     )
     part.recompile()
     return part

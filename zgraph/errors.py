@@ -32,6 +32,7 @@ __all__ = [
     "RankMismatchError",
     "RolledBackError",
     "SignatureError",
+    "SizeError",
     "StepError",
     "SymbolicError",
     "TargetError",
@@ -77,6 +78,10 @@ class MeshError(PlanError):
 
 class CaptureError(ZgraphError):
     """A model that can't be captured as one whole graph; `where` is the user's source line."""
+
+
+class SizeError(CaptureError):
+    """A size that is to differ from call to call can't: the model makes a number of it, or more than arithmetic."""
 
 
 class ModelError(ZgraphError):

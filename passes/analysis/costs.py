@@ -28,6 +28,7 @@ from zgraph.program.aliases import aliased_input, root_of
 from zgraph.program.groups import dim_of
 from zgraph.program.node import info, tensors, value
 from zgraph.program.program import Program
+from zgraph.program.sizes import typical
 from zgraph.record import Record
 
 Rate = Annotated[float, Field(gt=0)]
@@ -228,8 +229,8 @@ def rounds(link: Link, kind: str) -> float:
 
 
 def size_of(node: fx.Node) -> int:
-    """Bytes of a node's own tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors(node))
+    """Bytes of a node's own tensors, at the typical sizes of its program."""
+    return sum(typical(t.numel()) * t.element_size() for t in tensors(node))
 
 
 def own_bytes(node: fx.Node) -> int:
@@ -261,7 +262,7 @@ def flops_of(node: fx.Node) -> int:
         return 0
     args: Any = fx.node.map_arg(node.args, value)
     kwargs: Any = fx.node.map_arg(node.kwargs, value)
-    return int(formula(*args, **kwargs, out_val=value(node)))
+    return typical(formula(*args, **kwargs, out_val=value(node)))
 
 
 def signature(node: fx.Node) -> str:
@@ -272,7 +273,10 @@ def signature(node: fx.Node) -> str:
             return leaf.type  # (of which rank it is does not matter)
         if not isinstance(leaf, fx.Node):
             return leaf
-        return "; ".join(f"{t.dtype}{list(t.shape)}{list(t.stride())}" for t in tensors(leaf))
+        if isinstance(value(leaf), torch.SymInt):
+            return typical(value(leaf))
+        types = ((t.dtype, list(map(typical, t.shape)), list(map(typical, t.stride()))) for t in tensors(leaf))
+        return "; ".join(f"{dtype}{shape}{stride}" for dtype, shape, stride in types)
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), shown)
     return f"{node.target} {args!r} {kwargs!r}"

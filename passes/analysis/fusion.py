@@ -16,6 +16,7 @@ from torch import fx
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import aliased_input
 from zgraph.program.node import info
+from zgraph.program.sizes import typical
 
 OPERATIONS, READS = 30, 4  # Inductor's thresholds, of a value with several readers
 HEAVY = {"exp", "sigmoid"}
@@ -82,7 +83,7 @@ def positions(nodes: Sequence[fx.Node], on: dict[fx.Node, tuple[fx.Node, ...]], 
 
 def _elements(node: fx.Node) -> int:
     val = node.meta.get("val")
-    return val.numel() if isinstance(val, torch.Tensor) else -1
+    return typical(val.numel()) if isinstance(val, torch.Tensor) else -1
 
 
 def readers(node: fx.Node) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from zgraph.passes.verifier.faults import Faults, fault
 from zgraph.program import ops
 from zgraph.program.node import Phase, info, value
 from zgraph.program.program import Fact, InputRole, Level, OutputRole, ParamSpec, Port, Program
+from zgraph.program.sizes import static
 
 Type = tuple[tuple[int, ...], torch.dtype]
 """A shape and a dtype."""
@@ -146,6 +147,6 @@ def _same_type(program: Program, node: fx.Node, needed: Type | None) -> Faults:
     (shape, dtype), val = needed, value(node)
     if not isinstance(val, torch.Tensor):
         yield fault(program, node, f"node {node.name!r} is no tensor", f"it is {type(val).__name__}")
-    elif tuple(val.shape) != tuple(shape) or val.dtype != dtype:
+    elif tuple(map(static, val.shape)) != tuple(shape) or val.dtype != dtype:
         why = f"it is {val.dtype}{list(val.shape)}; its role needs {dtype}{list(shape)}"
         yield fault(program, node, f"node {node.name!r} has the wrong type", why)

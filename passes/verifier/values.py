@@ -11,6 +11,7 @@ from torch import fx
 from zgraph.passes.verifier.faults import Faults, fault
 from zgraph.program.node import value
 from zgraph.program.program import Program
+from zgraph.program.sizes import static
 
 
 class ValueCache:
@@ -79,8 +80,9 @@ class _Types:
 def type_of(val: Any) -> Any:
     if isinstance(val, torch.Tensor):
         # The stride of a dimension of size 1 means nothing, and operators disagree about it.
-        strides = tuple(s if n != 1 else 0 for s, n in zip(val.stride(), val.shape, strict=True)) if val.numel() else ()
-        return (val.dtype, tuple(val.shape), strides, str(val.device))
+        sizes, strides = tuple(map(static, val.shape)), tuple(map(static, val.stride()))
+        strides = tuple(s if n != 1 else 0 for s, n in zip(strides, sizes, strict=True)) if 0 not in sizes else ()
+        return (val.dtype, sizes, strides, str(val.device))
     if isinstance(val, (tuple, list)):
         return tuple(type_of(v) for v in val)
-    return type(val).__name__
+    return static(val) if isinstance(val, torch.SymInt) else type(val).__name__

@@ -32,6 +32,15 @@ from zgraph.capture.dynamic_sizes import fold_dynamic_sizes, fold_effects, pad_o
 from zgraph.capture.fakes import Fakes
 from zgraph.capture.former_memory import Former, FormerMemory, former_memory, insert, moved, seen_as
 from zgraph.capture.inputs import refuse_state
+from zgraph.capture.open_sizes import (
+    OpenSizes,
+    TracedSize,
+    canonical,
+    refuse_numbers,
+    refuse_unknown,
+    traced_sizes,
+    with_own_sizes,
+)
 from zgraph.capture.storages import PlainStorages, written_twice
 from zgraph.capture.targets import Ignores, ignored_in
 from zgraph.errors import CaptureError, SignatureError, UnsupportedError
@@ -78,6 +87,8 @@ class Trace:
     former: dict[int, Former] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     seconds: float = 0.0  # that the capture took
+    sizes: tuple[TracedSize, ...] = ()  # those that are symbols, and what is known of them
+    open_sizes: OpenSizes | None = None
 
     @property
     def pattern(self) -> frozenset[int]:
@@ -210,25 +221,27 @@ def trace(
     mesh: dict[str, int],
     device: torch.device,
     precision: Precision | None = None,
+    open_sizes: OpenSizes | None = None,
 ) -> Trace:
     """Capture `forward` (the class's own, unbound) of `module` for inputs of this signature.
 
     `params` gives the whole shapes of the parameters by name, `device` is where the program will run. With mixed
-    `precision` the forward sees inputs of the compute dtype; casts of inputs and outputs are part of the graph. Raises
-    `CaptureError` with the user's file and line if the model can't be captured whole.
+    `precision` the forward sees inputs of the compute dtype; casts of inputs and outputs are part of the graph. Sizes that are `open_sizes` become
+    symbols. Raises `CaptureError` with the user's file and line if the model can't be captured whole, `SizeError` for a size that can't be open.
     """
     start = time.perf_counter()
     refuse_state(module)
     precision = precision or Precision()
-    fakes = Fakes(params, device, precision.dtype("compute") if precision.cast_inputs else None)
+    fakes = Fakes(params, device, precision.dtype("compute") if precision.cast_inputs else None, open_sizes)
     memory = former_memory(module)
     with lock.ONE_AT_A_TIME, fakes.in_place_of_state(module), memory.readable(), _same_draws():
         fake_args, fake_kwargs = fakes.inputs((args, kwargs))
-        flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fakes.mode)
+        flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fakes)
         name_asserts(flat.graph_module)
         flat.crops = pad_outputs(flat.graph_module)
         given = flat.flatten(module, fake_args, fake_kwargs)
         inputs = _roles(given, fakes, fake_args, fake_kwargs)
+        sizes = traced_sizes(flat.graph_module.graph, given, fakes.open_dims) if fakes.open_dims else ()
         former = _read_from_parameters(flat.graph_module.graph, given, inputs, memory, fakes)
         values = flat_values(flat)
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
@@ -245,6 +258,8 @@ def trace(
         former=former,
         aliases=_aliases(module, flat.graph_module.graph),
         seconds=time.perf_counter() - start,
+        sizes=sizes,
+        open_sizes=open_sizes,
     )
 
 
@@ -331,13 +346,13 @@ def _same_draws() -> Iterator[None]:
 
 
 def _captured(
-    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode
+    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Fakes
 ) -> dynamo.FlatCapture:
     """Capture such that the numbers that forward itself changes, and the lists that it appends to, are no constants.
 
     (They would be others at each call.) Where a number has to be a constant, because it is a size say, it is one.
     """
-    flat = _capture(bound, args, kwargs, fake_mode)
+    flat = _capture(bound, args, kwargs, fakes)
     if flat.draws_floats():
         raise CaptureError(
             "the model's forward draws a float from Python's random module",
@@ -359,19 +374,20 @@ def _captured(
         if not changed and not longer:
             break
         numbers, lists = [*numbers, *changed], [*lists, *longer]
-        flat, numbers = _with_numbers(bound, args, kwargs, numbers, lists)
+        capture = functools.partial(dynamo.capture_flat, bound, args, kwargs, open_dims=fakes.open_dims)
+        flat, numbers = _with_numbers(capture, numbers, lists)
     return flat
 
 
 def _with_numbers(
-    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[str], lists: list[Any]
+    capture: Callable[..., dynamo.FlatCapture], numbers: list[str], lists: list[Any]
 ) -> tuple[dynamo.FlatCapture, list[str]]:
     """(a capture, those of the numbers that are no constants of it)."""
 
     def attempt(chosen: list[str]) -> dynamo.FlatCapture | None:
         try:
             with dynamo.quiet():
-                return dynamo.capture_flat(bound, args, kwargs, chosen, lists)
+                return capture(numbers=chosen, lists=lists)
         except Exception as error:  # (whatever dynamo says of a number that it can't leave open)
             logger.debug("numbers %s have to be constants: %s", chosen, error)
             return None
@@ -382,7 +398,7 @@ def _with_numbers(
         flat = attempt(numbers)
     if flat is not None:
         return flat, numbers
-    return dynamo.capture_flat(bound, args, kwargs, (), lists), []
+    return capture(lists=lists), []
 
 
 def _changed_numbers(
@@ -412,22 +428,22 @@ def flat_values(flat: dynamo.FlatCapture) -> tuple[Any, ...]:
 
 
 def _capture(
-    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode
+    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Fakes
 ) -> dynamo.FlatCapture:
     """Capture; where that fails, run the forward once on fake tensors and try again.
 
     Some models finish their construction in their first forward (under locks, with hooks), which can't be traced.
     """
     try:
-        return dynamo.capture_flat(bound, args, kwargs)
+        return dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims)
     except Exception as first:  # (dynamo's own errors are of many types)
         try:
-            with fake_mode, torch.no_grad():
+            with fakes.mode, torch.no_grad():
                 bound(*args, **kwargs)
         except Exception as error:
             logger.debug("forward does not run on fake tensors: %s", error)
         try:
-            flat = dynamo.capture_flat(bound, args, kwargs)
+            flat = dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims)
         except Exception as error:
             raise _capture_error(error) from _caused_by(error, first)
         if not flat.effects.is_empty:
@@ -539,11 +555,13 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     graph.set_codegen(fx.graph.CodeGen())  # flat: roles, not a pytree, say what inputs and outputs are
     _annotate(graph)
     fold_effects(graph)
-    fold_dynamic_sizes(graph)
-    _note_as_strided(graph, trace)
+    by_node = _fold_sizes(graph, trace)
     inputs: list[Port] = []
     outputs: list[tuple[Port, fx.Node]] = []
     for node in graph.find_nodes(op="placeholder"):
+        if node in by_node:
+            inputs.append(Port(InputRole.SIZE, by_node[node].name))
+            continue
         kind, at = aot.describe_input(node.meta.get("desc"))
         if kind == "input":
             flat = trace.inputs[at]
@@ -586,11 +604,23 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     outputs.sort(key=lambda item: of_backward(*item))  # (what the forward gives is first)
     program.set_outputs([(port, _own_gradient(program, port, node)) for port, node in outputs])
     for port, node in program.input_items():
-        node._rename(_identifier(f"tangent_{port.name}" if port.role is InputRole.TANGENT else port.name))
+        prefix = {InputRole.TANGENT: "tangent_", InputRole.SIZE: "size_"}.get(port.role, "")  # type: ignore[call-overload]
+        node._rename(_identifier(f"{prefix}{port.name}"))
     for node in graph.nodes:
         node.meta.pop("desc", None)
     program.recompile()
-    return program
+    return with_own_sizes(program, trace.sizes, trace.open_sizes) if trace.open_sizes is not None else program
+
+
+def _fold_sizes(graph: fx.Graph, trace: Trace) -> dict[fx.Node, TracedSize]:
+    """Let all sizes be numbers, but for those of a capture's symbols, which get inputs of their own: these."""
+    if not trace.sizes:
+        fold_dynamic_sizes(graph)
+        _note_as_strided(graph, trace)
+        return {}
+    refuse_numbers(trace.sizes, graph)
+    refuse_unknown(graph)
+    return {node: size for size, node in canonical(graph, trace.sizes)}
 
 
 def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:

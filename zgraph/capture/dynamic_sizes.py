@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from zgraph.errors import CaptureError, UnsupportedError
 from zgraph.program import ops, regions
 from zgraph.program.aliases import is_random
 from zgraph.program.node import NodeInfo, Phase, info, set_info
-from zgraph.torch_compat import aot, unknown_sizes
+from zgraph.torch_compat import aot, symbols, unknown_sizes
 
 aten = torch.ops.aten
 
 # Sizes of these depend on values in rare cases only (residuals of matrices without the full rank): a region looks when it runs.
-_LOOKED_AT = (aten.linalg_lstsq.default,)
+LOOKED_AT = (aten.linalg_lstsq.default,)
 
 # What a region has of its first node's.
 _TRACED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "autograd_backward")
@@ -43,7 +42,7 @@ def pad_outputs(module: fx.GraphModule) -> tuple[tuple[int, int, int], ...]:
         value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
         if not isinstance(value, torch.Tensor) or value.is_sparse:
             continue
-        unknown = [d for d, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
+        unknown = [d for d, size in enumerate(value.shape) if symbols.is_unknown(size)]
         most = unknown_sizes.largest(value.shape[unknown[0]]) if len(unknown) == 1 else None
         if most is None:
             continue
@@ -77,7 +76,7 @@ def fold_dynamic_sizes(graph: fx.Graph) -> None:
 
     Raises `CaptureError` with the user's line where such a value leaves the model, or is drawn at random.
     """
-    dynamic = {n for n in graph.nodes if _is_symbolic(n.meta.get("val")) or n.target in _LOOKED_AT}
+    dynamic = {n for n in graph.nodes if symbols.has_unknown(n.meta.get("val")) or n.target in LOOKED_AT}
     if not dynamic:
         return
     _assert_tensors(graph, dynamic)
@@ -154,16 +153,6 @@ def _scalar(graph: fx.Graph, number: Any, like: fx.Node) -> fx.Node:
         made.meta["val"] = torch.empty((), dtype=torch.bool)
     set_info(made, info(like))
     return made
-
-
-def _is_symbolic(value: Any) -> bool:
-    """Has a value, or its size, a symbol? It depends on values then: of what is given to a program all sizes are numbers."""
-    for leaf in pytree.tree_leaves(value):
-        strided = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-        numbers = [*leaf.shape, *leaf.stride(), leaf.storage_offset()] if strided else [leaf]
-        if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in numbers):
-            return True
-    return False
 
 
 def _refuse_outputs(graph: fx.Graph, dynamic: set[fx.Node]) -> None:

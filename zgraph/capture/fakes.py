@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from zgraph.capture.open_sizes import OpenSizes
 from zgraph.program.program import InputRole, ParamSpec
 from zgraph.torch_compat import dynamo
 
@@ -21,13 +22,22 @@ class Fakes:
     """Makes the fake tensors of one capture: parameters of their whole shapes, all else of the form that it has.
 
     Inputs are of the dtype `compute`, where one is given. A real tensor that is given twice, or is registered too, has one fake tensor.
+    Sizes of inputs that are `open_sizes` are those at their points.
     """
 
-    def __init__(self, params: dict[str, ParamSpec], device: torch.device, compute: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        params: dict[str, ParamSpec],
+        device: torch.device,
+        compute: torch.dtype | None,
+        open_sizes: OpenSizes | None = None,
+    ) -> None:
         self.mode = dynamo.capture_mode()
         self.params = params
         self.device = device
         self.compute = compute
+        self.open_sizes = open_sizes
+        self.open_dims: dict[int, dict[int, str]] = {}  # names of the sizes that are open, by the ids of fake tensors
         self.names: dict[int, tuple[InputRole, str]] = {}  # what is registered, by the ids of fake tensors
         self.given_dtypes: dict[int, torch.dtype] = {}  # of inputs before they were cast, by the ids of fake tensors
         self._registered: dict[int, Any] = {}  # by the ids of real tensors
@@ -84,8 +94,22 @@ class Fakes:
             return x
         if id(x) not in self._inputs:
             fake = self._registered[id(x)] if id(x) in self._registered else self._like(x)
-            self._inputs[id(x)] = _with_attributes(x, self._computed(fake))
+            names = self.open_sizes.names.get(id(x)) if self.open_sizes is not None else None
+            if names and id(x) not in self._registered:
+                fake = self._open(x, names)
+            self._inputs[id(x)] = made = _with_attributes(x, self._computed(fake))
+            if names and id(x) not in self._registered:
+                self.open_dims[id(made)] = names
         return self._inputs[id(x)]
+
+    def _open(self, x: torch.Tensor, names: dict[int, str]) -> torch.Tensor:
+        """An input (which is contiguous) at the points of its open sizes."""
+        assert self.open_sizes is not None
+        points = self.open_sizes.points
+        shape = [points[names[d]] if d in names else n for d, n in enumerate(x.shape)]
+        with self.mode:
+            y = torch.empty(shape, dtype=x.dtype, device=self.device if x.device.type == "meta" else x.device)
+        return y.requires_grad_(x.requires_grad)
 
     def _computed(self, y: torch.Tensor) -> torch.Tensor:
         """An input as the model computes with it."""

@@ -7,13 +7,14 @@ promised), and operators that were captured for the promised ones would read the
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import value
+from zgraph.program.sizes import formula, is_symbolic
 
 Strides = tuple[int, ...]
 
@@ -36,6 +37,15 @@ def promised(node: fx.Node) -> Strides | None:
     if not all(isinstance(n, int) for n in (*fake.shape, *fake.stride())):
         return None
     return tuple(fake.stride())
+
+
+def promised_at(node: fx.Node, names: tuple[str, ...]) -> Callable[..., Strides] | None:
+    """The strides that a node's value has in its program, as a function of the sizes by these names; None if they are numbers, or as in
+    `promised`."""
+    fake = None if in_flight(node) else value(node)
+    if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
+        return None
+    return formula(fake.stride(), names) if any(is_symbolic(n) for n in (*fake.shape, *fake.stride())) else None
 
 
 def lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:

@@ -22,6 +22,7 @@ from zgraph.errors import FilterError
 from zgraph.program import collectives, ops
 from zgraph.program.node import Phase, Role, has_info, info, value
 from zgraph.program.program import InputRole, Level, Port, Program
+from zgraph.program.sizes import is_symbolic, text, texts
 
 _DTYPES = {
     torch.float64: "f64",
@@ -94,9 +95,11 @@ def diff(before: Program, after: Program) -> str:
 def type_text(val: Any) -> str:
     """A fake tensor's "f32[4, 16]"; a tuple of those for a tuple."""
     if isinstance(val, torch.Tensor):
-        return f"{_DTYPES.get(val.dtype, str(val.dtype).removeprefix('torch.'))}{list(val.shape)}"
+        return f"{_DTYPES.get(val.dtype, str(val.dtype).removeprefix('torch.'))}{texts(val.shape)}"
     if isinstance(val, (tuple, list)):
         return f"({', '.join(type_text(v) for v in val)})"
+    if is_symbolic(val):
+        return text(val)
     return "None" if val is None else type(val).__name__
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -18,7 +19,9 @@ from zgraph.names import around
 from zgraph.program import collective_values
 from zgraph.program.node import NodeInfo, Phase, Role, has_info, info, set_info, value
 from zgraph.program.remark import Remark
+from zgraph.program.sizes import NO_SIZES, Sizes, at, with_nodes
 from zgraph.torch_compat import fx_graphs
+from zgraph.torch_compat.symbols import evaluating
 
 # The mesh dimensions over which ranks see different data, innermost first: gradients are averaged over them.
 DATA_DIMS = ("dp", "replicate")
@@ -88,6 +91,7 @@ class InputRole(StrEnum):
     GRADIENT = "gradient"  # an update's: the reduced gradient, in the layout of its parameter
     STATE = "state"  # what an optimizer keeps: "parameter/name", or "/name" for a number of the whole step
     SCALARS = "scalars"  # learning rates and other numbers of the optimizer's groups, 1-dim float64
+    SIZE = "size"  # a size that differs from call to call, an int
     RANK_INDEX = "index"  # this rank's position in a mesh dimension, 0-dim int64
 
 
@@ -270,6 +274,7 @@ class Program:
     the layout of every parameter of the model by name, used here or not. `fake_mode` made the nodes' fake values, and
     makes those of inserted nodes. `facts` are what passes have provided so far (their contracts speak of these), `remarks`
     what they would have liked to do and could not. `aliases` has all names of each module that the model has under several, by each of them.
+    `sizes` are those that differ from call to call (none: all sizes are numbers).
 
     Shapes are those of one rank: from the level distributed on, a sharded parameter enters with its `shard_shape`.
     """
@@ -285,6 +290,7 @@ class Program:
     facts: set[str] = field(default_factory=set)
     remarks: list[Remark] = field(default_factory=list, repr=False)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    sizes: Sizes = NO_SIZES
 
     # -- reading ---------------------------------------------------------------------------------------------------
     @property
@@ -346,6 +352,8 @@ class Program:
         `name` is made unique by a suffix if another node has it. Raises what the operator's fake implementation raises
         for arguments that do not fit.
         """
+        if self.sizes:
+            args, kwargs = with_nodes(self.graph, (args, kwargs or {}))
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         set_info(node, record)
         node.meta["val"] = self.evaluate(node)
@@ -388,7 +396,7 @@ class Program:
             return args[0][args[1]]
         if collective_values.is_remembered(node.target, args, kwargs):
             return collective_values.value_of(node.target, args, self.fake_mode)
-        with self.fake_mode, torch.no_grad():
+        with self.fake_mode, torch.no_grad(), evaluating() if self.sizes else contextlib.nullcontext():
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def add_input(self, port: Port, fake: torch.Tensor, record: NodeInfo, *, name: str) -> fx.Node:
@@ -453,7 +461,12 @@ class Program:
             facts=set(self.facts),
             remarks=list(self.remarks),
             aliases=self.aliases,
+            sizes=self.sizes,
         )
+
+    def at(self, sizes: Mapping[str, int]) -> Program:
+        """This program at these sizes by name: a static one, a copy. One whose sizes are numbers is itself."""
+        return at(self, sizes) if self.sizes else self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self.snapshot()

@@ -9,9 +9,9 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental import _config as symbol_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from zgraph.torch_compat import stand_ins
+from zgraph.torch_compat import stand_ins, symbols
 from zgraph.torch_compat.dynamo_asserts import asserts_on_values
 from zgraph.torch_compat.dynamo_memory import own_memory
 from zgraph.torch_compat.guards import Effects, Failing, Guards, Scope, live, recorded
@@ -254,11 +254,12 @@ def capture_flat(
     kwargs: dict[str, Any],
     numbers: Sequence[str] = (),
     lists: Sequence[Any] = (),
+    open_dims: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> FlatCapture:
     """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`).
 
     `numbers` that forward changes (by their names in guards) are no constants of the capture, and `lists` that it appends to may hold
-    anything by then. Raises `NumberInGraphError` for a number that must be one.
+    anything by then. `open_dims` has the dimensions of fake tensors, by their ids, whose sizes are symbols: equal ones are one. Raises `NumberInGraphError` for a number that must be one.
     """
     function: Any = bound.__func__
     with (
@@ -279,7 +280,7 @@ def capture_flat(
         ),
         # (A composite operator may have such sizes that none of its results shows.)
         symbol_config.patch(soft_pending_unbacked_not_found_error=True),  # type: ignore[attr-defined]
-        _symbolic(numbers),
+        _symbolic(numbers, open_dims),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         asserts_on_values(),
@@ -292,7 +293,8 @@ def capture_flat(
         if output.backend_input is None:
             raise ValueError("the model's forward computes nothing with tensors")
         scope = Scope(function)
-        guards = Guards(output, scope, function.__code__, effects, scope.of(bound.__self__, args, kwargs))
+        bindings = scope.of(bound.__self__, args, kwargs)
+        guards = Guards(output, scope, function.__code__, effects, bindings, bool(open_dims))
     graph_module, fake_mode = output.backend_input.graph_module, output.backend_input.fake_mode
     apart = None
     if numbers:
@@ -343,8 +345,8 @@ _MARKS = ("_has_dynamo_dim_marking", "_specialize_on")
 
 
 @contextlib.contextmanager
-def _symbolic(names: Sequence[str]) -> Iterator[None]:
-    """Let dynamo take these numbers as inputs of its graph, and nothing else: what is marked as dynamic (`torch._dynamo.mark_dynamic`,
+def _symbolic(names: Sequence[str], open_dims: Mapping[int, Sequence[int]]) -> Iterator[None]:
+    """Let dynamo take these numbers as inputs of its graph, these dimensions as symbols, and nothing else: what is marked as dynamic (`torch._dynamo.mark_dynamic`,
     `torch.compiler.config.dynamic_sources`) is so for torch.compile, and a program has its sizes in its signature."""
     there: Any = builder
     process, asked, form = there.process_automatic_dynamic, there.is_dynamic_source, there._automatic_dynamic
@@ -361,7 +363,8 @@ def _symbolic(names: Sequence[str]) -> Iterator[None]:
         return name in names
 
     def of_tensors(tensor: Any, tx: Any, source: Any, static_shapes: bool, *rest: Any, **named: Any) -> Any:
-        return form(tensor, tx, source, True, *rest, **named)
+        context = form(tensor, tx, source, True, *rest, **named)
+        return symbols.contexts(context, open_dims[id(tensor)]) if id(tensor) in open_dims else context
 
     there.process_automatic_dynamic, there.is_dynamic_source = of_floats, of_integers
     there._automatic_dynamic = of_tensors

@@ -100,9 +100,16 @@ class Guards:
     """
 
     def __init__(
-        self, output: Any, scope: Scope, code: types.CodeType, effects: Effects, bound: dict[str, Any]
+        self,
+        output: Any,
+        scope: Scope,
+        code: types.CodeType,
+        effects: Effects,
+        bound: dict[str, Any],
+        open_sizes: bool = False,
     ) -> None:
-        """`bound` is the call that was captured, as `scope` binds it."""
+        """`bound` is the call that was captured, as `scope` binds it. What holds of `open_sizes` is left out: a program knows it."""
+        self._open = open_sizes
         self._scope = scope
         self._globals: dict[str, Any] = effects.namespace
         self._appended = {id(x) for x in effects.appended}
@@ -174,6 +181,7 @@ class Guards:
                 self._numbers[e.orig_guard.name] = e.value
         return [
             not isinstance(e.value, FakeTensor)
+            and not (e.guard_type == "SHAPE_ENV" and self._open)
             and not (isinstance(e.value, torch.Tensor) and REPLACED in vars(e.value))
             and not (e.guard_type == "SEQUENCE_LENGTH" and id(e.value) in self._appended)
             for e in entries

@@ -205,7 +205,10 @@ def compile_with_inductor(
     if (runner := compiled.compiled_fn_runner) is not None:  # type: ignore[attr-defined]
         names = type(runner).call.__globals__
         names["extern_kernels"] = library(names["extern_kernels"])
-    strides = [None if s is None else tuple(int(i) for i in s) for s in compiled.output_strides]
+    strides = [
+        None if s is None or not all(str(i).isdecimal() for i in s) else tuple(int(i) for i in s)
+        for s in compiled.output_strides
+    ]
     return compiled, compiled.source_code, strides  # type: ignore[attr-defined]
 
 

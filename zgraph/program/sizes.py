@@ -1,0 +1,287 @@
+"""Sizes of a program that differ from call to call: symbols, what holds of them, and programs at a point.
+
+A program with symbolic sizes has one input for each symbol (role SIZE, an int). Every other size is arithmetic on these: what is saved for a
+backward is never a size. Tensors' fake values have expressions of the symbols as sizes; torch answers a question about them (is this size
+larger than that one?) by adding a guard, for which the program then holds. So nothing here asks: `static` is for comparing, `typical` for
+deciding about time, and the verifier (`zgraph.passes.verifier`) refuses a pass that added a guard.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zgraph.program.node import info, set_info
+from zgraph.torch_compat import symbols
+from zgraph.torch_compat.symbols import is_symbolic
+
+__all__ = ["NO_SIZES", "ProgramSize", "SizeGuard", "Sizes", "at", "is_symbolic", "remade", "static", "text", "typical"]
+
+
+@dataclass(frozen=True)
+class ProgramSize:
+    """A size that differs from call to call: from `low` to `high` (None: nothing bounds it), decided for at `typical`.
+
+    A call has it as dimension `dim` of flat input `index`. `where` is the user's line that bounds it.
+    """
+
+    name: str
+    low: int
+    high: int | None
+    typical: int
+    index: int
+    dim: int
+    where: str | None = None
+
+    @property
+    def range(self) -> str:
+        """In words: "2 to 256"."""
+        return f"{self.low} to {self.high}" if self.high is not None else f"{self.low} and more"
+
+
+@dataclass(frozen=True)
+class SizeGuard:
+    """A condition on sizes that a program holds for, as Python writes it, and the user's line that made it one."""
+
+    condition: str
+    where: str | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All sizes of a program, and what holds of them together. Empty (and false) for one whose sizes are numbers."""
+
+    symbols: tuple[ProgramSize, ...] = ()
+    guards: tuple[SizeGuard, ...] = ()
+    tied: tuple[ProgramSize, ...] = ()  # those that are no inputs of the program, because guards make them arithmetic on the symbols
+
+    def __bool__(self) -> bool:
+        return bool(self.symbols)
+
+    @property
+    def every(self) -> tuple[ProgramSize, ...]:
+        return (*self.symbols, *self.tied)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(s.name for s in self.every)
+
+    @property
+    def typical(self) -> dict[str, int]:
+        """The point at which decisions about time are made."""
+        return {s.name: s.typical for s in self.every}
+
+    def of_call(self, flat: Any) -> dict[str, int]:
+        """The sizes of a call, by its flat inputs."""
+        return {s.name: flat[s.index].shape[s.dim] for s in self.every}
+
+    @functools.cached_property
+    def _hold(self) -> Callable[..., bool]:
+        conditions = [f"{s.low} <= {s.name}" + (f" <= {s.high}" if s.high is not None else "") for s in self.every]
+        conditions += [f"({g.condition})" for g in self.guards]
+        return symbols.evaluator(" and ".join(conditions), self.names)
+
+    def hold(self, point: Mapping[str, int]) -> bool:
+        """Whether a program with these sizes holds at a point."""
+        return bool(self._hold(*(point[n] for n in self.names)))
+
+    def broken(self, point: Mapping[str, int]) -> tuple[str, str | None]:
+        """(the first condition that does not hold at a point, the user's line that made it one)."""
+        for s in self.every:
+            if not s.low <= point[s.name] <= (s.high if s.high is not None else point[s.name]):
+                return f"{s.name} is {s.range}", s.where
+        values = [point[n] for n in self.names]
+        for guard in self.guards:
+            if not symbols.evaluator(guard.condition, self.names)(*values):
+                return guard.condition, guard.where
+        return "", None
+
+
+NO_SIZES = Sizes()
+
+_names: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()  # of symbols, by their environment
+_sealed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many guards each had
+
+
+def static(size: Any) -> Any:
+    """A size that can be hashed, and compared with another without a guard: a number, or an expression."""
+    return symbols.expression(size)
+
+
+def typical(size: Any) -> int:
+    """A size at the typical point of its program."""
+    return size if type(size) is int else symbols.hint(size)
+
+
+def text(size: Any) -> str:
+    """A size as texts show it: "12", "2*seq"."""
+    if not is_symbolic(size):
+        return str(size)
+    return symbols.text(size.node.expr, _names.get(symbols.environment(size), {}))
+
+
+def texts(sizes: Any) -> str:
+    """A shape as texts show it: "[2, seq]"."""
+    return f"[{', '.join(map(text, sizes))}]"
+
+
+def formula(numbers: Sequence[Any], names: tuple[str, ...]) -> Callable[..., tuple[int, ...]]:
+    """Several numbers of a program as a function of its sizes by these names, in this order."""
+    return symbols.evaluator(f"({''.join(f'{text(n)}, ' for n in numbers)})", names)
+
+
+def number_node(graph: fx.Graph, size: Any, beside: Collection[fx.Node] = ()) -> fx.Node | int:
+    """The node of a program's graph that computes a size (an int where it is a number), but none of those `beside`. It is made, behind
+    the inputs, where there is none."""
+    found = symbols.expression(size)
+    if isinstance(found, int):
+        return found
+    numbers = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt) and n not in beside]
+    for node in numbers:
+        if symbols.expression(node.meta["val"]) == found:
+            return node
+    places = {symbols.expression(n.meta["val"]): n for n in numbers if n.op == "placeholder"}
+    last = graph.find_nodes(op="placeholder")[-1]
+    before = set(graph.nodes)
+    with graph.inserting_before(last.next):
+        made = symbols.calculation(found, places, graph)
+    for node in graph.nodes:
+        if node not in before:
+            evaluate_number(node, next(iter(places.values())))
+    return made
+
+
+def evaluate_number(node: fx.Node, like: fx.Node) -> None:
+    """Give a node of arithmetic on sizes its value, and the record that `like` has."""
+    args: Any = fx.node.map_arg(node.args, lambda a: a.meta["val"])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda a: a.meta["val"])
+    node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    set_info(node, info(like))
+
+
+def with_nodes(graph: fx.Graph, arguments: Any) -> Any:
+    """Arguments of a node with nodes in place of symbolic sizes."""
+    return fx.node.map_aggregate(arguments, lambda a: number_node(graph, a) if isinstance(a, torch.SymInt) else a)
+
+
+def named(mode: Any, sizes: Mapping[str, Any]) -> None:
+    """Let texts show the symbols of an environment by these names."""
+    named_symbols(mode.shape_env, symbols.symbols_of(sizes))
+
+
+def named_symbols(env: Any, names: Mapping[Any, str]) -> None:
+    """Let texts show these symbols of an environment by their names."""
+    _names[env] = dict(names)
+
+
+class _Program(Protocol):
+    graph: Any
+    fake_mode: Any
+    sizes: Sizes
+
+    def snapshot(self) -> Any: ...
+    def recompile(self) -> None: ...
+
+
+P = TypeVar("P", bound=_Program)
+
+
+def remade(program: P, typical: Mapping[str, int] | None = None) -> P:
+    """A copy with an environment of its own, in which what is asked of sizes stays, decided for at another point."""
+    point = typical or program.sizes.typical
+    mode, sizes = new_mode(program.sizes.symbols, point)
+    given = tuple(replace(s, typical=point[s.name]) for s in program.sizes.symbols)
+    return converted(program, mode, sizes, replace(program.sizes, symbols=given))
+
+
+def new_mode(sizes: Sequence[ProgramSize], point: Mapping[str, int]) -> tuple[Any, dict[str, torch.SymInt]]:
+    """(a fake mode, its sizes by name), decided for at a point."""
+    mode, found = symbols.new_mode({s.name: (s.low, s.high, point[s.name]) for s in sizes})
+    named(mode, found)
+    return mode, found
+
+
+def at(program: P, point: Mapping[str, int]) -> P:
+    """The program at these sizes: a static one, all of whose sizes are numbers."""
+    made: Any = converted(program, FakeTensorMode(), {s.name: point[s.name] for s in program.sizes.symbols}, NO_SIZES)
+    for node in list(reversed(made.graph.nodes)):
+        if type(node.meta.get("val")) is not int:
+            continue
+        number = node.meta["val"]
+        for user in list(node.users):
+            _replace(user, node, number)
+        if node.op == "placeholder":
+            made.remove_input(node)
+        else:
+            made.graph.erase_node(node)
+    made.recompile()
+    return made  # type: ignore[no-any-return]
+
+
+def _replace(user: fx.Node, node: fx.Node, number: int) -> None:
+    user.args = fx.node.map_arg(user.args, lambda a: number if a is node else a)
+    user.kwargs = fx.node.map_arg(user.kwargs, lambda a: number if a is node else a)
+
+
+def converted(program: P, mode: Any, sizes: Mapping[str, Any], known: Sizes) -> P:
+    """A copy whose values have these sizes by name, in a fake mode."""
+    made: Any = program.snapshot()
+    env = program.fake_mode.shape_env
+    by_symbol = {s: sizes[name] for s, name in _names[env].items() if name in sizes}
+    target = getattr(mode, "shape_env", None)
+    numbers: dict[Any, Any] = {}
+
+    def number(size: Any) -> Any:
+        if not is_symbolic(size):
+            return size
+        found = size.node.expr
+        if found not in numbers:
+            numbers[found] = symbols.substituted(found, by_symbol, target)
+        return numbers[found]
+
+    if known and target is not None:
+        old_to_new = {s: v.node.expr for s, v in by_symbol.items() if isinstance(v, torch.SymInt)}
+        for guard in symbols.guards(env):
+            symbols.assume(target, symbols.condition_of(env, guard.condition, old_to_new))
+    for node in made.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = _convert(node.meta["val"], mode, number)
+    made.fake_mode, made.sizes = mode, known
+    return made  # type: ignore[no-any-return]
+
+
+def seal(program: _Program) -> None:
+    """Note how much has been asked of a program's sizes: for the answers it holds, and nothing more is to be asked."""
+    env = program.fake_mode.shape_env
+    _sealed[env] = symbols.known(env)
+
+
+def asked_since(program: _Program) -> list[SizeGuard]:
+    """What has been asked of a program's sizes since it was sealed."""
+    env = getattr(program.fake_mode, "shape_env", None)
+    if env is None or env not in _sealed:
+        return []
+    return guards_of(env)[_sealed[env] :]
+
+
+def guards_of(env: Any) -> list[SizeGuard]:
+    """All that has been asked of sizes, by their names."""
+    return [SizeGuard(symbols.text(g.condition, _names.get(env, {})), g.where) for g in symbols.guards(env)]
+
+
+def _convert(val: Any, mode: Any, number: Callable[[Any], Any]) -> Any:
+    if isinstance(val, torch.Tensor):
+        shape, stride = [number(s) for s in val.shape], [number(s) for s in val.stride()]
+        with mode:
+            made = torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
+        return made.requires_grad_() if val.requires_grad else made
+    if isinstance(val, (tuple, list)):
+        return type(val)(_convert(v, mode, number) for v in val)
+    return number(val)

@@ -1,0 +1,250 @@
+"""Symbolic sizes as torch has them: `torch.SymInt`, expressions of sympy, the shape environment that knows what holds of them."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+Expression = sympy.Expr
+Symbol = sympy.Symbol
+
+_FUNCTIONS = {
+    "max": max,
+    "min": min,
+    "math": __import__("math"),
+    "float": float,
+    "int": int,
+    "round": round,
+}  # what PythonPrinter may write
+
+
+@dataclass(frozen=True)
+class FoundGuard:
+    """What must hold of sizes, as an expression of their symbols, and the user's line that asked (None: none is known)."""
+
+    condition: Any
+    where: str | None
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a number is an expression of symbols."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def has_unknown(value: Any) -> bool:
+    """Whether a value, or a size of it, depends on values of tensors."""
+    return any(bool(free_unbacked_symbols(leaf)) for leaf in _measures(value))
+
+
+def is_unknown(size: Any) -> bool:
+    """Whether a size depends on values of tensors."""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
+
+
+def _measures(value: Any) -> Iterable[Any]:
+    """The numbers in a value: itself, or sizes, strides and offsets of its tensors."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout is torch.strided:
+                yield from (*leaf.shape, *leaf.stride(), leaf.storage_offset())
+        elif is_symbolic(leaf):
+            yield leaf
+
+
+def expression(size: Any) -> Any:
+    """A size as it can be hashed and compared without adding a guard: an int, or an expression."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    found = size.node.expr
+    return int(found) if found.is_number else found
+
+
+def given_symbol(size: Any) -> Symbol | None:
+    """The symbol that a size of an input was given, whatever is known of it since; None for a number."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    found = size.node._expr
+    return found if isinstance(found, sympy.Symbol) else None
+
+
+def free_symbols(value: Any) -> set[Symbol]:
+    """The symbols in a value's numbers."""
+    found: set[Symbol] = set()
+    for number in _measures(value):
+        if is_symbolic(number):
+            found |= number.node.expr.free_symbols
+    return found
+
+
+def environment(value: Any) -> Any:
+    """What knows of a symbolic size."""
+    return value.node.shape_env
+
+
+def hint(size: Any) -> int:
+    """The number that a size has at the point which its environment was made for; adds no guard."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    found = size.node.expr
+    return int(found) if found.is_number else int(found.xreplace(_values(size.node.shape_env)))
+
+
+def point(env: Any, symbol: Symbol) -> int:
+    """The number that a symbol has at the point which its environment was made for."""
+    return int(_values(env)[symbol])
+
+
+def _values(env: Any) -> Any:
+    return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+
+
+def bounds(env: Any, symbol: Symbol) -> tuple[int, int | None]:
+    """The smallest and the largest number that a symbol may be; None where nothing bounds it."""
+    known = env.var_to_range[symbol]
+    return int(known.lower), (None if known.upper is int_oo or not known.upper.is_finite else int(known.upper))
+
+
+def bounded_by(env: Any, symbol: Symbol) -> str | None:
+    """The user's line that gave a symbol its largest number, or made it one number."""
+    lines = [g.where for g in guards(env) if g.where and symbol in g.condition.free_symbols]
+    known = env.var_to_range_sloc.get(symbol)
+    upper = getattr(getattr(known, "upper", None), "maybe_user_loc", None)
+    return upper or (lines[-1] if lines else None)
+
+
+def specialised(env: Any, symbol: Symbol) -> int | None:
+    """The number that a symbol has turned out to be; None while it may be several."""
+    found = env.replace(symbol)
+    return int(found) if found.is_number else None
+
+
+def guards(env: Any) -> list[FoundGuard]:
+    """All that has been asked of sizes so far, and must hold where what was made with the answers runs."""
+    return [FoundGuard(g.expr, getattr(g.sloc, "maybe_user_loc", None)) for g in env.guards]
+
+
+def known(env: Any) -> int:
+    """How much has been asked of sizes so far."""
+    return len(env.guards)
+
+
+def evaluating() -> Any:
+    """While operators are evaluated on tensors with symbolic sizes: what torch has in C++ for numbers alone is Python's own."""
+    return enable_python_dispatcher()
+
+
+def new_mode(points: Mapping[str, tuple[int, int | None, int]]) -> tuple[Any, dict[str, torch.SymInt]]:
+    """(a fake mode of its own, the sizes in it) for these names with (smallest, largest, point to decide at)."""
+    env = ShapeEnv()
+    sizes = {}
+    for name, (low, high, point) in points.items():
+        symbol = env.create_symbol(point, ConstantSource(name), DimDynamic.DYNAMIC)
+        env.constrain_symbol_range(symbol, low, int_oo if high is None else high)
+        sizes[name] = env.create_symintnode(symbol, hint=point)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env), sizes
+
+
+def assume(env: Any, condition: Any) -> None:
+    """Let an environment know that a condition holds."""
+    if condition not in (sympy.true, sympy.false):
+        env.evaluate_expr(condition)
+
+
+def substituted(found: Any, symbols: Mapping[Symbol, Any], env: Any = None) -> Any:
+    """An expression with numbers, or with sizes of `env`, in place of its symbols: an int or a size of it."""
+    if not isinstance(found, sympy.Basic):
+        return found
+    replaced = found.xreplace({s: v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for s, v in symbols.items()})
+    if replaced.is_number:
+        return int(replaced)
+    return env.create_symintnode(replaced, hint=int(replaced.xreplace(_values(env))))
+
+
+def condition_of(env: Any, found: Any, symbols: Mapping[Symbol, Symbol]) -> Any:
+    """A condition of one environment, with the symbols of another."""
+    return env.replace(found).xreplace(dict(symbols))
+
+
+class _Printer(PythonPrinter):  # type: ignore[misc]
+    """Writes symbols by the names that they are given."""
+
+    def __init__(self, names: Mapping[Symbol, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def _print_Symbol(self, symbol: Symbol) -> str:
+        return self._names.get(symbol, symbol.name)
+
+
+def text(found: Any, names: Mapping[Symbol, str]) -> str:
+    """An expression or condition as Python would write it, of these names."""
+    return str(_Printer(names).doprint(found)) if isinstance(found, sympy.Basic) else str(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def evaluator(written: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function of numbers by these names, in their order, from texts that `text` gave."""
+    return eval(f"lambda {', '.join(names)}: {written}", dict(_FUNCTIONS))  # type: ignore[no-any-return]
+
+
+def calculation(found: Any, places: Mapping[Symbol, fx.Node], graph: fx.Graph) -> fx.Node | int:
+    """Nodes that compute an expression from those of its symbols, at the graph's insertion point."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    proxies = {s: fx.Proxy(places[s], tracer) for s in found.free_symbols}
+    result = sympy_interp(PythonReferenceAnalysis, proxies, found)
+    return result.node if isinstance(result, fx.Proxy) else int(result)
+
+
+def read(written: str, sizes: Mapping[str, Any]) -> Any:
+    """The size that a text of `text` means, of these sizes by name. Raises `ValueError` for anything else than arithmetic."""
+    import ast
+
+    operators: dict[type, Callable[..., Any]] = {
+        ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+        ast.Pow: operator.pow, ast.Div: operator.truediv,
+    }  # fmt: skip
+
+    def value(node: Any) -> Any:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.Name) and node.id in sizes:
+            return sizes[node.id]
+        if isinstance(node, ast.BinOp) and type(node.op) in operators:
+            return operators[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
+            of = torch.sym_max if node.func.id == "max" else torch.sym_min
+            return functools.reduce(of, map(value, node.args))
+        raise ValueError(f"{written!r} is no arithmetic on {', '.join(sizes)}")
+
+    return value(ast.parse(written, mode="eval").body)
+
+
+def symbols_of(sizes: Mapping[str, Any]) -> dict[Symbol, str]:
+    """The names of sizes by their symbols."""
+    return {s.node.expr: name for name, s in sizes.items() if isinstance(s, torch.SymInt)}
+
+
+def contexts(static: Any, dims: Sequence[int]) -> Any:
+    """The symbolic context of a tensor with these dimensions open: equal numbers are one symbol."""
+    from dataclasses import replace
+
+    open_dims = [DimDynamic.DUCK if d in dims else was for d, was in enumerate(static.dynamic_sizes)]
+    return replace(static, dynamic_sizes=open_dims)
