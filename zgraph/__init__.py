@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from zgraph.plan.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, Muon, ParamGroup
     from zgraph.plan.plan import Plan
     from zgraph.plan.precision import Precision
+    from zgraph.plan.shapes import Size
     from zgraph.plan.watchdog import Watch
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "PerRank",
     "Plan",
     "Precision",
+    "Size",
     "TorchSchedule",
     "WarmupCosineLR",
     "WarmupDecayLR",
@@ -96,6 +98,7 @@ _LAZY = {
     "PerRank": "zgraph.checkpoint.values",
     "Plan": "zgraph.plan.plan",
     "Precision": "zgraph.plan.precision",
+    "Size": "zgraph.plan.shapes",
     "Watch": "zgraph.plan.watchdog",
     "calibrate": "zgraph.api.calibration",
     "compile": "zgraph.api.compiler",

@@ -81,7 +81,12 @@ class CaptureError(ZgraphError):
 
 
 class SizeError(CaptureError):
-    """A size that is to differ from call to call can't: the model makes a number of it, or more than arithmetic."""
+    """A size that is to differ from call to call can't: the model makes a number of it, or more than arithmetic.
+
+    `size` is its name, "" where it may be any.
+    """
+
+    size: str = ""
 
 
 class ModelError(ZgraphError):

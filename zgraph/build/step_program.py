@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import Parts, split
+from zgraph.errors import SignatureError
 from zgraph.passes import History, verify_program
 from zgraph.passes.analysis.memory import idle_bytes
 from zgraph.program.aliases import is_random, is_view
@@ -84,6 +85,16 @@ class StepProgram:
         self._summing: dict[tuple[bool, bool], Executable] = {}
         self.sharing: dict[bool, Sharing] = {}  # of its forwards, from their first runs
         self.apart = False  # has it run with tensors of the model that were seen to be apart in memory?
+
+    def sizes_of_call(self, flat: Sequence[Any]) -> dict[str, int]:
+        """The sizes that differ from call to call, by their names, in a call with these flat inputs. Raises `SignatureError` for sizes that it
+        does not hold for."""
+        sizes = self.captured.sizes
+        point = sizes.of_call(flat)
+        if not sizes.hold(point):
+            condition, where = sizes.broken(point)
+            raise SignatureError(f"program {self.name} is not for these sizes", where=where, why=f"it is for {condition}")
+        return point
 
     @functools.cached_property
     def differentiated(self) -> bool:
@@ -278,7 +289,24 @@ class Entry:
         self._programs: dict[frozenset[int], StepProgram] = {}
         # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
         self.settled = self.unsettled = self.unsettled_before = False
+        self.only: Mapping[str, int] | None = None  # sizes by name which it is for, where others differ in these and are not for them
         self.batch_known = False  # was it seen that what is cut into micro-batches is the batch?
+
+    @property
+    def open(self) -> bool:
+        """Whether it serves calls that differ in sizes."""
+        return bool(self.trace.sizes)
+
+    def holds(self, point: Mapping[str, int]) -> bool:
+        """Whether its programs hold at these sizes by name."""
+        if self.only is not None:
+            return self.only == point
+        return not self.open or all(s.captured.sizes.hold(point) for s in self._programs.values())
+
+    def bound(self, point: Mapping[str, int]) -> tuple[str, str | None]:
+        """(the first condition of its programs that does not hold at a point, the user's line that made it one)."""
+        broken = (s.captured.sizes.broken(point) for s in self._programs.values())
+        return next((found for found in broken if found[0]), ("", None))
 
     def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
         """The program in which these flat outputs are differentiated (by default those that were the last time)."""

@@ -12,15 +12,22 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from zgraph.capture.varying_sizes import MARK, Signature
 from zgraph.torch_compat import dynamo
 from zgraph.torch_compat.modules import registered
 
 
 def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """A readable key: structure, shapes, dtypes and values of the inputs, modes of the modules, forms of the buffers, grad and autocast
+    """A readable key: all of `signed`, with shapes."""
+    return signed(module, args, kwargs).text()
+
+
+def signed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+    """Structure, shapes, dtypes and values of the inputs, modes of the modules, forms of the buffers, grad and autocast
     modes. (Parameters have the form of their layouts: `Shards.refresh`.)"""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    inputs = ", ".join(_leaf(leaf, set()) for leaf in leaves)
+    tensors: list[torch.Tensor] = []
+    inputs = ", ".join([_input(leaf, tensors) for leaf in leaves])
     own = registered(module)
     training = "".join(["t" if child.training else "e" for child in own.modules])
     frozen = "".join(["g" if p.requires_grad else "f" for p in own.parameters.values()])
@@ -30,7 +37,18 @@ def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     casts = [f"{d}:{torch.get_autocast_dtype(d)}" for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
     same = "".join(f"; {one} is {other}" for one, other in _identical(own.modules, leaves))
     modes = f"modules {_runs(training)}; parameters {_runs(frozen)}; buffers ({buffers})"
-    return f"inputs ({inputs}{same}); structure {spec}; {modes}; {grad}; autocast {casts}"
+    family = f"inputs ({inputs}{same}); structure {spec}"
+    return Signature(f"{family}; {modes}; {grad}; autocast {casts}", family, tuple(tensors), (args, kwargs))
+
+
+def _input(leaf: Any, tensors: list[torch.Tensor]) -> str:
+    """A leaf of the inputs; with a mark in place of a shape, and the number of its dimensions, where sizes may differ from call to call."""
+    plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.dim() > 0 and leaf.is_contiguous()
+    if not plain:
+        return _leaf(leaf, set())
+    tensors.append(leaf)
+    shape = str(list(leaf.shape))
+    return _leaf(leaf, set()).replace(shape, f"{MARK}{len(tensors) - 1} of {leaf.dim()} dimensions{MARK}", 1)
 
 
 def _identical(modules: Sequence[nn.Module], leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:

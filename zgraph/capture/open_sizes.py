@@ -64,7 +64,8 @@ def traced_sizes(
             size = node.meta["example_value"].shape[dim]
             symbol = symbols.given_symbol(size)
             if symbol is None:
-                raise SizeError(
+                raise _of_size(
+                    name,
                     f"size {name!r} can't differ from call to call",
                     why=f"dimension {dim} of flat input {index} became the number {size}",
                 )
@@ -80,12 +81,20 @@ def refuse_numbers(traced: Sequence[TracedSize], graph: fx.Graph) -> None:
         env = _environment(graph)
         number = symbols.specialised(env, size.symbol)
         if number is not None:
-            raise SizeError(
+            raise _of_size(
+                size.name,
                 f"size {size.name!r} can't differ from call to call",
                 where=symbols.bounded_by(env, size.symbol),
                 why=f"the model is written for one number there, {number} in this call",
                 hint=f"leave {size.name!r} out of dynamic: each of its sizes is a program of its own",
             )
+
+
+def _of_size(name: str, what: str, **told: str | None) -> SizeError:
+    """An error that knows which size it is about."""
+    error = SizeError(what, **told)
+    error.size = name
+    return error
 
 
 def _environment(graph: fx.Graph) -> Any:
@@ -194,7 +203,8 @@ def _known_size(traced: TracedSize, env: Any, declared: OpenSizes) -> ProgramSiz
     if wanted is not None:
         if wanted[0] < low or (wanted[1] is not None and high is not None and wanted[1] > high):
             upper = "and more" if wanted[1] is None else f"to {wanted[1]}"
-            raise SizeError(
+            raise _of_size(
+                traced.name,
                 f"size {traced.name!r} is declared to be {wanted[0]} {upper}",
                 where=where,
                 why=f"the model takes {low} {'and more' if high is None else f'to {high}'}",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zgraph.errors import PlanError
+from zgraph.plan.shapes import FIXED_BY
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,29 @@ def _only_in_a_pipeline(field: str) -> Conflict:
     )
 
 
+def _wants_symbols(plan: Any) -> bool:
+    return bool(plan.dynamic) or plan.shapes == "dynamic"
+
+
+def _fixed(where: str, when: Callable[[Any], bool], why: str) -> Conflict:
+    """Sizes that differ from call to call, and a field with which they are numbers."""
+    return Conflict(
+        "shapes",
+        lambda plan: _wants_symbols(plan) and when(plan),
+        f"sizes are to differ from call to call in one program, and {where} is set",
+        why=why,
+        hint='shapes="static" or "auto" without dynamic: each size is a program of its own; pad batches to few lengths',
+    )
+
+
 CONFLICTS = (
+    Conflict(
+        "dynamic",
+        lambda plan: bool(plan.dynamic) and plan.shapes == "static",
+        'dynamic is set, and shapes is "static"',
+        hint="leave one out",
+    ),
+    *(_fixed(*row) for row in FIXED_BY),
     Conflict(
         "lr_schedule",
         lambda plan: plan.lr_schedule is not None and plan.optimizer is None,

@@ -43,6 +43,7 @@ from zgraph.plan.offloading import Offload
 from zgraph.plan.optimizers import AnyOptimizer
 from zgraph.plan.pipeline_schedules.make_schedule import check_name
 from zgraph.plan.precision import Precision, precision_of, preset
+from zgraph.plan.shapes import Dynamic, declared
 from zgraph.plan.watchdog import Watch
 from zgraph.record import Record, joined, short
 
@@ -60,7 +61,7 @@ _Value = TypeVar("_Value")
 class Table(dict[str, _Value]):
     """A dict that can't be changed, as all of a plan."""
 
-    _field = ""
+    _field = "dynamic"
 
     def _frozen(self, *_: object, **__: object) -> NoReturn:
         raise PlanError(f"a plan's {self._field} can't be changed", where=self._field, hint="make another plan")
@@ -106,6 +107,11 @@ def _check_tiles(chunks: Mapping[str, int]) -> Tiles:
                 f"{pattern!r} can't run in {count} turn(s)", where=pattern, hint="2 or more; or leave it out"
             )
     return Tiles(chunks)
+
+
+def _check_dynamic(dynamic: Dynamic) -> Dynamic:
+    declared(dynamic)  # (places that say different things of one size are refused)
+    return Table((argument, Table(dimensions)) for argument, dimensions in dynamic.items())
 
 
 def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
@@ -397,6 +403,18 @@ class Plan(Record, frozen=True):
         description="what runs in chunks over slices of its rows, so that nothing inside of it is stored whole: a table from "
         "patterns of module paths, "
         'or "loss" (the classification loss with the matrix product that gives its logits), to numbers of chunks',
+    )
+    shapes: Literal["auto", "static", "dynamic"] = Field(
+        examples=["static"],
+        default="auto",
+        description="calls that differ only in sizes: auto (the first is a program as it stands; at the second the sizes that differ become "
+        "symbols, and one program serves all), dynamic (symbols from the first call on), static (each is a program of its own)",
+    )
+    dynamic: Annotated[Dynamic, AfterValidator(_check_dynamic)] = Field(
+        examples=[{"input_ids": {"0": "batch", "1": {"name": "seq", "max": 2048}}}],
+        default_factory=Table,
+        description="sizes that are symbols from the first call on: a table from arguments of forward to tables from dimensions to sizes "
+        "(a name, or a record with name, max and typical); equal names are one size",
     )
     offload: Offload = Field(
         examples=[{"optimizer": "cpu", "activations": "nvme:/mnt/disk"}],

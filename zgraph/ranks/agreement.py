@@ -47,6 +47,11 @@ def _named(voters: Agreement, collective: str, ballot: str) -> Iterator[None]:
             progress.leave()
 
 
+def _number(text: str) -> int:
+    """Equal for equal texts."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
 class Agreement:
     """Votes among the ranks of a mesh. Without a mesh every vote is unanimous."""
 
@@ -113,24 +118,29 @@ class Agreement:
         team: int = 0,
         teams: int = 1,
         flag: bool = False,
+        proposal: str | None = None,
         hint: str = "give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
     ) -> bool:
-        """Raise `RankMismatchError` on every rank unless all give the same `ballot`; of several `teams`, all of each. Has any raised its `flag`?
+        """Raise `RankMismatchError` on every rank unless all give the same `ballot`; of several `teams`, all of each. Has any raised its `flag`,
+        or made another `proposal`?
 
         On a difference, what `explain()` returns is exchanged, and `compare` says in words how they differ.
         """
         if self.group is None:
             return flag
-        number = int.from_bytes(hashlib.sha256(ballot.encode()).digest()[:7], "little")
-        both = torch.full((3, teams), torch.iinfo(torch.int64).min)
+        number = _number(ballot)
+        both = torch.full((3 if proposal is None else 5, teams), torch.iinfo(torch.int64).min)
         both[0, team], both[1, team], both[2] = number, -number, int(flag)
+        if proposal is not None:
+            both[3] = _number(proposal)
+            both[4] = -both[3]
         views: list[Any] = [None] * len(self.ranks)
         with _named(self, f"the ranks' vote about {subject} (all_reduce)", ballot):
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
             if torch.equal(both[0], -both[1]):
                 if self._relaxed:
                     self._tighten()
-                return bool(both[2, 0])
+                return bool(both[2, 0]) or (proposal is not None and bool(both[3, 0] != -both[4, 0]))
             dist.all_gather_object(views, (ballot, explain() if explain else None, team), group=self.group)
         voted = {r: view[0] for r, view in zip(self.ranks, views, strict=True)}
         leads: dict[int, int] = {}  # the first rank of each team

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zgraph.build.step_program import Entry
-from zgraph.capture.cache_key import shared, signature
+from zgraph.capture.cache_key import shared, signed
 from zgraph.capture.inputs import refuse_inputs
-from zgraph.errors import CaptureError, SignatureError
+from zgraph.capture.open_sizes import OpenSizes
+from zgraph.capture.varying_sizes import Signature
+from zgraph.errors import CaptureError, SignatureError, ZgraphError
 from zgraph.runtime.rank import Rank
+from zgraph.runtime.sizes_of_calls import CallSizes, SizesOfCalls
 from zgraph.torch_compat.guards import Failing
 
 logger = logging.getLogger(__name__)
 
 _STATE = "; python state "  # in the keys of programs: before the number of the state that one is for
 
-Compile = Callable[[str, tuple[Any, ...], dict[str, Any]], Entry]
-"""Compiles the program for a call, which it gets with the key that the program will have."""
+Compile = Callable[[str, tuple[Any, ...], dict[str, Any], OpenSizes | None], Entry]
+"""Compiles the program for a call, which it gets with the key that the program will have, and the sizes that are to be symbols in it."""
 
 Execute = Callable[[Entry, tuple[Any, ...]], tuple[Any, ...]]
 """Runs a program on flat inputs, and gives the flat outputs."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What there is for a call: the `key` of its program, whether that is `new`; the key `before` is that of the last program that is not for it."""
+
+    key: str
+    new: bool
+    before: str | None
+    refused: Entry | None  # a program that would be for it, were its sizes others
 
 
 class Calls:
@@ -36,25 +51,44 @@ class Calls:
         self._compile = compile_entry
         self._execute = execute
         self._bound: dict[str, Callable[..., Any]] = {}
+        self._sizes = SizesOfCalls(rank)
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
         """The program for these inputs, with its key. For a new signature it is captured and compiled, on all ranks alike."""
-        rank, entries = self.rank, self.rank.entries
+        rank = self.rank
         refuse_inputs(rank.forward_function, args, kwargs)
         rank.shards.refresh()
         rank.shards.fetch()
-        signed = self._signed(args, kwargs)
-        key, known = signed, 0  # the same inputs may have programs for several states of the Python attributes
-        while key in entries and (stale := entries[key].trace.flat.stale(rank.module, args, kwargs)):
-            logger.info("%s is not for this call: no longer %s", entries[key].name, stale.what)
-            known += 1
-            key = f"{signed}{_STATE}{known}"
-        new = key not in entries
-        rank.everyone.vote("the inputs of a call", f"{shared(key)}; {'new' if new else 'known'}")
-        if new:
-            before = f"{signed}{_STATE}{known - 1}" if known > 1 else signed
-            self._add(key, before if known else None, args, kwargs)
-        return key, entries[key]
+        call = self._signed(args, kwargs)
+        sizes = self._sizes.of(call)
+        found = self._find(sizes, args, kwargs)
+        if sizes.learn:
+            subject, ballot = "the inputs of a call", shared(call.form)
+            if not rank.everyone.vote(subject, ballot, flag=found.new, proposal=shared(found.key)):
+                return found.key, rank.entries[found.key]
+            sizes.take_in(rank.everyone.gather("the shapes of a call", call.shapes))
+            found = self._find(sizes, args, kwargs)
+        rank.everyone.vote("the inputs of a call", f"{shared(found.key)}; {'new' if found.new else 'known'}")
+        if found.new:
+            found = self._add(found, sizes, args, kwargs)
+        return found.key, rank.entries[found.key]
+
+    def _find(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
+        """The program for a call. The same inputs may have several: for several states of the Python attributes, and for ranges of sizes."""
+        entries, module = self.rank.entries, self.rank.module
+        point = sizes.point
+        key, number, before, refused = sizes.key, 0, None, None
+        while key in entries:
+            entry = entries[key]
+            if stale := entry.trace.flat.stale(module, args, kwargs):
+                logger.info("%s is not for this call: no longer %s", entry.name, stale.what)
+            elif entry.holds(point):
+                return _Found(key, False, before, None)
+            else:
+                refused = entry
+            before, number = key, number + 1
+            key = f"{sizes.key}{_STATE}{number}"
+        return _Found(key, True, before, refused)
 
     def run(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call, by the program with this key."""
@@ -72,8 +106,8 @@ class Calls:
         entry.unsettled = stale is not None and stale.lasts
         if stale is None or not entry.unsettled or not entry.unsettled_before:
             return
-        signed = self._signed(args, kwargs)
-        states = [e for k, e in self.rank.entries.items() if k.split(_STATE)[0] == signed]
+        key = self._sizes.of(self._signed(args, kwargs)).key
+        states = [e for k, e in self.rank.entries.items() if k.split(_STATE)[0] == key]
         if all(e.trace.flat.stale(module, args, kwargs) for e in states):
             raise CaptureError(
                 "the model's forward changes Python state that it depends on, at every call",
@@ -90,21 +124,49 @@ class Calls:
         log("new input signature: compiling program %s for %s", name, shown)
         return name
 
-    def _signed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        signed = signature(self.rank.module, args, kwargs)
-        return f"{signed}; forward {self.rank.forwards_replaced}" if self.rank.forwards_replaced else signed
+    def _signed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        call = signed(self.rank.module, args, kwargs)
+        replaced = self.rank.forwards_replaced
+        return dataclasses.replace(call, form=f"{call.form}; forward {replaced}") if replaced else call
 
-    def _add(self, key: str, before: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile the program for a call; `before` is the key of the last one for such inputs, whose Python state was another."""
+    def _add(self, found: _Found, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
+        """Compile the program for a call. Where sizes can't be symbols in it, they are numbers, and each is a program of its own from now on. Where
+        it turns out to be for other sizes than the call's, there is one more: made at these sizes, and then for these alone."""
         rank = self.rank
         rank.relax()
         rank.refuse_unset()
         _refuse_other_devices(rank.device, args, kwargs)
-        entry = self._compile(key, args, kwargs)
+        sizes.made_at(self._asked(sizes, refused=found.refused is not None))
+        while found.new:
+            try:
+                entry = self._compile(found.key, args, kwargs, sizes.open_sizes())
+            except ZgraphError as error:
+                if not sizes.give_up(error, found.refused):
+                    raise
+            else:
+                sizes.settled(entry)
+                self._keep(found, entry, args, kwargs)
+                asked = self._asked(sizes, refused=not entry.holds(sizes.point))
+                if asked is None:
+                    return found
+                sizes.made_at(asked)
+            found = self._find(sizes, args, kwargs)
+            rank.everyone.vote("the inputs of a call", f"{shared(found.key)}; {'new' if found.new else 'known'}")
+        return found
+
+    def _asked(self, sizes: CallSizes, *, refused: bool) -> dict[str, int] | None:
+        """The sizes, on the first rank that has such, which a program that there is refuses."""
+        if not sizes.point:
+            return None
+        views = self.rank.everyone.gather("sizes that a program refuses", dict(sizes.point) if refused else None)
+        return next((view for view in views if view is not None), None)
+
+    def _keep(self, found: _Found, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rank = self.rank
         _refuse_unstable(entry.trace.flat.stale(rank.module, args, kwargs))
-        entry.unsettled_before = before is not None and rank.entries[before].unsettled
-        rank.entries[key] = entry
-        self._bound[key] = entry.trace.flat.bind(lambda *flat: self._execute(entry, flat))
+        entry.unsettled_before = found.before is not None and rank.entries[found.before].unsettled
+        rank.entries[found.key] = entry
+        self._bound[found.key] = entry.trace.flat.bind(lambda *flat: self._execute(entry, flat))
         if rank.recorder is not None:
             rank.recorder.compiled()
 

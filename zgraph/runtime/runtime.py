@@ -23,6 +23,7 @@ from zgraph.capture.cache_key import batch_rows, brief
 from zgraph.capture.capture import trace
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.inputs import resolved
+from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.storages import Sharing, owned, sharing
 from zgraph.codegen.bindings import Sources
 from zgraph.codegen.executable import Executable
@@ -114,7 +115,7 @@ class Runtime(Rank):
         with self.clock.timed("forward") if trains else contextlib.nullcontext():
             result = self.calls.run(key, args, kwargs)
         if trains:
-            self.samples += entry.rows * self.data_ranks()
+            self.samples += (batch_rows(args, kwargs) if entry.open else entry.rows) * self.data_ranks()
         if not entry.settled:
             self.settle(entry, args, kwargs)
         return result
@@ -127,7 +128,9 @@ class Runtime(Rank):
         """Look whether a program's first run has changed what the program depends on; see `Calls.settle`."""
         self.calls.settle(entry, args, kwargs)
 
-    def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def _compile(
+        self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], open_sizes: OpenSizes | None = None
+    ) -> Entry:
         shown = brief(self.module, args, kwargs)
         name = self.calls.name_new(shown)
         specs = with_requires_grad(self.shards.specs, self.shards.params())
@@ -140,6 +143,7 @@ class Runtime(Rank):
             self.sizes,
             self.device,
             self.plan.resolved_precision(),
+            open_sizes,
         )
         residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares)
         context = BuildContext(self.plan, self.costs, residents, groups=self.groups, agree=self.votes.program)
@@ -187,7 +191,7 @@ class Runtime(Rank):
         bindings = executable.bindings
         in_flight = self.first_gathers.take(step) if step.first_gathers() and not gathered_before else {}
         self.clock.ran(executable.program)
-        inputs = self._of_call(flat).and_for_call({InputRole.IN_FLIGHT: in_flight.pop})
+        inputs = self._of_call(step, flat).and_for_call({InputRole.IN_FLIGHT: in_flight.pop})
         with progress.runs_with(self.agreement), explained(self, executable, step):
             given = executable.run(bindings.values(inputs))
         known = step.sharing.get(gathered_before)
@@ -213,10 +217,13 @@ class Runtime(Rank):
                 flat[port.index].copy_(values[at])  # type: ignore[index]
         return outputs, saved
 
-    def _of_call(self, flat: Sequence[Any]) -> Sources:
+    def _of_call(self, step: StepProgram, flat: Sequence[Any]) -> Sources:
         """Where a program's inputs come from in a call with these flat inputs."""
         users = lambda index: resolved(flat[index])  # noqa: E731
-        return self._sources.and_for_call(dict.fromkeys(_USERS, users))
+        of_call: dict[InputRole, Callable[[Any], Any]] = dict.fromkeys(_USERS, users)
+        if step.captured.sizes:
+            of_call[InputRole.SIZE] = step.sizes_of_call(flat).__getitem__
+        return self._sources.and_for_call(of_call)
 
     def _sharing(self, entry: Entry, executable: Executable, values: Sequence[Any], flat: Sequence[Any]) -> Sharing:
         """With whom what a forward has given shares memory."""
@@ -248,7 +255,7 @@ class Runtime(Rank):
         reduction = self.waiting.reduction(adds, accumulating=self.accumulating)
         executable = step.backward(reduction.now, bool(reduction.added))
         bindings, left = executable.bindings, iter(saved)
-        inputs = self._of_call(flat).and_for_call(
+        inputs = self._of_call(step, flat).and_for_call(
             {
                 InputRole.SAVED: lambda _: next(left),  # (in the backward's order)
                 InputRole.TANGENT: tangents.__getitem__,

@@ -1,0 +1,226 @@
+"""Which sizes of a model's calls differ: learned from the calls, or declared.
+
+Calls of one *family* have inputs of the same structure, dtypes and numbers of dimensions. Dimensions that had several sizes so far are *open*:
+they have names, in programs they are symbols. Two have one name while they were equal in every call. All else is a number, and so is an open
+dimension in a call in which its size is 1 (torch computes otherwise with these) or 0.
+
+What is learned must be equal on all ranks: they learn together, from the calls of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from zgraph.capture.open_sizes import OpenSizes, distinct
+from zgraph.errors import SignatureError
+from zgraph.plan.shapes import Size, declared
+
+Place = tuple[int, int]
+"""A dimension: the number of a tensor of the call, and which dimension of it."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+MARK = "\0"  # around the number of a tensor in a signature, in place of its shape
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All about a call that a capture specialises on. `form` has it in words, with a mark for the shape of each of the `tensors`; `family` is
+    the part of it that is about the inputs."""
+
+    form: str
+    family: str
+    tensors: tuple[torch.Tensor, ...]
+    call: tuple[tuple[Any, ...], dict[str, Any]] = field(repr=False)
+
+    @property
+    def shapes(self) -> Shapes:
+        return tuple([tuple(t.shape) for t in self.tensors])
+
+    def paths(self, positional: Sequence[str]) -> tuple[str, ...]:
+        """What each of the tensors is called: "input_ids", "batch.labels"; `positional` are the names of forward's parameters."""
+        args, kwargs = self.call
+        named = dict(zip([*positional, *(f"args_{i}" for i in range(len(args)))], args, strict=False)) | kwargs
+        places = {id(leaf): path for path, leaf in pytree.tree_leaves_with_path(named)}
+        return tuple(pytree.keystr(places[id(t)])[2:].replace("']", "", 1) for t in self.tensors)
+
+    def text(self, names: Mapping[Place, str] = MappingProxyType({})) -> str:
+        """The signature with shapes: of sizes that have names these, but for those that are 0 or 1."""
+        parts = self.form.split(MARK)
+        for number, tensor in enumerate(self.tensors):
+            shown = [names.get((number, d), n) if n > 1 else n for d, n in enumerate(tensor.shape)]
+            parts[2 * number + 1] = f"[{', '.join(map(str, shown))}]"
+        return "".join(parts)
+
+
+@dataclass
+class Family:
+    """What is known of the sizes of calls with inputs of one form: of tensors that are called `paths`; some are `whole` numbers."""
+
+    paths: tuple[str, ...]
+    whole: tuple[bool, ...]
+    declared: dict[Place, Size] = field(default_factory=dict)
+    first: Shapes = ()  # those of the first call
+    differed: set[Place] = field(default_factory=set)  # dimensions that had several sizes
+    equal: dict[Place, int] = field(default_factory=dict)  # dimensions that were equal in every call have one number
+    points: dict[Place, int] = field(default_factory=dict)  # the largest size that each had
+    closed: dict[Place, str] = field(default_factory=dict)  # dimensions that the model has for numbers, and why
+    names: dict[Place, str] = field(default_factory=dict)  # of the dimensions that are open
+
+    def learn(self, shapes: Sequence[Shapes], *, anticipate: bool) -> None:
+        """Take in calls with these shapes. With `anticipate` sizes are open that are likely to differ, though they did not yet."""
+        for one in shapes:
+            self.first = self.first or one
+            sizes = {(t, d): size for t, shape in enumerate(one) for d, size in enumerate(shape)}
+            numbers: dict[tuple[int, int], int] = {}
+            for place, size in sizes.items():
+                self.points[place] = max(size, self.points.get(place, 0))
+                if size != self.first[place[0]][place[1]]:
+                    self.differed.add(place)
+                self.equal[place] = numbers.setdefault((self.equal.get(place, 0), size), len(numbers))
+        self._name(self._open(anticipate))
+
+    def close(self, names: Sequence[str], why: str) -> None:
+        """Let sizes be numbers from now on."""
+        for place, name in list(self.names.items()):
+            if name in names:
+                self.closed[place] = why
+                del self.names[place]
+
+    def _open(self, anticipate: bool) -> list[Place]:
+        """The dimensions that are declared, or that differed. Where one of a tensor did, its rows are taken for a batch, which will."""
+        rows = {(t, 0) for t, _ in self.differed}
+        likely = {(t, d) for t, d in self.equal if anticipate and (d == 0 or self.whole[t])}
+        batches = {self.equal[p] for p in rows if p in self.equal}
+        found = self.differed | likely | {p for p in self.equal if p[1] == 0 and self.equal[p] in batches}
+        return [p for p in self.equal if (p in found or p in self.declared) and p not in self.closed]
+
+    def _name(self, places: Sequence[Place]) -> None:
+        """One name for all dimensions that were equal in every call: the declared one, else one that says what they are."""
+        classes: dict[int | str, list[Place]] = {}
+        for place in places:
+            declared = self.declared.get(place)
+            classes.setdefault(declared.name if declared is not None else self.equal[place], []).append(place)
+        taken = {size.name for size in self.declared.values()}
+        self.names = {}
+        for key, members in classes.items():
+            name = key if isinstance(key, str) else self._invented(members, taken)
+            taken.add(name)
+            self.names.update(dict.fromkeys(members, name))
+
+    def _invented(self, members: Sequence[Place], taken: set[str]) -> str:
+        number, dim = members[0]
+        simple = "batch" if dim == 0 else "seq" if dim == 1 else ""
+        if simple and simple not in taken:
+            return simple
+        argument = "".join(c if c.isalnum() else "_" for c in self.paths[number]).strip("_") or "input"
+        name = f"{argument}_{dim}" if argument.isidentifier() else f"input_{argument}_{dim}"
+        while name in taken:
+            name += "_"
+        return name
+
+    def point(self, signature: Signature) -> dict[str, int]:
+        """The sizes of a call by their names, but for those that are 0 or 1. Raises `SignatureError` for declared ones that are not as declared."""
+        found: dict[str, int] = {}
+        where: dict[str, Place] = {}
+        for place, name in self.names.items():
+            size = signature.tensors[place[0]].shape[place[1]]
+            declared = self.declared.get(place)
+            if declared is not None:
+                self._check(place, size, declared, found, where)
+            if size > 1:
+                found.setdefault(name, size)
+                where.setdefault(name, place)
+        return found
+
+    def _check(
+        self, place: Place, size: int, declared: Size, found: dict[str, int], where: dict[str, Place]
+    ) -> None:
+        path = self.paths[place[0]]
+        if declared.max is not None and size > declared.max:
+            raise SignatureError(
+                f"size {declared.name!r} is {size} in this call, and declared to be {declared.max} at most",
+                where=f"dimension {place[1]} of {path}",
+                hint="declare a larger max, or cut the batch",
+            )
+        if size == 0:
+            raise SignatureError(
+                f"size {declared.name!r} is 0 in this call",
+                where=f"dimension {place[1]} of {path}",
+                hint="leave such a batch out",
+            )
+        if found.get(declared.name, size) != size:
+            other = where[declared.name]
+            raise SignatureError(
+                f"size {declared.name!r} is {found[declared.name]} and {size} in one call",
+                where=f"dimension {other[1]} of {self.paths[other[0]]}, dimension {place[1]} of {path}",
+                hint="sizes of one name are equal in every call; give them two names",
+            )
+
+    def serves(self, signature: Signature) -> bool:
+        """Whether dimensions of one name have one size in this call, as in all before."""
+        sizes: dict[str, int] = {}
+        return all(
+            sizes.setdefault(name, size) == size
+            for place, name in self.names.items()
+            for size in (signature.tensors[place[0]].shape[place[1]],)
+        )
+
+    def open_sizes(self, signature: Signature, at: Mapping[str, int] | None = None) -> OpenSizes | None:
+        """What a capture for this call has as symbols; None where all of its sizes are numbers. It is made `at` these sizes, by default at the
+        typical ones, else the largest so far."""
+        here = self.point(signature)
+        if not here:
+            return None
+        names: dict[int, dict[int, str]] = {}
+        points: dict[str, int] = {}
+        for (number, dim), name in self.names.items():
+            if name in here and signature.tensors[number].shape[dim] > 1:
+                names.setdefault(id(signature.tensors[number]), {})[dim] = name
+                points[name] = max(points.get(name, 0), self.points[number, dim])
+        ranges: dict[str, tuple[int, int | None]] = {}
+        for size in self.declared.values():
+            if size.max is not None:
+                ranges[size.name] = (2, size.max)
+            if size.typical is not None and size.name in points:
+                points[size.name] = size.typical
+        points |= at or {}
+        bounded = {n: min(p, ranges[n][1] or p) if n in ranges else p for n, p in points.items()}
+        return OpenSizes(names, distinct(bounded), ranges)
+
+
+class VaryingSizes:
+    """The families of a model's calls."""
+
+    def __init__(self, dynamic: Mapping[str, Mapping[str, Size]], positional: Sequence[str]) -> None:
+        self.dynamic, self.positional = dynamic, positional
+        self.sizes = declared(dict(dynamic))  # type: ignore[arg-type]
+        self._families: dict[str, Family] = {}
+
+    def family(self, signature: Signature) -> Family:
+        """What is known of calls of this form. Raises `SignatureError` where the plan declares a dimension that an argument does not have."""
+        known = self._families.get(signature.family)
+        if known is None:
+            paths = signature.paths(self.positional)
+            whole = tuple(not t.is_floating_point() and not t.is_complex() for t in signature.tensors)
+            known = self._families[signature.family] = Family(paths, whole, self._declared(signature, paths))
+        return known
+
+    def _declared(self, signature: Signature, paths: Sequence[str]) -> dict[Place, Size]:
+        found: dict[Place, Size] = {}
+        for number, path in enumerate(paths):
+            for dim, size in self.dynamic.get(path, {}).items():
+                if int(dim) >= signature.tensors[number].dim():
+                    raise SignatureError(
+                        f"dynamic names dimension {dim} of {path}, which has {signature.tensors[number].dim()} dimensions",
+                        where=f"dynamic.{path}",
+                        hint="dimensions count from 0",
+                    )
+                found[number, int(dim)] = self.sizes[size.name]
+        return found

@@ -1,0 +1,90 @@
+"""What a plan says of sizes that differ from call to call. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, StrictInt, model_validator
+
+from zgraph.errors import PlanError
+from zgraph.record import Record, short
+
+__all__ = ["Dynamic", "Size"]
+
+
+FIXED_BY: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("mesh.tp", lambda plan: plan.mesh.get("tp", 1) != 1, "tensor parallelism divides values by sizes that are numbers"),
+    ("mesh.cp", lambda plan: plan.mesh.get("cp", 1) != 1, "context parallelism divides sequences of one length"),
+    ("mesh.pp", lambda plan: plan.mesh.get("pp", 1) != 1, "stages of a pipeline receive into buffers of one size"),
+    ("tiles", lambda plan: bool(plan.tiles), "tiles cut values of one size"),
+    ("memory_budget", lambda plan: plan.memory_budget is not None, "what fits into a budget is decided for one size"),
+)
+"""The fields of a plan with which each size is a program of its own: where, when, and why."""
+
+
+def fixed_by(plan: Any) -> tuple[str, str] | None:
+    """(the field, why) with which all sizes of a plan's programs are numbers; None where they need not be."""
+    return next(((where, why) for where, when, why in FIXED_BY if when(plan)), None)
+
+
+def _name(given: str) -> str:
+    if not given.isidentifier():
+        raise PlanError(f"{given!r} is no name of a size", hint='a name as Python has them: "batch", "seq"')
+    return given
+
+
+class Size(Record, frozen=True):
+    """A size that differs from call to call, by name: sizes of one name are equal in every call.
+
+    `max` is the largest that it will be (none: nothing is known), `typical` the one for which decisions about time are made (none: that of
+    the first call). It is 2 at least: a size of 1 is a program of its own.
+    """
+
+    name: Annotated[str, AfterValidator(_name)] = Field(description='its name: "seq"')
+    max: Annotated[StrictInt, Field(ge=2)] | None = Field(default=None, description="the largest that it will be")
+    typical: Annotated[StrictInt, Field(ge=2)] | None = Field(
+        default=None, description="the one for which decisions about time are made"
+    )
+
+    def __init__(self, name: str | None = None, /, **values: Any) -> None:
+        super().__init__(**({} if name is None else {"name": name}), **values)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.max is not None and self.typical is not None and self.typical > self.max:
+            raise PlanError(f"size {self.name!r} is typically {self.typical}, and {self.max} at most")
+        return self
+
+
+def _size(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) else given
+
+
+def _dimensions(given: Any) -> Any:
+    """Dimensions as files can write them: in order, as text."""
+    if not isinstance(given, Mapping):
+        raise PlanError(f"{short(given)} is no table from dimensions to sizes", hint='such as {0: "batch", 1: "seq"}')
+    wrong = [d for d in given if not str(d).isdecimal()]
+    if wrong:
+        raise PlanError(f"{wrong[0]!r} is no dimension", hint="dimensions count from 0")
+    return {str(d): given[d] for d in sorted(given, key=int)}
+
+
+Dimensions = Annotated[dict[str, Annotated[Size, BeforeValidator(_size)]], BeforeValidator(_dimensions)]
+
+Dynamic = dict[str, Dimensions]
+"""Sizes by dimension, by the name of the argument of forward."""
+
+
+def declared(dynamic: Dynamic) -> dict[str, Size]:
+    """Each size by its name, as the places that say most about it do. Raises `PlanError` for places that differ."""
+    found: dict[str, Size] = {}
+    for argument, dimensions in dynamic.items():
+        for size in dimensions.values():
+            known = found.get(size.name)
+            told = [s for s in (known, size) if s is not None and (s.max, s.typical) != (None, None)]
+            if len(told) == 2 and told[0] != told[1]:
+                raise PlanError(f"size {size.name!r} is given twice, and differently", where=f"dynamic.{argument}")
+            found[size.name] = told[0] if told else size
+    return found

@@ -1,0 +1,142 @@
+"""Which sizes of a rank's calls are symbols in its programs, as the plan says: learned from the calls, declared, or none."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+
+from zgraph.build.step_program import Entry
+from zgraph.capture.open_sizes import OpenSizes
+from zgraph.capture.replaced_forward import signature_of
+from zgraph.capture.varying_sizes import Family, Shapes, Signature, VaryingSizes
+from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
+from zgraph.plan.shapes import fixed_by
+from zgraph.runtime.rank import Rank
+
+logger = logging.getLogger(__name__)
+
+
+class SizesOfCalls:
+    """What one compiled module knows of the sizes of its calls."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        plan = rank.plan
+        self.fixed = fixed_by(plan)
+        self.varies = plan.shapes != "static" and self.fixed is None
+        self.anticipate = plan.shapes == "dynamic" and not plan.dynamic
+        self._told_fixed = plan.shapes == "static" or self.fixed is None
+        self._varying: VaryingSizes | None = None
+        self._seen: dict[str, Shapes] = {}  # of static programs, by the forms of their calls' inputs
+
+    def of(self, call: Signature) -> CallSizes:
+        """The sizes of a call."""
+        if not self.varies:
+            self._tell_fixed(call)
+            return CallSizes(self, call, None)
+        if self._varying is None:
+            names = list(signature_of(self.rank.forward_function).parameters)[1:]
+            self._varying = VaryingSizes(self.rank.plan.dynamic, names)
+        return CallSizes(self, call, self._varying.family(call))
+
+    def _tell_fixed(self, call: Signature) -> None:
+        """Say once, at the first call that differs only in sizes from one before, why that is a program of its own."""
+        if self._told_fixed or self._seen.setdefault(call.family, call.shapes) == call.shapes:
+            return
+        self._told_fixed = True
+        if self.rank.everyone.first() and self.fixed is not None:
+            logger.warning("each size of the inputs is a program of its own: %s is set, and %s", *self.fixed)
+
+
+class CallSizes:
+    """The sizes of one call, and what its form has taught so far. `learn` says whether ranks are to learn from such calls."""
+
+    def __init__(self, known: SizesOfCalls, call: Signature, family: Family | None) -> None:
+        self.known, self.call, self.family = known, call, family
+        self.learn = family is not None
+        self._asked: dict[str, int] | None = None  # sizes that there is no program for yet
+        self._fixed = False  # is it a program for these sizes alone?
+        self._before: Family | None = None  # what was known before sizes were given up for this call
+        self._reasons: list[tuple[str, ZgraphError]] = []
+        if family is not None and not family.first and (family.declared or known.anticipate):
+            family.learn([call.shapes], anticipate=known.anticipate)
+
+    @property
+    def key(self) -> str:
+        """The key of the program that serves it; of calls that differ in sizes alone it is one."""
+        if self.family is None or not self.family.serves(self.call):
+            return self.call.text()
+        return self.call.text(self.family.names)
+
+    @property
+    def point(self) -> Mapping[str, int]:
+        """The sizes that are symbols in its program, by their names."""
+        return self.family.point(self.call) if self.family is not None else {}
+
+    def take_in(self, shapes: Sequence[Shapes]) -> None:
+        """Learn from this call, as it is on all ranks."""
+        assert self.family is not None
+        self.family.learn(shapes, anticipate=self.known.anticipate)
+
+    def open_sizes(self) -> OpenSizes | None:
+        """What the capture of its program has as symbols; None where all sizes are numbers."""
+        if self.family is None or self._fixed:
+            return None
+        return self.family.open_sizes(self.call, self._asked)
+
+    def made_at(self, sizes: dict[str, int] | None) -> None:
+        """Let the next program be made for calls like one of these sizes, which the last one refused; where that was made so already, for these alone."""
+        self._fixed = self._asked is not None and sizes is not None
+        self._asked = sizes
+
+    def give_up(self, error: ZgraphError, refused: Entry | None) -> bool:
+        """After a capture with symbols has failed: let the sizes be numbers that can't be symbols. False where there is nothing to give up: then
+        all is known as it was before. Raises `SignatureError` where the sizes are out of the range of a program that would be `refused`."""
+        family = self.family
+        names = set(self.point)
+        if family is None or not names or self._fixed:
+            self._restore()
+            if refused is not None and isinstance(error, CaptureError):
+                condition, where = refused.bound(self._before_point())
+                raise SignatureError(
+                    "the model does not take a call of these sizes",
+                    where=where,
+                    why=f"it is made for calls in which {condition}; {error.what}",
+                    hint="cut the batch, or enlarge what bounds it (a table of positions, say)",
+                ) from error
+            return False
+        if refused is not None:  # (other sizes can be symbols)
+            self._fixed = True
+            return True
+        declared = {size.name for size in family.declared.values()}
+        size = error.size if isinstance(error, SizeError) else ""
+        gone = {size} if size in names else names
+        if gone & declared:
+            return False
+        self._before = self._before or copy.deepcopy(family)
+        self._reasons.append((", ".join(sorted(gone)), error))
+        family.close(sorted(gone), error.what)
+        return True
+
+    def _before_point(self) -> Mapping[str, int]:
+        return (self._before or self.family).point(self.call)  # type: ignore[union-attr]
+
+    def _restore(self) -> None:
+        """A call that no program can be made for has taught nothing."""
+        if self._before is not None and self.family is not None:
+            vars(self.family).update(vars(self._before))
+
+    def settled(self, entry: Entry) -> None:
+        """Note what a new program is for, and tell the user, and which sizes are no symbols."""
+        if self._fixed:
+            entry.only = dict(self.point)
+        if not self.known.rank.everyone.first():
+            return
+        for names, error in self._reasons:
+            where = f" ({error.where})" if error.where else ""
+            logger.warning("each %s is a program of its own: %s%s", names, error.why or error.what, where)
+        if entry.open:
+            sizes = entry.program().captured.sizes.every
+            ranges = "; ".join(f"{s.name} is {s.range}{f' ({s.where})' if s.where else ''}" for s in sizes)
+            logger.warning("program %s serves all calls that differ in these sizes: %s", entry.name, ranges)
