@@ -27,7 +27,7 @@ from zgraph.program import collectives, ops
 from zgraph.program.aliases import is_view
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program, of_backward
-from zgraph.program.sizes import is_symbolic
+from zgraph.program.sizes import NO_SIZES, is_symbolic
 from zgraph.torch_compat import fx_graphs
 
 _BACKWARD_ONLY = (InputRole.TANGENT, InputRole.ACCUMULATOR, InputRole.SCALE, InputRole.RETURNED)
@@ -236,7 +236,7 @@ def _extract(
         fake_mode=joint.fake_mode,
         level=Level.EXECUTABLE,
         facts=set(joint.facts),
-        sizes=joint.sizes,
+        sizes=joint.sizes if any(p.role is InputRole.SIZE for p, _ in inputs) else NO_SIZES,
     )
     part.recompile()
     return part

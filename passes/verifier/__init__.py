@@ -20,6 +20,7 @@ from zgraph.passes.verifier.faults import Faults
 from zgraph.passes.verifier.lifetimes import check_moves, check_releases
 from zgraph.passes.verifier.ports import check_ports
 from zgraph.passes.verifier.ranks import verify_ranks
+from zgraph.passes.verifier.sizes import check_guards, check_sizes
 from zgraph.passes.verifier.structure import check_mutation, check_order, check_phases, check_random
 from zgraph.passes.verifier.values import ValueCache, check_values
 from zgraph.program.program import Program
@@ -41,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     check_releases,
     check_random,
     check_mutation,
+    check_sizes,
 )
 
 
@@ -48,7 +50,7 @@ def all_faults(program: Program, values: ValueCache | None = None) -> Faults:
     """Yield each fault of a program, in the order of the rules. What a fault makes other rules trip over is not listed: they end there."""
     cache = values or ValueCache()
     found = False
-    for rule in (*RULES, lambda program: check_values(program, cache)):
+    for rule in (*RULES, lambda program: check_values(program, cache), check_guards):
         try:
             for error in rule(program):
                 found = True

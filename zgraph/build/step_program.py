@@ -93,7 +93,9 @@ class StepProgram:
         point = sizes.of_call(flat)
         if not sizes.hold(point):
             condition, where = sizes.broken(point)
-            raise SignatureError(f"program {self.name} is not for these sizes", where=where, why=f"it is for {condition}")
+            raise SignatureError(
+                f"program {self.name} is not for these sizes", where=where, why=f"it is for {condition}"
+            )
         return point
 
     @functools.cached_property
@@ -289,7 +291,9 @@ class Entry:
         self._programs: dict[frozenset[int], StepProgram] = {}
         # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
         self.settled = self.unsettled = self.unsettled_before = False
-        self.only: Mapping[str, int] | None = None  # sizes by name which it is for, where others differ in these and are not for them
+        self.only: Mapping[
+            str, int
+        ] = {}  # sizes by name that are numbers in it, and symbols in other programs of such calls
         self.batch_known = False  # was it seen that what is cut into micro-batches is the batch?
 
     @property
@@ -299,8 +303,8 @@ class Entry:
 
     def holds(self, point: Mapping[str, int]) -> bool:
         """Whether its programs hold at these sizes by name."""
-        if self.only is not None:
-            return self.only == point
+        if any(point[name] != size for name, size in self.only.items()):
+            return False
         return not self.open or all(s.captured.sizes.hold(point) for s in self._programs.values())
 
     def bound(self, point: Mapping[str, int]) -> tuple[str, str | None]:

@@ -604,7 +604,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     outputs.sort(key=lambda item: of_backward(*item))  # (what the forward gives is first)
     program.set_outputs([(port, _own_gradient(program, port, node)) for port, node in outputs])
     for port, node in program.input_items():
-        prefix = {InputRole.TANGENT: "tangent_", InputRole.SIZE: "size_"}.get(port.role, "")  # type: ignore[call-overload]
+        prefix = "tangent_" if port.role is InputRole.TANGENT else "size_" if port.role is InputRole.SIZE else ""
         node._rename(_identifier(f"{prefix}{port.name}"))
     for node in graph.nodes:
         node.meta.pop("desc", None)

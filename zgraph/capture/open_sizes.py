@@ -126,7 +126,8 @@ def refuse_unknown(graph: fx.Graph) -> None:
 
 
 def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[TracedSize, fx.Node]]:
-    """Let every number of the graph be arithmetic on one new input for each symbol; these inputs. Raises `SizeError` for an output that is a number."""
+    """Let every number of the graph be arithmetic on one new input for each symbol; these inputs. Raises `SizeError` for an output that is a
+    number."""
     output = graph.output_node()
     for node in output.all_input_nodes:
         if is_symbolic(node.meta.get("val")):
@@ -155,8 +156,7 @@ def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[Trace
         found = symbols.expression(node.meta["val"])
         number = found if isinstance(found, int) else sizes.number_node(graph, node.meta["val"], beside=set(numbers))
         for user in list(node.users):
-            user.args = fx.node.map_arg(user.args, lambda a, n=number, old=node: n if a is old else a)
-            user.kwargs = fx.node.map_arg(user.kwargs, lambda a, n=number, old=node: n if a is old else a)
+            sizes.replace_number(user, node, number)
     for node in reversed(numbers):
         if not node.users:
             graph.erase_node(node)
@@ -180,7 +180,9 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Ope
         if g.condition.free_symbols <= symbols_of.keys()
     ]
     if len(asked) < len(symbols.guards(env)):
-        raise SizeError("sizes are compared with numbers that the model changes", why="a program can't be told of these")
+        raise SizeError(
+            "sizes are compared with numbers that the model changes", why="a program can't be told of these"
+        )
     own = {port.name for port in program.inputs if port.role is InputRole.SIZE}
     every = tuple(_known_size(t, env, declared) for t in traced)
     found = Sizes(tuple(s for s in every if s.name in own), (), tuple(s for s in every if s.name not in own))
@@ -188,7 +190,9 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Ope
         return program
     mode, given = sizes.new_mode(found.symbols, found.typical)
     made = sizes.converted(program, mode, given, found)
-    for _ in check_values(made, ValueCache()):  # (what operators ask when they are evaluated once more is part of what it holds for)
+    for _ in check_values(
+        made, ValueCache()
+    ):  # (what operators ask when they are evaluated once more is part of what it holds for)
         pass
     now = sizes.guards_of(mode.shape_env)
     made.sizes = replace(found, guards=tuple(dict.fromkeys([*asked, *now])))

@@ -9,7 +9,7 @@ What is learned must be equal on all ranks: they learn together, from the calls 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -139,9 +139,7 @@ class Family:
                 where.setdefault(name, place)
         return found
 
-    def _check(
-        self, place: Place, size: int, declared: Size, found: dict[str, int], where: dict[str, Place]
-    ) -> None:
+    def _check(self, place: Place, size: int, declared: Size, found: dict[str, int], where: dict[str, Place]) -> None:
         path = self.paths[place[0]]
         if declared.max is not None and size > declared.max:
             raise SignatureError(
@@ -172,10 +170,12 @@ class Family:
             for size in (signature.tensors[place[0]].shape[place[1]],)
         )
 
-    def open_sizes(self, signature: Signature, at: Mapping[str, int] | None = None) -> OpenSizes | None:
-        """What a capture for this call has as symbols; None where all of its sizes are numbers. It is made `at` these sizes, by default at the
-        typical ones, else the largest so far."""
-        here = self.point(signature)
+    def open_sizes(
+        self, signature: Signature, at: Mapping[str, int] | None = None, without: Collection[str] = ()
+    ) -> OpenSizes | None:
+        """What a capture for this call has as symbols, `without` these; None where all of its sizes are numbers. It is made `at` these sizes, by
+        default at the typical ones, else the largest so far."""
+        here = {n: size for n, size in self.point(signature).items() if n not in without}
         if not here:
             return None
         names: dict[int, dict[int, str]] = {}
@@ -190,7 +190,7 @@ class Family:
                 ranges[size.name] = (2, size.max)
             if size.typical is not None and size.name in points:
                 points[size.name] = size.typical
-        points |= at or {}
+        points |= {n: size for n, size in (at or {}).items() if n in points}
         bounded = {n: min(p, ranges[n][1] or p) if n in ranges else p for n, p in points.items()}
         return OpenSizes(names, distinct(bounded), ranges)
 

@@ -14,7 +14,11 @@ __all__ = ["Dynamic", "Size"]
 
 
 FIXED_BY: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("mesh.tp", lambda plan: plan.mesh.get("tp", 1) != 1, "tensor parallelism divides values by sizes that are numbers"),
+    (
+        "mesh.tp",
+        lambda plan: plan.mesh.get("tp", 1) != 1,
+        "tensor parallelism divides values by sizes that are numbers",
+    ),
     ("mesh.cp", lambda plan: plan.mesh.get("cp", 1) != 1, "context parallelism divides sequences of one length"),
     ("mesh.pp", lambda plan: plan.mesh.get("pp", 1) != 1, "stages of a pipeline receive into buffers of one size"),
     ("tiles", lambda plan: bool(plan.tiles), "tiles cut values of one size"),

@@ -19,7 +19,7 @@ from zgraph.names import around
 from zgraph.program import collective_values
 from zgraph.program.node import NodeInfo, Phase, Role, has_info, info, set_info, value
 from zgraph.program.remark import Remark
-from zgraph.program.sizes import NO_SIZES, Sizes, at, with_nodes
+from zgraph.program.sizes import NO_SIZES, Sizes, static_at, with_nodes
 from zgraph.torch_compat import fx_graphs
 from zgraph.torch_compat.symbols import evaluating
 
@@ -466,7 +466,7 @@ class Program:
 
     def at(self, sizes: Mapping[str, int]) -> Program:
         """This program at these sizes by name: a static one, a copy. One whose sizes are numbers is itself."""
-        return at(self, sizes) if self.sizes else self
+        return static_at(self, sizes) if self.sizes else self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self.snapshot()

@@ -22,7 +22,18 @@ from zgraph.program.node import info, set_info
 from zgraph.torch_compat import symbols
 from zgraph.torch_compat.symbols import is_symbolic
 
-__all__ = ["NO_SIZES", "ProgramSize", "SizeGuard", "Sizes", "at", "is_symbolic", "remade", "static", "text", "typical"]
+__all__ = [
+    "NO_SIZES",
+    "ProgramSize",
+    "SizeGuard",
+    "Sizes",
+    "is_symbolic",
+    "remade",
+    "static",
+    "static_at",
+    "text",
+    "typical",
+]
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,9 @@ class Sizes:
 
     symbols: tuple[ProgramSize, ...] = ()
     guards: tuple[SizeGuard, ...] = ()
-    tied: tuple[ProgramSize, ...] = ()  # those that are no inputs of the program, because guards make them arithmetic on the symbols
+    tied: tuple[
+        ProgramSize, ...
+    ] = ()  # those that are no inputs of the program, because guards make them arithmetic on the symbols
 
     def __bool__(self) -> bool:
         return bool(self.symbols)
@@ -182,10 +195,11 @@ def named_symbols(env: Any, names: Mapping[Any, str]) -> None:
 
 
 class _Program(Protocol):
-    graph: Any
     fake_mode: Any
     sizes: Sizes
 
+    @property
+    def graph(self) -> Any: ...
     def snapshot(self) -> Any: ...
     def recompile(self) -> None: ...
 
@@ -208,7 +222,7 @@ def new_mode(sizes: Sequence[ProgramSize], point: Mapping[str, int]) -> tuple[An
     return mode, found
 
 
-def at(program: P, point: Mapping[str, int]) -> P:
+def static_at(program: P, point: Mapping[str, int]) -> P:
     """The program at these sizes: a static one, all of whose sizes are numbers."""
     made: Any = converted(program, FakeTensorMode(), {s.name: point[s.name] for s in program.sizes.symbols}, NO_SIZES)
     for node in list(reversed(made.graph.nodes)):
@@ -216,7 +230,7 @@ def at(program: P, point: Mapping[str, int]) -> P:
             continue
         number = node.meta["val"]
         for user in list(node.users):
-            _replace(user, node, number)
+            replace_number(user, node, number)
         if node.op == "placeholder":
             made.remove_input(node)
         else:
@@ -225,7 +239,8 @@ def at(program: P, point: Mapping[str, int]) -> P:
     return made  # type: ignore[no-any-return]
 
 
-def _replace(user: fx.Node, node: fx.Node, number: int) -> None:
+def replace_number(user: fx.Node, node: fx.Node, number: fx.Node | int) -> None:
+    """Let a node read a number, or the node of one, where it read another node."""
     user.args = fx.node.map_arg(user.args, lambda a: number if a is node else a)
     user.kwargs = fx.node.map_arg(user.kwargs, lambda a: number if a is node else a)
 

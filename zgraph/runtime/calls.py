@@ -82,7 +82,7 @@ class Calls:
             entry = entries[key]
             if stale := entry.trace.flat.stale(module, args, kwargs):
                 logger.info("%s is not for this call: no longer %s", entry.name, stale.what)
-            elif entry.holds(point):
+            elif not point or entry.holds(point):
                 return _Found(key, False, before, None)
             else:
                 refused = entry
@@ -146,7 +146,7 @@ class Calls:
             else:
                 sizes.settled(entry)
                 self._keep(found, entry, args, kwargs)
-                asked = self._asked(sizes, refused=not entry.holds(sizes.point))
+                asked = self._asked(sizes, refused=bool(sizes.point) and not entry.holds(sizes.point))
                 if asked is None:
                     return found
                 sizes.made_at(asked)

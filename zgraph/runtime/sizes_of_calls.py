@@ -56,7 +56,7 @@ class CallSizes:
         self.known, self.call, self.family = known, call, family
         self.learn = family is not None
         self._asked: dict[str, int] | None = None  # sizes that there is no program for yet
-        self._fixed = False  # is it a program for these sizes alone?
+        self._fixed: set[str] = set()  # those that are numbers in its program, and symbols in others
         self._before: Family | None = None  # what was known before sizes were given up for this call
         self._reasons: list[tuple[str, ZgraphError]] = []
         if family is not None and not family.first and (family.declared or known.anticipate):
@@ -81,21 +81,21 @@ class CallSizes:
 
     def open_sizes(self) -> OpenSizes | None:
         """What the capture of its program has as symbols; None where all sizes are numbers."""
-        if self.family is None or self._fixed:
-            return None
-        return self.family.open_sizes(self.call, self._asked)
+        return self.family.open_sizes(self.call, self._asked, self._fixed) if self.family is not None else None
 
     def made_at(self, sizes: dict[str, int] | None) -> None:
-        """Let the next program be made for calls like one of these sizes, which the last one refused; where that was made so already, for these alone."""
-        self._fixed = self._asked is not None and sizes is not None
+        """Let the next program be made for calls like one of these sizes, which the last one refused; where that was made so already, for these
+        alone."""
+        if self._asked is not None and sizes is not None:
+            self._fixed = set(self.point)
         self._asked = sizes
 
     def give_up(self, error: ZgraphError, refused: Entry | None) -> bool:
         """After a capture with symbols has failed: let the sizes be numbers that can't be symbols. False where there is nothing to give up: then
         all is known as it was before. Raises `SignatureError` where the sizes are out of the range of a program that would be `refused`."""
         family = self.family
-        names = set(self.point)
-        if family is None or not names or self._fixed:
+        names = set(self.point) - self._fixed
+        if family is None or not names:
             self._restore()
             if refused is not None and isinstance(error, CaptureError):
                 condition, where = refused.bound(self._before_point())
@@ -106,12 +106,13 @@ class CallSizes:
                     hint="cut the batch, or enlarge what bounds it (a table of positions, say)",
                 ) from error
             return False
-        if refused is not None:  # (other sizes can be symbols)
-            self._fixed = True
-            return True
         declared = {size.name for size in family.declared.values()}
         size = error.size if isinstance(error, SizeError) else ""
         gone = {size} if size in names else names
+        logger.info("%s can't differ from call to call in one program: %s", ", ".join(sorted(gone)), error)
+        if refused is not None:  # (in a program for other sizes these can be symbols)
+            self._fixed |= gone
+            return True
         if gone & declared:
             return False
         self._before = self._before or copy.deepcopy(family)
@@ -129,8 +130,10 @@ class CallSizes:
 
     def settled(self, entry: Entry) -> None:
         """Note what a new program is for, and tell the user, and which sizes are no symbols."""
+        if self.family is None:
+            return
         if self._fixed:
-            entry.only = dict(self.point)
+            entry.only = {n: size for n, size in self.point.items() if n in self._fixed}
         if not self.known.rank.everyone.first():
             return
         for names, error in self._reasons:

@@ -92,7 +92,7 @@ class PipelineRuntime(Runtime):
         with without_fast_path():
             super().settle(entry, args, kwargs)
 
-    def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], open_sizes: object = None) -> Any:
         shown = brief(self.module, args, kwargs)
         name = self.calls.name_new(shown)
         first, self.first = self.first, None

@@ -9,7 +9,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
@@ -254,12 +254,13 @@ def capture_flat(
     kwargs: dict[str, Any],
     numbers: Sequence[str] = (),
     lists: Sequence[Any] = (),
-    open_dims: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    open_dims: Mapping[int, Collection[int]] = MappingProxyType({}),
 ) -> FlatCapture:
     """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`).
 
     `numbers` that forward changes (by their names in guards) are no constants of the capture, and `lists` that it appends to may hold
-    anything by then. `open_dims` has the dimensions of fake tensors, by their ids, whose sizes are symbols: equal ones are one. Raises `NumberInGraphError` for a number that must be one.
+    anything by then. `open_dims` has the dimensions of fake tensors, by their ids, whose sizes are symbols: equal ones are one. Raises
+    `NumberInGraphError` for a number that must be one.
     """
     function: Any = bound.__func__
     with (
@@ -345,9 +346,9 @@ _MARKS = ("_has_dynamo_dim_marking", "_specialize_on")
 
 
 @contextlib.contextmanager
-def _symbolic(names: Sequence[str], open_dims: Mapping[int, Sequence[int]]) -> Iterator[None]:
-    """Let dynamo take these numbers as inputs of its graph, these dimensions as symbols, and nothing else: what is marked as dynamic (`torch._dynamo.mark_dynamic`,
-    `torch.compiler.config.dynamic_sources`) is so for torch.compile, and a program has its sizes in its signature."""
+def _symbolic(names: Sequence[str], open_dims: Mapping[int, Collection[int]]) -> Iterator[None]:
+    """Let dynamo take these numbers as inputs of its graph, these dimensions as symbols, and nothing else: what is marked as dynamic
+    (`torch._dynamo.mark_dynamic`, `torch.compiler.config.dynamic_sources`) is so for torch.compile, and a program has its sizes in its signature."""
     there: Any = builder
     process, asked, form = there.process_automatic_dynamic, there.is_dynamic_source, there._automatic_dynamic
     literal = there.VariableBuilder.wrap_literal

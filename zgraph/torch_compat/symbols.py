@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -16,18 +18,18 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import Mod, PythonMod
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-Expression = sympy.Expr
-Symbol = sympy.Symbol
+Symbol: TypeAlias = Any  # (a sympy.Symbol: sympy has no types)
 
 _FUNCTIONS = {
     "max": max,
     "min": min,
-    "math": __import__("math"),
+    "math": math,
     "float": float,
     "int": int,
     "round": round,
@@ -122,7 +124,11 @@ def bounds(env: Any, symbol: Symbol) -> tuple[int, int | None]:
 
 def bounded_by(env: Any, symbol: Symbol) -> str | None:
     """The user's line that gave a symbol its largest number, or made it one number."""
-    lines = [g.where for g in guards(env) if g.where and symbol in g.condition.free_symbols]
+    asked = guards(env)
+    pinned = [g.where for g in asked if g.where and _pins(g.condition, symbol)]
+    if pinned:
+        return pinned[0]
+    lines = [g.where for g in asked if g.where and symbol in g.condition.free_symbols]
     known = env.var_to_range_sloc.get(symbol)
     upper = getattr(getattr(known, "upper", None), "maybe_user_loc", None)
     return upper or (lines[-1] if lines else None)
@@ -131,7 +137,16 @@ def bounded_by(env: Any, symbol: Symbol) -> str | None:
 def specialised(env: Any, symbol: Symbol) -> int | None:
     """The number that a symbol has turned out to be; None while it may be several."""
     found = env.replace(symbol)
-    return int(found) if found.is_number else None
+    if found.is_number:
+        return int(found)
+    return point(env, symbol) if any(_pins(g.condition, symbol) for g in guards(env)) else None
+
+
+def _pins(condition: Any, symbol: Symbol) -> bool:
+    """Whether arithmetic on this symbol alone is to be a number, (n // 8) ** 2 == 16 say. (That it is a multiple of 8 pins it to none.)"""
+    if not isinstance(condition, sympy.Eq) or condition.free_symbols != {symbol} or condition.has(Mod, PythonMod):
+        return False
+    return any(side.is_number for side in condition.args)
 
 
 def guards(env: Any) -> list[FoundGuard]:
@@ -152,7 +167,7 @@ def evaluating() -> Any:
 def new_mode(points: Mapping[str, tuple[int, int | None, int]]) -> tuple[Any, dict[str, torch.SymInt]]:
     """(a fake mode of its own, the sizes in it) for these names with (smallest, largest, point to decide at)."""
     env = ShapeEnv()
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for name, (low, high, point) in points.items():
         symbol = env.create_symbol(point, ConstantSource(name), DimDynamic.DYNAMIC)
         env.constrain_symbol_range(symbol, low, int_oo if high is None else high)
@@ -170,7 +185,9 @@ def substituted(found: Any, symbols: Mapping[Symbol, Any], env: Any = None) -> A
     """An expression with numbers, or with sizes of `env`, in place of its symbols: an int or a size of it."""
     if not isinstance(found, sympy.Basic):
         return found
-    replaced = found.xreplace({s: v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for s, v in symbols.items()})
+    replaced = found.xreplace(
+        {s: v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for s, v in symbols.items()}
+    )
     if replaced.is_number:
         return int(replaced)
     return env.create_symintnode(replaced, hint=int(replaced.xreplace(_values(env))))
@@ -213,8 +230,6 @@ def calculation(found: Any, places: Mapping[Symbol, fx.Node], graph: fx.Graph) -
 
 def read(written: str, sizes: Mapping[str, Any]) -> Any:
     """The size that a text of `text` means, of these sizes by name. Raises `ValueError` for anything else than arithmetic."""
-    import ast
-
     operators: dict[type, Callable[..., Any]] = {
         ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
         ast.Pow: operator.pow, ast.Div: operator.truediv,
@@ -242,9 +257,7 @@ def symbols_of(sizes: Mapping[str, Any]) -> dict[Symbol, str]:
     return {s.node.expr: name for name, s in sizes.items() if isinstance(s, torch.SymInt)}
 
 
-def contexts(static: Any, dims: Sequence[int]) -> Any:
+def contexts(static: Any, dims: Collection[int]) -> Any:
     """The symbolic context of a tensor with these dimensions open: equal numbers are one symbol."""
-    from dataclasses import replace
-
     open_dims = [DimDynamic.DUCK if d in dims else was for d, was in enumerate(static.dynamic_sizes)]
     return replace(static, dynamic_sizes=open_dims)

@@ -1,0 +1,165 @@
+"""Ranks of one step may have batches of different sizes: one program serves them, and gradients are those of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import zgraph
+from zgraph.errors import RankMismatchError, SignatureError
+
+pytestmark = pytest.mark.gloo
+WORDS = 31
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+class Attention(nn.Module):
+    """One block with what lengths reach: positions, a mask made of them, attention over them."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(WORDS, dim), nn.Embedding(64, dim)
+        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.head = nn.Linear(dim, WORDS)
+
+    def forward(self, words, targets):
+        rows, length = words.shape
+        hidden = self.embed(words) + self.places.weight[:length]
+        q, k, v = self.qkv(self.norm(hidden)).chunk(3, -1)
+        q, k, v = (x.view(rows, length, 2, -1).transpose(1, 2) for x in (q, k, v))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = hidden + self.out(seen.transpose(1, 2).reshape(rows, length, -1))
+        return cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def batch(rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1000 * seed + 10 * rows + length)
+    words = torch.randint(0, WORDS, (rows, length), generator=draw)
+    targets = torch.randint(0, WORDS, (rows, length), generator=draw)
+    targets[:, 0] = -100
+    return {"words": words, "targets": targets}
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+STEPS = [((3, 12), (3, 12)), ((3, 9), (3, 20)), ((2, 31), (4, 5)), ((5, 2), (2, 64)), ((2, 40), (6, 40))]
+
+
+def gradients(zero: int, backend: str, **plan: object) -> tuple[float, list[str]]:
+    """(the largest relative difference to plain PyTorch's, the programs) after steps in which each rank has other sizes."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    plain = Attention()
+    model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=zero, backend=backend, **plan))
+    worst = 0.0
+    for number, sizes in enumerate(STEPS):
+        model(**batch(*sizes[dist.get_rank()], number)).backward()
+        for at in sizes:
+            (plain(**batch(*at, number)) / len(sizes)).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            worst = max(worst, float((whole(mine.grad) - theirs.grad).norm() / theirs.grad.norm()))
+        model.zero_grad()
+        plain.zero_grad()
+    return worst, list(model.zgraph.programs)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_ranks_with_different_lengths_share_one_program(two, zero):
+    for worst, programs in two.run(gradients, zero, "eager"):
+        assert worst < 2e-6
+        assert programs == ["train0", "train1"]
+
+
+def trained(tokens: bool, micro: int) -> tuple[float, int]:
+    """The largest difference of a weight to plain PyTorch's after steps with an optimizer, and the number of programs."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    plain = Attention()
+    plan = zgraph.Plan(
+        zero=3,
+        backend="eager",
+        optimizer=zgraph.SGD(lr=0.1),
+        loss_average="token" if tokens else "batch",
+        micro_batches=micro,
+    )
+    model = zgraph.compile(copy.deepcopy(plain), plan)
+    for number, sizes in enumerate(STEPS):
+        sizes = [(rows * micro, length) for rows, length in sizes]
+        model.train_step(**batch(*sizes[dist.get_rank()], number))
+        calls = [batch(*at, number) for at in sizes]
+        counts = [(c["targets"] != -100).sum() for c in calls]
+        for call, count in zip(calls, counts, strict=True):
+            (plain(**call) * (count / sum(counts) if tokens else 1 / len(calls))).backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= 0.1 * p.grad
+        plain.zero_grad()
+    differences = [
+        float((whole(a) - b).abs().max()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+    return max(differences), len(model.zgraph.programs)
+
+
+@pytest.mark.parametrize(("tokens", "micro"), [(False, 1), (True, 1), (True, 2)])
+def test_steps_with_an_optimizer_are_those_of_plain_pytorch(two, tokens, micro):
+    for worst, programs in two.run(trained, tokens, micro):
+        assert worst < 1e-6
+        assert programs == 2
+
+
+def first_call_differs() -> list[str]:
+    model = zgraph.compile(Attention(), zgraph.Plan(zero=3, backend="eager"))
+    model(**batch(3, 7 + 4 * dist.get_rank(), 0)).backward()
+    return list(model.zgraph.programs)
+
+
+def test_ranks_whose_first_calls_differ_need_one_program(two):
+    assert two.run(first_call_differs) == [["train0"], ["train0"]]
+
+
+def one_rank_has_a_single_row() -> None:
+    model = zgraph.compile(Attention(), zgraph.Plan(zero=3, backend="eager"))
+    model(**batch(1 + dist.get_rank(), 7, 0)).backward()
+
+
+def test_a_single_row_beside_several_is_refused_on_all_ranks(two):
+    for outcome in two.attempt(one_rank_has_a_single_row):
+        assert isinstance(outcome.error, RankMismatchError)
+
+
+def static_shapes() -> None:
+    model = zgraph.compile(Attention(), zgraph.Plan(zero=3, backend="eager", shapes="static"))
+    model(**batch(3, 7 + 4 * dist.get_rank(), 0)).backward()
+
+
+def test_static_shapes_have_to_be_equal(two):
+    for outcome in two.attempt(static_shapes):
+        assert isinstance(outcome.error, RankMismatchError)
+        assert "int64[3, 7]" in str(outcome.error)
+
+
+def too_long_on_one_rank() -> None:
+    model = zgraph.compile(Attention(), zgraph.Plan(zero=3, backend="eager"))
+    model(**batch(3, 7, 0)).backward()
+    model(**batch(3, 9, 0)).backward()
+    model(**batch(3, 9 + 60 * dist.get_rank(), 0)).backward()
+
+
+def test_a_length_beyond_the_table_of_positions_is_refused_on_all_ranks(two):
+    errors = [outcome.error for outcome in two.attempt(too_long_on_one_rank)]
+    assert all(isinstance(e, SignatureError) for e in errors)
+    assert "64" in str(errors[0])
