@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.capture.former_memory import refuse_shared_memory
 from zgraph.capture.inputs import refuse_state
 from zgraph.capture.replaced_forward import unbound
+from zgraph.capture.varying_sizes import refuse_unknown_arguments
 from zgraph.codegen import debug_mode
 from zgraph.errors import MeshError, ModelError
 from zgraph.parameters.mixed_precision import check, overflow_error, prepare, refuse_overflow
@@ -29,6 +30,7 @@ from zgraph.parameters.replaced import refuse_unmovable
 from zgraph.parameters.sharding import fingerprint, planned_layout, shard
 from zgraph.plan.lr_schedules import TorchSchedule
 from zgraph.plan.plan import Plan
+from zgraph.plan.shapes import Size
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM, ParamSpec
 from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.compiled_models import free_dropped_models, is_compiled
@@ -53,6 +55,7 @@ def compile(
     inputs: Inputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
     mesh: DeviceMesh | None = None,
+    dynamic: Mapping[str, Mapping[int, str | Size]] | None = None,
 ) -> M:
     """Shard `model` as `plan` says and let its forward and backward run as compiled programs.
 
@@ -63,7 +66,8 @@ def compile(
     ranks. Under torchrun without a process group, one is initialised. Parameters and buffers that differ between ranks
     become rank 0's, and a warning says so; those on the meta device are initialised shard by shard. `loss_fn(output, …)` gives
     `train_step` the loss where the model's output has none: after the output it gets what was given to `train_step` and
-    `forward` has no room for, or the arguments of `forward`, as many as it needs.
+    `forward` has no room for, or the arguments of `forward`, as many as it needs. `dynamic` is the plan's: which sizes of which arguments differ
+    from call to call, `{"input_ids": {0: "batch", 1: zgraph.Size("seq", max=2048)}}`.
 
     All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices), `MeshError` (a mesh
     that is not the world), `RankMismatchError` (ranks with different plans or models), `UnsupportedError` (lazy
@@ -79,8 +83,12 @@ def compile(
     debug_mode.wanted()  # (a word that means nothing is refused now)
     _refuse_compiled(model)
     free_dropped_models()
-    agreed = _agree(model, plan or Plan(), mesh)
+    plan = plan or Plan()
+    if dynamic is not None:
+        plan = plan.model_copy(update={"dynamic": dynamic})
     forward = unbound(model, model.forward)
+    refuse_unknown_arguments(plan.dynamic, forward)
+    agreed = _agree(model, plan, mesh)
     _refuse_unfit(model, agreed)
     if agreed.sizes.get(STAGE_DIM, 1) > 1 or agreed.sizes.get(TENSOR_DIM, 1) > 1:
         _attach_deferred(model, forward, agreed, inputs, loss_fn)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zgraph.capture.dynamic_sizes import LOOKED_AT
 from zgraph.errors import SizeError
 from zgraph.passes.verifier.values import ValueCache, check_values
 from zgraph.program import sizes
@@ -109,7 +110,7 @@ def _environment(graph: fx.Graph) -> Any:
 def refuse_unknown(graph: fx.Graph) -> None:
     """Raise `SizeError` where sizes depend on values: these are folded into regions, which have sizes that are numbers."""
     for node in graph.nodes:
-        if symbols.has_unknown(node.meta.get("val")):
+        if symbols.has_unknown(node.meta.get("val")) or node.target in LOOKED_AT:
             raise SizeError(
                 "the model has sizes that depend on values (a mask that selects, nonzero)",
                 where=info(node).source or None,

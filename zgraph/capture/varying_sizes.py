@@ -9,7 +9,9 @@ What is learned must be equal on all ranks: they learn together, from the calls 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +20,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from zgraph.capture.open_sizes import OpenSizes, distinct
-from zgraph.errors import SignatureError
+from zgraph.capture.replaced_forward import signature_of
+from zgraph.errors import PlanError, SignatureError
+from zgraph.names import did_you_mean
 from zgraph.plan.shapes import Size, declared
 
 Place = tuple[int, int]
@@ -224,3 +228,17 @@ class VaryingSizes:
                     )
                 found[number, int(dim)] = self.sizes[size.name]
         return found
+
+
+def refuse_unknown_arguments(dynamic: Mapping[str, object], forward: Callable[..., Any]) -> None:
+    """Raise `PlanError` for an argument of `dynamic` that forward does not have."""
+    parameters = list(signature_of(forward).parameters.values())[1:]
+    kinds = inspect.Parameter
+    if any(p.kind is kinds.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters]
+    for name in dynamic:
+        if re.split(r"[.\[]", name)[0] not in known:
+            raise PlanError(
+                f"forward has no argument {name!r}", where=f"dynamic.{name}", hint=did_you_mean(name, known)
+            )

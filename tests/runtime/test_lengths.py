@@ -1,0 +1,420 @@
+"""Calls that differ only in sizes are served by one program; gradients are those of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import warnings
+
+import pytest
+import torch
+from sweeps import sweep
+from torch import nn
+
+import zgraph
+from zgraph.errors import PlanError, SignatureError, SizeError, VerifyError
+from zgraph.passes import verify_program
+from zgraph.program.printer import render
+from zgraph.program.program import InputRole
+
+warnings.filterwarnings("ignore")
+
+
+class Tagger(nn.Module):
+    """Words with a table of positions, attention with a mask of padding."""
+
+    def __init__(self, words: int = 31, longest: int = 48, dim: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, dim)
+        self.register_buffer("places", torch.randn(longest, dim))
+        self.qkv, self.out, self.norm = nn.Linear(dim, 3 * dim), nn.Linear(dim, words), nn.LayerNorm(dim)
+
+    def forward(self, ids, labels=None):
+        hidden = self.embed(ids) + self.places[: ids.shape[1]]
+        q, k, v = self.qkv(self.norm(hidden)).unsqueeze(1).chunk(3, -1)
+        padding = (ids == 0)[:, None, None, :].masked_fill((ids == 0).all(1)[:, None, None, None], False)
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~padding).squeeze(1)
+        logits = self.out(hidden + seen)
+        if labels is None:
+            return logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * rows + length)
+    ids = torch.randint(1, 31, (rows, length), generator=draw)
+    ids[-1, length // 2 :] = 0
+    return {"ids": ids, "labels": torch.randint(0, 31, (rows, length), generator=draw)}
+
+
+def pair(model: type[nn.Module] = Tagger, **plan: object) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = model()
+    return zgraph.compile(copy.deepcopy(plain), zgraph.Plan(**{"backend": "eager", **plan})), plain
+
+
+def difference(mine: nn.Module, plain: nn.Module, call: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a gradient to plain PyTorch's after one call, over its norm and a little of all together."""
+    losses = []
+    for model in (mine, plain):
+        model.zero_grad()
+        out = model(**call)
+        losses.append(out if isinstance(out, torch.Tensor) else out.loss)
+        losses[-1].backward()
+    assert torch.allclose(*losses, rtol=1e-5, atol=1e-6)
+    grads = [(a.grad, b.grad) for a, b in zip(mine.parameters(), plain.parameters(), strict=True) if b.grad is not None]
+    every = float(torch.stack([b.norm() for _, b in grads]).norm())
+    return max(float((a - b).norm()) / (float(b.norm()) + 0.03 * every) for a, b in grads)
+
+
+@pytest.mark.core
+def test_the_second_length_makes_a_program_for_all(caplog):
+    mine, plain = pair()
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        for rows, length in ((3, 12), (3, 7), (3, 30), (2, 5), (6, 48), (3, 12)):
+            assert difference(mine, plain, batch(rows, length)) == 0.0
+    assert list(mine.zgraph.programs) == ["train0", "train1"]
+    (told,) = [r.getMessage() for r in caplog.records if "serves all calls" in r.getMessage()]
+    assert "batch is 2 and more" in told and "seq is 2 to 48" in told and "test_lengths.py" in told
+
+
+def test_a_single_row_is_a_program_of_its_own():
+    mine, plain = pair()
+    for rows, length in ((3, 12), (3, 7), (1, 9), (1, 20), (4, 4)):
+        assert difference(mine, plain, batch(rows, length)) == 0.0
+    assert len(mine.zgraph.programs) == 3
+
+
+def test_static_shapes_make_a_program_for_each():
+    mine, plain = pair(shapes="static")
+    for length in (12, 7, 9):
+        assert difference(mine, plain, batch(3, length)) == 0.0
+    assert len(mine.zgraph.programs) == 3
+
+
+def test_dynamic_shapes_are_symbols_from_the_first_call_on():
+    mine, plain = pair(shapes="dynamic")
+    for rows, length in ((3, 12), (2, 7)):
+        assert difference(mine, plain, batch(rows, length)) == 0.0
+    assert len(mine.zgraph.programs) == 1
+
+
+DECLARED = {"ids": {0: "rows", 1: zgraph.Size("length", max=40, typical=16)}, "labels": {0: "rows", 1: "length"}}
+
+
+def test_declared_sizes_are_symbols_from_the_first_call_on():
+    torch.manual_seed(0)
+    plain = Tagger()
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"), dynamic=DECLARED)
+    assert mine.zgraph.plan.dynamic["ids"]["1"].max == 40
+    for rows, length in ((3, 12), (2, 40)):
+        assert difference(mine, plain, batch(rows, length)) == 0.0
+    (step,) = mine.zgraph.programs.values()
+    rows, length = step.captured.sizes.symbols
+    assert (rows.name, rows.low, rows.high) == ("rows", 2, None)
+    assert (length.name, length.low, length.high, length.typical) == ("length", 2, 40, 16)
+
+
+def test_a_program_with_sizes_shows_them_and_can_be_had_at_a_point():
+    mine, _ = pair(dynamic=DECLARED)
+    mine(**batch(3, 12))
+    (step,) = mine.zgraph.programs.values()
+    text = render(step.captured)
+    assert "ids: i64[rows, length]" in text.replace("input_1", "ids").replace("input_0", "ids")
+    assert "f32[rows, length, 24]" in text and "size_rows: rows" in text
+    static = step.captured.at({"rows": 5, "length": 9})
+    verify_program(static)
+    assert not static.sizes and "f32[5, 9, 24]" in render(static)
+    assert not any(port.role is InputRole.SIZE for port in static.inputs)
+
+
+def test_a_pass_that_asks_about_a_size_is_refused():
+    mine, _ = pair(dynamic=DECLARED)
+    mine(**batch(3, 12))
+    (step,) = mine.zgraph.programs.values()
+    program = step.captured.snapshot()
+    verify_program(program)
+    node = next(
+        n for n in program.graph.nodes if n.op == "placeholder" and n.meta["val"].__class__.__name__ == "SymInt"
+    )
+    assert node.meta["val"] < 1000  # (this is how a pass would)
+    with pytest.raises(VerifyError, match="a pass asked whether rows < 1000"):
+        verify_program(program)
+
+
+# What can't be.
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (batch(3, 45), "'length' is 45 in this call, and declared to be 40 at most"),
+        ({**batch(3, 12), "labels": torch.zeros(3, 11, dtype=torch.int64)}, "'length' is 12 and 11 in one call"),
+        (batch(3, 0), "'length' is 0 in this call"),
+    ],
+)
+def test_calls_that_are_not_as_declared_are_refused(call, said):
+    mine, _ = pair(dynamic=DECLARED)
+    mine(**batch(3, 12))
+    with pytest.raises(SignatureError, match=said):
+        mine(**call)
+
+
+def test_a_range_that_the_model_contradicts_is_refused():
+    mine, _ = pair(dynamic={"ids": {1: zgraph.Size("length", max=64)}, "labels": {1: "length"}})
+    with pytest.raises(SizeError, match="declared to be 2 to 64") as found:
+        mine(**batch(3, 12))
+    assert "test_lengths.py" in found.value.where and "2 to 48" in found.value.why
+
+
+def test_a_length_beyond_what_the_model_takes_is_refused_with_the_line_that_bounds_it():
+    mine, plain = pair()
+    for length in (12, 7):
+        mine(**batch(3, length))
+    with pytest.raises(SignatureError, match="does not take a call of these sizes") as found:
+        mine(**batch(3, 60))
+    assert "test_lengths.py" in found.value.where and "seq is 2 to 48" in found.value.why
+    assert difference(mine, plain, batch(2, 9)) == 0.0
+    assert len(mine.zgraph.programs) == 2
+
+
+def test_dynamic_with_what_divides_sizes_is_refused():
+    for given in (
+        {"mesh": {"tp": 2}},
+        {"mesh": {"cp": 2}},
+        {"mesh": {"pp": 2}},
+        {"memory_budget": "1GiB"},
+        {"tiles": {"loss": 2}},
+    ):
+        with pytest.raises(PlanError, match="sizes are to differ from call to call"):
+            zgraph.Plan(dynamic=DECLARED, **given)
+    with pytest.raises(PlanError, match="static"):
+        zgraph.Plan(dynamic=DECLARED, shapes="static")
+
+
+def test_dimensions_and_arguments_that_do_not_exist_are_refused():
+    with pytest.raises(SignatureError, match="dimension 2 of ids, which has 2"):
+        pair(dynamic={"ids": {2: "depth"}})[0](**batch(3, 12))
+    with pytest.raises(PlanError, match="no argument 'words'"):
+        pair(dynamic={"words": {0: "rows"}})
+
+
+class Specialised(nn.Module):
+    """Its code is written for one length; rows are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        for at in range(length):
+            x = x * (1 + at)
+        return self.mix(x).sum() / rows
+
+
+def test_what_the_model_specialises_is_a_number_and_the_rest_is_free(caplog):
+    mine, plain = pair(Specialised)
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        for rows, length in ((3, 4), (2, 5), (5, 5), (7, 4), (2, 4)):
+            assert difference(mine, plain, {"x": torch.randn(rows, length, 6)}) < 1e-6
+    assert len(mine.zgraph.programs) == 3
+    assert any("each seq is a program of its own" in r.getMessage() for r in caplog.records)
+    with pytest.raises(SizeError, match="'length' can't differ") as found:
+        pair(Specialised, dynamic={"x": {0: "rows", 1: "length"}})[0](torch.randn(3, 4, 6))
+    assert "test_lengths.py" in found.value.where
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return (self.short if x.shape[1] <= 10 else self.long)(x).square().mean()
+
+
+def test_each_side_of_a_branch_on_a_length_is_a_program():
+    mine, plain = pair(Branches)
+    for length in (4, 6, 20, 9, 30, 10, 11):
+        assert difference(mine, plain, {"x": torch.randn(3, length, 6)}) == 0.0
+    assert len(mine.zgraph.programs) == 3
+
+
+# Models of transformers, none of which was written for this.
+def _model(name: str) -> nn.Module:
+    import transformers as t
+
+    torch.manual_seed(0)
+    small = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    no_drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    makers = {
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**small, num_key_value_heads=2, use_cache=False)),
+        "gpt2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(vocab_size=97, n_positions=256, n_embd=32, n_layer=2, n_head=2, use_cache=False, bos_token_id=1, eos_token_id=1, **no_drop)
+        ),
+        "bert": lambda: t.BertForMaskedLM(t.BertConfig(**small, **none, max_position_embeddings=256)),
+        "t5": lambda: t.T5ForConditionalGeneration(
+            t.T5Config(
+                vocab_size=97, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2, dropout_rate=0.0, use_cache=False,
+                decoder_start_token_id=0, pad_token_id=0,
+            )
+        ),
+        "vit": lambda: t.ViTForImageClassification(
+            t.ViTConfig(
+                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8, num_labels=5, **none
+            )
+        ),
+    }  # fmt: skip
+    return makers[name]()
+
+
+def _batch(name: str, rows: int, length: int) -> dict[str, object]:
+    draw = torch.Generator().manual_seed(1000 * rows + length)
+    if name == "vit":
+        side = 40 + 8 * (length % 5)
+        pixels = torch.randn(rows, 3, side, side, generator=draw)
+        return {
+            "pixel_values": pixels,
+            "labels": torch.randint(0, 5, (rows,), generator=draw),
+            "interpolate_pos_encoding": True,
+        }
+    ids = torch.randint(2, 97, (rows, length), generator=draw)
+    if name == "t5":
+        return {"input_ids": ids, "labels": torch.randint(2, 97, (rows, 3 + length // 3), generator=draw)}
+    mask = torch.ones_like(ids)
+    mask[-1, -(length // 3) :] = 0
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
+
+
+def lengths(name: str, backend: str, count: int, tolerance: float) -> None:
+    """Random batches of 2 to 8 rows, 3 to 200 long, after a first one."""
+    pytest.importorskip("transformers")
+    draws = random.Random(name)
+    plain = _model(name)
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend=backend))
+    for _ in range(count):
+        assert difference(mine, plain, _batch(name, draws.randint(2, 8), draws.randint(3, 200))) < tolerance
+    assert len(mine.zgraph.programs) <= 2
+
+
+@sweep("name", ["llama", "bert", "gpt2", "t5", "vit"], quick={0, 1})
+def test_models_of_transformers_at_random_lengths(name):
+    lengths(name, "eager", 8, 1e-6)
+
+
+@pytest.mark.inductor
+@sweep("name", ["llama", "bert", "gpt2", "t5", "vit"], quick={0})
+def test_inductor_at_random_lengths(name):
+    lengths(name, "inductor", 6, 3e-6)
+
+
+# What is believed of sizes.
+class Square(nn.Module):
+    """Takes rows and columns that need not be equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, x):
+        return (x * self.scale).sin().sum(1).square().mean()
+
+
+def test_dimensions_that_were_equal_by_chance_part():
+    mine, plain = pair(Square)
+    for shape in ((4, 4), (6, 6), (5, 9), (9, 5), (7, 7)):
+        assert difference(mine, plain, {"x": torch.randn(shape)}) < 1e-6
+    assert len(mine.zgraph.programs) == 3
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.longest = nn.Parameter(torch.ones(1)), 0
+
+    def forward(self, x):
+        self.longest = x.shape[1]
+        return (x * self.scale).square().mean()
+
+
+class Returns(Keeps):
+    def forward(self, x):
+        return (x * self.scale).square().mean(), x.shape[1]
+
+
+class Selects(Keeps):
+    def forward(self, x):
+        return (x * self.scale)[x > 0].square().mean()
+
+
+@pytest.mark.parametrize("model", [Keeps, Returns, Selects])
+def test_a_model_that_keeps_or_returns_a_size_is_compiled_for_each(model, caplog):
+    mine, plain = pair(model)
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        for length in (4, 6, 9):
+            x = torch.randn(3, length)
+            found = [m(x) for m in (mine, plain)]
+            first = [f[0] if isinstance(f, tuple) else f for f in found]
+            assert torch.allclose(*first) and (not isinstance(found[0], tuple) or found[0][1] == length)
+            assert mine.longest == plain.longest
+            first[0].backward()
+    assert len(mine.zgraph.programs) == 3
+    assert any("is a program of its own" in r.getMessage() for r in caplog.records)
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.mix(self.norm(x).transpose(1, 2).reshape(len(x), -1, 6))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_gradients_of_outputs_may_lie_in_any_way(backend):
+    mine, plain = pair(Hidden, backend=backend)
+    for length in (4, 7, 9, 12):
+        x = torch.randn(3, length, 6)
+        for model in (mine, plain):
+            model.zero_grad()
+            model(x).transpose(1, 2).square()[:, :, :2].sum().backward()
+            model.zero_grad()
+            model(x).sum().backward()  # (its gradient is one number, expanded)
+        for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
+    assert len(mine.zgraph.programs) <= 4  # (the first pattern's, and the other's)
+
+
+class Long(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.mix(x).softmax(1).square().sum(1).mean()
+
+
+@pytest.mark.inductor
+def test_inductor_compiles_once_more_where_its_answers_would_be_others(caplog):
+    mine, plain = pair(Long, backend="inductor")
+    with caplog.at_level(logging.INFO, "zgraph"):
+        for length in (4, 6, 3000, 9000, 5, 20_000):
+            assert difference(mine, plain, {"x": torch.randn(2, length, 8, dtype=torch.float64)}) < 1e-9
+    assert len(mine.zgraph.programs) == 2
+    again = [r for r in caplog.records if "compiled once more" in r.getMessage()]
+    assert 1 <= len(again) <= 4  # (of two halves, for two changes of mind)
+
+
+def test_inputs_that_are_not_contiguous_are_compiled_for_each_size():
+    mine, plain = pair(Square)
+    for length in (4, 6, 9):
+        assert difference(mine, plain, {"x": torch.randn(length, 5).t()}) < 1e-6
+    assert len(mine.zgraph.programs) == 3
