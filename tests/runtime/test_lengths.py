@@ -396,10 +396,10 @@ def test_gradients_of_outputs_may_lie_in_any_way(backend):
 class Long(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mix = nn.Linear(8, 8, dtype=torch.float64)
+        self.mix = nn.Linear(8, 8)
 
     def forward(self, x):
-        return self.mix(x).softmax(1).square().sum(1).mean()
+        return self.mix(x).square().mean(1).sin().mean()
 
 
 @pytest.mark.inductor
@@ -407,7 +407,7 @@ def test_inductor_compiles_once_more_where_its_answers_would_be_others(caplog):
     mine, plain = pair(Long, backend="inductor")
     with caplog.at_level(logging.INFO, "zgraph"):
         for length in (4, 6, 3000, 9000, 5, 20_000):
-            assert difference(mine, plain, {"x": torch.randn(2, length, 8, dtype=torch.float64)}) < 1e-9
+            assert difference(mine, plain, {"x": torch.randn(2, length, 8)}) < 1e-5
     assert len(mine.zgraph.programs) == 2
     again = [r for r in caplog.records if "compiled once more" in r.getMessage()]
     assert 1 <= len(again) <= 4  # (of two halves, for two changes of mind)
