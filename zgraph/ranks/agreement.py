@@ -129,18 +129,18 @@ class Agreement:
         if self.group is None:
             return flag
         number = _number(ballot)
-        both = torch.full((3 if proposal is None else 5, teams), torch.iinfo(torch.int64).min)
+        # (Of one size whatever the vote is about: ranks that vote about different things must find out.)
+        both = torch.full((5, teams), torch.iinfo(torch.int64).min)
         both[0, team], both[1, team], both[2] = number, -number, int(flag)
-        if proposal is not None:
-            both[3] = _number(proposal)
-            both[4] = -both[3]
+        both[3] = _number(proposal or "")
+        both[4] = -both[3]
         views: list[Any] = [None] * len(self.ranks)
         with _named(self, f"the ranks' vote about {subject} (all_reduce)", ballot):
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
             if torch.equal(both[0], -both[1]):
                 if self._relaxed:
                     self._tighten()
-                return bool(both[2, 0]) or (proposal is not None and bool(both[3, 0] != -both[4, 0]))
+                return bool(both[2, 0] or both[3, 0] != -both[4, 0])
             dist.all_gather_object(views, (ballot, explain() if explain else None, team), group=self.group)
         voted = {r: view[0] for r, view in zip(self.ranks, views, strict=True)}
         leads: dict[int, int] = {}  # the first rank of each team
