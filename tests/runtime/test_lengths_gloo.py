@@ -161,5 +161,28 @@ def too_long_on_one_rank() -> None:
 
 def test_a_length_beyond_the_table_of_positions_is_refused_on_all_ranks(two):
     errors = [outcome.error for outcome in two.attempt(too_long_on_one_rank)]
-    assert all(isinstance(e, SignatureError) for e in errors)
+    assert all(isinstance(e, SignatureError) for e in errors), errors
     assert "64" in str(errors[0])
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return (self.short if x.shape[1] <= 10 else self.long)(x).square().mean()
+
+
+def branches() -> list[str]:
+    model = zgraph.compile(Branches(), zgraph.Plan(zero=3, backend="eager"))
+    for lengths in ((4, 6), (20, 30), (9, 3)):
+        model(torch.ones(3, lengths[dist.get_rank()], 6)).backward()
+    made = list(model.zgraph.programs)
+    with pytest.raises(RankMismatchError):
+        model(torch.ones(3, (4, 20)[dist.get_rank()], 6)).backward()
+    return made
+
+
+def test_ranks_on_two_sides_of_a_branch_are_refused(two):
+    assert two.run(branches) == [["train0", "train1"]] * 2

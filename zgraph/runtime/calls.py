@@ -38,6 +38,7 @@ class _Found:
 
     key: str
     new: bool
+    number: int  # how many there are before it that are not for the call
     before: str | None
     refused: Entry | None  # a program that would be for it, were its sizes others
 
@@ -67,14 +68,21 @@ class Calls:
             if not rank.everyone.vote(subject, ballot, flag=found.new, proposal=shared(found.key)):
                 return found.key, rank.entries[found.key]
             sizes.take_in(rank.everyone.gather("the shapes of a call", call.shapes))
-            found = self._find(sizes, args, kwargs)
+            found = self._find_together(sizes, args, kwargs)
         rank.everyone.vote("the inputs of a call", f"{shared(found.key)}; {'new' if found.new else 'known'}")
         if found.new:
             found = self._add(found, sizes, args, kwargs)
         return found.key, rank.entries[found.key]
 
-    def _find(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
-        """The program for a call. The same inputs may have several: for several states of the Python attributes, and for ranges of sizes."""
+    def _find_together(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
+        """The program for a call, of those that no rank's sizes are refused by."""
+        found = self._find(sizes, args, kwargs)
+        least = self.rank.everyone.most("programs that refuse sizes", found.number if found.refused is not None else 0)
+        return self._find(sizes, args, kwargs, least) if least > found.number else found
+
+    def _find(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any], least: int = 0) -> _Found:
+        """The program for a call. The same inputs may have several: for several states of the Python attributes, and for ranges of sizes. The
+        first `least` of them are refused by another rank."""
         entries, module = self.rank.entries, self.rank.module
         point = sizes.point
         key, number, before, refused = sizes.key, 0, None, None
@@ -82,13 +90,13 @@ class Calls:
             entry = entries[key]
             if stale := entry.trace.flat.stale(module, args, kwargs):
                 logger.info("%s is not for this call: no longer %s", entry.name, stale.what)
-            elif not point or entry.holds(point):
-                return _Found(key, False, before, None)
+            elif number >= least and (not point or entry.holds(point)):
+                return _Found(key, False, number, before, None)
             else:
                 refused = entry
             before, number = key, number + 1
             key = f"{sizes.key}{_STATE}{number}"
-        return _Found(key, True, before, refused)
+        return _Found(key, True, number, before, refused)
 
     def run(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call, by the program with this key."""
@@ -136,7 +144,8 @@ class Calls:
         rank.relax()
         rank.refuse_unset()
         _refuse_other_devices(rank.device, args, kwargs)
-        sizes.made_at(self._asked(sizes, refused=found.refused is not None))
+        refused = found.refused
+        sizes.made_at(self._asked(sizes, refused=refused is not None and not refused.holds(sizes.point)))
         while found.new:
             try:
                 entry = self._compile(found.key, args, kwargs, sizes.open_sizes())
@@ -150,7 +159,7 @@ class Calls:
                 if asked is None:
                     return found
                 sizes.made_at(asked)
-            found = self._find(sizes, args, kwargs)
+            found = self._find_together(sizes, args, kwargs)
             rank.everyone.vote("the inputs of a call", f"{shared(found.key)}; {'new' if found.new else 'known'}")
         return found
 

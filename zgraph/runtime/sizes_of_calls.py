@@ -10,7 +10,7 @@ from zgraph.build.step_program import Entry
 from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.replaced_forward import signature_of
 from zgraph.capture.varying_sizes import Family, Shapes, Signature, VaryingSizes
-from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
+from zgraph.errors import CaptureError, RankMismatchError, SignatureError, SizeError, ZgraphError
 from zgraph.plan.shapes import fixed_by
 from zgraph.runtime.rank import Rank
 
@@ -57,7 +57,8 @@ class CallSizes:
         self.learn = family is not None
         self._asked: dict[str, int] | None = None  # sizes that there is no program for yet
         self._fixed: set[str] = set()  # those that are numbers in its program, and symbols in others
-        self._before: Family | None = None  # what was known before sizes were given up for this call
+        self._before: Family | None = None  # what was known before this call
+        self._alike = True  # have all ranks the same sizes?
         self._reasons: list[tuple[str, ZgraphError]] = []
         if family is not None and not family.first and (family.declared or known.anticipate):
             family.learn([call.shapes], anticipate=known.anticipate)
@@ -77,6 +78,8 @@ class CallSizes:
     def take_in(self, shapes: Sequence[Shapes]) -> None:
         """Learn from this call, as it is on all ranks."""
         assert self.family is not None
+        self._before = copy.deepcopy(self.family)
+        self._alike = all(one == shapes[0] for one in shapes)
         self.family.learn(shapes, anticipate=self.known.anticipate)
 
     def open_sizes(self) -> OpenSizes | None:
@@ -85,8 +88,14 @@ class CallSizes:
 
     def made_at(self, sizes: dict[str, int] | None) -> None:
         """Let the next program be made for calls like one of these sizes, which the last one refused; where that was made so already, for these
-        alone."""
+        alone. Raises `RankMismatchError` where no rank's program is for the others' sizes."""
         if self._asked is not None and sizes is not None:
+            if not self._alike:
+                raise RankMismatchError(
+                    "ranks have sizes that no one program serves",
+                    why=f"the model computes otherwise for {sizes} than for {self._asked}",
+                    hint="let the ranks' batches be on one side of what the model's code branches on",
+                )
             self._fixed = set(self.point)
         self._asked = sizes
 
@@ -95,10 +104,10 @@ class CallSizes:
         all is known as it was before. Raises `SignatureError` where the sizes are out of the range of a program that would be `refused`."""
         family = self.family
         names = set(self.point) - self._fixed
-        if family is None or not names:
+        if family is None or not names or (refused is not None and not self._alike):
             self._restore()
             if refused is not None and isinstance(error, CaptureError):
-                condition, where = refused.bound(self._before_point())
+                condition, where = refused.bound(self._asked or self.point)
                 raise SignatureError(
                     "the model does not take a call of these sizes",
                     where=where,
@@ -114,14 +123,11 @@ class CallSizes:
             self._fixed |= gone
             return True
         if gone & declared:
+            self._restore()
             return False
-        self._before = self._before or copy.deepcopy(family)
         self._reasons.append((", ".join(sorted(gone)), error))
         family.close(sorted(gone), error.what)
         return True
-
-    def _before_point(self) -> Mapping[str, int]:
-        return (self._before or self.family).point(self.call)  # type: ignore[union-attr]
 
     def _restore(self) -> None:
         """A call that no program can be made for has taught nothing."""
