@@ -23,17 +23,17 @@ Shape = tuple[tuple[Axis, ...], ...]
 
 
 class Axes:
-    """The axes of one program's tensors, or of those of some of its nodes. `rules` has the rule of each node that has one."""
+    """The axes of one program's tensors, or of those of some nodes `only`. `rules` has the rule of each node that has one."""
 
-    def __init__(self, program: Program, only: Iterable[fx.Node] | None = None) -> None:
+    def __init__(self, program: Program | None, only: Iterable[fx.Node] | None = None) -> None:
         self.rules: dict[fx.Node, Rule] = {}
         self._sizes: list[int] = []
         self._same: list[Axis] = []
         self._parts: dict[Axis, tuple[Axis, Axis]] = {}
         self._shapes: dict[fx.Node, list[list[list[Axis]]]] = {}
-        for node in program.graph.nodes if only is None else only:
+        for node in only if program is None or only is not None else program.graph.nodes:  # type: ignore[union-attr]
             self.add(node)
-        if only is not None:
+        if program is None or only is not None:
             return
         parameters = program.input_nodes(InputRole.PARAMETER)
         for port, node in program.output_items():

@@ -324,7 +324,9 @@ class Search:
         if used is None or base.forecast.exposed.get("gather", 0.0) < MIN_GAIN * base.seconds:
             return []
         least = self._solver.least()
-        others = [self._try(base.choice.replace(activations=at)) for at in sorted({least, (least + used) // 2} - {used})]
+        others = [
+            self._try(base.choice.replace(activations=at)) for at in sorted({least, (least + used) // 2} - {used})
+        ]
         return [o for o in others if o.peak <= self.budget]  # (what recomputes more may hold more at once)
 
     def _fitted(self, choice: MemoryDecision) -> list[Outcome]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zgraph.errors import StepError
 from zgraph.passes.analysis.axes import Axes
-from zgraph.program.node import Phase, info
+from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Program
 
 aten = torch.ops.aten
@@ -52,6 +54,81 @@ def refuse_other_dimensions(program: Program, inputs: Sequence[tuple[str, torch.
                 why=f"train_step would cut it with the batch, whose size is that of dimension 0 of {read[0][0]}",
                 hint="keep what is no part of the batch in a buffer, or give it with another shape ([1, n])",
             )
+
+
+class LossOperators(TorchDispatchMode):
+    """Notes, while a loss function runs, which operators it runs on which tensors: it is the user's, and is captured nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self._nodes: dict[int, fx.Node] = {}
+        self._held: list[torch.Tensor] = []  # (whose ids these are)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = lambda leaf: self._node(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        node = self.graph.call_function(func, *pytree.tree_map(tensors, (tuple(args), dict(kwargs or {}))))
+        self._note(node, made)
+        for at, one in enumerate(made) if isinstance(made, (tuple, list)) else ():
+            self._note(self.graph.call_function(operator.getitem, (node, at)), one)
+        return made
+
+    def _node(self, tensor: torch.Tensor) -> fx.Node:
+        if id(tensor) not in self._nodes:
+            self._note(self.graph.placeholder(f"given_{len(self._nodes)}"), tensor)
+        return self._nodes[id(tensor)]
+
+    def _note(self, node: fx.Node, made: Any) -> None:
+        like = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")  # noqa: E731
+        node.meta["val"] = pytree.tree_map(lambda leaf: like(leaf) if isinstance(leaf, torch.Tensor) else leaf, made)
+        set_info(node, NodeInfo(Phase.FORWARD))
+        if isinstance(made, torch.Tensor):
+            self._nodes[id(made)] = node
+            self._held.append(made)
+
+    def refuse_other_dimensions(self, output: Any, others: Any, size: int) -> None:
+        """Raise `StepError` for a tensor among the loss function's `others` that was cut on dimension 0, as the rows of the `output` are, and is
+        never read beside these."""
+        cut = lambda x: isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == size and id(x) in self._nodes  # noqa: E731
+        axes = Axes(None, self.graph.nodes)
+        operators = [n for n in self.graph.nodes if n.op == "call_function"]
+        rows = lambda x: set(axes.shapes(self._nodes[id(x)])[0][0])  # noqa: E731
+        batch = set().union(*(rows(x) for x in pytree.tree_leaves(output) if cut(x)))
+        for path, x in pytree.tree_leaves_with_path(others):
+            apart = cut(x) and batch and rows(x) and not rows(x) & batch
+            if apart and _known(rows(x), axes, operators) and not _only_reduced(rows(x), axes, operators):
+                raise StepError(
+                    f"an argument of loss_fn (others{pytree.keystr(path)}) has the size of the batch, and is never read beside the output's rows",
+                    where="micro_batches",
+                    why="train_step would cut it with the batch",
+                    hint="let loss_fn hold what is no part of the batch, or give it with another shape ([1, n])",
+                )
+
+
+_REDUCTIONS = (
+    "sum",
+    "mean",
+    "any",
+    "all",
+    "max",
+    "amax",
+    "min",
+    "amin",
+    "prod",
+    "std",
+    "var",
+    "norm",
+    "linalg_vector_norm",
+    "count_nonzero",
+)
+
+
+def _only_reduced(mine: set[int], axes: Axes, operators: Sequence[fx.Node]) -> bool:
+    """Whether these axes end in sums and the like alone, as a count of each row's targets does."""
+    has = lambda n: any(mine & set(dim) for shape in axes.shapes(n) for dim in shape)  # noqa: E731
+    ends = [n for n in operators if any(map(has, n.all_input_nodes)) and not has(n)]
+    return all(getattr(getattr(n.target, "overloadpacket", None), "__name__", "") in _REDUCTIONS for n in ends)
 
 
 class _Order:

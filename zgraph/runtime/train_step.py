@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from zgraph.build.step_program import Entry
-from zgraph.capture.batch import refuse_other_dimensions, tensors_of
+from zgraph.capture.batch import LossOperators, refuse_other_dimensions, tensors_of
 from zgraph.capture.cache_key import batch_size
 from zgraph.capture.capture import find_loss
 from zgraph.capture.replaced_forward import signature_of
@@ -66,10 +66,19 @@ def train_step(
             with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
                 given, rest, others = for_forward(runtime, *call)
                 output = model(*given[0], **given[1])
-                if len(calls) > 1 and runtime.entered is not None and not runtime.entered.batch_known:
+                unknown = len(calls) > 1 and runtime.entered is not None and not runtime.entered.batch_known
+                if unknown and runtime.entered is not None:
                     _check_batch(runtime, runtime.entered, given)
-                with LossesSeen() if tokens and not number else contextlib.nullcontext() as seen:
+                operators = LossOperators() if unknown and loss_fn is not None else None
+                with (
+                    operators or contextlib.nullcontext(),
+                    LossesSeen() if tokens and not number else contextlib.nullcontext() as seen,
+                ):
                     loss = loss_of(output, loss_fn, named(runtime, given), rest, others)
+                if operators is not None:
+                    operators.refuse_other_dimensions(
+                        output, (named(runtime, given), rest, others), batch_size(*call) or 0
+                    )
                 if not loss.requires_grad:
                     raise _untrained()
                 if seen is not None:  # (which targets count is known now)
