@@ -418,3 +418,25 @@ def test_inputs_that_are_not_contiguous_are_compiled_for_each_size():
     for length in (4, 6, 9):
         assert difference(mine, plain, {"x": torch.randn(length, 5).t()}) < 1e-6
     assert len(mine.zgraph.programs) == 3
+
+
+class _Rounds(nn.Module):
+    """Computes a size by way of a float, which torch can't trace with a symbol."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x)[:, : int(x.shape[1] * 0.5) + 1].square().mean()
+
+
+def test_what_torch_can_not_trace_with_a_symbol_is_compiled_for_each_size():
+    model = _Rounds()
+    plain = copy.deepcopy(model)
+    model = zgraph.compile(model, zgraph.Plan(mesh={"dp": 1}, zero=0, backend="eager"))
+    for length in (7, 12, 9):
+        x = torch.randn(3, length, 4)
+        model.zero_grad(), plain.zero_grad()
+        model(x).backward(), plain(x).backward()
+        assert torch.equal(model.inner.weight.grad, plain.inner.weight.grad)

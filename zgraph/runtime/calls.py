@@ -16,7 +16,7 @@ from zgraph.capture.cache_key import shared, signed
 from zgraph.capture.inputs import refuse_inputs
 from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.varying_sizes import Signature
-from zgraph.errors import CaptureError, SignatureError, ZgraphError
+from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
 from zgraph.runtime.rank import Rank
 from zgraph.runtime.sizes_of_calls import CallSizes, SizesOfCalls
 from zgraph.torch_compat.guards import Failing
@@ -151,6 +151,11 @@ class Calls:
                 entry = self._compile(found.key, args, kwargs, sizes.open_sizes())
             except ZgraphError as error:
                 if not sizes.give_up(error, found.refused):
+                    raise
+            except Exception as error:  # (what torch can't do with a symbol it says in many ways)
+                first = (str(error).splitlines() or [""])[0]
+                why = f"torch can't trace the model with it as a symbol: {type(error).__name__}: {first}"
+                if not sizes.point or not sizes.give_up(SizeError("sizes can't be symbols", why=why), found.refused):
                     raise
             else:
                 sizes.settled(entry)
