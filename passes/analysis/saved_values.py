@@ -14,6 +14,7 @@ from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import root_of
 from zgraph.program.node import Phase, Role, info, value
 from zgraph.program.program import Program
+from zgraph.program.sizes import is_symbolic
 
 aten = torch.ops.aten
 
@@ -37,7 +38,8 @@ class Crossing:
         def again(view: fx.Node) -> fx.Node:
             if view not in copies:
                 for used in view.all_input_nodes:
-                    again(used)
+                    if not is_symbolic(value(used)):  # (a size is there for both)
+                        again(used)
                 copies[view] = program.repeat(view, copies, made_by)
             return copies[view]
 

@@ -26,8 +26,9 @@ from zgraph._version import __version__
 from zgraph.errors import UnsupportedError, ZgraphError
 from zgraph.program.node import NodeInfo, Phase, Role, has_info, info, set_info
 from zgraph.program.program import Division, InputRole, Level, OutputRole, ParamSpec, Port, Program
+from zgraph.program.sizes import NO_SIZES, ProgramSize, SizeGuard, Sizes, is_symbolic, new_mode, text
 from zgraph.program.transfers import mark_by_graph
-from zgraph.torch_compat import fx_graphs
+from zgraph.torch_compat import fx_graphs, symbols
 
 FORMAT = 1
 MAX_CONSTANT_BYTES = 1 << 20
@@ -98,7 +99,23 @@ def to_json(program: Program, *, constants: bool = True) -> dict[str, Any]:
         "outputs": [_encode_record(port) for port in program.outputs],
         "constants": _encode_constants(program, constants),
         "nodes": [_encode_node(node) for node in program.graph.nodes],
+        **({"sizes": _encode_sizes(program.sizes)} if program.sizes else {}),
     }
+
+
+def _encode_sizes(sizes: Sizes) -> dict[str, Any]:
+    return {f.name: [dataclasses.asdict(item) for item in getattr(sizes, f.name)] for f in dataclasses.fields(sizes)}
+
+
+def _decode_sizes(data: dict[str, Any]) -> Sizes:
+    every = {name: tuple(ProgramSize(**row) for row in data[name]) for name in ("symbols", "tied")}
+    for size in (*every["symbols"], *every["tied"]):
+        if not size.name.isidentifier():
+            raise ValueError(f"{size.name!r} is no name")
+    found = Sizes(**every, guards=tuple(SizeGuard(**row) for row in data["guards"]))
+    for guard in found.guards:
+        symbols.refuse_code(guard.condition, found.names)
+    return found
 
 
 def from_json(data: dict[str, Any]) -> Program:
@@ -216,6 +233,8 @@ def _encode(item: Any) -> Any:
     ):
         if isinstance(item, kind):
             return {tag: str(item).removeprefix("torch.")}
+    if isinstance(item, torch.SymInt):
+        return {"size": text(item)}
     if isinstance(item, torch.device):
         return {"device": str(item)}
     if isinstance(item, torch._ops.OpOverload):
@@ -226,16 +245,12 @@ def _encode(item: Any) -> Any:
 
 
 def _encode_type(tensor: torch.Tensor) -> dict[str, Any]:
-    sizes = [*tensor.shape, *tensor.stride()] if tensor.layout is torch.strided else [None]
-    if not all(isinstance(n, int) for n in sizes):
-        raise UnsupportedError(
-            "a tensor of symbolic sizes, or that is not strided, has no JSON form",
-            why=f"{tensor.layout}{list(tensor.shape)}",
-        )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError("a tensor that is not strided has no JSON form", why=f"{tensor.layout}")
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "stride": list(tensor.stride()),
+        "shape": [text(n) if is_symbolic(n) else n for n in tensor.shape],
+        "stride": [text(n) if is_symbolic(n) else n for n in tensor.stride()],
         "device": str(tensor.device),
     }
 
@@ -290,7 +305,11 @@ class _Loader:
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        self.sizes, self.numbers = NO_SIZES, {}
+        if "sizes" in data:
+            self.sizes = _decode_sizes(data["sizes"])
+            self.fake_mode, self.numbers = new_mode(self.sizes.symbols, self.sizes.typical)
         self.nodes: dict[str, fx.Node] = {}
 
     def program(self) -> Program:
@@ -315,6 +334,7 @@ class _Loader:
             level=Level[data["level"].upper()],
             facts=set(data["facts"]),
             aliases={n: tuple(names) for names in data.get("aliases", ()) for n in names},
+            sizes=self.sizes,
         )
         if not any("transfer" in row.get("info", ()) for row in data["nodes"]):
             mark_by_graph(program)
@@ -386,13 +406,16 @@ class _Loader:
                 return torch.device(inner)
             case "division":
                 return Division(*inner)
+            case "size":
+                return symbols.read(inner, self.numbers)
             case "operator":
                 return _target(inner)
         raise ZgraphError(f"a value is tagged {tag!r}, which means nothing here")
 
     def fake(self, kind: dict[str, Any]) -> torch.Tensor:
+        read = lambda n: symbols.read(n, self.numbers) if isinstance(n, str) else n  # noqa: E731
         with self.fake_mode:
-            return _empty(kind)
+            return _empty({**kind, "shape": [*map(read, kind["shape"])], "stride": [*map(read, kind["stride"])]})
 
     def constant(self, root: nn.Module, name: str, held: dict[str, Any]) -> None:
         if "data" in held:

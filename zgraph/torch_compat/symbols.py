@@ -252,6 +252,22 @@ def read(written: str, sizes: Mapping[str, Any]) -> Any:
     return value(ast.parse(written, mode="eval").body)
 
 
+_ARITHMETIC = (
+    ast.Expression, ast.Constant, ast.Name, ast.Load, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Call, ast.operator, ast.unaryop,
+    ast.cmpop, ast.boolop,
+)  # fmt: skip
+
+
+def refuse_code(written: str, names: Collection[str]) -> None:
+    """Raise `ValueError` for a text from outside that is more than arithmetic on these names, and comparing."""
+    for node in ast.walk(ast.parse(written, mode="eval")):
+        strange = isinstance(node, ast.Name) and node.id not in (*names, "max", "min")
+        calls = isinstance(node, ast.Call) and not isinstance(node.func, ast.Name)
+        value = isinstance(node, ast.Constant) and not isinstance(node.value, (int, float))
+        if strange or calls or value or not isinstance(node, _ARITHMETIC):
+            raise ValueError(f"{written!r} is no condition on {', '.join(names)}")
+
+
 def symbols_of(sizes: Mapping[str, Any]) -> dict[Symbol, str]:
     """The names of sizes by their symbols."""
     return {s.node.expr: name for name, s in sizes.items() if isinstance(s, torch.SymInt)}
