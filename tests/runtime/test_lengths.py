@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
 import random
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +17,11 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
-from zgraph.errors import PlanError, SignatureError, SizeError, VerifyError
+from zgraph.errors import PlanError, SignatureError, SizeError, VerifyError, ZgraphError
 from zgraph.passes import verify_program
 from zgraph.program.printer import render
 from zgraph.program.program import InputRole
+from zgraph.program.serialize import from_json, to_json
 
 warnings.filterwarnings("ignore")
 
@@ -127,6 +132,34 @@ def test_a_program_with_sizes_shows_them_and_can_be_had_at_a_point():
     verify_program(static)
     assert not static.sizes and "f32[5, 9, 24]" in render(static)
     assert not any(port.role is InputRole.SIZE for port in static.inputs)
+
+
+def test_a_program_with_sizes_is_written_and_read_back():
+    mine, _ = pair(dynamic=DECLARED)
+    mine(**batch(3, 12))
+    (step,) = mine.zgraph.programs.values()
+    for program in (step.captured, step.history().program):
+        written = to_json(program)
+        again = from_json(json.loads(json.dumps(written)))
+        verify_program(again)
+        assert again.sizes == program.sizes and render(again) == render(program)
+        evil = json.loads(json.dumps(written))
+        evil["sizes"]["guards"] = [{"condition": "__import__('os').getpid()", "where": None}]
+        with pytest.raises(ZgraphError, match="damaged"):
+            from_json(evil)
+
+
+def test_the_text_of_a_program_with_sizes():
+    """`ZGRAPH_GOLDEN=write` writes it anew."""
+    mine, _ = pair(dynamic=DECLARED)
+    mine(**batch(3, 12))
+    (step,) = mine.zgraph.programs.values()
+    golden = Path(__file__).parents[1] / "golden" / "lengths.txt"
+    text = re.sub(r"(test_lengths.py):\d+", r"\1", render(step.captured))
+    if os.environ.get("ZGRAPH_GOLDEN") == "write":
+        golden.write_text(text)
+    if torch.__version__.startswith("2.13."):
+        assert text == golden.read_text()
 
 
 def test_a_pass_that_asks_about_a_size_is_refused():
@@ -440,3 +473,43 @@ def test_what_torch_can_not_trace_with_a_symbol_is_compiled_for_each_size():
         model.zero_grad(), plain.zero_grad()
         model(x).backward(), plain(x).backward()
         assert torch.equal(model.inner.weight.grad, plain.inner.weight.grad)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"recompute": "full"},
+        {"offload": {"activations": "cpu", "least_bytes": 1}},
+        {"offload": {"parameters": "cpu"}},
+        {"on_nonfinite": "skip", "optimizer": zgraph.SGD(lr=0.0)},
+        {"precision": "bf16"},
+    ],
+    ids=lambda plan: next(iter(plan)),
+)
+def test_the_rest_of_a_plan_works_with_sizes(plan):
+    mine, plain = pair(Square, **plan)
+    static, _ = pair(Square, **plan, shapes="static")
+    for rows, length in ((3, 12), (3, 7), (2, 5), (6, 20)):
+        call = {"x": torch.randn(rows, length)}
+        assert difference(mine, plain if "precision" not in plan else static, call) == 0.0
+        if "optimizer" in plan:
+            mine.step()
+    assert len(mine.zgraph.programs) == 2
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x, temperature=1.0):
+        return (self.mix(x) / temperature).square().mean()
+
+
+def test_the_argument_that_makes_program_after_program_is_named(caplog):
+    mine, _ = pair(Scaled)
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        for step in range(6):
+            mine(torch.randn(3, 4), temperature=1.0 + step / 8)
+    (told,) = [r.getMessage() for r in caplog.records if "calls of one structure" in r.getMessage()]
+    assert "'temperature' differs from call to call (1.0, 1.125, 1.25, 1.375)" in told and "torch.tensor" in told

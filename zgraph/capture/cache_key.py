@@ -27,7 +27,8 @@ def signed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     modes. (Parameters have the form of their layouts: `Shards.refresh`.)"""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
-    inputs = ", ".join([_input(leaf, tensors) for leaf in leaves])
+    told = [_input(leaf, tensors) for leaf in leaves]
+    inputs = ", ".join(told)
     own = registered(module)
     training = "".join(["t" if child.training else "e" for child in own.modules])
     frozen = "".join(["g" if p.requires_grad else "f" for p in own.parameters.values()])
@@ -38,7 +39,9 @@ def signed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     same = "".join(f"; {one} is {other}" for one, other in _identical(own.modules, leaves))
     modes = f"modules {_runs(training)}; parameters {_runs(frozen)}; buffers ({buffers})"
     family = f"inputs ({inputs}{same}); structure {spec}"
-    return Signature(f"{family}; {modes}; {grad}; autocast {casts}", family, tuple(tensors), (args, kwargs))
+    return Signature(
+        f"{family}; {modes}; {grad}; autocast {casts}", family, tuple(tensors), tuple(told), (args, kwargs)
+    )
 
 
 def _input(leaf: Any, tensors: list[torch.Tensor]) -> str:

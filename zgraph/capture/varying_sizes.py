@@ -41,7 +41,13 @@ class Signature:
     form: str
     family: str
     tensors: tuple[torch.Tensor, ...]
+    leaves: tuple[str, ...]  # each of the inputs, in words
     call: tuple[tuple[Any, ...], dict[str, Any]] = field(repr=False)
+
+    @property
+    def inputs(self) -> str:
+        """The part of the form that is about the inputs' values, and not about their structure."""
+        return self.form[: self.form.index("; structure ")]
 
     @property
     def shapes(self) -> Shapes:

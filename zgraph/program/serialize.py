@@ -306,7 +306,8 @@ class _Loader:
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
         self.fake_mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
-        self.sizes, self.numbers = NO_SIZES, {}
+        self.sizes = NO_SIZES
+        self.numbers: dict[str, Any] = {}  # symbols by name
         if "sizes" in data:
             self.sizes = _decode_sizes(data["sizes"])
             self.fake_mode, self.numbers = new_mode(self.sizes.symbols, self.sizes.typical)

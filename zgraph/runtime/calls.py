@@ -19,6 +19,7 @@ from zgraph.capture.varying_sizes import Signature
 from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
 from zgraph.runtime.rank import Rank
 from zgraph.runtime.sizes_of_calls import CallSizes, SizesOfCalls
+from zgraph.runtime.storms import Storms
 from zgraph.torch_compat.guards import Failing
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Calls:
         self._execute = execute
         self._bound: dict[str, Callable[..., Any]] = {}
         self._sizes = SizesOfCalls(rank)
+        self._storms = Storms()
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
         """The program for these inputs, with its key. For a new signature it is captured and compiled, on all ranks alike."""
@@ -159,7 +161,7 @@ class Calls:
                     raise
             else:
                 sizes.settled(entry)
-                self._keep(found, entry, args, kwargs)
+                self._keep(found, entry, sizes)
                 asked = self._asked(sizes, refused=bool(sizes.point) and not entry.holds(sizes.point))
                 if asked is None:
                     return found
@@ -175,12 +177,14 @@ class Calls:
         views = self.rank.everyone.gather("sizes that a program refuses", dict(sizes.point) if refused else None)
         return next((view for view in views if view is not None), None)
 
-    def _keep(self, found: _Found, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep(self, found: _Found, entry: Entry, sizes: CallSizes) -> None:
         rank = self.rank
+        args, kwargs = sizes.call.call
         _refuse_unstable(entry.trace.flat.stale(rank.module, args, kwargs))
         entry.unsettled_before = found.before is not None and rank.entries[found.before].unsettled
         rank.entries[found.key] = entry
         self._bound[found.key] = entry.trace.flat.bind(lambda *flat: self._execute(entry, flat))
+        self._storms.made(sizes.call, tell=rank.everyone.first())
         if rank.recorder is not None:
             rank.recorder.compiled()
 
