@@ -100,6 +100,15 @@ def test_formulas_agree_at_other_sequence_lengths(backend):
     agrees(found, case.model, case.inputs, [5], batch=31, sequence=2)
 
 
+def test_inputs_that_are_one_tensor_are_one_at_every_size():
+    """(A language model's labels are its inputs.)"""
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    sized = SizedInputs({"input_ids": ids, "labels": ids})
+    for point in (Point(2, 6), Point(4, 6), Point(4, 9)):
+        found = sized.at(point)
+        assert found["input_ids"] is found["labels"] and tuple(found["labels"].shape) == (point.batch, point.sequence)
+
+
 @pytest.mark.slow
 def test_formulas_of_a_llama_agree_with_the_simulator():
     case = build("llama")

@@ -68,7 +68,12 @@ class SizedInputs:
             made = torch.empty_permuted(shape, order, dtype=x.dtype, device="meta")
             return made.requires_grad_(x.requires_grad)
 
-        found: Inputs = pytree.tree_map(sized, self._inputs)
+        made: dict[
+            int, Any
+        ] = {}  # (what stands there twice, as labels that are the inputs do, is one tensor at every size)
+        found: Inputs = pytree.tree_map(
+            lambda x: made[id(x)] if id(x) in made else made.setdefault(id(x), sized(x)), self._inputs
+        )
         return found
 
 
