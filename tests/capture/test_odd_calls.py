@@ -230,7 +230,7 @@ MARKS = {
 @pytest.mark.parametrize("mark", MARKS)
 @pytest.mark.parametrize("held", [False, True])
 def test_what_torch_compile_is_told_of_sizes_changes_nothing(mark, held):
-    """A program is for one size; what is marked as dynamic for torch.compile is so there."""
+    """A program is for one size, where the plan says so; what is marked as dynamic for torch.compile is so there."""
 
     class Sized(Net):
         def forward(self, x):
@@ -238,7 +238,7 @@ def test_what_torch_compile_is_told_of_sizes_changes_nothing(mark, held):
             return (self.a(x).view(-1, len(x)).softmax(0) * len(x)).square().mean()
 
     sources = "L['x'],L['self'].held" if mark == "dynamic_sources" else ""
-    plain, model = Sized(), compiled(Sized())
+    plain, model = Sized(), zgraph.compile(Sized(), zgraph.Plan(backend="eager", shapes="static"))
     with torch.compiler.config.patch(dynamic_sources=sources):
         for rows in (2, 3, 2):
             x = torch.arange(4.0 * rows).view(rows, 4) / 10
