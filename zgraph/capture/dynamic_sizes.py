@@ -76,7 +76,8 @@ def fold_dynamic_sizes(graph: fx.Graph) -> None:
 
     Raises `CaptureError` with the user's line where such a value leaves the model, or is drawn at random.
     """
-    dynamic = {n for n in graph.nodes if symbols.has_unknown(n.meta.get("val")) or n.target in LOOKED_AT}
+    # (of what is given to such a program all sizes are numbers: what has a symbol depends on values)
+    dynamic = {n for n in graph.nodes if symbols.has_symbol(n.meta.get("val")) or n.target in LOOKED_AT}
     if not dynamic:
         return
     _assert_tensors(graph, dynamic)

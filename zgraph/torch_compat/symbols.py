@@ -54,6 +54,11 @@ def has_unknown(value: Any) -> bool:
     return any(bool(free_unbacked_symbols(leaf)) for leaf in _measures(value))
 
 
+def has_symbol(value: Any) -> bool:
+    """Whether a value, or a size of it, is no number: an expression of symbols, even one of which all is known by now."""
+    return any(is_symbolic(number) for number in _measures(value))
+
+
 def is_unknown(size: Any) -> bool:
     """Whether a size depends on values of tensors."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
