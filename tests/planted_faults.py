@@ -241,8 +241,8 @@ FAULTS: tuple[Fault, ...] = (
         "aliased-inputs-unseen",
         "storage",
         "a program for two tensors runs for one tensor given twice",
-        """return f"inputs ({inputs}{same});""",
-        """return f"inputs ({inputs}{same[:0]});""",
+        """family = f"inputs ({inputs}{same});""",
+        """family = f"inputs ({inputs}{same[:0]});""",
         ("tests/capture/test_aliased_inputs.py::test_a_call_with_aliased_tensors_is_right_or_refused",),
     ),
     # -- ranks and optimizers -----------------------------------------------------------------------------------------
