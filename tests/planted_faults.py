@@ -408,8 +408,8 @@ FAULTS: tuple[Fault, ...] = (
         "dynamic-sizes",
         "Python",
         "a size that is marked as dynamic for torch.compile becomes a symbol of the capture",
-        "        return form(tensor, tx, source, True, ",
-        "        return form(tensor, tx, source, static_shapes, ",
+        "form(tensor, tx, source, True, ",
+        "form(tensor, tx, source, static_shapes, ",
         ("tests/capture/test_odd_calls.py::test_what_torch_compile_is_told_of_sizes_changes_nothing",),
     ),
     Fault(
