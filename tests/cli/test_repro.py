@@ -96,7 +96,7 @@ def test_a_program_that_a_search_can_make_nothing_of_is_replayed(tmp_path):
 
 
 def test_a_failure_of_an_update_is_replayed(tmp_path, monkeypatch):
-    monkeypatch.setattr("zgraph.build.pass_pipeline.write_in_place", faults.raises_in_update)
+    faults.in_update(monkeypatch, faults.raises_in_update)
     model, _ = faults.spoilt()
     with pytest.raises(PassError):
         update_program(model, zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(lr=1e-3), grad_clip=1.0), 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zgraph
-from zgraph.build.pass_pipeline import UPDATE_PASSES
 from zgraph.cli.app import app
 from zgraph.cli.verify import global_batch
 from zgraph.errors import MeshError, ModelError, PassError, PlanError
@@ -88,9 +86,7 @@ def test_the_tensors_that_differ_are_named_with_their_errors():
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_faulty_pass_of_the_update_is_found(monkeypatch, world):
-    first, *others = UPDATE_PASSES
-    rows = (dataclasses.replace(first, type=faults.other_sign), *others)
-    monkeypatch.setattr("zgraph.build.pass_pipeline.UPDATE_PASSES", rows)
+    faults.in_update(monkeypatch, faults.other_sign)
     culprit = searched(world, optimizer=ADAM).culprit
     assert (culprit.program, culprit.name) == ("update", "write_in_place")
     assert {(d.what, d.name) for d in culprit.beyond} == {("parameter", "first.weight")} and culprit.bits

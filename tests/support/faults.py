@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from zgraph.build import pass_pipeline
 from zgraph.passes import graph_pass
 from zgraph.passes.update.write_in_place import write_in_place
 from zgraph.program import collectives
@@ -32,6 +34,12 @@ class Spoilt(nn.Module):
         out = self.second(hidden)
         self.seen.add_(out.detach().sum(0))
         return (out - y).pow(2).mean()
+
+
+def in_update(monkeypatch: Any, type: Any) -> None:
+    """Let a faulty pass stand in the place of an update's first."""
+    first, *others = pass_pipeline.UPDATE_PASSES
+    monkeypatch.setattr(pass_pipeline, "UPDATE_PASSES", (dataclasses.replace(first, type=type), *others))
 
 
 def spoilt():
