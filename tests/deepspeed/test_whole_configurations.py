@@ -409,6 +409,27 @@ def test_every_key_of_the_table_is_taken_alone():
         assert name in {row.key for row in report.rows}, name
 
 
+ODD = (None, "auto", [], {}, True, 0, -1, 2, 3.5, float("nan"), "x", {"a": 1}, object())
+
+
+@pytest.mark.parametrize("rest", [{}, {"fp16": {"enabled": True}, "optimizer": {"type": "Adam"}}])
+def test_no_value_of_any_key_crashes_or_is_passed_over(rest):
+    for name in KEYS:
+        for value in ODD:
+            given = copy.deepcopy(rest)
+            *outer, last = name.split(".")
+            table = given
+            for part in outer:
+                table = table.setdefault(part, {})
+            table[last] = value
+            report = deepspeed.report(given, world=8)
+            told = {row.key for row in report.rows}
+            if report.plan is None or value is None or value == {}:
+                assert report.plan is not None or report.refused, (name, value)
+            elif not (isinstance(value, dict) and KEYS[name].kind == "any"):
+                assert name in told or any(row.startswith(f"{name}.") for row in told), (name, value)
+
+
 # -- the command line -------------------------------------------------------------------------------------------------------
 def test_commands_show_the_report_and_write_the_plan(tmp_path):
     path, written = tmp_path / "ds.json", tmp_path / "plan.toml"

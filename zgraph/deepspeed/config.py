@@ -21,15 +21,14 @@ from zgraph.record import short
 
 logger = logging.getLogger(__name__)
 
-# (key of the section) -> (field of the plan, field of its record)
-_SIZES = {
-    "allgather_bucket_size": ("bucket", "gather"),
-    "reduce_bucket_size": ("bucket", "reduce"),
-    "stage3_prefetch_bucket_size": ("prefetch", "ahead_bytes"),
-    "stage3_max_live_parameters": ("prefetch", "max_bytes"),
-    "stage3_max_reuse_distance": ("prefetch", "reuse_bytes"),
+SIZES = {  # keys of the section that are counts of elements: the plan's fields, in bytes
+    "allgather_bucket_size": "bucket.gather",
+    "reduce_bucket_size": "bucket.reduce",
+    "stage3_prefetch_bucket_size": "prefetch.ahead_bytes",
+    "stage3_max_live_parameters": "prefetch.max_bytes",
+    "stage3_max_reuse_distance": "prefetch.reuse_bytes",
 }
-_KEYS = (*_SIZES, "stage3_param_persistence_threshold", "overlap_comm", "stage")
+_KEYS = (*SIZES, "stage3_param_persistence_threshold", "overlap_comm", "stage")
 
 
 def communication(section: Mapping[str, Any], *, itemsize: int = 2) -> dict[str, Any]:
@@ -43,8 +42,8 @@ def communication(section: Mapping[str, Any], *, itemsize: int = 2) -> dict[str,
         _refuse_unknown(key, _KEYS)
         if value == "auto":
             continue
-        if key in _SIZES:
-            record, field = _SIZES[key]
+        if key in SIZES:
+            record, field = SIZES[key].split(".")
             fields.setdefault(record, {})[field] = _elements(key, value) * itemsize
         elif key == "overlap_comm":
             fields.setdefault("prefetch", {})["enabled"] = value
@@ -63,7 +62,7 @@ def _refuse_unknown(key: str, mine: Collection[str]) -> None:
 
 
 # What an element of a sub-group brings to the device: float32 weight and gradient, and two moments (see sub_group_size).
-_UPDATED = 16
+UPDATED = 16
 # Keys that ask for what is always so here, or for nothing.
 _ALWAYS = (
     "pin_memory",
@@ -87,7 +86,7 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
     found: dict[str, Any] = {}
     for key, value in section.items():
         if key == "sub_group_size":
-            found["sub_group_bytes"] = _elements(key, value) * _UPDATED
+            found["sub_group_bytes"] = _elements(key, value) * UPDATED
         elif key in ("offload_optimizer", "offload_param"):
             place = _place(key, value)
             found["optimizer" if key == "offload_optimizer" else "parameters"] = place

@@ -140,13 +140,15 @@ def scheduler(draft: Draft) -> None:
         return
     if any(draft.is_refused(f"scheduler.params.{name}") for name in params):
         return
-    if params.pop("last_batch_iteration", -1) != -1:
+    if (last := params.pop("last_batch_iteration", None)) not in (None, -1):
         draft.refuse(
             "scheduler.params.last_batch_iteration",
             "a schedule goes on from a checkpoint",
             "load the checkpoint, and leave it out",
         )
         return
+    if last is not None:
+        draft.say("scheduler.params.last_batch_iteration", "equivalent", "a schedule begins at its beginning")
     from torch.optim import lr_scheduler
 
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from zgraph.deepspeed.config import elastic
+from zgraph.deepspeed.config import SIZES, UPDATED, elastic
 from zgraph.deepspeed.draft import Draft
 from zgraph.deepspeed.keys import KEYS
 from zgraph.deepspeed.optimizers import optimizer, scheduler
@@ -169,12 +169,13 @@ def _stages(draft: Draft) -> int:
             "pipeline.stages", "no effect here", "the number of stages is the model's, or pipeline_parallel.pp_size"
         )
     elif draft.get("pipeline.stages") is not None:
-        if not isinstance(draft.get("pipeline.stages"), int):
+        if type(draft.get("pipeline.stages")) is not int:
             draft.refuse("pipeline.stages", "it is not a whole number", 'a number of ranks, or "auto"')
         else:
             stages = _divided(draft, "pipeline.stages", "pp")
     asked = draft.get("pipeline_parallel.enabled", draft.get("pipeline_parallel") is not None)
-    draft.say("pipeline_parallel.enabled", "applied", "see pp_size") if draft.get("pipeline_parallel.enabled") else None
+    if draft.get("pipeline_parallel.enabled"):
+        draft.say("pipeline_parallel.enabled", "applied", "see pp_size")
     if not asked:
         for name in ("enabled", "pp_size", "micro_batches"):
             if draft.get(f"pipeline_parallel.{name}") is not None:
@@ -200,12 +201,13 @@ def _batch(draft: Draft) -> None:
         return
     ranks = mesh.get("replicate", 1) * mesh["dp"]
     asked = draft.get("pipeline_parallel.enabled", True)
-    staged = "pipeline_parallel.micro_batches" if asked and draft.get("pipeline_parallel.micro_batches") else None
+    staged = "pipeline_parallel.micro_batches" if asked else None
+    staged = staged if staged and draft.get(staged) is not None else None
     for key in (BATCH, ROWS, PARTS, *([staged] if staged else [])):
         value = draft.get(key)
         if value not in (None, "auto") and value < 1:
             draft.refuse(key, f"{value} is no number of them", "a whole number from 1")
-    if any(draft.is_refused(key) for key in (BATCH, ROWS, PARTS)):
+    if any(draft.is_refused(key) for key in (BATCH, ROWS, PARTS, *([staged] if staged else []))):
         return
     total = draft.get(BATCH) if draft.get(BATCH) != "auto" else None
     rows, parts = draft.get(ROWS), draft.get(PARTS)
@@ -242,9 +244,8 @@ def _batch(draft: Draft) -> None:
         if draft.get(key) is not None:
             draft.say(key, "applied", made)
     name = PARTS if draft.get(PARTS) is not None else staged
-    draft.apply(
-        name or (BATCH if total is not None else ROWS if rows else PARTS), "micro_batches", int(parts), made
-    ) if (name or parts > 1) else None
+    if name or parts > 1:
+        draft.apply(name or BATCH, "micro_batches", int(parts), made)
     if staged:
         draft.say(staged, "applied", f"micro_batches = {int(parts)}: {made}")
 
@@ -282,7 +283,7 @@ def _precision(draft: Draft) -> None:
     for name in ("bf16", "fp16"):
         if name not in low:
             for key in draft.get(name, {}):
-                if KEYS[f"{name}.{key}"].verdict == "applied":
+                if (known := KEYS.get(f"{name}.{key}")) is not None and known.verdict == "applied":
                     draft.say(f"{name}.{key}", "equivalent", f"{name} is not enabled")
     if len(low) > 1:
         draft.refuse("fp16.enabled", "bf16 is enabled as well", "enable one of them")
@@ -411,15 +412,9 @@ def _clipping(draft: Draft) -> None:
 
 
 # -- ZeRO -------------------------------------------------------------------------------------------------------------------
-# (key of the section) -> (the plan's field, the stages that it means something in)
-_SIZES = {
-    "allgather_bucket_size": ("bucket.gather", (1, 2, 3)),
-    "reduce_bucket_size": ("bucket.reduce", (0, 1, 2, 3)),
-    "stage3_prefetch_bucket_size": ("prefetch.ahead_bytes", (3,)),
-    "stage3_max_live_parameters": ("prefetch.max_bytes", (3,)),
-    "stage3_max_reuse_distance": ("prefetch.reuse_bytes", (3,)),
-    "stage3_param_persistence_threshold": ("param_persistence_threshold", (3,)),
-}
+# Fields of a plan by the counts of elements of the section, and the stages that these mean something in.
+_FIELDS = {**SIZES, "stage3_param_persistence_threshold": "param_persistence_threshold"}
+_STAGES = {"allgather_bucket_size": (1, 2, 3), "reduce_bucket_size": (0, 1, 2, 3)}
 
 
 def _zero(draft: Draft) -> None:
@@ -435,14 +430,14 @@ def _zero(draft: Draft) -> None:
         "" if draft.get(f"{section}.stage") is not None else "DeepSpeed's default",
     )
     low = draft.get("bf16.enabled") or draft.get("fp16.enabled")
-    for name, (field, stages) in _SIZES.items():
+    for name, field in _FIELDS.items():
         key = f"{section}.{name}"
         value = draft.get(key)
         if value is None:
             continue
         if value < 0 or value % 1:
             draft.refuse(key, f"{value} is no number of elements", "a whole number, such as 5e8")
-        elif stage not in stages:
+        elif stage not in _STAGES.get(name, (3,)):
             draft.say(key, "no effect here", f"the stage is {int(stage)}")
         elif field == "param_persistence_threshold":
             draft.apply(key, field, int(value))
@@ -466,7 +461,12 @@ def _offload(draft: Draft) -> None:
         if size < 1 or size % 1:
             draft.refuse(f"{zero}.sub_group_size", f"{size} is no number of elements", "a whole number, such as 1e9")
         elif draft.fields.get("offload", {}).get("optimizer", "none") != "none":
-            draft.apply(f"{zero}.sub_group_size", "offload.sub_group_bytes", int(size) * 16, "in bytes, 16 an element")
+            draft.apply(
+                f"{zero}.sub_group_size",
+                "offload.sub_group_bytes",
+                int(size) * UPDATED,
+                f"in bytes, {UPDATED} an element",
+            )
         else:
             draft.say(f"{zero}.sub_group_size", "no effect here", "the optimizer is not offloaded")
     for name, field in (("activation", "activations"), ("opt_states", "optimizer"), ("parameters", "parameters")):
