@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,14 +90,8 @@ class Executable:
     def _from_outside(self) -> tuple[tuple[int, Strides], ...]:
         """Positions of the inputs whose strides others decide, with those that the program was made for. (What it writes to must be what
         was given, and not a copy.)"""
-        items = enumerate(self.program.input_items())
-        return tuple(
-            (at, strides)
-            for at, (port, node) in items
-            if port.role in _OTHERS_DECIDE
-            and not any(mutates(u) for u in node.users)
-            and (strides := promised(node)) is not None
-        )
+        found = ((at, promised(node)) for at, node in self._given_by_others())
+        return tuple((at, strides) for at, strides in found if strides is not None)
 
     @functools.cached_property
     def sized(self) -> tuple[int, ...]:
@@ -109,14 +103,14 @@ class Executable:
     def _sized_from_outside(self) -> tuple[tuple[int, Callable[..., Strides]], ...]:
         """As `_from_outside`, of the inputs whose strides depend on the call's sizes."""
         names = tuple(s.name for s in self.program.sizes.symbols)
-        items = enumerate(self.program.input_items())
-        return tuple(
-            (at, strides)
-            for at, (port, node) in items
-            if port.role in _OTHERS_DECIDE
-            and not any(mutates(u) for u in node.users)
-            and (strides := promised_at(node, names)) is not None
-        )
+        found = ((at, promised_at(node, names)) for at, node in self._given_by_others())
+        return tuple((at, strides) for at, strides in found if strides is not None)
+
+    def _given_by_others(self) -> Iterator[tuple[int, fx.Node]]:
+        """The inputs whose strides others decide, by position, but for those that the program writes to."""
+        for at, (port, node) in enumerate(self.program.input_items()):
+            if port.role in _OTHERS_DECIDE and not any(mutates(u) for u in node.users):
+                yield at, node
 
     def _lay_out_sized(self, values: list[Any]) -> None:
         point = [values[at] for at in self.sized]

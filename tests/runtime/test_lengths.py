@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sized_models import Branches
 from sweeps import sweep
 from torch import nn
 
@@ -255,15 +256,6 @@ def test_what_the_model_specialises_is_a_number_and_the_rest_is_free(caplog):
     with pytest.raises(SizeError, match="'length' can't differ") as found:
         pair(Specialised, dynamic={"x": {0: "rows", 1: "length"}})[0](torch.randn(3, 4, 6))
     assert "test_lengths.py" in found.value.where
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.short, self.long = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return (self.short if x.shape[1] <= 10 else self.long)(x).square().mean()
 
 
 def test_each_side_of_a_branch_on_a_length_is_a_program():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from sized_models import Branches
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -163,15 +164,6 @@ def test_a_length_beyond_the_table_of_positions_is_refused_on_all_ranks(two):
     errors = [outcome.error for outcome in two.attempt(too_long_on_one_rank)]
     assert all(isinstance(e, SignatureError) for e in errors), errors
     assert "64" in str(errors[0])
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.short, self.long = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return (self.short if x.shape[1] <= 10 else self.long)(x).square().mean()
 
 
 def branches() -> list[str]:
