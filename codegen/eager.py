@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.codegen.executable import Executable, lowered
+from zgraph.codegen.executable import Executable, lowered, positions_of_sizes
 from zgraph.codegen.profiled import run_profiled
 from zgraph.program.aliases import mutates
 from zgraph.program.layout import Strides, laid_out, lies_as, promised, promised_at
-from zgraph.program.program import InputRole, Program
+from zgraph.program.program import Program
 from zgraph.torch_compat import fx_graphs
 
 _KEEP = "zgraph_as_promised"
@@ -117,9 +117,8 @@ class SizedCode(Code):
 
     def __init__(self, program: Program, module: fx.GraphModule) -> None:
         super().__init__(program.name, module)
-        at = {p.name: i for i, p in enumerate(program.inputs) if p.role is InputRole.SIZE}
         names = tuple(s.name for s in program.sizes.symbols)
-        self._at = [at[n] for n in names]
+        self._at = positions_of_sizes(program)
         nodes = [n for n in module.graph.nodes if n.op == "call_function" and not mutates(n)]
         self._formulas = {n.name: f for n in nodes if (f := promised_at(n, names)) is not None}
         self._others = {}

@@ -35,6 +35,12 @@ _OTHERS_DECIDE = (
 )
 
 
+def positions_of_sizes(program: Program) -> tuple[int, ...]:
+    """Positions of a program's inputs that are sizes, in the order of its symbols."""
+    at = {p.name: i for i, p in enumerate(program.inputs) if p.role is InputRole.SIZE}
+    return tuple(at[s.name] for s in program.sizes.symbols)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel: its name in the generated code, the operators that it computes, and how often it is launched."""
@@ -95,9 +101,8 @@ class Executable:
 
     @functools.cached_property
     def sized(self) -> tuple[int, ...]:
-        """Positions of the inputs that are sizes, in the program's order of these."""
-        at = {p.name: i for i, p in enumerate(self.program.inputs) if p.role is InputRole.SIZE}
-        return tuple(at[s.name] for s in self.program.sizes.symbols)
+        """See `positions_of_sizes`."""
+        return positions_of_sizes(self.program)
 
     @functools.cached_property
     def _sized_from_outside(self) -> tuple[tuple[int, Callable[..., Strides]], ...]:

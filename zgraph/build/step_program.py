@@ -291,9 +291,8 @@ class Entry:
         self._programs: dict[frozenset[int], StepProgram] = {}
         # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
         self.settled = self.unsettled = self.unsettled_before = False
-        self.only: Mapping[
-            str, int
-        ] = {}  # sizes by name that are numbers in it, and symbols in other programs of such calls
+        # Sizes by name that are numbers in it, and symbols in other programs of such calls.
+        self.only: Mapping[str, int] = {}
         self.batch_known = False  # was it seen that what is cut into micro-batches is the batch?
 
     @property

@@ -71,9 +71,8 @@ class Sizes:
 
     symbols: tuple[ProgramSize, ...] = ()
     guards: tuple[SizeGuard, ...] = ()
-    tied: tuple[
-        ProgramSize, ...
-    ] = ()  # those that are no inputs of the program, because guards make them arithmetic on the symbols
+    # Those that are no inputs of the program, because guards make them arithmetic on the symbols.
+    tied: tuple[ProgramSize, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.symbols)

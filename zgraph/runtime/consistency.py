@@ -11,9 +11,8 @@ class Consistency:
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
-        self._versions: dict[
-            str, tuple[int, ...]
-        ] = {}  # of the weights that an update left half done; empty if none did
+        # Of the weights that an update left half done; empty if none did.
+        self._versions: dict[str, tuple[int, ...]] = {}
         self._states_loaded = False  # since then
 
     def lose(self) -> None:

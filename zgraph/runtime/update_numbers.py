@@ -26,9 +26,8 @@ class UpdateNumbers:
     def __init__(self, rank: Rank, optimizer: PlanOptimizer | None, wanted: Sequence[tuple[int, str]]) -> None:
         self.rank = rank
         self.optimizer = optimizer
-        self.factor: torch.Tensor | float = (
-            1.0  # what the next update multiplies gradients by, where its options say that it does
-        )
+        # What the next update multiplies gradients by, where its options say that it does.
+        self.factor: torch.Tensor | float = 1.0
         self._wanted = wanted
         self._agreed = Numbers()
 
