@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from os import PathLike
@@ -31,6 +32,7 @@ from zgraph.inspection.inspection import Inspection
 from zgraph.inspection.recorder import record
 from zgraph.inspection.run_report import Report
 from zgraph.parameters.foreign import watch_loads
+from zgraph.parameters.mixed_precision import release
 from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import History
 from zgraph.passes.analysis.simulator import StepForecast, simulate_step
@@ -62,6 +64,11 @@ _METHODS = (
     "save_checkpoint",
     "load_checkpoint",
     "save_pretrained",
+)
+# All that stands in its `__dict__`.
+_OWN = (
+    *("zgraph", "forward", "_call_impl", "_ddp_params_and_buffers_to_ignore", "__deepcopy__", "__reduce_ex__"),
+    *_METHODS,
 )
 
 
@@ -425,7 +432,7 @@ class Handle(Compiled):
             context = replace(old.context, sizes=sizes, costs=costs)
             made = Runtime(old.module, old.forward_function, plan, old.shards, context)
         made.updater.adopt(old.updater, copies=False)
-        made.samples, made.own_steps = old.samples, old.own_steps
+        made.samples, made.own_steps, made.backwards = old.samples, old.own_steps, old.backwards
         made.saver = old.saver
         made.recorder = old.recorder.of(made) if old.recorder is not None else None
         old.first_gathers.drop()
@@ -468,6 +475,16 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     return handle
 
 
+def detach(module: nn.Module) -> None:
+    """Let a compiled module's own `forward` run again, as before `attach`. Its parameters stay shards."""
+    forward: Forward = module.__dict__["zgraph"].forward
+    for name in [n for n in _OWN if _is_ours(module, n)]:
+        del module.__dict__[name]
+    if forward.captured is not type(module).forward:
+        module.__dict__["forward"] = types.MethodType(forward.captured, module)
+    release(module)
+
+
 def _owns(module: nn.Module, name: str) -> bool:
     """Does a module have a method of this name that stays? (transformers' own `save_pretrained` would gather the weights on one rank; its
     `zero_grad` is called by ours.)"""
@@ -482,16 +499,7 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A compiled copy with weights of its own; its programs are compiled when it is first called."""
     handle: Handle = module.__dict__["zgraph"]
     handle.forward.refuse_copy()
-    own = (
-        "zgraph",
-        "forward",
-        "_call_impl",
-        "_ddp_params_and_buffers_to_ignore",
-        "__deepcopy__",
-        "__reduce_ex__",
-        *_METHODS,
-    )
-    names = [n for n in own if _is_ours(module, n)]
+    names = [n for n in _OWN if _is_ours(module, n)]
     ours = {n: module.__dict__.pop(n) for n in names}
     try:
         twin: nn.Module = copy.deepcopy(module, memo)

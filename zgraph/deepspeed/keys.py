@@ -350,6 +350,8 @@ KEYS: dict[str, Key] = {
     "hybrid_engine": _refused("table", "nothing generates between steps here", _LEAVE),
     "datastates": _refused("table", "checkpoints are written by torch.distributed.checkpoint", _LEAVE),
     "nebula": _refused("table", _GONE, _LEAVE),
+    # -- fields of a plan that DeepSpeed has no key for -------------------------------------------------------------------
+    "zgraph": _applied("table"),
     # -- data, and what changes a model -----------------------------------------------------------------------------------
     "data_efficiency": _refused("table", "a plan has no data loader, and changes no model", "sample in your loader"),
     "curriculum_learning": _refused("table", "a plan has no data loader", "cut sequences in your loader"),

@@ -17,7 +17,7 @@ from zgraph.record import short
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
-FREE = ("optimizer.params", "scheduler.params")  # what stands in them depends on a type
+FREE = ("optimizer.params", "scheduler.params", "zgraph")  # what stands in them depends on a type, or is a plan's
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda v: isinstance(v, bool)),
     "int": ("a whole number", lambda v: _is_number(v) and v % 1 == 0),

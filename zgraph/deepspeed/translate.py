@@ -514,6 +514,8 @@ _PARTITIONS = {"best": "time", "parameters": "parameters", "uniform": "uniform",
 
 
 def _rest(draft: Draft) -> None:
+    for field, value in (draft.get("zgraph") or {}).items():
+        draft.apply(f"zgraph.{field}", field, value)
     pipelined = draft.fields.get("mesh", {}).get("pp", 1) > 1
     partition = draft.get("pipeline.partition")
     if partition is not None and not pipelined:

@@ -123,6 +123,15 @@ def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]
         return undo.pop_all()
 
 
+def release(module: nn.Module) -> None:
+    """Take away what lets modules stay in float32 (see `prepare`)."""
+    for child in module.modules():
+        for hooks in (child._forward_pre_hooks, child._forward_hooks):
+            for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Cast)]:
+                del hooks[key]
+                child._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 class _Cast:
     """Hooks that cast floating-point tensors among a module's arguments, or its result."""
 

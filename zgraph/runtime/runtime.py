@@ -72,6 +72,7 @@ class Runtime(Rank):
         self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
         self.steps = self.forwards = 0  # steps here; forwards of the one that is under way
         self.own_steps = 0  # backward passes that a user's own optimizer may have followed
+        self.backwards = 0  # all backward passes
         self.samples = 0  # rows of batches that were trained on, over all ranks
         self.updater = Updater(self)
         heartbeat.watch(plan.watch, self.everyone, self.process_groups())
@@ -272,6 +273,7 @@ class Runtime(Rank):
         with bare, progress.runs_with(self.agreement), explained(self, executable, step):
             results = executable.run(values)
         self.settle_gradients()
+        self.backwards += 1
         gradients = self._handed_out(executable, results, stays, partial=not reduction.now)
         if reduction.rest:
             self.reduce_leftovers()

@@ -1,0 +1,96 @@
+"""Activation checkpointing by DeepSpeed's calls: what is computed again becomes part of the captured graph.
+
+`checkpoint` marks a region as torch's checkpointing does, and a plan's passes decide how it is computed again; random states are those of the
+program. A plan's `recompute` and `memory_budget` need no such calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+
+from zgraph.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+_configured = False
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args)`, of which the backward computes again what it needs. Returns a tuple as it is."""
+    return checkpoint_of_torch(function, *args, use_reentrant=False, **kwargs)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Take DeepSpeed's settings of checkpointing. Those of where values lie belong to the configuration of `initialize`: `UnsupportedError` says which.
+    The others have no effect, since the passes decide what they say."""
+    global _configured
+    for asked, name, key in (
+        (partition_activations, "partition_activations", "partition_activations"),
+        (checkpoint_in_cpu, "checkpoint_in_cpu", "cpu_checkpointing"),
+    ):
+        if asked:
+            raise UnsupportedError(
+                f"checkpointing.configure({name}=True)",
+                why="where activations lie is part of the compiled program",
+                hint=f'"activation_checkpointing": {{"{key}": true}} in the configuration of initialize',
+            )
+    for value, name in (
+        (contiguous_checkpointing, "contiguous_checkpointing"),
+        (synchronize, "synchronize"),
+        (profile, "profile"),
+    ):
+        if value:
+            logger.warning("checkpointing.configure(%s=True) has no effect here: the program's passes decide it", name)
+    _configured = True
+
+
+def is_configured() -> bool:
+    return _configured
+
+
+def reset() -> None:
+    """Nothing to do: no buffers are kept between steps."""
+
+
+class _Tracker:
+    """Random states by name, as model code of Megatron's kind uses them."""
+
+    def add(self, name: str, seed: int) -> None:
+        """Nothing to do: each rank's program draws what the whole model would."""
+
+    def reset(self) -> None:
+        """Nothing to do."""
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        yield
+
+
+_tracker = _Tracker()
+
+
+def get_cuda_rng_tracker() -> _Tracker:
+    return _tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed torch's generators."""
+    torch.manual_seed(seed)

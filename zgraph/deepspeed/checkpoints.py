@@ -1,0 +1,220 @@
+"""Saving and loading by DeepSpeed's calls: zgraph's checkpoints are written, DeepSpeed's own are read too.
+
+The engine's counters and its schedule's position are part of what is saved, under a key of their own beside the script's `client_state`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from zgraph.deepspeed import comm
+from zgraph.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from zgraph.api.handle import Handle
+
+logger = logging.getLogger(__name__)
+
+_OURS = "zgraph.deepspeed"  # the key of the engine's own part of a checkpoint's client state
+_COUNTED = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+class Checkpoints:
+    """What an engine saves and loads."""
+
+    module: nn.Module
+    handle: Handle
+    _training: Any
+    _counters: Any
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all that a run needs to go on, into the folder `tag` ("global_step100") of `save_dir`; returns True.
+
+        See `zgraph.api.handle.Handle.save_checkpoint`. Frozen parameters are saved too. All ranks must call it.
+        """
+        if not save_latest:
+            raise UnsupportedError(
+                "save_checkpoint(save_latest=False)",
+                why="the file latest names the newest complete checkpoint, and readers rely on it",
+                hint="save into another folder; load_checkpoint(tag=…) loads any by name",
+            )
+        counters = self._counters
+        own = {name: getattr(counters, name) for name in _COUNTED}
+        scheduler = self._training.scheduler
+        if callable(getattr(scheduler, "state_dict", None)):
+            own["lr_scheduler"] = _plain(scheduler.state_dict())
+        if not self._training.planned and self._training.optimizer is not None:
+            raise UnsupportedError(
+                f"a checkpoint with the states of {type(self._training.optimizer).__name__}",
+                why="a plan has no such optimizer, so its states are the script's own",
+                hint="engine.module.save_checkpoint(dir, client_state={…}) with torch.distributed.checkpoint's optimizer state dict; or AdamW",
+            )
+        chosen = f"global_step{counters.global_steps}" if tag is None else str(tag)
+        self.handle.save_checkpoint(save_dir, chosen, {**(client_state or {}), _OURS: own})
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint of zgraph's, or of DeepSpeed's own (ZeRO 0 to 3, universal). Returns (its path, the client state), or
+        (None, None) with a warning where `load_dir` names none.
+
+        A checkpoint of another model is refused, also where `load_module_strict` is False. All ranks must call it. Raises `CheckpointError`: then
+        nothing was changed.
+        """
+        if custom_load_fn is not None:
+            raise UnsupportedError(
+                "load_checkpoint(custom_load_fn=…)",
+                why="weights are read by each rank's shards, and no state dict is made",
+                hint="engine.load_module_state_dict(state_dict) with what your function makes",
+            )
+        chosen = tag if tag is None else str(tag)
+        if chosen is None and not _names_one(Path(load_dir)):
+            logger.warning("%s has no file latest, and no tag is given: nothing is loaded", load_dir)
+            return None, None
+        whole = load_optimizer_states and not load_module_only
+        client = dict(self.handle.load_checkpoint(load_dir, chosen, optimizer=whole))
+        own = client.pop(_OURS, None)
+        if not load_module_only:
+            self._go_on(own if isinstance(own, Mapping) else None, scheduler=load_lr_scheduler_states)
+        path = Path(load_dir) / chosen if chosen is not None else self.handle.saver.last.folder  # type: ignore[union-attr]
+        return str(path), client
+
+    def _go_on(self, own: Mapping[str, Any] | None, *, scheduler: bool) -> None:
+        """Count on from a checkpoint. One that no engine of zgraph's has saved says how many steps it has had."""
+        counters, runtime = self._counters, self.handle.runtime
+        runtime.updater.settle()
+        counters.skipped_before = runtime.updater.outcomes.skipped()
+        if own is None:
+            steps, skipped = runtime.updates, counters.skipped_before
+            own = {
+                "global_steps": steps,
+                "global_samples": runtime.samples or steps * self._batch.total,  # type: ignore[attr-defined]
+                "skipped_steps": skipped,
+                "micro_steps": steps * self._batch.parts,  # type: ignore[attr-defined]
+                "lr_scheduler": {"last_batch_iteration": steps - skipped - 1},
+            }
+        for name in _COUNTED:
+            setattr(counters, name, own[name])
+        counters.scaled, counters.seen = 0, runtime.backwards
+        held = self._training.scheduler
+        saved = own.get("lr_scheduler")
+        if not scheduler or held is None or saved is None:
+            return
+        if "last_epoch" in saved or hasattr(held, "last_batch_iteration"):
+            held.load_state_dict(dict(saved))
+        else:
+            logger.warning("the checkpoint says nothing of a %s: it begins anew", type(held).__name__)
+
+    # -- state dicts ----------------------------------------------------------------------------------------------------
+    def module_state_dict(self, exclude_frozen_parameters: bool = False, **_: Any) -> dict[str, Any]:
+        """The model's own state dict: shards, as DTensors."""
+        frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
+        state = self.module.state_dict()
+        return {n: v for n, v in state.items() if not (exclude_frozen_parameters and n in frozen)}
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
+        """Load the model's weights: whole tensors, alike on all ranks, or shards. All ranks must call it."""
+        state = dict(state_dict.get("module", state_dict))
+        held = {**dict(self.module.named_parameters(remove_duplicate=False))}
+        for name, value in state.items():
+            mine = held.get(name)
+            if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                state[name] = distribute_tensor(value.to(mine.device, mine.dtype), mine.device_mesh, mine.placements)
+        self.module.load_state_dict(state, strict=strict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+        """Load what the engine's `state_dict` gave: names begin with "module."."""
+        if assign:
+            raise UnsupportedError("load_state_dict(assign=True) of an engine", hint="load without assign")
+        prefix = "module."
+        self.load_module_state_dict({n.removeprefix(prefix): v for n, v in state_dict.items()}, strict)
+
+    def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """The whole weights in the host's memory, on rank 0; None on the others. All ranks must call it.
+
+        Raises `UnsupportedError` for a model in stages.
+        """
+        if any(p.is_meta for p in self.module.parameters()):
+            raise UnsupportedError(
+                "whole weights of a model in stages on one rank",
+                why="no rank has those of other stages",
+                hint="engine.module.save_pretrained(dir) writes them, and gathers nothing",
+            )
+        first = comm.get_rank() == 0
+        found: dict[str, torch.Tensor] = {}
+        whole: dict[int, torch.Tensor] = {}
+        for name, value in self.module_state_dict(exclude_frozen_parameters).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if id(value) not in whole:
+                gathered = value.full_tensor() if isinstance(value, DTensor) else value
+                whole[id(value)] = gathered.detach().cpu().clone() if first else gathered.new_empty(0)
+            if first:
+                found[name] = whole[id(value)]
+        return found if first else None
+
+    _zero3_consolidated_16bit_state_dict = consolidated_state_dict
+    _consolidated_16bit_state_dict = consolidated_state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole weights in the dtype that the model holds into one file, by rank 0; returns True. All ranks must call it.
+
+        `engine.module.save_pretrained` writes safetensors, and gathers no weights on one rank.
+        """
+        state = self.consolidated_state_dict(exclude_frozen_parameters)
+        path = Path(save_dir)
+        failed: list[str | None] = [None]
+        if state is not None:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                torch.save(state, path / save_filename)
+            except OSError as error:
+                failed = [f"{type(error).__name__}: {error}"]
+        if comm.get_world_size() > 1:
+            comm.broadcast_object_list(failed, src=0)
+        if failed[0] is not None:
+            raise CheckpointError("the weights could not be saved", where=str(path / save_filename), why=failed[0])
+        return True
+
+    save_fp16_model = save_16bit_model
+
+
+def _names_one(folder: Path) -> bool:
+    """Whether a folder says which checkpoint is the latest, or is one itself."""
+    return (folder / "latest").exists() or any(folder.glob("*model_states.pt")) or (folder / ".metadata").exists()
+
+
+def _plain(value: Any) -> Any:
+    """A scheduler's state without the functions in it, which it has itself."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items() if not callable(v)}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

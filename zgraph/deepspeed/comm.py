@@ -1,0 +1,343 @@
+"""Collectives by DeepSpeed's names, which are torch's; each call's time and bytes can be logged.
+
+    from zgraph.deepspeed import comm as dist
+
+    dist.init_distributed()
+    dist.configure(enabled=True)
+    dist.all_reduce(gradients)
+    dist.log_summary()
+
+What is logged are calls of these functions. The collectives of a compiled step are in its programs: `model.zgraph.timings()` shows them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (
+    P2POp,
+    ProcessGroup,
+    ReduceOp,
+    destroy_process_group,
+    get_process_group_ranks,
+    is_available,
+    is_initialized,
+    new_group,
+)
+
+from zgraph.deepspeed.launch_environment import rank_variables
+from zgraph.errors import MeshError
+from zgraph.units import shown_bytes
+
+__all__ = [
+    "P2POp",
+    "ProcessGroup",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_base",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "configure",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "initialize_mesh_device",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "log_summary",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "reset_log",
+    "scatter",
+    "send",
+]
+
+logger = logging.getLogger(__name__)
+
+_LIMIT = timedelta(minutes=30)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make the process group, if there is none: by torchrun's variables, or those of Slurm, MPI, AzureML or SageMaker; else of this process alone.
+
+    "nccl" without a GPU becomes gloo, and a warning says so. `timeout` is by default 30 minutes, or DEEPSPEED_TIMEOUT (minutes). Raises
+    `MeshError` where `dist_init_required` is False and there is none, and where nothing says where rank 0 is.
+    """
+    if config is not None:
+        configure(deepspeed_config=config)
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise MeshError(
+            "there is no process group, and dist_init_required=False forbids to make one",
+            hint="call torch.distributed.init_process_group before, or leave it out",
+        )
+    backend = _backend(dist_backend)
+    limit = timeout or (
+        timedelta(minutes=int(os.environ["DEEPSPEED_TIMEOUT"])) if "DEEPSPEED_TIMEOUT" in os.environ else _LIMIT
+    )
+    if init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
+        return
+    found = rank_variables(os.environ, distributed_port) if auto_mpi_discovery else rank_variables(dict(os.environ))
+    if not found:
+        logger.warning("no launcher has started this process: it is rank 0 of 1")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        return
+    os.environ.update(found)
+    if "nccl" in backend:
+        torch.cuda.set_device(int(found["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=limit)
+    if verbose and dist.get_rank() == 0:
+        logger.info("made a process group of %d ranks over %s", dist.get_world_size(), backend)
+
+
+def _backend(asked: str | None) -> str:
+    if asked not in (None, "nccl"):
+        return str(asked)
+    if torch.cuda.is_available():
+        return "cpu:gloo,cuda:nccl"
+    if asked == "nccl":
+        logger.warning("nccl needs a GPU, and there is none: the process group is over gloo")
+    return "gloo"
+
+
+# -- what is logged -----------------------------------------------------------------------------------------------------------
+class CommsLogger:
+    """The calls of collectives by name and bytes: how often, and how long in all (seconds)."""
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.verbose = False
+        self.prof_ops: list[str] = []
+        self.calls: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+    def wants(self, name: str) -> bool:
+        return self.enabled and (not self.prof_ops or name in self.prof_ops)
+
+    def add(self, name: str, size: int, seconds: float) -> None:
+        self.calls[name][size].append(seconds)
+        if self.verbose:
+            logger.info("%s of %s: %.3f ms", name, shown_bytes(size), seconds * 1e3)
+
+    def summary(self) -> dict[str, dict[int, dict[str, float]]]:
+        """By name and bytes: how often, milliseconds in all and each, Gbit/s."""
+        found: dict[str, dict[int, dict[str, float]]] = {}
+        for name, sizes in self.calls.items():
+            found[name] = {
+                size: {
+                    "count": len(times),
+                    "total_latency_ms": sum(times) * 1e3,
+                    "avg_latency_ms": sum(times) / len(times) * 1e3,
+                    "tput_avg_gbps": size * 8 / 1e9 / max(sum(times) / len(times), 1e-12),
+                    "msg_size_bytes": size,
+                }
+                for size, times in sorted(sizes.items())
+            }
+        return found
+
+
+comms_logger = CommsLogger()
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Log calls of these functions, or no longer: by arguments, or by a configuration's section `comms_logger`."""
+    section = dict(deepspeed_config.get("comms_logger") or {}) if isinstance(deepspeed_config, dict) else {}
+    given = {"enabled": enabled, "prof_ops": prof_ops, "verbose": verbose}
+    section |= {name: value for name, value in given.items() if value is not None}
+    if prof_all or section.get("prof_all") and prof_ops is None:
+        section["prof_ops"] = []
+    comms_logger.enabled = bool(section.get("enabled", comms_logger.enabled))
+    comms_logger.verbose = bool(section.get("verbose", comms_logger.verbose))
+    comms_logger.prof_ops = list(section.get("prof_ops", comms_logger.prof_ops))
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Log what was measured on rank 0; returned as a dict if asked for. With `show_straggler` also how much longer the slowest rank waited than
+    the fastest, which all ranks must call. Raises nothing without calls."""
+    found = comms_logger.summary()
+    late: dict[str, float] = {}
+    if show_straggler:
+        mine = {name: sum(v["total_latency_ms"] for v in sizes.values()) for name, sizes in found.items()}
+        everyone: list[Any] = [mine]
+        if dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+        late = {n: max(e.get(n, 0.0) for e in everyone) - min(e.get(n, 0.0) for e in everyone) for n in mine}
+    if get_rank() == 0:
+        lines = [f"{'collective':24}{'size':>12}{'calls':>8}{'total ms':>12}{'mean ms':>10}{'Gbit/s':>10}"]
+        for name, sizes in found.items():
+            for size, row in sizes.items():
+                lines.append(
+                    f"{name:24}{shown_bytes(size):>12}{row['count']:>8}{row['total_latency_ms']:>12.2f}"
+                    f"{row['avg_latency_ms']:>10.3f}{row['tput_avg_gbps']:>10.2f}"
+                )
+        lines += [f"{name}: the slowest rank waited {ms:.2f} ms longer than the fastest" for name, ms in late.items()]
+        logger.info("collectives:\n%s", "\n".join(lines))
+    if not return_dict:
+        return None
+    metadata = {"world_size": get_world_size(), "rank": get_rank()}
+    return {"summary": found, "straggler_analysis": late if show_straggler else None, "metadata": metadata}
+
+
+def reset_log() -> None:
+    """Forget what was measured."""
+    comms_logger.calls.clear()
+
+
+# -- collectives --------------------------------------------------------------------------------------------------------------
+_OWN = ("prof", "log_name", "debug")  # arguments of DeepSpeed's that torch's have not
+
+
+def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The bytes of the first tensor, or list of tensors, among the arguments."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.nbytes
+        if isinstance(value, (list, tuple)) and value and all(isinstance(t, torch.Tensor) for t in value):
+            return sum(t.nbytes for t in value)
+    return 0
+
+
+def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective of torch's whose calls are logged where that is asked for."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {k: v for k, v in kwargs.items() if k not in _OWN}
+        if not comms_logger.wants(name):
+            return function(*args, **kwargs)
+        begin = time.perf_counter()
+        result = function(*args, **kwargs)
+        if kwargs.get("async_op") and result is not None:
+            result.wait()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        comms_logger.add(name, _size(args, kwargs), time.perf_counter() - begin)
+        return result
+
+    return run
+
+
+all_gather = _timed(dist.all_gather)
+all_gather_into_tensor = _timed(dist.all_gather_into_tensor)
+all_gather_object = _timed(dist.all_gather_object)
+all_reduce = _timed(dist.all_reduce)
+all_reduce_coalesced = _timed(dist.all_reduce_coalesced)
+all_to_all = _timed(dist.all_to_all)
+all_to_all_single = _timed(dist.all_to_all_single)
+barrier = _timed(dist.barrier)
+batch_isend_irecv = _timed(dist.batch_isend_irecv)
+broadcast = _timed(dist.broadcast)
+broadcast_object_list = _timed(dist.broadcast_object_list)
+gather = _timed(dist.gather)
+irecv = _timed(dist.irecv)
+isend = _timed(dist.isend)
+monitored_barrier = _timed(dist.monitored_barrier)
+recv = _timed(dist.recv)
+reduce = _timed(dist.reduce)
+reduce_scatter = _timed(dist.reduce_scatter)
+reduce_scatter_tensor = _timed(dist.reduce_scatter_tensor)
+scatter = _timed(dist.scatter)
+send = _timed(dist.send)
+
+# (older names of these)
+all_gather_base = all_gather_into_tensor
+allgather_fn = all_gather_into_tensor
+inference_all_reduce = all_reduce
+reduce_scatter_fn = reduce_scatter_tensor
+
+
+# -- who is where -------------------------------------------------------------------------------------------------------------
+def get_rank(group: Any = None) -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks; 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """This process's rank on its node: LOCAL_RANK, else its rank."""
+    return int(os.environ.get("LOCAL_RANK", get_rank()))
+
+
+def get_world_group() -> Any:
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    return dist.get_global_rank(group if group is not None else dist.group.WORLD, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return list(get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+    """A DeviceMesh of torch's over all ranks."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return dist.init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    return True

@@ -1,0 +1,91 @@
+"""A data loader that gives each data-parallel rank its own micro-batches, and one that begins again at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from zgraph.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the data is this rank's."""
+
+    rank: int  # among those that see different rows
+    ranks: int
+
+
+class DeepSpeedDataLoader:
+    """Micro-batches of `batch_size` rows of this rank's `share` of a data set.
+
+    Rows are drawn as DeepSpeed's loader draws them: by torch's `DistributedSampler`, shuffled by seed 0, in the same order in each epoch
+    (`data_sampler.set_epoch` changes it). An iterable data set shards itself. Raises `ModelError` for what is no data set.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        share: Share,
+        *,
+        sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        iterable = isinstance(dataset, IterableDataset)
+        if not iterable and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise ModelError(
+                f"training_data is no data set but {type(dataset).__name__}",
+                hint="a torch.utils.data.Dataset, or a list of examples; a loader of your own needs no engine",
+            )
+        if sampler is None and not iterable:
+            sampler = DistributedSampler(dataset, num_replicas=share.ranks, rank=share.rank)
+        self.data_sampler = sampler
+        self.post_process_func: Callable[..., Any] | None = None
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            pin_memory=torch.cuda.is_available(),
+        )
+        self._iterator: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> DeepSpeedDataLoader:
+        self._iterator = iter(self._loader)
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        batch = next(self._iterator)
+        return batch if self.post_process_func is None else self.post_process_func(batch, {})
+
+
+class RepeatingLoader:
+    """Micro-batches of a loader without an end: it begins again."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)

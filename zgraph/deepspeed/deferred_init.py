@@ -1,0 +1,139 @@
+"""Models that are built without memory for their parameters, and keep what their constructors do to these for later.
+
+Inside of the context a parameter that is registered while nothing was written to it yet becomes one on the meta device, the same object. What is written
+to it there (`nn.init`, `reset_parameters`, any operator in place) is recorded, and done when it is materialised: by `zgraph.compile` shard by shard,
+one module at a time. A parameter that has values when it is registered, and every buffer, stays as it is. The idea is that of torchdistX's deferred
+initialisation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zgraph.errors import ModelError
+
+_WRITES = "_zgraph_writes"  # in a module's __dict__: what was done to its parameters, by their names
+_deferred: Any = WeakTensorKeyDictionary()  # what was done to parameters that are on the meta device still
+_EMPTY = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+}
+
+
+@dataclass
+class Writes:
+    """What was written to one parameter, in order: operators with the place in its storage that they write to. `whole`: all of it can be done again."""
+
+    done: list[tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    whole: bool = True
+
+    def replay(self, param: torch.Tensor) -> None:
+        """Do it all to a real tensor of the parameter's layout, unless something can't be done again: then it is left as it is."""
+        if not self.whole:
+            return
+        with torch.no_grad():
+            for operator, (size, stride, offset), args, kwargs in self.done:
+                operator(param.detach().as_strided(size, stride, offset), *args, **kwargs)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees which tensors nothing was written to, and records what is written to parameters on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fresh: dict[int, StorageWeakRef] = {}
+        self._of: dict[int, Writes] = {}
+
+    def untouched(self, tensor: torch.Tensor) -> bool:
+        found = self._fresh.get(tensor.untyped_storage()._cdata)
+        return found is not None and not found.expired()
+
+    def watch(self, param: torch.Tensor) -> Writes:
+        return self._of.setdefault(param.untyped_storage()._cdata, Writes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.is_write and isinstance(value, torch.Tensor)
+        ]
+        for tensor in written:
+            self._fresh.pop(tensor.untyped_storage()._cdata, None)
+            writes = self._of.get(tensor.untyped_storage()._cdata)
+            if writes is not None:
+                self._record(writes, func, tensor, args, kwargs)
+        result = func(*args, **kwargs)
+        if func in _EMPTY:
+            storage = result.untyped_storage()
+            self._fresh[storage._cdata] = StorageWeakRef(storage)
+        return result
+
+    @staticmethod
+    def _record(writes: Writes, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
+        others = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, torch.Tensor)]
+        if args[0] is not tensor or any(t.is_meta for t in others):
+            writes.whole = False
+            return
+        rest, named = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args[1:], kwargs))
+        place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        writes.done.append((func, place, tuple(rest), dict(named)))
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Build models without memory for their parameters; see the module."""
+    recorder = _Recorder()
+    original = nn.Module.register_parameter
+
+    @functools.wraps(original)
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if type(param) is nn.Parameter and not param.is_meta and recorder.untouched(param):
+            empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+            torch.utils.swap_tensors(param, nn.Parameter(empty, requires_grad=param.requires_grad))
+            _deferred[param] = recorder.watch(param)
+        original(module, name, param)
+        if type(param) is nn.Parameter and param.is_meta:
+            module.__dict__.setdefault(_WRITES, {})[name] = recorder.watch(param)
+            module.__dict__["reset_parameters"] = functools.partial(replay, module)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        with recorder:
+            yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def replay(module: nn.Module) -> None:
+    """Do to a module's own parameters what its constructor did to them on the meta device."""
+    for name, writes in module.__dict__.get(_WRITES, {}).items():
+        param = module._parameters.get(name)
+        if param is not None and not param.is_meta:
+            writes.replay(param)
+
+
+def materialise(param: nn.Parameter) -> None:
+    """Make one parameter real on the host, with the values that its constructor gave it. Raises `ModelError` for one that was not built here."""
+    writes = _deferred.pop(param, None)
+    if writes is None:
+        raise ModelError(
+            f"a parameter of shape {list(param.shape)} on the meta device that zero.Init has not built",
+            hint="build its module inside of zero.Init, or load a state dict",
+        )
+    real = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
+    writes.replay(real)
+    torch.utils.swap_tensors(param, nn.Parameter(real, requires_grad=param.requires_grad))

@@ -1,0 +1,117 @@
+"""The optimizer that `initialize` returns: the plan's, with the groups in the order that the script gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zgraph.errors import PlanError
+from zgraph.update.optimizer import PlanOptimizer
+
+if TYPE_CHECKING:
+    from zgraph.api.handle import Handle
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The optimizer of an engine. Schedulers move its groups; `engine.step()` steps it.
+
+    `param_groups` are those of `model.zgraph.optimizer`, in the order of the script's own groups. `loss_scale` and `cur_scale` are fp16's scale
+    (1.0 without one), `overflow` tells whether the last update was skipped. Everything else is the plan's optimizer's.
+    """
+
+    def __init__(self, handle: Handle, groups: Sequence[Sequence[str]] = ()) -> None:
+        self._handle = handle
+        self._order = [list(names) for names in groups]
+        self.overflow = False
+        self._groups: list[dict[str, Any]] = []
+        self._of: PlanOptimizer | None = None
+
+    @property
+    def optimizer(self) -> PlanOptimizer:
+        """The plan's own."""
+        found = self._handle.optimizer
+        assert found is not None
+        return found
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups, in the script's order: always the same list, for who holds it."""
+        inner = self.optimizer
+        if inner is not self._of:
+            by_name = {name: group for group in inner.param_groups for name in group["names"]}
+            ordered = [by_name[names[0]] for names in self._order if names]
+            rest = [g for g in inner.param_groups if not any(g is o for o in ordered)]
+            self._groups[:] = ordered + rest
+            self._of = inner
+        return self._groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        scale = self._handle.loss_scale
+        return 1.0 if scale is None else float(scale)
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        scaling = self._handle.plan.loss_scale()
+        return scaling is not None and scaling.static is None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of the plan's optimizer. `engine.step()` calls it at the end of an accumulation."""
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise `PlanError`: see `PlanOptimizer.add_param_group`."""
+        self.optimizer.add_param_group(param_group)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Raise `PlanError`: an engine has the backward."""
+        raise PlanError("the optimizer has no backward here", hint="engine.backward(loss)")
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_handle" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+def follow(user: torch.optim.Optimizer, engine: EngineOptimizer) -> None:
+    """Let an optimizer of the script's own be the engine's: what holds it, a scheduler say, moves the engine's groups, and its step is
+    the engine's."""
+    for mine, theirs in zip(user.param_groups, engine.param_groups, strict=True):
+        theirs.update({k: v for k, v in mine.items() if k not in theirs})
+    user.param_groups = engine.param_groups
+
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        user._opt_called = True  # type: ignore[attr-defined]  # (torch's schedulers warn where they run ahead)
+        return engine.step(closure)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # (and where a step is not the one that they have seen)
+    user.step = step  # type: ignore[method-assign]
+    user.zero_grad = engine.zero_grad  # type: ignore[method-assign]
+    user.state_dict = engine.state_dict  # type: ignore[method-assign]
+    user.load_state_dict = engine.load_state_dict  # type: ignore[method-assign]
+
+
+def rebind(user: torch.optim.Optimizer, names: Sequence[Sequence[str]], params: dict[str, Any]) -> None:
+    """Let an optimizer that a plan has no record of hold the model's parameters as they are now."""
+    for group, mine in zip(user.param_groups, names, strict=True):
+        group["params"] = [params[name] for name in mine]

@@ -1,0 +1,297 @@
+"""`initialize`: DeepSpeed's call, whose answer is an engine on a compiled model.
+
+A configuration becomes a plan (`zgraph.deepspeed.translate`); what a script hands over as objects, an optimizer, groups of parameters, a scheduler,
+is brought into it. The model is compiled in place; one that is compiled already runs by the new plan from now on, with an optimizer that begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zgraph.api.compiler import compile
+from zgraph.deepspeed import comm
+from zgraph.deepspeed.compile_again import compile_again
+from zgraph.deepspeed.engine import Batch, DeepSpeedEngine, Training
+from zgraph.deepspeed.engine_optimizer import EngineOptimizer, follow, rebind
+from zgraph.deepspeed.lr_schedulers import VALID_LR_SCHEDULES, Scheduler
+from zgraph.deepspeed.parameter_groups import freeze_others, groups_of, names_of, of_model_parameters, record_of
+from zgraph.deepspeed.pipe.engine import PipelineEngine
+from zgraph.deepspeed.pipe.module import PipelineModule
+from zgraph.deepspeed.read import Config, fill, read
+from zgraph.deepspeed.report import Report
+from zgraph.deepspeed.settings import value_of
+from zgraph.deepspeed.translate import report as report_on
+from zgraph.errors import ModelError, PlanError, UnsupportedError
+from zgraph.plan.clipping_and_ema import GradClip
+from zgraph.plan.lr_schedules import AnySchedule, TorchSchedule
+from zgraph.plan.plan import Plan
+from zgraph.plan.precision import Precision
+from zgraph.runtime.compiled_models import is_compiled
+from zgraph.update.torch_schedule import torch_scheduler
+
+logger = logging.getLogger(__name__)
+
+_UNBOUNDED = 3e38  # a norm that clips nothing: gradients are measured, and stay as they are
+
+
+@dataclass
+class Given:
+    """What a script has handed over besides its model and configuration."""
+
+    optimizer: Any = None  # an object, made already where a callable was given
+    names: list[list[str]] | None = None  # of the parameters in each of its groups
+    scheduler: Any = None
+    groups: list[dict[str, Any]] | None = None  # `model_parameters`, where they are groups
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Config | None = None,
+    mesh_param: Any = None,
+    config_params: Config | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """DeepSpeed's `initialize`: (engine, optimizer, data loader, scheduler); the last three None where there is none.
+
+    `config` is a dict or a path; `args.deepspeed_config` and `config_params` are the same. Its section "zgraph" has fields of a plan that DeepSpeed
+    has no key for ({"backend": "eager", "memory_budget": "20GiB"}). `optimizer` is an object of torch's or `zgraph.deepspeed.ops`, or a function of
+    `model_parameters`; it comes before the configuration's. Those that a plan has (Adam, AdamW, SGD, Adagrad, Lion, LAMB) run as the plan's compiled
+    update; others step by themselves, on shards. `lr_scheduler` is an object or a function of the optimizer. `training_data` gives a loader of this
+    rank's micro-batches.
+
+    All ranks must call it. A model that was initialized before goes on with its weights by the new configuration. Raises `PlanError` with a problem for
+    each key that can't be had, `ModelError` and others as `zgraph.compile` does.
+    """
+    if model is None:
+        raise ModelError("initialize needs a model", hint="initialize(model=model, config=…)")
+    if isinstance(model, DeepSpeedEngine):
+        model = model.module
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"initialize takes an nn.Module, not {type(model).__name__}")
+    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    _refuse_other_groups(mpu, mesh_param)
+    given_config = read(_config_of(args, config, config_params))
+    if isinstance(given_config.get("zero_optimization"), bool):
+        given_config["zero_optimization"] = {"stage": int(given_config["zero_optimization"])}
+    fill(given_config, model, None)
+    if isinstance(model, PipelineModule):
+        model.configure(given_config)
+    comm.configure(deepspeed_config=given_config)
+    _to_device(model)
+    given = _given(model, optimizer, model_parameters, lr_scheduler)
+    plan, found = _planned(given_config, given, model)
+    batch = _batch(given_config, plan)
+    training = _training(model, plan, given, given_config)
+    training.report, training.collate_fn = found, collate_fn
+    if comm.get_rank() == 0:
+        logger.info("what became of the configuration:\n%s", found)
+    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    engine = kind(model, given_config, batch, training)
+    if training_data is not None:
+        training.loader = engine.deepspeed_io(training_data)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+# -- the configuration ----------------------------------------------------------------------------------------------------
+def _config_of(args: Any, config: Config | None, config_params: Config | None) -> Config:
+    """The one configuration that is given. Raises `PlanError` for none and for two."""
+    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    found = [c for c in (config, config_params, of_args) if c is not None]
+    if not found:
+        raise PlanError(
+            "initialize needs a configuration",
+            hint="config=…, a dict or the path of a JSON file; or --deepspeed_config",
+        )
+    if of_args is not None and len(found) > 1:
+        raise PlanError("a configuration is given twice: by args.deepspeed_config and by config", hint="leave one out")
+    return found[0]
+
+
+def _refuse_other_groups(mpu: Any, mesh_param: Any) -> None:
+    if mesh_param is not None:
+        raise UnsupportedError(
+            "initialize(mesh_param=…)",
+            why="the mesh follows from the configuration",
+            hint='"sequence_parallel_size" in the configuration',
+        )
+    size = getattr(mpu, "get_model_parallel_world_size", getattr(mpu, "get_tensor_model_parallel_world_size", None))
+    if mpu is not None and (size is None or size() > 1):
+        raise UnsupportedError(
+            "initialize(mpu=…) with a model that is divided already",
+            why="its layers communicate by themselves, and the captured program has to know all that does",
+            hint='give the undivided model, and "tensor_parallel": {"autotp_size": N} in the configuration',
+        )
+
+
+def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Plan, Report]:
+    """The plan of a configuration and of what the script has handed over."""
+    own = given.optimizer is not None
+    translated = dict(config)
+    if own:  # (so that the schedule has an optimizer to move; it is replaced below)
+        translated["optimizer"] = {"type": "AdamW"}
+        if "optimizer" in config:
+            logger.warning("the configuration's optimizer is left out: initialize was given one")
+    found = report_on(translated, world=comm.get_world_size(), model=model)
+    plan = found.require_plan()
+    fields: dict[str, Any] = {"precision": _precision(plan)}
+    if own:
+        assert given.names is not None
+        fields["optimizer"] = record_of(given.optimizer, given.names)
+    elif plan.optimizer is not None and given.groups is not None:
+        assert given.names is not None
+        fields["optimizer"] = of_model_parameters(plan.optimizer, given.groups, given.names)
+    if fields.get("optimizer", plan.optimizer) is None:
+        fields |= {"optimizer": None, "lr_schedule": None, "grad_clip": None, "on_nonfinite": "ignore"}
+        fields["precision"] = _for_own_optimizer(plan, given)
+    else:
+        # (the engine's scheduler moves the groups; and the norm is always known)
+        fields |= {"lr_schedule": None, "grad_clip": plan.grad_clip or GradClip(norm=_UNBOUNDED)}
+    if fields["precision"] != "fp32":
+        fields["numerics"] = None
+    asked = config.get("zgraph") or {}  # (the report has brought these in)
+    return plan.model_copy(update={k: v for k, v in fields.items() if k not in asked}), found
+
+
+def _precision(plan: Plan) -> str | Precision:
+    """DeepSpeed's dtypes: low parameters with fp32 masters, buffers as they are; fp16's outputs are float32, so that the gradient of a loss outside
+    the model is held until it is scaled."""
+    record = plan.resolved_precision()
+    if record == Precision():
+        return "fp32"
+    low = plan.precision if isinstance(plan.precision, str) else None
+    changes: dict[str, Any] = {"buffer": None} if low is not None else {}
+    if record.compute == "float16" and record.output is None:
+        changes["output"] = "float32"
+    return record.model_copy(update=changes) if changes else record
+
+
+def _for_own_optimizer(plan: Plan, given: Given) -> str | Precision:
+    """The precision for an optimizer that a plan has not: fp32 weights, which it updates itself."""
+    record = plan.resolved_precision()
+    if record.compute == "float16" and given.optimizer is not None:
+        raise PlanError(
+            f"fp16 with {type(given.optimizer).__name__}",
+            where="fp16.enabled",
+            why="a step whose gradients overflow is skipped by the compiled update, which a plan has no such optimizer for",
+            hint="Adam, AdamW, SGD, Adagrad, Lion or LAMB; or bf16",
+        )
+    return {"float16": "fp16", "bfloat16": "bf16"}.get(str(record.compute), "fp32")
+
+
+def _batch(config: dict[str, Any], plan: Plan) -> Batch:
+    """The sizes of a step. Raises `PlanError` where the configuration does not say how many rows there are."""
+    world = comm.get_world_size()
+    plan = plan.for_world(world)
+    ranks = plan.data_ranks(world)
+    rows, total = config.get("train_micro_batch_size_per_gpu"), config.get("train_batch_size")
+    if plan.elastic is not None and plan.elastic.rows is not None:
+        rows = plan.elastic.rows // plan.micro_batches
+    if not isinstance(rows, int):
+        if not isinstance(total, int):
+            raise PlanError(
+                "the configuration does not say how many rows a step has",
+                where="train_batch_size",
+                hint="give train_batch_size or train_micro_batch_size_per_gpu",
+            )
+        rows = total // (plan.micro_batches * ranks)
+    return Batch(int(rows), plan.micro_batches, ranks)
+
+
+def _to_device(model: nn.Module) -> None:
+    """Move a model to this rank's GPU, as DeepSpeed does."""
+    if not torch.cuda.is_available() or is_compiled(model):
+        return
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if any(p.device.type == "cpu" for p in model.parameters()) and not any(p.is_meta for p in model.parameters()):
+        model.to(device)
+
+
+# -- what the script has handed over ----------------------------------------------------------------------------------------
+def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, scheduler: Any) -> Given:
+    """What was handed over, with names for the parameters. (Before anything of the model is changed.)"""
+    groups = None if model_parameters is None else groups_of(_parameters(model_parameters))
+    found = Given(scheduler=scheduler)
+    if isinstance(optimizer, (EngineOptimizer, DeepSpeedEngine)):
+        raise ModelError(
+            "this optimizer is an engine's already", hint="leave it out: the configuration has one; or make another"
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise ModelError(f"optimizer is a {type(optimizer).__name__}, no optimizer and no function that makes one")
+        made = optimizer(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ModelError(f"the function that makes the optimizer has made a {type(made).__name__}")
+        optimizer = made
+    if optimizer is not None:
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        found.optimizer, groups = optimizer, list(optimizer.param_groups)
+    if groups is not None:
+        found.groups = groups = [group for group in groups if group["params"]]
+        found.names = names_of(model, groups)
+        freeze_others(model, found.names)
+    return found
+
+
+def _parameters(given: Iterable[Any]) -> Iterable[Any]:
+    """Parameters, or groups, from what is given: a module is its parameters."""
+    return given.parameters() if isinstance(given, nn.Module) else given
+
+
+def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]) -> Training:
+    """Compile the model, and bring the script's own objects to it."""
+    if is_compiled(model):
+        compile_again(model, plan)
+    else:
+        compile(model, plan)
+    handle: Any = model.__dict__["zgraph"]
+    training = Training(client=given.optimizer, clips=float(value_of(config, "gradient_clipping", 1.0)))
+    record = _schedule(config, comm.get_world_size())
+    if plan.optimizer is not None:
+        training.optimizer = EngineOptimizer(handle, given.names or ())
+        if given.optimizer is not None:
+            follow(given.optimizer, training.optimizer)
+    elif given.optimizer is not None:
+        assert given.names is not None
+        rebind(given.optimizer, given.names, dict(model.named_parameters()))
+        training.planned, training.optimizer = False, given.optimizer
+        training.skips = bool(value_of(config, "bf16.enabled") and value_of(config, "bf16.check_grad_overflow", True))
+    training.scheduler = _scheduler(given.scheduler, record, training.optimizer)
+    return training
+
+
+def _schedule(config: dict[str, Any], world: int) -> AnySchedule | None:
+    """The configuration's schedule."""
+    if not config.get("scheduler"):
+        return None
+    part = {"scheduler": config["scheduler"], "optimizer": {"type": "AdamW"}}
+    return report_on(part, world=world).require_plan().lr_schedule
+
+
+def _scheduler(given: Any, record: Any, optimizer: Any) -> Any:
+    """The scheduler: the script's own, else the configuration's on the engine's optimizer."""
+    if given is not None:
+        if record is not None:
+            logger.warning("the configuration's scheduler is left out: initialize was given one")
+        return given if hasattr(given, "step") and not isinstance(given, type) else given(optimizer)
+    if record is None or optimizer is None:
+        return None
+    if isinstance(record, TorchSchedule):
+        return torch_scheduler(record, optimizer)
+    if record.name not in VALID_LR_SCHEDULES:
+        raise PlanError(f"there is no scheduler {record.name!r}", where="scheduler.type")
+    return Scheduler.of(record, optimizer)

@@ -1,0 +1,139 @@
+"""DeepSpeed's schedulers of learning rates as objects: they move the groups of an optimizer when they are stepped.
+
+The rates are those of a plan's schedules of the same names (`zgraph.plan.lr_schedules`), which are functions of the update's number. A scheduler
+adds what DeepSpeed's have: a position, and the groups that it writes to. `last_batch_iteration` counts from -1, and update k has what is set
+after k steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from zgraph.errors import PlanError
+from zgraph.names import did_you_mean
+from zgraph.plan import lr_schedules as records
+from zgraph.record import Record
+
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+
+class Scheduler:
+    """The base of DeepSpeed's schedulers. Arguments are the fields of the record of the same name, by name or in DeepSpeed's order; one that
+    is a list has a value for each group. Raises `PlanError` for a value that means nothing."""
+
+    record: ClassVar[type[Record]]
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *values: Any, last_batch_iteration: int = -1, **named: Any
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer")
+        self.optimizer = optimizer
+        fields = [name for name in type(self).record.model_fields if name != "name"]
+        if len(values) == len(fields) + 1:  # (DeepSpeed's last argument)
+            *values, last_batch_iteration = values  # type: ignore[assignment]
+        if len(values) > len(fields):
+            raise PlanError(f"{type(self).__name__} takes {len(fields)} numbers", hint=", ".join(fields))
+        given = dict(zip(fields, values, strict=False)) | named
+        for name in given.keys() - set(fields):
+            raise PlanError(
+                f"{type(self).__name__} has no argument {name!r}", where=name, hint=did_you_mean(name, fields)
+            )
+        self._records = [self._of_group(given, at) for at in range(len(optimizer.param_groups))]
+        self._base = [(g["lr"], _momentum(g)) for g in optimizer.param_groups]
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[float] = [g["lr"] for g in optimizer.param_groups]
+        if last_batch_iteration == -1:
+            self._set()
+
+    @classmethod
+    def of(cls, record: Any, optimizer: torch.optim.Optimizer) -> Scheduler:
+        """The scheduler of a plan's record, on an optimizer."""
+        kind = next(c for c in cls.__subclasses__() if c.record is type(record))
+        return kind(optimizer, **{k: v for k, v in record.model_dump().items() if k != "name"})
+
+    def _of_group(self, given: dict[str, Any], at: int) -> Any:
+        groups = len(self.optimizer.param_groups)
+        mine = {}
+        for name, value in given.items():
+            if isinstance(value, (list, tuple)):
+                if len(value) != groups:
+                    raise PlanError(f"{name} has {len(value)} values for {groups} groups", where=name)
+                value = value[at]
+            mine[name] = value
+        return type(self).record(**mine)
+
+    def get_lr(self) -> list[float]:
+        """The rates of the groups for the next update."""
+        return [point.lr for point in self._points()]
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that were set last."""
+        return self._last_lr
+
+    def _points(self) -> list[records.Point]:
+        done = self.last_batch_iteration + 1
+        return [record.at(done, *base) for record, base in zip(self._records, self._base, strict=True)]
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Go on by one update, or to this one."""
+        self.last_batch_iteration = self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration
+        self._set()
+
+    def _set(self) -> None:
+        for group, point in zip(self.optimizer.param_groups, self._points(), strict=True):
+            group["lr"] = point.lr
+            self._move(group, point.momentum)
+        self._last_lr = [g["lr"] for g in self.optimizer.param_groups]
+
+    def _move(self, group: dict[str, Any], momentum: float) -> None:
+        """Set a group's momentum, where the schedule moves it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position. (The rates of the groups are in the optimizer's own state.)"""
+        self.last_batch_iteration = state["last_batch_iteration"]
+        self._last_lr = [g["lr"] for g in self.optimizer.param_groups]
+
+
+def _momentum(group: dict[str, Any]) -> float:
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+
+
+class WarmupLR(Scheduler):
+    """See `zgraph.plan.lr_schedules.WarmupLR`."""
+
+    record = records.WarmupLR
+
+
+class WarmupDecayLR(Scheduler):
+    """See `zgraph.plan.lr_schedules.WarmupDecayLR`."""
+
+    record = records.WarmupDecayLR
+
+
+class WarmupCosineLR(Scheduler):
+    """See `zgraph.plan.lr_schedules.WarmupCosineLR`."""
+
+    record = records.WarmupCosineLR
+
+
+class OneCycle(Scheduler):
+    """See `zgraph.plan.lr_schedules.OneCycle`. As DeepSpeed's it makes the second of Adam's betas 0.99 while it cycles the first, and leaves
+    the momentum of other optimizers alone."""
+
+    record = records.OneCycle
+
+    def _move(self, group: dict[str, Any], momentum: float) -> None:
+        if "betas" in group and self._records[0].cycle_momentum:
+            group["betas"] = (momentum, 0.99)
+
+
+class LRRangeTest(Scheduler):
+    """See `zgraph.plan.lr_schedules.LRRangeTest`."""
+
+    record = records.LRRangeTest

@@ -1,0 +1,54 @@
+"""DeepSpeed's Adam: with decoupled weight decay (AdamW) unless `adam_w_mode` is False, and without weight decay unless it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zgraph.deepspeed.ops.given import GivenOptimizer
+from zgraph.deepspeed.parameter_groups import register
+from zgraph.errors import PlanError
+from zgraph.plan.optimizers import Adam
+
+
+class FusedAdam(GivenOptimizer):
+    """`FusedAdam(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False)`."""
+
+    DEFAULTS = {  # noqa: RUF012
+        "lr": 1e-3,
+        "bias_correction": True,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "adam_w_mode": True,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+    }
+
+    def __init__(self, params: Any, *values: Any, **named: Any) -> None:
+        super().__init__(params, *values, **named)
+        for group in self.param_groups:
+            if not group.pop("bias_correction", True):
+                raise PlanError(
+                    f"{type(self).__name__}(bias_correction=False)",
+                    where="bias_correction",
+                    why="a plan's Adam corrects its averages for beginning with zero",
+                    hint="leave it out",
+                )
+            group["decoupled_weight_decay"] = group.pop("adam_w_mode", group.pop("adamw_mode", True))
+
+
+class DeepSpeedCPUAdam(FusedAdam):
+    """`FusedAdam` by the name that is used with offloading; the order of its arguments is its own."""
+
+    DEFAULTS = {  # noqa: RUF012
+        "lr": 1e-3,
+        "bias_correction": True,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+        "adamw_mode": True,
+    }
+
+
+for _kind in (FusedAdam, DeepSpeedCPUAdam):
+    register(_kind, Adam)

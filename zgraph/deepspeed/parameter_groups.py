@@ -1,0 +1,152 @@
+"""Groups of parameter objects as groups of a plan's optimizer: an optimizer of torch's or DeepSpeed's, or `model_parameters`, as a record.
+
+A plan names its parameters; a script hands over objects. So groups are matched by the names that the objects have in the model.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zgraph.errors import ModelError, PlanError, StepError
+from zgraph.plan import optimizers as records
+
+logger = logging.getLogger(__name__)
+
+# Fields of torch's groups that say how an update is computed, or what a scheduler remembers, and not which.
+_HOW = (
+    "params",
+    "names",
+    "param_names",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+)
+_KINDS: dict[type, type[records.Optimizer]] = {
+    torch.optim.AdamW: records.AdamW,
+    torch.optim.Adam: records.Adam,
+    torch.optim.SGD: records.SGD,
+    torch.optim.Adagrad: records.Adagrad,
+}
+
+
+def register(kind: type[torch.optim.Optimizer], record: type[records.Optimizer]) -> None:
+    """Let objects of this class be a plan's record."""
+    _KINDS[kind] = record
+
+
+def groups_of(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters, or groups of them, as groups."""
+    given = list(parameters)
+    if given and all(isinstance(item, Mapping) for item in given):
+        return [{**group, "params": _listed(group["params"])} for group in given]
+    return [{"params": given}] if given else []
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The names in the model of each group's parameters. Raises `ModelError` for one that is not the model's, or in two groups."""
+    known = {id(p): name for name, p in model.named_parameters()}
+    seen: dict[str, int] = {}
+    found: list[list[str]] = []
+    for number, group in enumerate(groups):
+        mine = []
+        for param in group["params"]:
+            name = known.get(id(param))
+            if name is None:
+                raise ModelError(
+                    f"group {number} has a parameter of shape {list(param.shape)} that is not the model's",
+                    why="an engine trains the parameters of the model that it is given",
+                    hint="give initialize the model that has it",
+                )
+            if name in seen:
+                raise ModelError(f"parameter {name!r} is in group {seen[name]} and in group {number}")
+            seen[name] = number
+            mine.append(name)
+        found.append(mine)
+    return found
+
+
+def freeze_others(model: nn.Module, names: Iterable[Iterable[str]]) -> None:
+    """Freeze the parameters that no group has: DeepSpeed never updates them. A warning names them."""
+    trained = {name for group in names for name in group}
+    others = [n for n, p in model.named_parameters() if n not in trained and p.requires_grad]
+    for name in others:
+        model.get_parameter(name).requires_grad_(False)
+    if others:
+        logger.warning(
+            "%d parameters are in no group (%s …): they are frozen, since nothing would update them",
+            len(others),
+            others[0],
+        )
+
+
+def record_of(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> records.Optimizer | None:
+    """A plan's record of an optimizer object, with its groups; None for a kind that a plan has not. Raises `PlanError` for numbers that the
+    record can't have, `StepError` for an optimizer that has stepped already."""
+    kind = _KINDS.get(type(optimizer))
+    if kind is None:
+        return None
+    if any(optimizer.state.values()):
+        raise StepError(
+            "the optimizer has made steps already",
+            why="the engine's states are shards, and begin with the first update",
+            hint="give initialize a new optimizer; or load a checkpoint with its states into the engine",
+        )
+    values = [_values(kind, group) for group in optimizer.param_groups]
+    return with_groups(kind(**values[0]), list(zip(names, values, strict=True))[1:])
+
+
+def with_groups(
+    record: records.Optimizer, others: Sequence[tuple[Sequence[str], Mapping[str, Any]]]
+) -> records.Optimizer:
+    """The record with a group for each of these: (names, the numbers that are its own)."""
+    made = tuple(
+        records.ParamGroup(match=tuple(map(glob.escape, names)), overrides=dict(values))
+        for names, values in others
+        if names
+    )
+    return record.model_copy(update={"groups": made}) if made else record
+
+
+def _values(kind: type[records.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record that a group's numbers are. Raises `PlanError` for one that the record has not."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if key in _HOW:
+            continue
+        if key in kind.model_fields and key not in ("name", "groups", "decay"):
+            value = value.item() if isinstance(value, torch.Tensor) else value
+            found[key] = tuple(value) if isinstance(value, (list, tuple)) else value
+        elif value not in (None, False) and not (key == "decoupled_weight_decay" and kind is records.AdamW):
+            raise PlanError(
+                f"{kind.__name__} has no number {key!r}",
+                where=f"optimizer.{key}",
+                why=f"a group of the optimizer has {key} = {value!r}",
+                hint="leave it out",
+            )
+    return found
+
+
+def of_model_parameters(
+    record: records.Optimizer, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+) -> records.Optimizer:
+    """A configuration's optimizer with the groups of `model_parameters`, whose own numbers come before the configuration's."""
+    values = [_values(type(record), group) for group in groups]
+    if not any(values):
+        return record
+    first = record.model_copy(update=values[0]) if values[0] else record
+    base = {k: v for k, v in record.model_dump().items() if any(k in v for v in values)}
+    return with_groups(first, [(n, {**base, **v}) for n, v in list(zip(names, values, strict=True))[1:]])

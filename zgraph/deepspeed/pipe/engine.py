@@ -1,0 +1,170 @@
+"""`PipelineEngine`: whole steps of a model in stages. Its micro-batches run by the plan's schedule, so there is no forward, backward or step alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
+from zgraph.deepspeed.engine import DeepSpeedEngine
+from zgraph.deepspeed.pipe.module import PipelineError, PipelineModule
+from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
+from zgraph.errors import StepError
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """The engine of a `PipelineModule`."""
+
+    module: PipelineModule
+    _batch_fn: Callable[[Any], Any] | None = None
+
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, data: Any = None, targets: Any = None
+    ) -> torch.Tensor:
+        """One step; returns the mean loss over micro-batches and data-parallel ranks, on all ranks.
+
+        From the iterator (or `training_data`) it takes as many micro-batches (inputs, labels) as a step has; `data` and `targets` are instead
+        the rows of this rank's whole step. Every rank reads the rows of its pipeline. Raises `StepError` for micro-batches of different sizes.
+        """
+        self._refuse_without_optimizer("train_batch")
+        if not torch.is_grad_enabled():
+            raise StepError("train_batch() without gradients", hint="eval_batch, or call it outside of torch.no_grad()")
+        self.train()
+        if data is None:
+            data, targets = self._whole(self._take(data_iter))
+        elif data_iter is not None:
+            raise StepError("train_batch(data_iter, data=…)", hint="give one of them")
+        self._fit_parts()
+        loss = self.handle.train_step(data, targets)
+        self._norm = self.handle.runtime.updater.grad_norm
+        self._stepped(self._settle())
+        self._counters.micro_steps += self._batch.parts
+        return self._over_ranks(loss)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss of as many micro-batches as a step has, without gradients and in eval mode; without `compute_loss` the last layer's output, on the
+        ranks with the last stage (None on others). `return_logits` gives (loss, output)."""
+        data, targets = self._whole(self._take(data_iter, num_micro_batches))
+        self.eval()
+        with torch.no_grad():
+            output = self.module(data) if return_logits or not compute_loss else None
+            if not compute_loss:
+                return output
+            loss = self._over_ranks(self.module(data, targets))
+        return (loss, output) if return_logits else loss
+
+    def _whole(self, batches: Sequence[Any]) -> tuple[Any, Any]:
+        """The rows of a step, from its micro-batches."""
+        if self._batch_fn is not None:
+            batches = [self._batch_fn(batch) for batch in batches]
+        for batch in batches:
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                raise StepError(
+                    "a pipeline's micro-batch is no pair (inputs, labels)",
+                    hint="set_batch_fn(function) makes one of yours",
+                )
+        shapes = {tuple(tuple(t.shape) for t in pytree.tree_leaves(b) if isinstance(t, torch.Tensor)) for b in batches}
+        if len(shapes) > 1:
+            raise StepError(
+                "the micro-batches of a step have different sizes", why=f"{len(shapes)} of them", hint="drop_last=True"
+            )
+        return tuple(_joined(part) for part in zip(*batches, strict=True))  # type: ignore[return-value]
+
+    def _fit_parts(self) -> None:
+        """Let the plan cut a step into as many micro-batches as the engine has by now."""
+        handle = self.handle
+        if handle.plan.micro_batches != self._batch.parts:
+            handle.recompile(handle.plan.model_copy(update={"micro_batches": self._batch.parts}))
+
+    def _over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        mean = loss.detach().float().clone()
+        if dist.is_initialized() and self.world_size > 1:
+            dist.all_reduce(mean)
+            mean /= self.world_size
+        return mean
+
+    # -- data -----------------------------------------------------------------------------------------------------------
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Take micro-batches from an iterator from now on."""
+        self._iterator = iterator
+
+    def set_dataloader(self, loader: DeepSpeedDataLoader) -> None:
+        """Take micro-batches from a loader from now on, again and again."""
+        self._training.loader = loader
+        self._iterator = RepeatingLoader(loader)
+
+    def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
+        """Let a function make the pair (inputs, labels) of what the data has."""
+        self._batch_fn = function
+
+    # -- who is where -----------------------------------------------------------------------------------------------------
+    @functools.cached_property
+    def grid(self) -> PipelineParallelGrid:
+        return self.module.mpu()
+
+    @property
+    def num_stages(self) -> int:
+        return self.module.num_stages
+
+    @property
+    def stage_id(self) -> int:
+        return self.grid.stage_id
+
+    @property
+    def micro_batches(self) -> int:
+        return self._batch.parts
+
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        return self.stage_id == self.num_stages - 1
+
+    def is_pipe_parallel(self) -> bool:
+        return self.num_stages > 1
+
+    # -- what there is not --------------------------------------------------------------------------------------------------
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise `PipelineError`."""
+        raise _only_whole_steps("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise `PipelineError`."""
+        raise _only_whole_steps("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise `PipelineError`."""
+        raise _only_whole_steps("step")
+
+
+def _only_whole_steps(what: str) -> PipelineError:
+    return PipelineError(
+        f"a pipeline has no {what} of its own",
+        why="its stages run the micro-batches of a step by a schedule",
+        hint="engine.train_batch(data_iter), engine.eval_batch(data_iter)",
+    )
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """The rows of several micro-batches as one."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = [pytree.tree_leaves(part) for part in parts]
+    joined = [
+        torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].dim() else column[0]
+        for column in zip(*columns, strict=True)
+    ]
+    return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))

@@ -1,0 +1,157 @@
+"""Which rank stands where on the axes of a pipeline: numbers alone, with no process group.
+
+Ranks are counted along the last axis first: of axes ("pipe", "data") and sizes (2, 3) rank 4 is at pipe 1, data 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from zgraph.deepspeed import comm
+from zgraph.errors import MeshError
+from zgraph.names import did_you_mean
+
+
+class ProcessTopology:
+    """Axes by name with their sizes, the outermost first."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if len(axes) != len(dims) or len(set(axes)) != len(axes):
+            raise MeshError(f"axes {list(axes)} of sizes {list(dims)}", hint="one size for each axis, each name once")
+        self.axes = list(axes)
+        self.dims = list(dims)
+        self.ProcessCoord: Any = NamedTuple("ProcessCoord", [(axis, int) for axis in axes])  # type: ignore[misc]
+        places = itertools.product(*map(range, dims))
+        self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
+
+    def get_rank(self, **place: int) -> int:
+        """The rank at a place, of which every axis is named."""
+        if set(place) != set(self.axes):
+            raise MeshError(f"a place on the axes {self.axes}", why=f"it is given as {place}", hint="name each axis")
+        found = self.mapping.get(self.ProcessCoord(**place))
+        if found is None:
+            raise MeshError(
+                f"there is no place {place}", why=f"the sizes are {dict(zip(self.axes, self.dims, strict=True))}"
+            )
+        return found
+
+    def get_axis_names(self) -> list[str]:
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """The size of an axis; 0 of one that is not there."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """The place of a rank, a named tuple."""
+        found = next((place for place, at in self.mapping.items() if at == rank), None)
+        if found is None:
+            raise MeshError(f"there is no rank {rank}", why=f"the sizes make {self.world_size()}")
+        return found
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """A rank's place as text, without some axes: "model_00"."""
+        place = self.get_coord(rank)
+        return outer_sep.join(f"{a}{inner_sep}{getattr(place, a):02d}" for a in self.axes if a not in omit_axes)
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The groups of ranks whose places differ in one axis alone; [] of one that is not there."""
+        if axis not in self.axes:
+            return []
+        others = [a for a in self.axes if a != axis]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for place, rank in self.mapping.items():
+            groups.setdefault(tuple(getattr(place, a) for a in others), []).append(rank)
+        return list(groups.values())
+
+    def filter_match(self, **wanted: int) -> list[int]:
+        """The ranks whose places have these values."""
+        unknown = next((axis for axis in wanted if axis not in self.axes), None)
+        if unknown is not None:
+            raise MeshError(f"there is no axis {unknown!r}", hint=did_you_mean(unknown, self.axes))
+        return [rank for place, rank in self.mapping.items() if all(getattr(place, a) == v for a, v in wanted.items())]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at one value of an axis."""
+        return self.filter_match(**{axis: idx})
+
+    def world_size(self) -> int:
+        return math.prod(self.dims)
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages, and copies of the pipeline that see different rows."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(("pipe", "data"), (num_pp, num_dp))
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages, copies of the pipeline that see different rows, and ranks that divide weights."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(("pipe", "data", "model"), (num_pp, num_dp, num_mp))
+
+
+class PipelineParallelGrid:
+    """A rank's place in a topology, as `engine.grid` says it. (Process groups are those of the compiled model's mesh.)"""
+
+    def __init__(self, topology: ProcessTopology, rank: int | None = None) -> None:
+        self._topo = topology
+        self.global_rank = comm.get_rank() if rank is None else rank
+        self.world_size = topology.world_size()
+        self.pipe_parallel_size = max(topology.get_dim("pipe"), 1)
+        self.data_parallel_size = max(topology.get_dim("data"), 1)
+        self.model_parallel_size = self.slice_parallel_size = max(topology.get_dim("model"), 1)
+        self.stage_id = self._at("pipe")
+        self.data_parallel_id = self._at("data")
+
+    def _at(self, axis: str) -> int:
+        return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
+
+    @property
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def get_stage_id(self) -> int:
+        return self.stage_id
+
+    def get_data_parallel_id(self) -> int:
+        return self.data_parallel_id
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_model_parallel_rank(self) -> int:
+        return self._at("model")
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.model_parallel_size
+
+    get_slice_parallel_rank: Callable[..., int] = get_model_parallel_rank
+    get_slice_parallel_world_size: Callable[..., int] = get_model_parallel_world_size
+
+    def stage_to_global(self, stage_id: int, **others: int) -> int:
+        """The rank of another stage, at this one's place on all other axes."""
+        place = self._topo.get_coord(self.global_rank)._asdict() | {"pipe": stage_id} | others
+        return self._topo.get_rank(**place)

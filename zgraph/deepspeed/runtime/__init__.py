@@ -1,0 +1,1 @@
+"""DeepSpeed's places of what is called `deepspeed.runtime`."""

@@ -1,0 +1,96 @@
+"""What a DeepSpeed engine says of its configuration: `engine.zero_optimization_stage()`, `engine.fp16_enabled()`, …"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# The methods that give one key, with DeepSpeed's default.
+_KEYS: dict[str, tuple[str, Any]] = {
+    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
+    "steps_per_print": ("steps_per_print", None),
+    "dump_state": ("dump_state", False),
+    "wall_clock_breakdown": ("wall_clock_breakdown", False),
+    "memory_breakdown": ("memory_breakdown", False),
+    "dataloader_drop_last": ("dataloader_drop_last", False),
+    "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
+    "gradient_clipping": ("gradient_clipping", 1.0),
+    "optimizer_name": ("optimizer.type", None),
+    "optimizer_params": ("optimizer.params", None),
+    "scheduler_name": ("scheduler.type", None),
+    "scheduler_params": ("scheduler.params", None),
+    "fp16_enabled": ("fp16.enabled", False),
+    "fp16_auto_cast": ("fp16.auto_cast", False),
+    "loss_scale": ("fp16.loss_scale", 0),
+    "bfloat16_enabled": ("bf16.enabled", False),
+    "bf16_optimizer_states": ("bf16.bf16_optimizer_states", False),
+    "zero_optimization_stage": ("zero_optimization.stage", 0),
+    "zero_reduce_scatter": ("zero_optimization.reduce_scatter", True),
+    "zero_overlap_comm": ("zero_optimization.overlap_comm", None),
+    "zero_offload_optimizer": ("zero_optimization.offload_optimizer", None),
+    "zero_offload_param": ("zero_optimization.offload_param", None),
+    "zero_sub_group_size": ("zero_optimization.sub_group_size", 1e9),
+    "zero_reduce_bucket_size": ("zero_optimization.reduce_bucket_size", 5e8),
+    "zero_allgather_bucket_size": ("zero_optimization.allgather_bucket_size", 5e8),
+    "zero_prefetch_bucket_size": ("zero_optimization.stage3_prefetch_bucket_size", 5e7),
+    "zero_param_persistence_threshold": ("zero_optimization.stage3_param_persistence_threshold", 1e5),
+    "zero_max_live_parameters": ("zero_optimization.stage3_max_live_parameters", 1e9),
+    "zero_max_reuse_distance": ("zero_optimization.stage3_max_reuse_distance", 1e9),
+    "zero_gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        False,
+    ),
+    "zero_contiguous_gradients": ("zero_optimization.contiguous_gradients", True),
+    "zero_compute_grad_norm": ("zero_optimization.compute_grad_norm", True),
+    "zero_ignore_unused_parameters": ("zero_optimization.ignore_unused_parameters", True),
+    "load_universal_checkpoint": ("checkpoint.load_universal", False),
+    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
+    "communication_data_type": ("communication_data_type", None),
+    "flops_profiler_enabled": ("flops_profiler.enabled", False),
+    "curriculum_learning_enabled": ("curriculum_learning.enabled", False),
+}
+
+
+def value_of(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value of a key ("fp16.enabled"); the default where it is not given, or null."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return default if value is None else value
+
+
+class Settings:
+    """The methods of an engine that say what its configuration has. `config` is the configuration as it was given, with "auto" filled."""
+
+    config: dict[str, Any]
+
+    def zero_optimization(self) -> bool:
+        """Whether there is a ZeRO stage above 0."""
+        return bool(self.zero_optimization_stage() > 0)  # type: ignore[attr-defined]
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return bool(self.zero_optimization_stage() >= 2)  # type: ignore[attr-defined]
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return bool(self.zero_optimization_stage() >= 3)  # type: ignore[attr-defined]
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's states are in the host's memory."""
+        return value_of(self.config, "zero_optimization.offload_optimizer.device") == "cpu"
+
+    def dynamic_loss_scale(self) -> bool:
+        return bool(self.fp16_enabled() and self.loss_scale() == 0)  # type: ignore[attr-defined]
+
+
+def _method(name: str, key: str, default: Any) -> Callable[[Settings], Any]:
+    def get(self: Settings) -> Any:
+        return value_of(self.config, key, default)
+
+    get.__name__ = name
+    get.__qualname__ = f"Settings.{name}"
+    get.__doc__ = f"The configuration's `{key}`; by default {default}."
+    return get
+
+
+for _name, (_key, _default) in _KEYS.items():
+    setattr(Settings, _name, _method(_name, _key, _default))

@@ -1,0 +1,102 @@
+"""A parameter's whole value, gradient and optimizer states, by the parameter: what shards hold, put together, and written back.
+
+All ranks must call these. The parameter is one of a compiled model's (`engine.module.parameters()`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zgraph.errors import ModelError, StepError
+from zgraph.runtime.compiled_models import owner_of
+from zgraph.update.build import MASTER
+from zgraph.update.optimizer import copy_state
+
+_KEYS = {"fp32": MASTER}
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """The whole parameter in float32: the master weight, where the parameter itself is low."""
+    master = _states(param).get(MASTER)
+    return _whole(param.detach() if master is None else master).float()
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write the whole parameter, and its master weight."""
+    master = _states(param).get(MASTER)
+    if master is not None:
+        copy_state(master, value.to(master.dtype))
+    copy_state(param.detach(), value.to(param.dtype))
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient, averaged over ranks; None where there is none: between a backward and `step()` there is."""
+    return None if param.grad is None else _whole(param.grad.detach())
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write the whole gradient. Raises `StepError` where there is none yet."""
+    if param.grad is None:
+        raise StepError("the parameter has no gradient to write to", hint="call it between a backward and step()")
+    copy_state(param.grad, value.to(param.grad.dtype))
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A state of the optimizer ("exp_avg", "exp_avg_sq", …) of the whole parameter; None before the first update, and where there is none."""
+    state = _states(param).get(_KEYS.get(optim_state_key, optim_state_key))
+    return None if state is None else _whole(state)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Write a state of the optimizer. Raises `ModelError` where there is none of this name."""
+    state = _states(param).get(_KEYS.get(optim_state_key, optim_state_key))
+    if state is None:
+        raise ModelError(
+            f"the optimizer keeps no {optim_state_key!r} of this parameter",
+            hint="states are there after the first step",
+        )
+    copy_state(state, value.to(state.dtype))
+
+
+# -- this rank's shard --------------------------------------------------------------------------------------------------------
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """This rank's rows of the parameter in float32."""
+    master = _states(param).get(MASTER)
+    return _local(param.detach() if master is None else master).float()
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's rows of the gradient; None where there is none."""
+    return None if param.grad is None else _local(param.grad.detach())
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's rows of a state of the optimizer; None where there is none."""
+    state = _states(param).get(_KEYS.get(optim_state_key, optim_state_key))
+    return None if state is None else _local(state)
+
+
+def _states(param: nn.Parameter) -> dict[str, Any]:
+    """The optimizer's states of a parameter."""
+    model = owner_of(param)
+    if model is None:
+        raise ModelError(
+            f"a parameter of shape {list(param.shape)} is no compiled model's",
+            why="it is another object since the model was compiled, or its model was not",
+            hint="take it from engine.module.parameters()",
+        )
+    handle: Any = model.__dict__["zgraph"]
+    optimizer = handle.optimizer if handle.uncut is None else None
+    return {} if optimizer is None else dict(optimizer.state.get(param, {}))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().clone() if isinstance(tensor, DTensor) else tensor.clone()

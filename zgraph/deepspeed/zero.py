@@ -1,0 +1,141 @@
+"""DeepSpeed's `zero`: models that are built without memory, and whole parameters for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from zgraph.deepspeed.deferred_init import deferred, materialise
+from zgraph.errors import ModelError, PlanError
+from zgraph.names import did_you_mean
+from zgraph.runtime.compiled_models import owner_of
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+
+logger = logging.getLogger(__name__)
+
+_OPTIONS = (
+    "data_parallel_group",
+    "mem_efficient_linear",
+    "remote_device",
+    "pin_memory",
+    "config_dict_or_path",
+    "config",
+    "dtype",
+    "mpu",
+    "zero_param_parallel_group",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "sequence_data_parallel_group",
+    "param_swapper",
+    "tensor_overrides",
+)
+
+
+class Init:
+    """A context in which models are built without memory for their parameters: `initialize` makes them real shard by shard.
+
+    What constructors do to parameters is recorded, and done then: see `zgraph.deepspeed.deferred_init`. Where values lie and their dtype are said by the
+    configuration of `initialize`; DeepSpeed's arguments for it are taken, and have no effect here. Without `enabled` it does nothing. Raises `PlanError` for
+    an unknown argument.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **options: Any) -> None:
+        for name in options:
+            if name not in _OPTIONS:
+                raise PlanError(f"zero.Init has no argument {name!r}", hint=did_you_mean(name, _OPTIONS))
+        self.enabled = enabled and module is None  # (a module that is there already is cut by `initialize`)
+        self._inside = contextlib.ExitStack()
+
+    def __enter__(self) -> Init:
+        if self.enabled:
+            self._inside.enter_context(deferred())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside.close()
+
+
+def shutdown_init_context() -> None:
+    """Nothing to do: a context ends where its block does."""
+
+
+restore_init_context = shutdown_init_context
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: the captured graph shows which parameters a module reads."""
+    logger.info("register_external_parameter has no effect here: the graph shows which parameters are read where")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do."""
+
+
+class GatheredParameters:
+    """A context in which parameters are whole, plain ones in their modules; what `modifier_rank` has written to them is in the shards afterwards.
+
+    `params` is a parameter, several, or a module's. Read them through their modules (`model.linear.weight`) inside. Without a
+    `modifier_rank` they are for reading: a changed one raises `ModelError` at the end. All ranks must enter it.
+    """
+
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+    ) -> None:
+        given: Iterable[Any] = [params] if isinstance(params, torch.Tensor) else params
+        self._params = list(given.parameters() if isinstance(given, nn.Module) else given) if enabled else []
+        self._modifier = modifier_rank
+        self._held: list[tuple[nn.Parameter, nn.Parameter, list[tuple[nn.Module, str]], int]] = []
+
+    def __enter__(self) -> GatheredParameters:
+        for param in self._params:
+            if param.is_meta:
+                materialise(param)
+                self._held.append((param, param, [], param._version))
+            elif isinstance(param, DTensor):
+                model = owner_of(param)
+                if model is None:
+                    raise ModelError("a shard that no compiled model has", hint="take it from engine.module.parameters()")
+                whole = nn.Parameter(param.detach().full_tensor().clone(), requires_grad=param.requires_grad)
+                places = [(m, k) for m in model.modules() for k, p in m._parameters.items() if p is param]
+                for module, key in places:
+                    module._parameters[key] = whole
+                self._held.append((param, whole, places, whole._version))
+            else:
+                self._held.append((param, param, [], param._version))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        held, self._held = self._held, []
+        for param, _, places, _ in held:
+            for module, key in places:
+                module._parameters[key] = param
+        if kind is not None:
+            return
+        for param, whole, _, version in held:
+            if self._modifier is None:
+                if param is not whole and whole._version != version:
+                    raise ModelError(
+                        f"a gathered parameter of shape {list(whole.shape)} was written to",
+                        why="without a modifier_rank its shards stay as they are, and the change is lost",
+                        hint="GatheredParameters(params, modifier_rank=0)",
+                    )
+                continue
+            with torch.no_grad():
+                if dist.is_initialized():
+                    dist.broadcast(whole.data, src=self._modifier)
+                if param is not whole:
+                    assert isinstance(param, DTensor)
+                    param.copy_(distribute_tensor(whole.data, param.device_mesh, param.placements))
