@@ -11,7 +11,10 @@ import zgraph.deepspeed as deepspeed
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 3, "warmup_max_lr": 0.01}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 10, "warmup_num_steps": 3, "warmup_max_lr": 0.01},
+    },
     "zero_optimization": {"stage": 2},
 }
 

@@ -5,7 +5,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import zgraph.deepspeed as deepspeed
-from zgraph.deepspeed.utils import see_memory_usage
+from zgraph.deepspeed.runtime.utils import see_memory_usage
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,

@@ -50,7 +50,7 @@ class Model(nn.Module):
 def main(steps=5):
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    engine, optimizer, _, scheduler = deepspeed.initialize(model=Model(), config=CONFIG)
+    engine, *_ = deepspeed.initialize(model=Model(), config=CONFIG)
     losses = []
     data = torch.Generator().manual_seed(engine.global_rank)
     for _ in range(steps * engine.gradient_accumulation_steps()):

@@ -39,7 +39,8 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Take DeepSpeed's settings of checkpointing. Those of where values lie belong to the configuration of `initialize`: `UnsupportedError` says which.
+    """Take DeepSpeed's settings of checkpointing. Those of where values lie belong to the configuration of `initialize`: `UnsupportedError` says
+    which.
     The others have no effect, since the passes decide what they say."""
     global _configured
     for asked, name, key in (

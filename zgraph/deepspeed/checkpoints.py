@@ -31,9 +31,13 @@ class Checkpoints:
     """What an engine saves and loads."""
 
     module: nn.Module
-    handle: Handle
     _training: Any
     _counters: Any
+
+    @property
+    def handle(self) -> Handle:
+        """What is known of the compiled model."""
+        raise NotImplementedError
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
     def save_checkpoint(

@@ -33,6 +33,7 @@ from torch.distributed import (
     is_initialized,
     new_group,
 )
+from torch.distributed.device_mesh import init_device_mesh
 
 from zgraph.deepspeed.launch_environment import rank_variables
 from zgraph.errors import MeshError
@@ -127,7 +128,8 @@ def init_distributed(
     found = rank_variables(os.environ, distributed_port) if auto_mpi_discovery else rank_variables(dict(os.environ))
     if not found:
         logger.warning("no launcher has started this process: it is rank 0 of 1")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        alone: Any = dist  # (torch exports it, and does not say so)
+        dist.init_process_group("gloo", store=alone.HashStore(), rank=0, world_size=1, timeout=limit)
         return
     os.environ.update(found)
     if "nccl" in backend:
@@ -197,7 +199,7 @@ def configure(
     section = dict(deepspeed_config.get("comms_logger") or {}) if isinstance(deepspeed_config, dict) else {}
     given = {"enabled": enabled, "prof_ops": prof_ops, "verbose": verbose}
     section |= {name: value for name, value in given.items() if value is not None}
-    if prof_all or section.get("prof_all") and prof_ops is None:
+    if prof_all or (section.get("prof_all") and prof_ops is None):
         section["prof_ops"] = []
     comms_logger.enabled = bool(section.get("enabled", comms_logger.enabled))
     comms_logger.verbose = bool(section.get("verbose", comms_logger.verbose))
@@ -322,7 +324,8 @@ def get_world_group() -> Any:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    return dist.get_global_rank(group if group is not None else dist.group.WORLD, group_rank)
+    found: Any = group if group is not None else dist.group.WORLD
+    return dist.get_global_rank(found, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
@@ -332,7 +335,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
     """A DeviceMesh of torch's over all ranks."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return dist.init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
+    return init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -1,6 +1,7 @@
 """Models that are built without memory for their parameters, and keep what their constructors do to these for later.
 
-Inside of the context a parameter that is registered while nothing was written to it yet becomes one on the meta device, the same object. What is written
+Inside of the context a parameter that is registered while nothing was written to it yet becomes one on the meta device, the same object. What is
+written
 to it there (`nn.init`, `reset_parameters`, any operator in place) is recorded, and done when it is materialised: by `zgraph.compile` shard by shard,
 one module at a time. A parameter that has values when it is registered, and every buffer, stays as it is. The idea is that of torchdistX's deferred
 initialisation.
@@ -35,9 +36,12 @@ _EMPTY = {
 
 @dataclass
 class Writes:
-    """What was written to one parameter, in order: operators with the place in its storage that they write to. `whole`: all of it can be done again."""
+    """What was written to one parameter, in order: operators with the place in its storage that they write to. `whole`: all of it can be done
+    again."""
 
-    done: list[tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    done: list[tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = field(
+        default_factory=list
+    )
     whole: bool = True
 
     def replay(self, param: torch.Tensor) -> None:
@@ -110,7 +114,7 @@ def deferred() -> Iterator[None]:
             module.__dict__.setdefault(_WRITES, {})[name] = recorder.watch(param)
             module.__dict__["reset_parameters"] = functools.partial(replay, module)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         with recorder:
             yield

@@ -77,7 +77,7 @@ class Counters:
     skipped_before: int = field(default=0)  # the run time's count
 
 
-class DeepSpeedEngine(Checkpoints, Settings, nn.Module):
+class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
     """See the module. `module` is the script's own model, compiled in place; `config` the configuration as it was given.
 
     Attributes that the engine has not are the model's.
@@ -90,6 +90,8 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):
         self._batch = batch
         self._training = training
         self._counters = Counters()
+        if self.handle.uncut is None:
+            self._counters.seen = self.handle.runtime.backwards
         self._boundary: bool | None = None  # as set by set_gradient_accumulation_boundary
         self._outer = False  # inside of the script's no_sync()
         self._held = contextlib.ExitStack()  # the run time's no_sync(), while backward passes only accumulate
@@ -360,6 +362,8 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):
         applied = skipped == counters.skipped_before
         counters.skipped_before = skipped
         self._training.optimizer.overflow = not applied
+        if not applied:
+            self._norm = float("inf")
         return applied
 
     def _own_update(self) -> bool:
@@ -438,7 +442,7 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):
 
     # -- numbers ----------------------------------------------------------------------------------------------------------
     def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of all gradients of the last update, before clipping; None before the first."""
+        """The 2-norm of all gradients of the last update, before clipping; infinite where it was skipped, None before the first."""
         return None if self._norm is None else float(self._norm)
 
     def get_lr(self) -> list[float]:

@@ -74,7 +74,8 @@ def initialize(
     update; others step by themselves, on shards. `lr_scheduler` is an object or a function of the optimizer. `training_data` gives a loader of this
     rank's micro-batches.
 
-    All ranks must call it. A model that was initialized before goes on with its weights by the new configuration. Raises `PlanError` with a problem for
+    All ranks must call it. A model that was initialized before goes on with its weights by the new configuration. Raises `PlanError` with a
+    problem for
     each key that can't be had, `ModelError` and others as `zgraph.compile` does.
     """
     if model is None:

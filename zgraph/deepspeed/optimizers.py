@@ -62,8 +62,8 @@ def optimizer(draft: Draft) -> None:
                     f"optimizer.params.{option}", f"{short(params[option])} is not true or false", "one of them"
                 )
                 return
-        if plain and folded == "adamw":
-            defaults = defaults | {"weight_decay": 1e-2}  # (torch's own)
+        if plain and decoupled:
+            defaults = defaults | {"weight_decay": 1e-2}  # (torch's own AdamW)
         if not decoupled:
             name = "Adam"
         elif folded == "adam":

@@ -145,7 +145,7 @@ def of_model_parameters(
 ) -> records.Optimizer:
     """A configuration's optimizer with the groups of `model_parameters`, whose own numbers come before the configuration's."""
     values = [_values(type(record), group) for group in groups]
-    if not any(values):
+    if not any(values) and len(groups) == 1:
         return record
     first = record.model_copy(update=values[0]) if values[0] else record
     base = {k: v for k, v in record.model_dump().items() if any(k in v for v in values)}

@@ -43,8 +43,10 @@ _OPTIONS = (
 class Init:
     """A context in which models are built without memory for their parameters: `initialize` makes them real shard by shard.
 
-    What constructors do to parameters is recorded, and done then: see `zgraph.deepspeed.deferred_init`. Where values lie and their dtype are said by the
-    configuration of `initialize`; DeepSpeed's arguments for it are taken, and have no effect here. Without `enabled` it does nothing. Raises `PlanError` for
+    What constructors do to parameters is recorded, and done then: see `zgraph.deepspeed.deferred_init`. Where values lie and their dtype are
+    said by the
+    configuration of `initialize`; DeepSpeed's arguments for it are taken, and have no effect here. Without `enabled` it does nothing. Raises
+    `PlanError` for
     an unknown argument.
     """
 
@@ -102,11 +104,13 @@ class GatheredParameters:
             if param.is_meta:
                 materialise(param)
                 self._held.append((param, param, [], param._version))
-            elif isinstance(param, DTensor):
+            elif isinstance(param.data, DTensor):
                 model = owner_of(param)
                 if model is None:
-                    raise ModelError("a shard that no compiled model has", hint="take it from engine.module.parameters()")
-                whole = nn.Parameter(param.detach().full_tensor().clone(), requires_grad=param.requires_grad)
+                    raise ModelError(
+                        "a shard that no compiled model has", hint="take it from engine.module.parameters()"
+                    )
+                whole = nn.Parameter(param.data.full_tensor().clone(), requires_grad=param.requires_grad)
                 places = [(m, k) for m in model.modules() for k, p in m._parameters.items() if p is param]
                 for module, key in places:
                     module._parameters[key] = whole
@@ -137,5 +141,6 @@ class GatheredParameters:
                 if dist.is_initialized():
                     dist.broadcast(whole.data, src=self._modifier)
                 if param is not whole:
-                    assert isinstance(param, DTensor)
-                    param.copy_(distribute_tensor(whole.data, param.device_mesh, param.placements))
+                    shard = param.data
+                    assert isinstance(shard, DTensor)
+                    shard.copy_(distribute_tensor(whole.data, shard.device_mesh, shard.placements))

@@ -29,7 +29,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 def owner_of(param: nn.Parameter) -> nn.Module | None:
     """The compiled model that has this very parameter; None where there is none."""
-    return next((m for m in list(_compiled.values()) if is_compiled(m) and any(p is param for p in m.parameters())), None)
+    return next(
+        (m for m in list(_compiled.values()) if is_compiled(m) and any(p is param for p in m.parameters())), None
+    )
 
 
 def free_dropped_models() -> None:

@@ -72,7 +72,10 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
         ):
             record = record.model_copy(update={"weight_decay": 0.0})
         record = record.model_copy(update={"groups": ()})
-        key = (matching[0] if matching else None, record)  # (groups with equal numbers stay apart: each can be given others)
+        key = (
+            matching[0] if matching else None,
+            record,
+        )  # (groups with equal numbers stay apart: each can be given others)
         found.append(Member(name, record, groups.setdefault(key, len(groups))))
     return found
 

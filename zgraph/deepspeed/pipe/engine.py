@@ -1,4 +1,5 @@
-"""`PipelineEngine`: whole steps of a model in stages. Its micro-batches run by the plan's schedule, so there is no forward, backward or step alone."""
+"""`PipelineEngine`: whole steps of a model in stages. Its micro-batches run by the plan's schedule, so there is no forward, backward or step
+alone."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._counters.micro_steps += self._batch.parts
         return self._over_ranks(loss)
 
-    def eval_batch(
+    def eval_batch(  # type: ignore[override]
         self,
         data_iter: Iterator[Any],
         return_logits: bool = False,
@@ -55,7 +56,8 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of as many micro-batches as a step has, without gradients and in eval mode; without `compute_loss` the last layer's output, on the
+        """The mean loss of as many micro-batches as a step has, without gradients and in eval mode; without `compute_loss` the last layer's
+        output, on the
         ranks with the last stage (None on others). `return_logits` gives (loss, output)."""
         data, targets = self._whole(self._take(data_iter, num_micro_batches))
         self.eval()

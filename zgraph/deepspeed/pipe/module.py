@@ -102,7 +102,7 @@ class PipelineModule(nn.Module):
         self.options = Options(**options)
         if num_stages is None and topology is None:
             raise PlanError("a pipeline needs num_stages or a topology", hint="PipelineModule(layers, num_stages=2)")
-        self.num_stages = topology.get_dim("pipe") if topology is not None else num_stages
+        self.num_stages: int = topology.get_dim("pipe") if topology is not None else num_stages  # type: ignore[assignment]
         self.loss_fn = loss_fn
         self._topology = topology
         self.forward_funcs: list[Any] = []

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from zgraph.deepspeed import comm
 from zgraph.errors import MeshError
@@ -23,9 +24,10 @@ class ProcessTopology:
             raise MeshError(f"axes {list(axes)} of sizes {list(dims)}", hint="one size for each axis, each name once")
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord: Any = NamedTuple("ProcessCoord", [(axis, int) for axis in axes])  # type: ignore[misc]
+        kind: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
+        self.ProcessCoord = kind
         places = itertools.product(*map(range, dims))
-        self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
+        self.mapping: dict[Any, int] = {kind(*place): rank for rank, place in enumerate(places)}
 
     def get_rank(self, **place: int) -> int:
         """The rank at a place, of which every axis is named."""

@@ -1,4 +1,5 @@
-"""Modules that DeepSpeed gathers as one. A program's gathers follow from its graph, so there is nothing to say: the calls are noted, and change nothing."""
+"""Modules that DeepSpeed gathers as one. A program's gathers follow from its graph, so there is nothing to say: the calls are noted, and change
+nothing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,418 @@
+"""The engine does what its calls say: accumulation, counters, checkpoints, optimizers and schedulers of the script's own, bad calls."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zgraph.deepspeed as deepspeed
+from zgraph.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zgraph.deepspeed.ops.lamb import FusedLamb
+from zgraph.deepspeed.ops.lion import FusedLion
+from zgraph.deepspeed.runtime.lr_schedules import WarmupLR
+from zgraph.errors import CheckpointError, ModelError, PlanError, StepError, UnsupportedError
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 2},
+    "zgraph": {"backend": "eager"},
+}
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def weights(model):
+    """Whole parameters, plain tensors, by name."""
+    found = {n: p.detach() for n, p in model.named_parameters()}
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for n, p in found.items()}
+
+
+def same(one, other):
+    mine, theirs = weights(one), weights(other)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    """(`initialize` makes one of this process alone, which no other test expects.)"""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def loss_of(model, x):
+    return nn.functional.mse_loss(model(x), x[:, :4].sin())
+
+
+def rows(count, seed=5):
+    data = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 8, generator=data) for _ in range(count)]
+
+
+def plainly(model, optimizer, batches, parts, clip=1.0, scheduler=None):
+    """What plain PyTorch does: the losses."""
+    losses = []
+    for number, x in enumerate(batches):
+        loss = loss_of(model, x)
+        (loss / parts).backward()
+        losses.append(loss.item())
+        if (number + 1) % parts == 0:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+    return losses
+
+
+def trained(engine, batches):
+    losses = []
+    for x in batches:
+        loss = loss_of(engine, x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def initialized(model=None, **options):
+    options.setdefault("config", CONFIG)
+    return deepspeed.initialize(model=net() if model is None else model, **options)
+
+
+def changed(**values):
+    return {**copy.deepcopy(CONFIG), **values}
+
+
+# -- a loop -------------------------------------------------------------------------------------------------------------
+def test_a_loop_is_that_of_plain_pytorch():
+    engine, optimizer, loader, scheduler = initialized()
+    plain = net()
+    assert trained(engine, rows(6)) == plainly(
+        plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0), rows(6), 2
+    )
+    assert loader is None and scheduler is None and optimizer.param_groups[0]["lr"] == 1e-2
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 6, 12)
+    assert engine.get_batch_info() == (4, 2, 2) and engine.train_batch_size() == 4
+    assert engine.zero_optimization_stage() == 2 and not engine.fp16_enabled() and engine.gradient_clipping() == 1.0
+    assert engine.get_global_grad_norm() > 0 and engine.was_step_applied()
+
+
+def test_a_backward_of_the_scripts_own_is_divided_too():
+    engine, *_ = initialized()
+    other, *_ = initialized()
+    for x in rows(4):
+        engine.scale(loss_of(engine, x)).backward()
+        engine.step()
+    trained(other, rows(4))
+    torch.testing.assert_close(weights(engine.module), weights(other.module))
+
+
+def test_both_backwards_in_one_step_are_refused():
+    engine, *_ = initialized()
+    first, second = rows(2)
+    loss_of(engine, first).backward()
+    engine.step()
+    with pytest.raises(StepError, match=r"loss.backward\(\) and engine.backward"):
+        engine.backward(loss_of(engine, second))
+
+
+def test_a_boundary_that_the_script_sets_is_the_end_of_a_step():
+    engine, *_ = initialized(config=changed(gradient_accumulation_steps=1))
+    plain = net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0)
+    for x, last in zip(rows(3), (False, False, True), strict=True):
+        engine.set_gradient_accumulation_boundary(last)
+        engine.backward(loss_of(engine, x), scale_wrt_gas=False)
+        engine.step()
+        assert engine.was_step_applied() == last
+    for x in rows(3):
+        loss_of(plain, x).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    assert same(engine.module, plain)
+
+
+def test_without_managed_accumulation_step_is_the_end():
+    engine, *_ = initialized(config=changed(managed_gradient_accumulation=False))
+    for x in rows(2):
+        engine.backward(loss_of(engine, x))
+    engine.step()
+    other, *_ = initialized()
+    trained(other, rows(2))
+    assert engine.global_steps == 1
+    assert same(engine.module, other.module)
+
+
+def test_another_batch_size_is_another_number_of_micro_batches():
+    engine, *_ = initialized()
+    engine.set_train_batch_size(6)
+    assert engine.gradient_accumulation_steps() == 3
+    trained(engine, rows(3))
+    assert engine.global_steps == 1
+    with pytest.raises(ValueError, match="5 rows can't be divided"):
+        engine.set_train_batch_size(5)
+
+
+def test_train_batch_takes_micro_batches_and_gives_their_mean_loss():
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x):
+            return loss_of(self.inner, x)
+
+    engine, *_ = deepspeed.initialize(model=WithLoss(), config=CONFIG, training_data=[r[0] for r in rows(8)])
+    mean = engine.train_batch(iter([(x,) for x in rows(2)]))
+    plain = net()
+    assert mean.item() == pytest.approx(sum(loss_of(plain, x).item() for x in rows(2)) / 2)
+    assert engine.global_steps == 1 and engine.train_batch().dim() == 0 and engine.global_steps == 2
+    assert engine.eval_batch(iter(rows(2))).item() > 0
+
+
+# -- optimizers ---------------------------------------------------------------------------------------------------------
+def test_an_optimizer_of_torchs_and_its_scheduler_are_the_engines():
+    model, plain = net(), net()
+    made = []
+    for m in (model, plain):
+        groups = [
+            {"params": [p for p in m.parameters() if p.dim() > 1]},
+            {"params": [p for p in m.parameters() if p.dim() < 2], "lr": 0.02},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        made.append((optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 0.5**n, lambda n: 0.9**n])))
+    (mine, schedule), (theirs, plain_schedule) = made
+    engine, optimizer, _, scheduler = initialized(model, optimizer=mine, lr_scheduler=schedule)
+    assert trained(engine, rows(6)) == pytest.approx(
+        plainly(plain, theirs, rows(6), 2, scheduler=plain_schedule), abs=1e-6
+    )
+    assert scheduler is schedule and engine.get_lr() == [g["lr"] for g in theirs.param_groups]
+    assert [g["lr"] for g in mine.param_groups] == engine.get_lr() and mine.param_groups[0] is optimizer.param_groups[0]
+
+
+def test_groups_with_equal_numbers_stay_apart_and_in_their_order():
+    model = net()
+    last, *others = reversed(list(model.parameters()))
+    engine, optimizer, *_ = initialized(model, model_parameters=[{"params": [last]}, {"params": others}])
+    assert [len(g["params"]) for g in optimizer.param_groups] == [1, 3]
+    assert optimizer.param_groups[0]["names"] == ["2.bias"]
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = weights(model)
+    trained(engine, rows(2))
+    assert [n for n, p in weights(model).items() if torch.equal(p, before[n])] == ["2.bias"]
+
+
+def test_model_parameters_have_numbers_of_their_own():
+    model = net()
+    first, *others = model.parameters()
+    _, optimizer, *_ = initialized(
+        model, model_parameters=[{"params": [first], "lr": 0.5}, {"params": others, "weight_decay": 0.3}]
+    )
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.0), (1e-2, 0.3)]
+
+
+def test_parameters_of_no_group_are_frozen_and_named(caplog):
+    model = net()
+    with caplog.at_level(logging.WARNING):
+        engine, *_ = initialized(model, model_parameters=list(model[2].parameters()))
+    assert "2 parameters are in no group (0.weight" in caplog.text
+    before = weights(model)
+    trained(engine, rows(2))
+    assert [n for n, p in weights(model).items() if torch.equal(p, before[n])] == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        (FusedAdam, {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1}),
+        (DeepSpeedCPUAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+        (FusedLion, {"lr": 1e-3}),
+        (FusedLamb, {"lr": 1e-2}),
+    ],
+)
+def test_deepspeeds_optimizers_are_the_plans(kind, options):
+    model = net()
+    engine, optimizer, *_ = initialized(model, optimizer=kind(model.parameters(), **options))
+    trained(engine, rows(4))
+    assert engine.global_steps == 2 and optimizer.param_groups[0]["lr"] == options["lr"]
+    if kind is FusedAdam:
+        plain = net()
+        plainly(plain, torch.optim.Adam(plain.parameters(), lr=1e-2, weight_decay=0.1), rows(4), 2)
+        torch.testing.assert_close(weights(model), weights(plain))
+
+
+def test_an_optimizer_that_no_plan_has_steps_by_itself():
+    model, plain = net(), net()
+    engine, optimizer, *_ = initialized(model, optimizer=torch.optim.RAdam(model.parameters(), lr=1e-2))
+    assert trained(engine, rows(6)) == pytest.approx(
+        plainly(plain, torch.optim.RAdam(plain.parameters(), lr=1e-2), rows(6), 2), abs=1e-6
+    )
+    assert isinstance(optimizer, torch.optim.RAdam) and engine.get_global_grad_norm() > 0
+
+
+def test_functions_make_optimizer_and_scheduler():
+    engine, optimizer, _, scheduler = initialized(
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.1),
+        lr_scheduler=lambda o: WarmupLR(o, warmup_max_lr=0.2, warmup_num_steps=3),
+    )
+    trained(engine, rows(4))
+    assert isinstance(scheduler, WarmupLR) and engine.get_lr() == scheduler.get_last_lr() == [
+        pytest.approx(0.2 * 0.6309297535714574)
+    ]
+    assert optimizer.param_groups[0]["weight_decay"] == 1e-2
+
+
+# -- initialize again -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_that_is_initialized_again_goes_on_with_a_new_optimizer(precision):
+    config = changed(bf16={"enabled": precision == "bf16"}, train_micro_batch_size_per_gpu=2)
+    model = net()
+    first, *_ = initialized(model, config=config)
+    cast = torch.bfloat16 if precision == "bf16" else torch.float32
+    trained(first, [x.to(cast) for x in rows(2)])
+    kept = weights(model)
+    again, *_ = initialized(first.module, config={**config, "gradient_accumulation_steps": 1})
+    fresh = net()
+    fresh.to(cast).load_state_dict(kept)
+    other, *_ = initialized(fresh, config={**config, "gradient_accumulation_steps": 1})
+    batches = [x.to(cast) for x in rows(3, seed=9)]
+    assert trained(again, batches) == trained(other, batches) and again.global_steps == 3
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------------
+def test_a_checkpoint_goes_on_with_counters_and_schedule(tmp_path):
+    config = changed(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5}})
+    engine, *_ = initialized(config=config)
+    trained(engine, rows(4))
+    assert engine.save_checkpoint(tmp_path, client_state={"epoch": 3}) is True
+    assert (tmp_path / "global_step2").is_dir()
+    wanted = trained(engine, rows(4, seed=8))
+    other, *_ = initialized(net(4), config=config)
+    path, client = other.load_checkpoint(tmp_path)
+    assert client == {"epoch": 3} and path == str(tmp_path / "global_step2")
+    assert (other.global_steps, other.micro_steps, other.global_samples) == (2, 4, 8)
+    assert trained(other, rows(4, seed=8)) == wanted and other.get_lr() == engine.get_lr()
+
+
+def test_a_folder_without_checkpoints_gives_none(tmp_path, caplog):
+    engine, *_ = initialized()
+    with caplog.at_level(logging.WARNING):
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert "no file latest" in caplog.text
+    with pytest.raises(CheckpointError, match="there is no checkpoint 'best'"):
+        engine.load_checkpoint(tmp_path, tag="best")
+
+
+def test_weights_alone_leave_the_counters(tmp_path):
+    engine, *_ = initialized()
+    trained(engine, rows(2))
+    engine.save_checkpoint(tmp_path, tag="a")
+    other, *_ = initialized(net(4))
+    other.load_checkpoint(tmp_path, load_module_only=True)
+    assert other.global_steps == 0
+    assert same(other.module, engine.module)
+
+
+def test_whole_weights_in_one_file(tmp_path):
+    engine, *_ = initialized(config=changed(bf16={"enabled": True}))
+    assert engine.save_16bit_model(tmp_path, "weights.bin")
+    state = torch.load(tmp_path / "weights.bin")
+    assert {n: t.dtype for n, t in state.items()} == dict.fromkeys(net().state_dict(), torch.bfloat16)
+
+
+def test_state_dicts_go_round():
+    engine, *_ = initialized()
+    other, *_ = initialized(net(4))
+    buffer = io.BytesIO()
+    torch.save(engine.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer))
+    assert same(other.module, engine.module)
+    assert set(engine.module_state_dict()) == set(net().state_dict())
+
+
+# -- bad calls --------------------------------------------------------------------------------------------------------------
+def test_what_is_the_models_is_the_engines():
+    model = net()
+    model.remark = "here"
+    engine, *_ = initialized(model)
+    assert engine.remark == "here"
+    with pytest.raises(AttributeError, match="'DeepSpeedEngine' object has no attribute 'nothing'"):
+        engine.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "options, error, said",
+    [
+        ({"config": None}, PlanError, "needs a configuration"),
+        ({"config": {"optimizer": {"type": "AdamW"}}}, PlanError, "how many rows"),
+        ({"mesh_param": (1, 2)}, UnsupportedError, "mesh_param"),
+        ({"optimizer": 3}, ModelError, "no optimizer"),
+        ({"optimizer": lambda params: 3}, ModelError, "has made a int"),
+        ({"model_parameters": [nn.Parameter(torch.ones(2))]}, ModelError, "not the model's"),
+        ({"training_data": 3}, ModelError, "no data set"),
+        (
+            {"config": {**CONFIG, "fp16": {"enabled": True}}, "optimizer": lambda p: torch.optim.RAdam(p)},
+            PlanError,
+            "fp16 with RAdam",
+        ),
+        ({"config": {**CONFIG, "zgraph": {"backends": "eager"}}}, PlanError, "backends"),
+    ],
+)
+def test_bad_calls_are_refused(options, error, said):
+    with pytest.raises(error, match=said):
+        initialized(**options)
+
+
+def test_steps_out_of_order_are_refused():
+    engine, *_ = initialized(config=changed(gradient_accumulation_steps=1))
+    with pytest.raises(StepError, match="called before backward"):
+        engine.step()
+    with pytest.raises(StepError, match=r"step\(\) inside of no_sync"), engine.no_sync():
+        engine.step()
+    with pytest.raises(StepError, match="no single number"):
+        engine.backward(engine(rows(1)[0]))
+    with pytest.raises(StepError, match="depends on no parameter"), torch.no_grad():
+        engine.backward(loss_of(engine, rows(1)[0]))
+    without, *_ = initialized(config={k: v for k, v in CONFIG.items() if k != "optimizer"})
+    with pytest.raises(StepError, match="engine without an optimizer"):
+        without.backward(loss_of(without, rows(1)[0]))
+
+
+# -- on ranks -----------------------------------------------------------------------------------------------------------
+def on_ranks(order):
+    """Stages one after another on the same model: the losses of each, and of plain PyTorch with a new optimizer each time."""
+    rank, found, plain = dist.get_rank(), [], net()
+    model = net()
+    for stage, parts in order:
+        config = changed(gradient_accumulation_steps=parts, zero_optimization={"stage": stage})
+        engine, *_ = initialized(model, config=config)
+        mine = [rows(parts, seed=20 * len(found) + r) for r in range(2)]
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0)
+        trained(engine, mine[rank])
+        for part in range(parts):
+            ((loss_of(plain, mine[0][part]) + loss_of(plain, mine[1][part])) / 2 / parts).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+        mine, theirs = weights(model), weights(plain)
+        found.append(max(float((mine[n] - theirs[n]).abs().max()) for n in theirs))
+    return found
+
+
+def test_stages_one_after_another_are_plain_pytorchs_steps(two):
+    for found in two.run(on_ranks, [(2, 1), (3, 2), (0, 1), (3, 1), (1, 2)]):
+        assert max(found) < 2e-6

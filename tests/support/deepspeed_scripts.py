@@ -1,0 +1,100 @@
+"""Scripts for DeepSpeed on ranks, by DeepSpeed itself or by zgraph's front door: the same source, with another import.
+
+DeepSpeed is made ready for ranks of a test: torch's variables are set, its C++ extensions, which compile for minutes, are replaced by what torch has
+(AdamW is torch's own, offloading is left out), and nothing else. zgraph runs its eager backend, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "deepspeed"
+
+
+def ready() -> Any:
+    """DeepSpeed itself."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    import deepspeed
+
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # (it asks for fast kernels; torch has slow ones)
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    return deepspeed
+
+
+def of_torch(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without what DeepSpeed would compile C++ for."""
+    config = copy.deepcopy(config)
+    optimizer = config.get("optimizer", {})
+    if optimizer.get("type", "").lower() in ("adam", "adamw"):
+        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+        optimizer["params"].setdefault("weight_decay", 0.0)  # (torch's own default is another than DeepSpeed's)
+    for key in ("offload_optimizer", "offload_param"):
+        config.get("zero_optimization", {}).pop(key, None)
+    config.pop("zgraph", None)
+    return config
+
+
+def eager(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration for zgraph's eager backend."""
+    return {"zgraph": {"backend": "eager"}, **copy.deepcopy(config)}
+
+
+@contextlib.contextmanager
+def initializing(module: Any, change: Any) -> Iterator[None]:
+    """Inside, `module.initialize` has its configuration changed."""
+    original = module.initialize
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.pop("args", None)
+        path = getattr(given, "deepspeed_config", None)
+        if path is not None:
+            import json
+
+            kwargs["config"] = json.loads(Path(path).read_text())
+            given.deepspeed_config = None
+        return original(*args, args=given, **{**kwargs, "config": change(kwargs["config"])})
+
+    module.initialize = initialize
+    try:
+        yield
+    finally:
+        module.initialize = original
+
+
+def script(name: str, system: str) -> tuple[types.ModuleType, Any, Any]:
+    """(an example as a module, the system that it imports, how its configurations are changed)."""
+    path = EXAMPLES / f"{name}.py"
+    source = path.read_text()
+    if system == "deepspeed":
+        system_module, change = ready(), of_torch
+        source = source.replace("import zgraph.deepspeed as deepspeed", "import deepspeed")
+        source = source.replace("from zgraph.deepspeed", "from deepspeed")
+    else:
+        system_module, change = importlib.import_module("zgraph.deepspeed"), eager
+    folder = tempfile.mkdtemp()  # (a file: processes that load data import it)
+    Path(folder, f"{name}_by_{system}.py").write_text(source)
+    sys.path.insert(0, folder)
+    return importlib.import_module(f"{name}_by_{system}"), system_module, change
+
+
+def run(name: str, system: str, *args: Any) -> list[float]:
+    """What an example's `main` returns."""
+    module, system_module, change = script(name, system)
+    with initializing(system_module, change):
+        return module.main(*args)
