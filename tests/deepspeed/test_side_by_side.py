@@ -161,6 +161,7 @@ OTHERS = [
     configuration(
         2, 2, 1.0, "fp32", "none", {"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1}}
     ),
+    configuration(2, 1, 1.0, "fp32", "none", {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}),
     configuration(1, 2, 1.0, "fp32", "none", {"type": "Adagrad", "params": {"lr": 1e-2}}),
 ]
 

@@ -94,7 +94,7 @@ def test_what_surprises_is_told():
     [
         ({}, zgraph.AdamW(lr=1e-3, weight_decay=0.0)),
         ({"adam_w_mode": False, "weight_decay": 0.1}, zgraph.Adam(lr=1e-3, weight_decay=0.1)),
-        ({"torch_adam": True, "lr": 0.1}, zgraph.AdamW(lr=0.1, weight_decay=0.0)),
+        ({"torch_adam": True, "lr": 0.1}, zgraph.AdamW(lr=0.1, weight_decay=1e-2)),  # (torch's own default)
         ({"bias_correction": True, "amsgrad": False}, zgraph.AdamW(lr=1e-3, weight_decay=0.0)),
     ],
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -94,6 +95,8 @@ def test_python_blocks_run(path, folder, capsys):
         if name is None or (name == "train.py" and path == README):  # (a script, and the first that a reader runs)
             code = compile("\n" * (line - 1) + block, str(path), "exec")
             exec(code, namespace)
+    if torch.distributed.is_initialized():  # (what DeepSpeed's `initialize` makes where there is none)
+        torch.distributed.destroy_process_group()
 
 
 def test_a_file_that_several_pages_show_is_the_same_program_on_each():

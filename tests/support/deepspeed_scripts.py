@@ -41,8 +41,9 @@ def of_torch(config: dict[str, Any]) -> dict[str, Any]:
     config = copy.deepcopy(config)
     optimizer = config.get("optimizer", {})
     if optimizer.get("type", "").lower() in ("adam", "adamw"):
-        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
-        optimizer["params"].setdefault("weight_decay", 0.0)  # (torch's own default is another than DeepSpeed's)
+        params = optimizer.setdefault("params", {})
+        if "torch_adam" not in params:  # (whose default weight decay is another than that of DeepSpeed's own)
+            params |= {"torch_adam": True, "weight_decay": params.get("weight_decay", 0.0)}
     for key in ("offload_optimizer", "offload_param"):
         config.get("zero_optimization", {}).pop(key, None)
     config.pop("zgraph", None)
