@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch._dynamo.guards
 from ranks import Ranks
 from shards import Shard
 
@@ -23,8 +22,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 gc.set_threshold(20_000, 20, 20)
 # pytest listens to loggers that pass nothing on. torch's of structured traces is one, and writes all its graphs where anybody listens.
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
-# dynamo empties the processor's caches to measure how long its guards take, which nobody asks for.
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +36,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = shard.of(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector leave alone what there is by now, and stays: modules, and all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,35 @@ from zgraph.passes.verifier.faults import Faults, fault
 from zgraph.program.node import value
 from zgraph.program.program import Program
 from zgraph.program.sizes import static
+from zgraph.torch_compat import symbols
 
 
 class ValueCache:
-    """Remembers what operators give for arguments of given types: equal layers are evaluated once."""
+    """Remembers what operators give for arguments of given types, so that equal layers are evaluated once; and the nodes whose values were
+    found to be right, so that those which no pass has touched since are not looked at again."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Any] = {}
+        self._right: dict[fx.Node, tuple[Any, ...]] = {}
+
+    def is_right(self, node: fx.Node) -> bool:
+        """Whether a node, its arguments and their values are the very objects that were right before."""
+        before = self._right.get(node)
+        return before is not None and all(map(operator.is_, before, _parts(node)))
+
+    def note_right(self, node: fx.Node) -> None:
+        self._right[node] = _parts(node)
+
+
+def _parts(node: fx.Node) -> tuple[Any, ...]:
+    """All that the rule looks at of a node. (Arguments are immutable, and a fake value stays what it is.)"""
+    return (node.target, node.args, node.kwargs, value(node), *map(value, node.all_input_nodes))
+
+
+# What torch's own operators give for arguments whose sizes are numbers, in this process.
+_torchs: dict[Any, Any] = {}
+_TORCHS = ("aten", "prims", "_c10d_functional")
+_MOST = 20_000  # of those; then they are forgotten
 
 
 def check_values(program: Program, cache: ValueCache) -> Faults:
@@ -29,22 +51,21 @@ def check_values(program: Program, cache: ValueCache) -> Faults:
             not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem
         ):
             continue
+        if cache.is_right(node):
+            continue
         if node.target is operator.getitem:
             expected = type_of(value(node.args[0])[node.args[1]])
         else:
-            key = (node.target, types.key(node.args), types.key(tuple(sorted(node.kwargs.items()))))
-            if key not in cache.known:
-                try:
-                    cache.known[key] = type_of(program.evaluate(node))
-                except Exception as error:
-                    yield fault(
-                        program,
-                        node,
-                        f"node {node.name!r} can't be evaluated",
-                        f"{type(error).__name__}: {error}",
-                    )
-                    continue
-            expected = cache.known[key]
+            try:
+                expected = _expected(program, node, types, cache)
+            except Exception as error:
+                yield fault(
+                    program,
+                    node,
+                    f"node {node.name!r} can't be evaluated",
+                    f"{type(error).__name__}: {error}",
+                )
+                continue
         if types.of(node) != expected:
             yield fault(
                 program,
@@ -52,6 +73,28 @@ def check_values(program: Program, cache: ValueCache) -> Faults:
                 f"node {node.name!r} has the wrong value",
                 f"it is recorded as {type_of(value(node))}; its operator gives {expected}",
             )
+        else:
+            cache.note_right(node)
+
+
+def _expected(program: Program, node: fx.Node, types: _Types, cache: ValueCache) -> Any:
+    """The type of what a node's operator gives for its arguments."""
+    key: Any = (node.target, types.key(node.args), types.key(tuple(sorted(node.kwargs.items()))))
+    # (symbols, and constants that a module holds by name, mean something in this program alone)
+    everywhere = not program.sizes and getattr(node.target, "namespace", "") in _TORCHS
+    everywhere = everywhere and all(value(a) is not None for a in node.all_input_nodes)
+    known = _torchs if everywhere else cache.known
+    if everywhere:
+        key = (torch.get_default_dtype(), *key)
+    if key not in known:
+        given = program.evaluate(node)
+        found = type_of(given)
+        if everywhere and symbols.has_symbol(given):
+            return found
+        if len(known) >= _MOST:
+            known.clear()
+        known[key] = found
+    return known[key]
 
 
 class _Types:

@@ -1,5 +1,6 @@
 """zgraph is a guest in the user's process: what it does not own is as it was."""
 
+import gc
 import logging
 import traceback
 
@@ -11,7 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import zgraph
+from zgraph.errors import CaptureError
 from zgraph.parameters.optimizer_steps import count_steps_on, steps_on, watch_optimizers
+from zgraph.torch_compat.lock import ONE_AT_A_TIME
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +151,23 @@ def test_a_model_that_is_not_sharded_needs_no_hook_on_optimizers():
     before = dict(_global_optimizer_post_hooks)
     model = compiled_model()
     assert _global_optimizer_post_hooks == before and model is not None
+
+
+@pytest.mark.parametrize(("often", "held_back"), [(0, 0), (300, 20_000), (100_000, 100_000)])
+def test_the_collector_runs_as_often_as_before_once_a_step_is_compiled(often, held_back):
+    class Fails(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else x
+
+    before = gc.get_threshold()
+    gc.set_threshold(often, 7, 5)
+    try:
+        with ONE_AT_A_TIME, ONE_AT_A_TIME:
+            assert gc.get_threshold() == (held_back, 7, 5)
+        compiled_model()(torch.ones(1, 3)).sum().backward()
+        assert gc.get_threshold() == (often, 7, 5)
+        with pytest.raises(CaptureError):
+            zgraph.compile(Fails(2, 2), zgraph.Plan(backend="eager"))(torch.ones(1, 2))
+        assert gc.get_threshold() == (often, 7, 5)
+    finally:
+        gc.set_threshold(*before)

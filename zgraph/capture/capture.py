@@ -533,7 +533,7 @@ def _with_output_marks(graph_module: fx.GraphModule, differentiated: frozenset[i
             item = graph.call_function(ops.OUTPUT, (item,))
         marked.append(item)
     graph.output(tuple(marked))
-    return fx.GraphModule(graph_module, graph)
+    return fx_graphs.lazy_module(graph_module, graph)
 
 
 def _cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, fake_mode: FakeTensorMode) -> None:

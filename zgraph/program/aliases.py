@@ -59,7 +59,13 @@ def mutates(node: fx.Node) -> bool:
     """Whether this node writes to one of its arguments."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)
+    return _writes(node.target)
+
+
+@functools.cache
+def _writes(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator writes to one of its arguments."""
+    return any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
 
 
 def is_write(node: fx.Node) -> bool:

@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from zgraph.torch_compat.dynamo import recurrent_layers
 from zgraph.torch_compat.fx_graphs import lazy_module
@@ -41,6 +42,7 @@ def export_joint(
         tracing(TracingContext(fake_mode)),
         recurrent_layers(),
         _fakes_of_unknown_sizes(),
+        _use_lazy_graph_module(True),  # (nobody runs the graphs that are made on the way)
     ):
         joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(inputs), decompositions=decompositions)
         return joint.graph_module
