@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = WIDTH, heads: int = 4, dropout: float = 0.0, layers: int = 2) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = 4, dropout: float = 0.0, layers: int = 1) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, width)
         self.layers = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
@@ -61,6 +61,22 @@ class Net(nn.Module):
 def built(**fields: Any) -> nn.Module:
     torch.manual_seed(0)
     return Net(**fields)
+
+
+class Pair(nn.Module):
+    """The smallest that is divided: a matrix by its rows, and one by its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WORDS)
+
+    def forward(self, words, targets):
+        return F.cross_entropy(self.down(F.gelu(self.up(self.embed(words)))).flatten(0, 1), targets.flatten())
+
+
+def pair() -> nn.Module:
+    torch.manual_seed(0)
+    return Pair()
 
 
 def batch(number: int, share: int = 0, of: int = 1, length: int = 5) -> tuple[torch.Tensor, ...]:
@@ -111,10 +127,10 @@ def of_all(model: nn.Module, of: Callable[[torch.Tensor], Any] = lambda p: p) ->
     return {n: whole(of(p)) for n, p in model.named_parameters() if not p.is_meta}
 
 
-def gradients(mesh: dict[str, int], fields: dict[str, Any], layers: int = 2) -> tuple[torch.Tensor, Values, int]:
+def gradients(mesh: dict[str, int], fields: dict[str, Any], name: str = "two layers") -> tuple[torch.Tensor, Values, int]:
     """(the mean loss of all ranks, the gradients, how many parameters are divided)."""
     plan = plan_of(mesh, **fields)
-    model = zgraph.compile(built(layers=layers), plan)
+    model = zgraph.compile(MODELS[name](), plan)
     loss = model(*mine(plan, 0))
     loss.backward()
     mean = loss.detach().clone()
@@ -133,11 +149,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def steps(mesh: dict[str, int], name: str, fields: dict[str, Any]) -> tuple[Values, Values]:
+def steps(mesh: dict[str, int], name: str, fields: dict[str, Any], layers: int = 1) -> tuple[Values, Values]:
     """(the weights after three steps, their averages)."""
     made = {"optimizer": getattr(zgraph, name)(**OPTIMIZERS[name]), "grad_clip": 0.3, "ema": 0.9}
     plan = plan_of(mesh, **made, **fields)
-    model = zgraph.compile(built(), plan)
+    model = zgraph.compile(built(layers=layers), plan)
     for number in range(3):
         model.train_step(*mine(plan, number))
     weights = of_all(model)
@@ -199,9 +215,17 @@ def gpt2() -> nn.Module:
     )
 
 
-def trained(mesh: dict[str, int], numbers: range, **fields: Any) -> nn.Module:
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "two layers": lambda: built(layers=2),
+    "a layer": built,
+    "pair": pair,
+    "gpt2": gpt2,
+}
+
+
+def trained(name: str, mesh: dict[str, int], numbers: range, **fields: Any) -> nn.Module:
     plan = plan_of(mesh, optimizer=zgraph.AdamW(lr=1e-2, eps=EPS), ema=0.9, **fields)
-    model = zgraph.compile(gpt2(), plan)
+    model = zgraph.compile(MODELS[name](), plan)
     go_on(model, numbers)
     return model
 
@@ -210,21 +234,25 @@ def go_on(model: nn.Module, numbers: range) -> list[float]:
     found = []
     for number in numbers:
         words, _ = mine(model.zgraph.plan, number)
-        found.append(float(model.train_step(input_ids=words, labels=words).loss))
+        if hasattr(model, "config"):
+            found.append(float(model.train_step(input_ids=words, labels=words).loss))
+        else:
+            found.append(float(model.train_step(words, words)))
     return found
 
 
-def saved(mesh: dict[str, int], where: str, fields: dict[str, Any]) -> list[float]:
-    """Losses of the steps after a checkpoint and a folder of transformers'."""
-    model = trained(mesh, range(2), **fields)
+def saved(name: str, mesh: dict[str, int], where: str, fields: dict[str, Any]) -> list[float]:
+    """Losses of the steps after a checkpoint, and of a model of transformers' after a folder of its own."""
+    model = trained(name, mesh, range(2), **fields)
     model.save_checkpoint(where, "first")
-    model.save_pretrained(f"{where}/published")
+    if hasattr(model, "config"):
+        model.save_pretrained(f"{where}/published")
     return go_on(model, range(2, 4))
 
 
-def loaded(mesh: dict[str, int], where: str, tag: str, again: str, fields: dict[str, Any]) -> list[float]:
+def loaded(name: str, mesh: dict[str, int], where: str, tag: str, again: str, fields: dict[str, Any]) -> list[float]:
     """Load a checkpoint, save it again at once, and go on."""
-    model = trained(mesh, range(7, 8), **fields)  # (what is there is to be written over)
+    model = trained(name, mesh, range(7, 8), **fields)  # (what is there is to be written over)
     model.load_checkpoint(where, tag)
     model.save_checkpoint(where, again)
     return go_on(model, range(2, 4))
@@ -303,7 +331,7 @@ def dropped(mesh: dict[str, int], backend: str) -> Values:
 def seeded(mesh: dict[str, int], by_rank: bool) -> str:
     """What is said of seeds of each rank's own, or of each data rank's."""
     plan = plan_of(mesh, optimizer=zgraph.SGD(lr=0.1))
-    model = zgraph.compile(built(dropout=0.5), plan)
+    model = zgraph.compile(built(dropout=0.5, layers=2), plan)
     torch.manual_seed(dist.get_rank() if by_rank else dist.get_rank() // 2)
     try:
         model.train_step(*mine(plan, 0))
@@ -353,9 +381,10 @@ def test_gradients_are_those_of_one_process(two, four, mesh, fields):
     ids=str,
 )
 def test_clipped_averaged_steps_are_those_of_one_process(two, four, name, mesh, fields):
-    weights, averages = steps(ALONE, name, {})
+    layers = 2 if "pp" in mesh else 1
+    weights, averages = steps(ALONE, name, {}, layers)
     tolerance = 1e-3 if name == "Muon" else 1e-5  # (Muon's iteration is made of products in bfloat16: 4e-3)
-    for found, mean in worlds(two, four, mesh).run(steps, mesh, name, fields):
+    for found, mean in worlds(two, four, mesh).run(steps, mesh, name, fields, layers):
         assert furthest(found, weights) < tolerance and furthest(mean, averages) < tolerance
 
 
@@ -375,10 +404,10 @@ def test_low_precision_is_that_of_one_process(two, precision):
 
 
 @pytest.mark.inductor
-@sweep("pieces", ["off", 2], quick=1)
-def test_gradients_with_inductor_are_those_of_one_process(two, pieces):
-    expected, of_one, _ = gradients(ALONE, {}, 1)  # (a layer more would be the same kernels)
-    for loss, grads, _ in two.run(gradients, TP, {"backend": "inductor", "async_tensor_parallel": pieces}, 1):
+@sweep("name, pieces", [("a layer", "off"), ("a layer", 2), ("pair", 2)], quick=1)
+def test_gradients_with_inductor_are_those_of_one_process(two, name, pieces):
+    expected, of_one, _ = gradients(ALONE, {}, name)
+    for loss, grads, _ in two.run(gradients, TP, {"backend": "inductor", "async_tensor_parallel": pieces}, name):
         assert apart(loss, expected) < 1e-6 and furthest(grads, of_one) < 1e-5
 
 
@@ -404,28 +433,29 @@ OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@sweep("others", [tuple(OTHERS), ("tp4",)], quick=1, ids=" ".join)
-def test_any_division_loads_what_any_other_saved(four, tmp_path, others):
+@sweep("name, others", [("gpt2", tuple(OTHERS)), ("gpt2", ("tp4",)), ("pair", ("tp4",))], quick=1, ids=str)
+def test_any_division_loads_what_any_other_saved(four, tmp_path, name, others):
     """Each loads the one before and saves it again at once, bit for bit the same, and goes on as the first; so does one process."""
     import transformers
 
     where = str(tmp_path)
-    losses = four.run(saved, DP_TP, where, {"zero": 3})
+    losses = four.run(saved, name, DP_TP, where, {"zero": 3})
     mean = [sum(one) / 4 for one in zip(*losses, strict=True)]
     before, first = "first", open_checkpoint(Path(where), "first")
     for again in others:
         mesh, fields = OTHERS[again]
-        found = four.run(loaded, mesh, where, before, again, fields)
+        found = four.run(loaded, name, mesh, where, before, again, fields)
         assert [sum(one) / 4 for one in zip(*found, strict=True)] == pytest.approx(mean, rel=1e-5)
         same = compare(first, open_checkpoint(tmp_path, again))
         assert same.equal, (again, same.to_json())
         before = again
-    assert loaded(ALONE, where, before, "alone", {"zero": 0}) == pytest.approx(mean, rel=1e-5)
+    assert loaded(name, ALONE, where, before, "alone", {"zero": 0}) == pytest.approx(mean, rel=1e-5)
     assert compare(first, open_checkpoint(tmp_path, "alone")).equal
-    assert four.run(loaded, DP_TP, where, "alone", "back", {"zero": 3}) == losses
-    published = transformers.GPT2LMHeadModel.from_pretrained(f"{where}/published")
-    for name, value in published.named_parameters():
-        assert torch.equal(value, first.whole(f"model.{name}")), name
+    assert four.run(loaded, name, DP_TP, where, "alone", "back", {"zero": 3}) == losses
+    if name == "gpt2":
+        published = transformers.GPT2LMHeadModel.from_pretrained(f"{where}/published")
+        for path, value in published.named_parameters():
+            assert torch.equal(value, first.whole(f"model.{path}")), path
 
 
 @sweep("mesh, stages", [(DP_TP, (1, 3)), (TP, (0, 0))], quick=1, ids=str)
