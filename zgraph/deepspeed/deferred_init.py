@@ -10,6 +10,7 @@ initialisation.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -50,7 +52,8 @@ class Writes:
             return
         with torch.no_grad():
             for operator, (size, stride, offset), args, kwargs in self.done:
-                operator(param.detach().as_strided(size, stride, offset), *args, **kwargs)
+                place = param.detach().as_strided(size, stride, param.storage_offset() + offset)
+                operator(place, *args, **kwargs)
 
 
 class _Recorder(TorchDispatchMode):
@@ -64,6 +67,10 @@ class _Recorder(TorchDispatchMode):
     def untouched(self, tensor: torch.Tensor) -> bool:
         found = self._fresh.get(tensor.untyped_storage()._cdata)
         return found is not None and not found.expired()
+
+    def writes_of(self, tensor: torch.Tensor) -> Writes | None:
+        """What was written to the parameter whose memory a tensor has; None where it is no such parameter's."""
+        return self._of.get(tensor.untyped_storage()._cdata)
 
     def watch(self, param: torch.Tensor) -> Writes:
         return self._of.setdefault(param.untyped_storage()._cdata, Writes())
@@ -97,10 +104,47 @@ class _Recorder(TorchDispatchMode):
         writes.done.append((func, place, tuple(rest), dict(named)))
 
 
+class _Asked(TorchFunctionMode):
+    """Sees which of torch's initialisers pass over a parameter because it is on the meta device: their values can't be made later."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func == _IS_META and result and sys._getframe(1).f_code.co_filename == nn.init.__file__:
+            writes = self._recorder.writes_of(args[0])
+            if writes is not None:
+                writes.whole = False
+        return result
+
+
+# Initialisers that do nothing on the meta device, as those call them who name the module.
+_PASSING = ("_no_grad_trunc_normal_", "orthogonal_", "dirac_", "sparse_")
+_IS_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _recorded(recorder: _Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """An initialiser that is noted as a whole where its tensor is a parameter on the meta device."""
+
+    @functools.wraps(original)
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        writes = recorder.writes_of(tensor) if isinstance(tensor, torch.Tensor) else None
+        if writes is None:
+            return original(tensor, *args, **kwargs)
+        place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        writes.done.append((original, place, args, kwargs))
+        return tensor
+
+    return run
+
+
 @contextmanager
 def deferred() -> Iterator[None]:
     """Build models without memory for their parameters; see the module."""
     recorder = _Recorder()
+    built: list[nn.Module] = []
     original = nn.Module.register_parameter
 
     @functools.wraps(original)
@@ -112,14 +156,21 @@ def deferred() -> Iterator[None]:
         original(module, name, param)
         if type(param) is nn.Parameter and param.is_meta:
             module.__dict__.setdefault(_WRITES, {})[name] = recorder.watch(param)
-            module.__dict__["reset_parameters"] = functools.partial(replay, module)
+            built.append(module)
 
+    passing = {name: getattr(nn.init, name) for name in _PASSING}
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    for name, function in passing.items():
+        setattr(nn.init, name, _recorded(recorder, function))
     try:
-        with recorder:
+        with recorder, _Asked(recorder):
             yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+        for name, function in passing.items():
+            setattr(nn.init, name, function)
+        for module in built:  # (not before: their constructors call their own)
+            module.__dict__["reset_parameters"] = functools.partial(replay, module)
 
 
 def replay(module: nn.Module) -> None:
@@ -140,4 +191,5 @@ def materialise(param: nn.Parameter) -> None:
         )
     real = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
     writes.replay(real)
+    writes.done.clear()  # (what is real by now is not made again with the rest of its module)
     torch.utils.swap_tensors(param, nn.Parameter(real, requires_grad=param.requires_grad))

@@ -1,0 +1,461 @@
+"""DeepSpeed's helpers: zero.Init, gathered parameters, whole values, collectives, launchers' variables, checkpointing, topologies."""
+
+import argparse
+import logging
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zgraph.deepspeed as deepspeed
+from zgraph.deepspeed import comm, utils, zero
+from zgraph.deepspeed.launch_environment import first_host, rank_variables
+from zgraph.deepspeed.lr_schedulers import OneCycle, WarmupDecayLR, WarmupLR
+from zgraph.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zgraph.deepspeed.ops.lamb import FusedLamb
+from zgraph.deepspeed.pipe import (
+    LayerSpec,
+    PipelineModule,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+    TiedLayerSpec,
+)
+from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
+from zgraph.errors import MeshError, ModelError, PlanError, StepError, UnsupportedError
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 3},
+    "zgraph": {"backend": "eager"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Values that a constructor draws in several ways, a buffer, a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8, padding_idx=0)
+        self.inner = nn.Linear(8, 24)
+        nn.init.xavier_uniform_(self.inner.weight)
+        nn.init.constant_(self.inner.bias[:4], 3.0)
+        self.scale = nn.Parameter(torch.full((24,), 0.5))
+        self.outer = nn.Linear(24, 8)
+        nn.init.trunc_normal_(self.outer.weight, std=0.02)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("positions", torch.arange(8.0))
+
+    def forward(self, ids):
+        x = self.embedding(ids) + self.positions
+        return self.head(self.outer(torch.tanh(self.inner(x)) * self.scale)).square().mean()
+
+
+# -- zero -----------------------------------------------------------------------------------------------------------------
+def test_init_builds_without_memory_and_keeps_what_constructors_do():
+    with zero.Init(config_dict_or_path=CONFIG, dtype=torch.float32):
+        model = Net()
+        assert model.inner.weight.is_meta and model.embedding.weight.is_meta
+    assert not model.scale.is_meta and not model.positions.is_meta  # (they have values)
+    assert model.head.weight is model.embedding.weight
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    whole = {n: p.detach().full_tensor() for n, p in model.named_parameters()}
+    bound = math.sqrt(6 / (8 + 24))
+    assert 0.5 * bound < whole["inner.weight"].abs().max() <= bound
+    assert whole["inner.bias"][:4].eq(3).all() and whole["inner.bias"][4:].abs().max() <= 1 / math.sqrt(8)
+    assert 0.01 < whole["outer.weight"].std() < 0.03 and whole["embedding.weight"][0].eq(0).all()
+    assert whole["embedding.weight"][1:].std() > 0.5 and whole["scale"].eq(0.5).all()
+    loss = engine(torch.randint(16, (2, 8)))
+    engine.backward(loss)
+    engine.step()
+    assert engine.was_step_applied() and nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_init_of_what_is_copied_from_nowhere_is_refused():
+    class Copies(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 4))
+            other = nn.Linear(4, 4)
+            with torch.no_grad():
+                self.weight.copy_(other.weight)
+
+        def forward(self, x):
+            return (x @ self.weight).sum()
+
+    with zero.Init():
+        model = Copies()
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    with pytest.raises(ModelError, match="weight"):
+        engine(torch.ones(2, 4))
+
+
+def test_init_of_an_initialiser_that_passes_over_the_meta_device_is_refused_where_it_can_not_be_seen():
+    from torch.nn.init import orthogonal_  # (by this name nothing but the function itself is called)
+
+    class Net(nn.Module):
+        def __init__(self, initialise):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            initialise(self.layer.weight)
+
+        def forward(self, x):
+            return self.layer(x).sum()
+
+    with zero.Init():
+        refused, seen = Net(orthogonal_), Net(lambda w: nn.init.orthogonal_(w))
+    engine, *_ = deepspeed.initialize(model=refused, config=CONFIG)
+    with pytest.raises(ModelError, match=r"layer\.weight"):
+        engine(torch.ones(2, 4))
+    deepspeed.initialize(model=seen, config=CONFIG)
+    weight = seen.layer.weight.full_tensor()
+    torch.testing.assert_close(weight @ weight.T, torch.eye(4))
+
+
+def test_init_that_is_not_enabled_does_nothing():
+    with zero.Init(enabled=False):
+        assert not nn.Linear(2, 2).weight.is_meta
+    with pytest.raises(PlanError, match="no argument 'devicee'"):
+        zero.Init(devicee="cpu")
+
+
+def gathered():
+    """On ranks: a weight changed in a context, refused without a modifier; before and after initialize."""
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    with zero.GatheredParameters(model[0].weight, modifier_rank=0):
+        if dist.get_rank() == 0:
+            nn.init.ones_(model[0].weight)
+    deepspeed.initialize(model=model, config=CONFIG)
+    found = [model[0].weight.full_tensor().eq(1).all().item()]
+    with zero.GatheredParameters([model[0].weight, model[1].bias], modifier_rank=1):
+        found.append(list(model[0].weight.shape) == [6, 4] and type(model[0].weight) is nn.Parameter)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                model[0].weight.mul_(3)
+    found.append(model[0].weight.full_tensor().eq(3).all().item())
+    with zero.GatheredParameters(model.parameters()):
+        found.append(model[0].weight.eq(3).all().item())
+    try:
+        with zero.GatheredParameters(model), torch.no_grad():
+            model[1].bias.zero_()
+    except ModelError as error:
+        found.append("without a modifier_rank" in str(error))
+    x = torch.ones(2, 4)
+    first = nn.functional.linear(x, torch.full((6, 4), 3.0), model[0].bias.full_tensor())
+    wanted = nn.functional.linear(first, model[1].weight.full_tensor(), model[1].bias.full_tensor())
+    found.append(torch.allclose(model(x), wanted))
+    return found
+
+
+def test_gathered_parameters_are_whole_and_written_back(two):
+    for found in two.run(gathered):
+        assert found == [True] * 6
+
+
+def whole_values(precision):
+    """On ranks: the whole of weights, gradients and states, read and written."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    plain = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    plain.load_state_dict(model.state_dict())
+    config = {**CONFIG, "gradient_clipping": 0, **({"bf16": {"enabled": True}} if precision == "bf16" else {})}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    x = torch.ones(2, 5, dtype=dtype) * (dist.get_rank() + 1)
+    weight = model[0].weight
+    before = utils.safe_get_full_fp32_param(weight)
+    assert utils.safe_get_full_grad(weight) is None
+    engine.backward(engine(x).float().square().mean())
+    for rank in range(2):
+        (plain(torch.ones(2, 5) * (rank + 1)).square().mean() / 2).backward()
+    gradient = utils.safe_get_full_grad(weight).float()
+    torch.testing.assert_close(
+        gradient,
+        plain[0].weight.grad,
+        rtol=0.05 if precision == "bf16" else 1e-5,
+        atol=0.05 if precision == "bf16" else 1e-6,
+    )
+    utils.safe_set_full_grad(weight, torch.ones_like(gradient))
+    engine.step()
+    first = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert torch.allclose(first, torch.full((3, 5), 0.1)) and first.shape == (3, 5)
+    torch.testing.assert_close(utils.safe_get_full_fp32_param(weight), before - 1e-2, rtol=0, atol=1e-6)
+    utils.safe_set_full_optimizer_state(weight, torch.zeros(3, 5), "exp_avg")
+    assert utils.safe_get_full_optimizer_state(weight, "exp_avg").eq(0).all()
+    utils.safe_set_full_fp32_param(weight, torch.full((3, 5), 0.25))
+    assert utils.safe_get_full_fp32_param(weight).eq(0.25).all()
+    assert utils.safe_get_local_fp32_param(weight).eq(0.25).all() and len(utils.safe_get_local_fp32_param(weight)) < 3
+    shown = engine(x).detach().float()
+    low = [p.full_tensor().to(dtype) for p in model.parameters()]
+    wanted = nn.functional.linear(
+        nn.functional.linear(x, torch.full((3, 5), 0.25, dtype=dtype), low[1]), low[2], low[3]
+    )
+    return torch.allclose(shown, wanted.float(), atol=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_whole_values_are_read_and_written(two, precision):
+    assert two.run(whole_values, precision) == [True, True]
+
+
+def test_a_parameter_of_no_engine_has_no_states():
+    with pytest.raises(ModelError, match="no compiled model's"):
+        utils.safe_get_full_optimizer_state(nn.Parameter(torch.ones(2)), "exp_avg")
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "environ, found",
+    [
+        ({}, {}),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_SIZE": "8",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "MASTER_ADDR": "a",
+            },
+            ("3", "8", "1", "a"),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
+            ("0", "4", "0", "10.0.0.4"),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "SM_HOSTS": '["algo-1","algo-2"]'},
+            ("1", "2", "0", "algo-1"),
+        ),
+        (
+            {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[003-005,9]"},
+            ("5", "6", "1", "gpu003"),
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, ("0", "1", "0", "127.0.0.1")),
+    ],
+)
+def test_a_launchers_variables_are_found(environ, found):
+    made = rank_variables(environ, 1234)
+    if found:
+        found = dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"), found, strict=True)) | {
+            "MASTER_PORT": "1234"
+        }
+    assert made == found
+
+
+def test_torchs_variables_come_first_and_a_missing_address_is_named():
+    torch_s = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    assert rank_variables({**torch_s, "SLURM_PROCID": "7", "SLURM_NTASKS": "9"})["RANK"] == "1"
+    with pytest.raises(MeshError, match="nothing says where rank 0 of 4 is"):
+        rank_variables({"PMI_RANK": "0", "PMI_SIZE": "4"})
+    assert first_host("node7") == "node7" and first_host("a1,b[2-3]") == "a1" and first_host("a[12]-x,b") == "a12-x"
+
+
+def collectives():
+    comm.reset_log()
+    comm.configure(deepspeed_config={"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}})
+    tensor = torch.ones(256) * comm.get_rank()
+    comm.all_reduce(tensor, op=comm.ReduceOp.SUM, prof=True, log_name="mine")
+    comm.inference_all_reduce(tensor)
+    parts = [torch.empty(2) for _ in range(comm.get_world_size())]
+    comm.all_gather(parts, torch.full((2,), float(comm.get_rank())))
+    measured = comm.log_summary(show_straggler=True, return_dict=True)
+    comm.configure(enabled=False)
+    return tensor[0].item(), [p[0].item() for p in parts], measured
+
+
+def test_collectives_are_torchs_and_are_measured(two):
+    for total, parts, measured in two.run(collectives):
+        assert total == 2.0 and parts == [0.0, 1.0]
+        assert list(measured["summary"]) == ["all_reduce"] and measured["summary"]["all_reduce"][1024]["count"] == 2
+        assert measured["straggler_analysis"]["all_reduce"] >= 0
+
+
+def test_nccl_without_a_gpu_is_gloo_and_says_so(caplog, monkeypatch):
+    if torch.cuda.is_available() or dist.is_initialized():
+        dist.destroy_process_group() if dist.is_initialized() else pytest.skip("there is a GPU")
+    with caplog.at_level(logging.WARNING):
+        deepspeed.init_distributed("nccl")
+    assert "the process group is over gloo" in caplog.text and dist.get_backend() == "gloo"
+    dist.destroy_process_group()
+    with pytest.raises(MeshError, match="dist_init_required=False"):
+        deepspeed.init_distributed(dist_init_required=False)
+
+
+# -- optimizers, schedulers, checkpointing, arguments -----------------------------------------------------------------------
+def test_schedulers_take_values_by_place_and_for_each_group():
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.Adam([{"params": [p]} for p in parameters], lr=1.0)
+    schedule = WarmupLR(optimizer, 0.0, [0.1, 0.2], 4, "linear")
+    for _ in range(3):
+        schedule.step()
+    assert (
+        schedule.get_last_lr() == [pytest.approx(0.05), pytest.approx(0.1)] == [g["lr"] for g in optimizer.param_groups]
+    )
+    other = WarmupLR(optimizer, 0.0, [0.1, 0.2], 4, "linear")
+    other.load_state_dict(schedule.state_dict())
+    other.step()
+    assert other.get_last_lr() == [pytest.approx(0.075), pytest.approx(0.15)]
+    OneCycle(optimizer, 0.01, 0.1)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    with pytest.raises(PlanError, match="no argument 'warmup_steps'"):
+        WarmupDecayLR(optimizer, total_num_steps=3, warmup_steps=1)
+    with pytest.raises(PlanError, match="3 values for 2 groups"):
+        WarmupLR(optimizer, warmup_max_lr=[1.0, 2.0, 3.0])
+    with pytest.raises(TypeError, match="is not a subclass"):
+        WarmupLR(3)
+
+
+def test_deepspeeds_optimizers_refuse_what_they_are_not():
+    parameters = [nn.Parameter(torch.ones(1))]
+    with pytest.raises(StepError, match="makes no step by itself"):
+        FusedLamb(parameters).step()
+    with pytest.raises(PlanError, match="bias_correction=False"):
+        FusedAdam(parameters, bias_correction=False)
+    with pytest.raises(PlanError, match="no argument 'momentum'"):
+        FusedAdam(parameters, momentum=0.9)
+    assert DeepSpeedCPUAdam(parameters, 1e-2, True, (0.8, 0.9), 1e-7, 0.3).param_groups[0]["weight_decay"] == 0.3
+
+
+def test_checkpointing_settings_that_belong_to_the_configuration_are_refused():
+    with pytest.raises(UnsupportedError, match="cpu_checkpointing"):
+        deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
+    deepspeed.checkpointing.configure(None, num_checkpoints=2)
+    assert deepspeed.checkpointing.is_configured()
+    with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
+        x = torch.ones(3, requires_grad=True)
+        deepspeed.checkpointing.checkpoint(torch.sin, x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.cos(torch.ones(3)))
+
+
+def test_arguments_are_deepspeeds():
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "a.json"])
+    assert args.deepspeed and args.deepspeed_config == "a.json"
+
+
+def test_memory_is_told(caplog):
+    with caplog.at_level(logging.INFO):
+        utils.see_memory_usage("unasked")
+        utils.see_memory_usage("asked", force=True)
+    assert "asked: host" in caplog.text and "unasked" not in caplog.text
+    assert utils.memory_status()["resident"] > 2**20
+
+
+# -- pipelines ----------------------------------------------------------------------------------------------------------------
+def test_topologies_are_deepspeeds():
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
+    assert topology.world_size() == 12 and topology.get_rank(pipe=1, data=2, model=0) == 10
+    assert topology.get_coord(7) == (1, 0, 1) and topology.get_dim("model") == 2 and topology.get_dim("expert") == 0
+    assert topology.get_axis_comm_lists("pipe")[0] == [0, 6] and topology.filter_match(pipe=0, data=1) == [2, 3]
+    assert topology.get_axis_list("model", 1) == [1, 3, 5, 7, 9, 11] and topology.get_rank_repr(7) == "model_01"
+    grid = PipelineParallelGrid(topology, rank=7)
+    assert (grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_model_parallel_rank()) == (1, 0, 1)
+    assert grid.stage_to_global(0) == 1
+    with pytest.raises(MeshError, match="name each axis"):
+        topology.get_rank(pipe=0)
+    with pytest.raises(MeshError, match="one size for each axis"):
+        ProcessTopology(["a", "a"], [1, 2])
+
+
+@pytest.mark.parametrize(
+    "layers, options, error, said",
+    [
+        ([nn.Linear(2, 2)], {}, PlanError, "needs num_stages or a topology"),
+        ([3], {"num_stages": 1}, ModelError, "layer 0 is a int"),
+        (
+            [nn.Linear(2, 2)],
+            {"num_stages": 1, "partition_methods": "uniform"},
+            PlanError,
+            "no option 'partition_methods'",
+        ),
+        ([PipelineModule([nn.Linear(2, 2)], num_stages=1)], {"num_stages": 1}, UnsupportedError, "a pipeline itself"),
+    ],
+)
+def test_bad_pipelines_are_refused(layers, options, error, said):
+    with pytest.raises(error, match=said):
+        PipelineModule(layers, **options)
+    with pytest.raises(ModelError, match="takes a class of"):
+        LayerSpec(torch.sin)
+
+
+def doubled(layer, x):
+    return layer(x) * 2
+
+
+def piped(stage, method, parts):
+    """On ranks: two stages against the same layers in one process; tuples as inputs, a function as a layer."""
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, pair):
+            x, shift = pair
+            return self.layer(x) + shift
+
+    def layers():
+        torch.manual_seed(1)
+        tied = TiedLayerSpec("t", nn.Linear, 6, 6)
+        return [
+            LayerSpec(First),
+            torch.tanh,
+            tied,
+            nn.Linear(6, 6),
+            TiedLayerSpec("t", nn.Linear, 6, 6, forward_fn=doubled),
+            nn.Linear(6, 3),
+        ]
+
+    def loss_fn(output, labels):
+        return nn.functional.cross_entropy(output, labels)
+
+    config = {**CONFIG, "gradient_accumulation_steps": parts, "zero_optimization": {"stage": stage}}
+    model = PipelineModule(layers(), num_stages=2, loss_fn=loss_fn, partition_method=method)
+    plain = PipelineModule(layers(), num_stages=2, loss_fn=loss_fn)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    data = torch.Generator().manual_seed(0)
+    batches = [
+        ((torch.randn(2, 6, generator=data), torch.randn(2, 6, generator=data)), torch.randint(3, (2,), generator=data))
+        for _ in range(3 * parts)
+    ]
+    mine, theirs = [], []
+    for step in range(2):
+        now = batches[step * parts : (step + 1) * parts]
+        mine.append(engine.train_batch(iter(now)).item())
+        losses = [plain(*batch) / parts for batch in now]
+        sum(losses).backward()
+        theirs.append(sum(losses).item())
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    left = batches[2 * parts :]
+    mine.append(engine.eval_batch(iter(left)).item())
+    with torch.no_grad():
+        theirs.append(sum(plain(*batch).item() for batch in left) / parts)
+    whole = tuple(torch.cat([b[0][i] for b in left]) for i in range(2)), torch.cat([b[1] for b in left])
+    mine.append(engine.train_batch(data=whole[0], targets=whole[1]).item())
+    theirs.append(theirs[-1])
+    assert engine.global_steps == 3 and engine.is_pipe_parallel() and engine.stage_id == dist.get_rank()
+    assert engine.get_global_grad_norm() > 0
+    try:
+        engine(whole[0])
+    except ModelError as error:
+        assert "no forward of its own" in str(error)
+    return mine, theirs
+
+
+@pytest.mark.parametrize("stage, method, parts", [(1, "uniform", 2), (3, "parameters", 2), (0, "type:Linear", 1)])
+def test_a_pipeline_trains_as_its_layers_do(two, stage, method, parts):
+    for mine, theirs in two.run(piped, stage, method, parts):
+        assert mine == pytest.approx(theirs, abs=1e-5)
