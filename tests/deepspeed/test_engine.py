@@ -262,6 +262,26 @@ def test_an_optimizer_that_no_plan_has_steps_by_itself():
     assert isinstance(optimizer, torch.optim.RAdam) and engine.get_global_grad_norm() > 0
 
 
+def test_an_optimizer_that_has_stepped_is_refused():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    plainly(model, optimizer, rows(1), 1)
+    with pytest.raises(StepError, match="has made steps already"):
+        initialized(model, optimizer=optimizer)
+
+
+@pytest.mark.inductor
+def test_a_loop_runs_compiled_and_by_another_backend():
+    engine, *_ = initialized(config=changed(zgraph={}))
+    other, *_ = initialized()
+    assert engine.handle.plan.backend == "inductor" and other.handle.plan.backend == "eager"
+    other.compile(backend="eager")
+    assert trained(engine, rows(4)) == pytest.approx(trained(other, rows(4)), abs=1e-6)
+    engine.compile(backend="eager")
+    assert trained(engine, rows(4, seed=8)) == pytest.approx(trained(other, rows(4, seed=8)), abs=1e-6)
+    assert engine.global_steps == 4 and engine.handle.plan.backend == "eager"
+
+
 def test_functions_make_optimizer_and_scheduler():
     engine, optimizer, _, scheduler = initialized(
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.1),

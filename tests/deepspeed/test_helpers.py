@@ -388,6 +388,17 @@ def test_bad_pipelines_are_refused(layers, options, error, said):
         LayerSpec(torch.sin)
 
 
+def test_micro_batches_of_different_sizes_are_refused():
+    model = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "gradient_accumulation_steps": 2})
+    with pytest.raises(StepError, match="have different sizes"):
+        engine.train_batch(iter([(torch.ones(2, 2), torch.ones(2, 2)), (torch.ones(1, 2), torch.ones(1, 2))]))
+    with pytest.raises(StepError, match=r"no pair \(inputs, labels\)"):
+        engine.train_batch(iter([torch.ones(2, 2)] * 2))
+    engine.set_batch_fn(lambda x: (x, x))
+    assert engine.train_batch(iter([torch.ones(2, 2)] * 2)).dim() == 0 and engine.global_steps == 1
+
+
 def doubled(layer, x):
     return layer(x) * 2
 
