@@ -9,6 +9,8 @@ that it runs on a machine.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import fx
 
 from zgraph.program.node import tensor
 from zgraph.program.program import Program
+from zgraph.program.sizes import largest
 from zgraph.torch_compat.onednn import onednn_product
 
 MIN_FLOP = 2**23  # FLOP: below it a call of oneDNN costs as much as it saves
@@ -51,14 +54,15 @@ def scratch(program: Program) -> int:
 def _large(node: fx.Node) -> bool:
     if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return False
-    return _worth(tensor(node), tensor(node.all_input_nodes[-1]).shape[0])
+    made, inner = tensor(node), tensor(node.all_input_nodes[-1]).shape[0]
+    return _worth(made, [*map(largest, made.shape)], largest(inner))
 
 
-def _worth(made: torch.Tensor, inner: int) -> bool:
-    """Is this a product of the kind that oneDNN computes faster, of so many terms a number?"""
+def _worth(made: torch.Tensor, shape: Sequence[int], inner: int) -> bool:
+    """Is this a product, of this shape, of the kind that oneDNN computes faster, of so many terms a number?"""
     if made.dtype is not torch.float32 or made.device.type != "cpu":
         return False
-    return min(*made.shape, inner) >= THIN and 2 * made.numel() * inner >= MIN_FLOP
+    return min(*shape, inner) >= THIN and 2 * math.prod(shape) * inner >= MIN_FLOP
 
 
 class Products:
@@ -88,7 +92,7 @@ class Products:
 
 def _taken(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
     """Is this product one of those? (Of operands with gaps between their rows oneDNN makes copies, which no forecast knows of.)"""
-    return _worth(out, a.shape[1]) and out.is_contiguous() and _dense(a) and _dense(b)
+    return _worth(out, out.shape, a.shape[1]) and out.is_contiguous() and _dense(a) and _dense(b)
 
 
 def _dense(x: torch.Tensor) -> bool:

@@ -92,7 +92,8 @@ def _apart(
     given = {n for _, n in taken}
     of_inputs = _needed([n for _, n in back], given, joint, Phase.BACKWARD)
     of_inputs |= {u for n in of_inputs for u in n.users if u.target is operator.getitem}
-    again = {n for n in of_inputs if is_view(n) or n.op == "get_attr"}  # (looked at a second time, not handed over)
+    # (looked at, or calculated, a second time, and not handed over)
+    again = {n for n in of_inputs if is_view(n) or n.op == "get_attr" or is_symbolic(n.meta.get("val"))}
     of_weights = _needed([n for _, n in own], given | of_inputs - again, joint, Phase.BACKWARD)
     read = {a for n in of_weights for a in n.all_input_nodes} | {n for _, n in own}
     handed = dict.fromkeys(sorted(read & of_inputs - of_weights - given))
@@ -100,7 +101,7 @@ def _apart(
 
     def wanted(nodes: set[fx.Node], results: list[tuple[Port, fx.Node]]) -> list[tuple[Port, fx.Node]]:
         reads = {a for n in nodes for a in n.all_input_nodes} | {n for _, n in results}
-        return [(p, n) for p, n in taken if n in reads]
+        return [(p, n) for p, n in taken if n in reads or p.role is InputRole.SIZE]
 
     between = [(Port(OutputRole.SAVED, n.name), n) for n in handed]
     coming = [(Port(InputRole.SAVED, n.name), n) for n in handed]

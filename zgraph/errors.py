@@ -83,10 +83,10 @@ class CaptureError(ZgraphError):
 class SizeError(CaptureError):
     """A size that is to differ from call to call can't: the model makes a number of it, or more than arithmetic.
 
-    `size` is its name, "" where it may be any.
+    `sizes` are the names of those that it is about; none where it may be any.
     """
 
-    size: str = ""
+    sizes: tuple[str, ...] = ()
 
 
 class ModelError(ZgraphError):

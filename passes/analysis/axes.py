@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from torch import fx
 from zgraph.passes.spmd.sharding_rules import Label, Rule, getitem_of, operands_of, rule_of
 from zgraph.program.node import value
 from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.program.sizes import stand_in
 
 Axis = int
 Shape = tuple[tuple[Axis, ...], ...]
@@ -42,6 +44,7 @@ class Axes:
 
     # -- reading ------------------------------------------------------------------------------------------------------
     def size(self, axis: Axis) -> int:
+        """The number of its places, or what stands for it (see `zgraph.program.sizes.stand_in`)."""
         return self._sizes[axis]
 
     def shapes(self, node: fx.Node) -> list[Shape]:
@@ -110,10 +113,9 @@ class Axes:
             for a, b in zip(one, two, strict=True):
                 self._unify(a, b)
 
-    def _fresh(self, size: object) -> list[Axis]:
-        if size == 1:
-            return []
-        return [self._new(size if isinstance(size, int) else 0)]
+    def _fresh(self, size: Any) -> list[Axis]:
+        number = stand_in(size)
+        return [] if number == 1 else [self._new(number)]
 
     def _new(self, size: int) -> Axis:
         self._sizes.append(size)

@@ -28,7 +28,7 @@ from zgraph.program.aliases import aliased_input, root_of
 from zgraph.program.groups import dim_of
 from zgraph.program.node import info, tensors, value
 from zgraph.program.program import Program
-from zgraph.program.sizes import typical
+from zgraph.program.sizes import largest, typical
 from zgraph.record import Record
 
 Rate = Annotated[float, Field(gt=0)]
@@ -233,9 +233,14 @@ def size_of(node: fx.Node) -> int:
     return sum(typical(t.numel()) * t.element_size() for t in tensors(node))
 
 
+def most_bytes(node: fx.Node) -> int:
+    """Bytes of a node's own tensors, at the largest sizes of its program: those that there must be room for."""
+    return sum(largest(t.numel()) * t.element_size() for t in tensors(node))
+
+
 def own_bytes(node: fx.Node) -> int:
-    """The bytes of a storage. Of an operator with several results: those that no node takes."""
-    return size_of(node) - sum(size_of(u) for u in node.users if u.target is operator.getitem and root_of(u) is u)
+    """The bytes of a storage, at the largest sizes. Of an operator with several results: those that no node takes."""
+    return most_bytes(node) - sum(most_bytes(u) for u in node.users if u.target is operator.getitem and root_of(u) is u)
 
 
 def on_host(node: fx.Node) -> bool:

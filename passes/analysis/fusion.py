@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +17,7 @@ from torch import fx
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import aliased_input
 from zgraph.program.node import info
-from zgraph.program.sizes import typical
+from zgraph.program.sizes import static
 
 OPERATIONS, READS = 30, 4  # Inductor's thresholds, of a value with several readers
 HEAVY = {"exp", "sigmoid"}
@@ -81,9 +82,9 @@ def positions(nodes: Sequence[fx.Node], on: dict[fx.Node, tuple[fx.Node, ...]], 
     return found
 
 
-def _elements(node: fx.Node) -> int:
+def _elements(node: fx.Node) -> Any:
     val = node.meta.get("val")
-    return typical(val.numel()) if isinstance(val, torch.Tensor) else -1
+    return static(val.numel()) if isinstance(val, torch.Tensor) else -1
 
 
 def readers(node: fx.Node) -> list[fx.Node]:

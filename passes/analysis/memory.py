@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zgraph.passes.analysis.costs import own_bytes, size_of
+from zgraph.passes.analysis.costs import most_bytes, own_bytes
 from zgraph.passes.analysis.fusion import pointwise, positions, sources
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import Phase, Role, info
@@ -112,12 +112,12 @@ def _replaced(reader: fx.Node, value: fx.Node, on: dict[fx.Node, tuple[fx.Node, 
         on[reader] != (reader,)
         or not pointwise(reader)
         or value.op == "placeholder"
-        or size_of(reader) != size_of(value)
+        or most_bytes(reader) != most_bytes(value)
     ):
         return False
     if info(value).phase is not info(reader).phase:
         return False
-    dying = [s for a in reader.all_input_nodes for s in on[a] if size_of(s) == size_of(value) and _made_here(s)]
+    dying = [s for a in reader.all_input_nodes for s in on[a] if most_bytes(s) == most_bytes(value) and _made_here(s)]
     return bool(dying) and value is dying[0]
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from zgraph.passes.analysis.costs import CPU, Costs, size_of
+from zgraph.passes.analysis.costs import CPU, Costs, most_bytes
 from zgraph.passes.analysis.saved_values import crossings, made_by_forward, part_phases
 from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives, transfers_to_host
@@ -102,7 +102,7 @@ class _Offload:
         homes = {n: p for n, p in self.program.input_nodes(InputRole.PARAMETER).items() if self.program.params[n].home}
         at = {node: i for i, node in enumerate(self.program.graph.nodes)}
         reads = sorted((at[u], n) for n, p in homes.items() for u in p.users if u.op != "output")
-        close = 2 * max((size_of(p) for p in homes.values()), default=0) if staging is None else staging
+        close = 2 * max((most_bytes(p) for p in homes.values()), default=0) if staging is None else staging
         for name, node in homes.items():
             device = tensor(node).device
             self.program.put_home(node, str(self.program.params[name].home))
@@ -126,7 +126,7 @@ class _Offload:
             if found and info(found[-1][-1]).phase is info(user).phase:
                 low, high = bisect.bisect(reads, (at[found[-1][-1]], name)), bisect.bisect(reads, (at[user], name))
                 between = {n for _, n in reads[low:high]} - {name}
-                if sum(size_of(homes[n]) for n in between) <= close:
+                if sum(most_bytes(homes[n]) for n in between) <= close:
                     found[-1].append(user)
                     continue
             found.append([user])
@@ -136,9 +136,9 @@ class _Offload:
         gone = 0
         for crossing in crossings(self.program):
             root = crossing.root
-            if size_of(root) < least or not made_by_forward(root):
+            if most_bytes(root) < least or not made_by_forward(root):
                 continue
-            gone += size_of(root)
+            gone += most_bytes(root)
             if most is not None and gone > most:
                 return
             away = self._store(root, tier)
@@ -177,7 +177,7 @@ class _Offload:
             wait = self.program.call(
                 transfers_to_host.MOVED, (start, home), record.replace(role=Role.WAIT), name=f"here_{name}"
             )
-        self.fetched.append(Move(start, wait, size_of(home), self.costs.move(start)))
+        self.fetched.append(Move(start, wait, most_bytes(home), self.costs.move(start)))
         return wait
 
     def _store(self, node: fx.Node, tier: str, param: str | None = None) -> fx.Node:
@@ -193,7 +193,7 @@ class _Offload:
             wait = self.program.call(
                 transfers_to_host.MOVED, (start, node), record.replace(role=Role.WAIT), name=f"away_{node.name}"
             )
-        self.stored.append(Move(start, wait, size_of(node), self.costs.move(start)))
+        self.stored.append(Move(start, wait, most_bytes(node), self.costs.move(start)))
         return wait
 
 

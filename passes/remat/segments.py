@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from zgraph.passes.analysis.costs import Costs, own_bytes, signature, size_of
+from zgraph.passes.analysis.costs import Costs, most_bytes, own_bytes, signature
 from zgraph.passes.analysis.fusion import pointwise, sources
 from zgraph.program import collectives
 from zgraph.program.aliases import made_once, root_of
@@ -79,11 +79,11 @@ class Segment:
 
     @property
     def input_bytes(self) -> int:
-        return sum(map(size_of, self.before))
+        return sum(map(most_bytes, self.before))
 
     @property
     def output_bytes(self) -> int:
-        return sum(map(size_of, self.behind))
+        return sum(map(most_bytes, self.behind))
 
 
 @dataclass(eq=False)
@@ -186,7 +186,7 @@ class _Builder:
             segment.seconds = sum(self.seconds.get(n, 0.0) for n in segment.nodes)
             segment.backward_seconds = sum(self.seconds.get(n, 0.0) for n in segment.backward)
             made = {root_of(n) for n in segment.backward if root_of(n) in self.gradient_outputs}
-            segment.gradients = sum(size_of(n) // self.parts.get(n, 1) for n in made)
+            segment.gradients = sum(most_bytes(n) // self.parts.get(n, 1) for n in made)
             segment.ways = self._ways(segment, known)
         return Chain(segments, frozenset(self.pinned), loose)
 
@@ -233,7 +233,7 @@ class _Builder:
         return kept
 
     def _shared(self, first: int, second: int) -> int:
-        return sum(map(size_of, self._crossing_at(first) & self._crossing_at(second)))
+        return sum(map(most_bytes, self._crossing_at(first) & self._crossing_at(second)))
 
     def _inside(self, position: int) -> bool:
         """Would a cut here part an operator of several results from them?"""
@@ -295,7 +295,7 @@ class _Builder:
                         until[used] = min(until.get(used, i), i)
         for root, first in until.items():
             for segment in segments[first : owner[root]]:
-                segment.tangents += size_of(root)
+                segment.tangents += most_bytes(root)
             if first < owner[root]:
                 segments[first].dying |= {root}
 
@@ -314,7 +314,7 @@ class _Builder:
         local.update({n: len(local) + i for i, n in enumerate([*segment.backward, *sorted(segment.dying)])})
 
         def shown(node: fx.Node) -> str:
-            return f"{signature(node)} {[local.get(a, -1) for a in node.all_input_nodes]}"
+            return f"{signature(node)} {most_bytes(node)} {[local.get(a, -1) for a in node.all_input_nodes]}"
 
         kept = sorted(index[n] for n in segment.needs)
         out = sorted(index.get(n, -1) for n in segment.behind)
@@ -345,7 +345,7 @@ class _Ways:
             options = []
             for one in kept:
                 seconds, alone = self._again(backward_order(self.segment, self.given.union(kept - {one})))
-                saved = size_of(one) - self.segment.input_bytes * (now.alone and not alone)
+                saved = most_bytes(one) - self.segment.input_bytes * (now.alone and not alone)
                 options.append(((seconds - now.seconds) / max(saved, 1), -saved, one.name, one))
             kept.remove(min(options)[3])
             ways.append(self._way(frozenset(kept)))
@@ -360,8 +360,8 @@ class _Ways:
 
     def _way(self, kept: frozenset[fx.Node]) -> Way:
         segment = self.segment
-        shared = sum(map(size_of, kept & segment.behind))
-        held = sum(map(size_of, kept)) - shared
+        shared = sum(map(most_bytes, kept & segment.behind))
+        held = sum(map(most_bytes, kept)) - shared
         order = backward_order(segment, kept | self.given)
         seconds, alone = self._again(order)
         besides = self._backward_peak(order, kept, there=True)
@@ -375,7 +375,7 @@ class _Ways:
     def _backward_peak(self, order: list[fx.Node], kept: frozenset[fx.Node], there: bool) -> int:
         """Is what comes into the segment `there` all the time, or until it was read?"""
         segment = self.segment
-        passing = segment.tangents - sum(map(size_of, segment.dying))
+        passing = segment.tangents - sum(map(most_bytes, segment.dying))
         live, given = kept | segment.dying, frozenset(self.given)
         live, given = (live, given | segment.before) if there else (live | segment.before, given)
         return self._peak(order, live, self.gradients, given, passing)
@@ -402,7 +402,7 @@ class _Ways:
             for used in (*read, *on[node]):
                 last[used] = i
         held = {n for n in live if n not in given}
-        now = base + sum(map(size_of, held))
+        now = base + sum(map(most_bytes, held))
         most = now
         ends: dict[int, list[fx.Node]] = {}
         for root, i in last.items():
@@ -410,10 +410,14 @@ class _Ways:
         for i, node in enumerate(order):
             if on[node] == (node,) and node not in held and node not in given:
                 held.add(node)  # (the bytes of several results come with their operator)
-                now += 0 if node.target is operator.getitem else size_of(node)
+                now += 0 if node.target is operator.getitem else most_bytes(node)
             dying = [root for root in ends.get(i, []) if root in held and root not in stays]
-            place = self.fused and pointwise(node) and any(size_of(r) == size_of(node) for r in dying if r not in fixed)
-            most = max(most, now - (size_of(node) if place else 0))  # (its result may take the place of an operand)
+            place = (
+                self.fused
+                and pointwise(node)
+                and any(most_bytes(r) == most_bytes(node) for r in dying if r not in fixed)
+            )
+            most = max(most, now - (most_bytes(node) if place else 0))  # (its result may take the place of an operand)
             for root in dying:
                 held.discard(root)
                 now -= own_bytes(root)

@@ -6,7 +6,7 @@ gradients, which have the placements of their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from zgraph.passes.spmd.sharding_rules import argument, getitem_of, operands_of
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor, value
 from zgraph.program.program import Division, InputRole, OutputRole, ParamSpec, Program
+from zgraph.program.sizes import is_symbolic
 
 aten = torch.ops.aten
 
@@ -143,8 +144,8 @@ class Builder:
             g is not o or value(g) is not self.placements.captured.get(o) for g, o in zip(given, operands, strict=True)
         )
         left = iter(given)
-        node.args = fx.node.map_arg(node.args, lambda _: next(left))  # type: ignore[assignment]
-        node.kwargs = fx.node.map_arg(node.kwargs, lambda _: next(left))  # type: ignore[assignment]
+        node.args = _with_tensors(node.args, lambda _: next(left))
+        node.kwargs = _with_tensors(node.kwargs, lambda _: next(left))
         if any(isinstance(s, Shard) for s in (*way.operands, *way.results)):
             localise(node, way.results, self.ranks)
             new = True
@@ -196,7 +197,7 @@ class Builder:
         source = operands_of(node)[0]
         converted = self._converted_to(source, way.operands[0], user)
         args, kwargs = self.placements.arguments[node]
-        given: tuple[Any, ...] = fx.node.map_arg(args, lambda _: converted)  # type: ignore[assignment]
+        given: tuple[Any, ...] = _with_tensors(args, lambda _: converted)
         phase = info(user).phase if user.op != "output" else info(node).phase
         with self.program.graph.inserting_before(user):
             made = self.program.graph.create_node("call_function", node.target, given, dict(kwargs), name=node.name)
@@ -243,6 +244,11 @@ class Builder:
             return node
         with self.program.graph.inserting_before(user):
             return self.reshard.packed(node, info(user).replace(made_by="divide"))
+
+
+def _with_tensors(arguments: Any, make: Callable[[fx.Node], fx.Node]) -> Any:
+    """Arguments with others in place of tensors; sizes stay."""
+    return fx.node.map_arg(arguments, lambda n: n if is_symbolic(value(n)) else make(n))
 
 
 def _fill(program: Program) -> None:

@@ -35,6 +35,7 @@ from zgraph.program.groups import ranks_in
 from zgraph.program.node import NodeInfo, Role, info, tensor
 from zgraph.program.program import TENSOR_DIM, Fact, Program
 from zgraph.program.remark import Remark
+from zgraph.program.sizes import is_stand_in
 
 aten = torch.ops.aten
 
@@ -152,7 +153,7 @@ def _regions(program: Program, axes: Axes, start: fx.Node) -> Iterator[_Region]:
         return
     found = [axis for dim in axes.shape(start.all_input_nodes[0]) for axis in dim]
     for axis in dict.fromkeys(found):
-        if any(sliced(axes, n, axis) != (True,) for n in (start, wait)):
+        if is_stand_in(axes.size(axis)) or any(sliced(axes, n, axis) != (True,) for n in (start, wait)):
             continue
         gathers = collectives.kind(start) == "all_gather"
         before = [] if gathers else _makers(axes, start, axis)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from zgraph.passes.analysis.costs import CPU, Costs, size_of
+from zgraph.passes.analysis.costs import CPU, Costs, most_bytes
 from zgraph.passes.analysis.saved_values import Crossing, crossings, made_by_forward, part_phases
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.offload.offload import Move, place
@@ -29,6 +29,7 @@ from zgraph.program.aliases import aliases_of
 from zgraph.program.node import NodeInfo, Phase, Role, info, tensor
 from zgraph.program.program import TENSOR_DIM, Fact, InputRole, Port, Program
 from zgraph.program.remark import Remark
+from zgraph.program.sizes import part_of, stand_in
 from zgraph.program.transfers import mark_exchange
 
 aten = torch.ops.aten
@@ -64,7 +65,7 @@ def partition_activations(program: Program, options: PartitionOptions) -> dict[s
     received = set(program.input_nodes(InputRole.RECEIVED).values())
     found = [c for c in crossings(program) if c.root in same and (c.root in received or made_by_forward(c.root))]
     worth = _worthwhile(found)
-    divisible = [c for c in worth if tensor(c.root).numel() % ranks == 0]
+    divisible = [c for c in worth if stand_in(tensor(c.root).numel()) % ranks == 0]
     program.remarks += [_indivisible(c, options.dim, ranks) for c in worth if c not in divisible]
     if not divisible:
         return {"gathers": 0, "whole_bytes": 0, "kept_bytes": 0}
@@ -102,10 +103,10 @@ def _is_own(program: Program, port: Port, dim: str) -> bool:
 
 def _worthwhile(found: list[Crossing]) -> list[Crossing]:
     """All but the smallest, in the order in which they are."""
-    room = SMALL * sum(size_of(c.root) for c in found)
+    room = SMALL * sum(most_bytes(c.root) for c in found)
     small: set[Crossing] = set()
-    for crossing in sorted(found, key=lambda c: size_of(c.root)):
-        room -= size_of(crossing.root)
+    for crossing in sorted(found, key=lambda c: most_bytes(c.root)):
+        room -= most_bytes(crossing.root)
         if room < 0:
             break
         small.add(crossing)
@@ -136,17 +137,21 @@ def _partition(program: Program, crossing: Crossing, position: fx.Node, options:
             )
     crossing.read_instead(program, back, "partition_activations")
     _behind_last_reader(program, root, cut)
-    return Move(start, wait, size_of(root), options.costs.transfer([start], ranks))
+    return Move(start, wait, most_bytes(root), options.costs.transfer([start], ranks))
 
 
 def _cut(
     program: Program, root: fx.Node, order: list[int], position: fx.Node, record: NodeInfo, ranks: int
 ) -> Iterator[fx.Node]:
     """What makes this rank's part of the elements, in the order in which they lie in memory; the last of these nodes is the part."""
-    elements = tensor(root).numel() // ranks
+    elements = part_of(tensor(root).numel(), ranks)
     rows = root
     if order != sorted(order):
         yield (rows := program.call(aten.permute.default, (root, order), record, name=f"rows_{root.name}"))
+    if tensor(rows).dim() != 1:  # (torch would cut the first dimension, whether or not it can be)
+        yield (
+            rows := program.call(aten.view.default, (rows, [tensor(root).numel()]), record, name=f"flat_{root.name}")
+        )
     yield (parts := program.call(aten.view.default, (rows, [ranks, elements]), record, name=f"parts_{root.name}"))
     yield (mine := program.call(aten.index.Tensor, (parts, [position]), record, name=f"mine_{root.name}"))
     yield (part := program.call(aten.view.default, (mine, [elements]), record, name=f"part_{root.name}"))

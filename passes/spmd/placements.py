@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from zgraph.passes.spmd.sharding_rules import operands_of
 from zgraph.program.aliases import is_view
 from zgraph.program.node import value
 from zgraph.program.program import Program
+from zgraph.program.sizes import typical
 
 aten = torch.ops.aten
 
@@ -78,7 +78,7 @@ class Placements:
 
     def size(self, node: fx.Node) -> int:
         """The elements of the whole value."""
-        return math.prod(s if isinstance(s, int) else 1 for s in self.captured[node].shape)
+        return typical(self.captured[node].numel())
 
     def source(self, node: fx.Node) -> fx.Node | None:
         """What a view that shows all of another value, and more than once perhaps, is a view of; and what a copy of one that shows it more
@@ -99,4 +99,5 @@ class Placements:
 
 
 def bytes_of(t: Any) -> float:
-    return float(math.prod(s if isinstance(s, int) else 1 for s in t.shape) * t.element_size())
+    """Bytes of a tensor, at the typical sizes of its program."""
+    return float(typical(t.numel()) * t.element_size())

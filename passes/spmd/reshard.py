@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from zgraph.passes.analysis.axes import Shape
 from zgraph.passes.spmd.placements import REPLICATE, Partial, Placement, Placements, Shard, bytes_of
 from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Role, info, tensor
+from zgraph.program.sizes import part_of, stand_in, static, stood_for
 from zgraph.program.transfers import mark_exchange
 
 aten = torch.ops.aten
@@ -73,7 +75,7 @@ class Resharder:
         return self.call(aten.clone.default, (node,), record, "packed", memory_format=torch.contiguous_format)
 
     def viewed(self, node: fx.Node, shape: Sequence[int], record: NodeInfo) -> fx.Node:
-        if tuple(tensor(node).shape) == tuple(shape):
+        if list(map(static, tensor(node).shape)) == list(map(static, shape)):
             return node
         return self.call(aten.view.default, (self.packed(node, record), list(shape)), record, "viewed")
 
@@ -95,8 +97,12 @@ class Resharder:
         """A view in which the pieces of a part's axis have a dimension of their own, in front of what is in each; and which."""
         d, outer, inner = self._where(shape, part)
         sizes = list(tensor(node).shape)
-        each = sizes[d] // (outer * inner * pieces) * inner
-        return self.viewed(node, [*sizes[:d], outer, pieces, each, *sizes[d + 1 :]], record), d + 1
+        each = stand_in(sizes[d]) // (outer * inner * pieces) * inner
+        parts = [outer, pieces, each]
+        return self.viewed(node, [*sizes[:d], *map(self._size, parts), *sizes[d + 1 :]], record), d + 1
+
+    def _size(self, number: int) -> Any:
+        return stood_for(number, self.program.fake_mode)
 
     def _by_rank(self, node: fx.Node, shape: Shape, part: Shard, record: NodeInfo) -> tuple[fx.Node, int]:
         """Likewise, with one dimension for the ranks, in front of what each has."""
@@ -116,7 +122,8 @@ class Resharder:
     def _in_order(self, node: fx.Node, at: int, record: NodeInfo) -> fx.Node:
         """Of a folded axis: what ranks have, by rank in a dimension and the next, as it stands in the whole."""
         sizes = list(tensor(node).shape)
-        opened = self.viewed(node, [*sizes[: at + 1], 2, sizes[at + 1] // 2, *sizes[at + 2 :]], record)
+        half = part_of(sizes[at + 1], 2)
+        opened = self.viewed(node, [*sizes[: at + 1], 2, half, *sizes[at + 2 :]], record)
         first, last = (self.call(aten.select.int, (opened, at + 1, half), record, "half") for half in (0, 1))
         back = self.call(torch.ops.prims.rev.default, (last, [at]), record, "from_behind")
         return self.call(aten.cat.default, ([first, back], at), record, "in_order")
@@ -128,12 +135,12 @@ class Resharder:
 
     def picked(self, opened: fx.Node, dim: int, record: NodeInfo) -> fx.Node:
         """This rank's of the parts that stand along a dimension: one, or the two of a folded axis."""
-        place = self.place() if tensor(opened).shape[dim] == self.ranks else self._places()
+        place = self.place() if static(tensor(opened).shape[dim]) == self.ranks else self._places()
         return self.call(aten.index.Tensor, (opened, [*([None] * dim), place]), record, "mine")
 
     def _local(self, whole: fx.Node, part: Shard) -> list[int]:
         """The shape of a whole value's part."""
-        return [s // self.ranks if i == part.dim else s for i, s in enumerate(tensor(whole).shape)]
+        return [part_of(s, self.ranks) if i == part.dim else s for i, s in enumerate(tensor(whole).shape)]
 
     def place(self) -> fx.Node:
         """This rank's position, as a tensor of one element."""
@@ -166,7 +173,8 @@ class Resharder:
         local = list(tensor(node).shape)
         source, at = node, 0
         if outer > 1 or d or folded:
-            source, at = self.viewed(node, [*local[:d], outer, local[d] // outer, *local[d + 1 :]], record), d + 1
+            each = self._size(stand_in(local[d]) // outer)
+            source, at = self.viewed(node, [*local[:d], self._size(outer), each, *local[d + 1 :]], record), d + 1
         opened = list(tensor(source).shape)
         whole = self._start(
             collectives.ALL_GATHER, (self.packed(source, record), self.ranks), record, f"{node.name}_whole"
@@ -201,9 +209,9 @@ class Resharder:
         flat = self.viewed(front, [swapped[0] * swapped[1], *swapped[2:]], record)
         even = [swapped[1]] * self.ranks
         came = self._start(collectives.ALL_TO_ALL, (flat, even, even), record, f"{node.name}_turned")
-        mine = [s // self.ranks if i == e else s for i, s in enumerate(sizes)]
-        part = sizes[d] // (outer * inner)
-        spread = self.viewed(came, [self.ranks, *mine[:d], outer, part * inner, *mine[d + 1 :]], record)
+        mine = [part_of(s, self.ranks) if i == e else s for i, s in enumerate(sizes)]
+        part = stand_in(sizes[d]) // (outer * inner) * inner
+        spread = self.viewed(came, [self.ranks, *mine[:d], self._size(outer), self._size(part), *mine[d + 1 :]], record)
         joined = self._moved_dim(spread, 0, d + 1, record)
         if one.axis in self.folded:
             joined = self._in_order(joined, d + 1, record)

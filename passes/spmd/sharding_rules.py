@@ -23,6 +23,7 @@ from torch import fx
 from zgraph.program import collectives, ops
 from zgraph.program.aliases import is_random
 from zgraph.program.node import tensors, value
+from zgraph.program.sizes import is_symbolic, stand_in
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -35,10 +36,10 @@ Dims = tuple[tuple[Label, ...], ...]
 class Rule:
     """The labels of one operator: of its tensor operands in the order of `operands_of`, and of its results.
 
-    `sizes` has every label's. `whole` are labels that can't be split, `reduction` what parts of a result without the label are
-    combined by; results that are `alike` are of parts what they are of the whole. What is `unread` (operands whose values don't matter) may lie
-    in any way. Sums pass through the operands in `linear`: with all of these summed over ranks, and no other operand, the results are the
-    sums as well.
+    `sizes` has every label's, as numbers that stand for them (`zgraph.program.sizes.stand_in`). `whole` are labels that can't be split,
+    `reduction` what parts of a result without the label are combined by; results that are `alike` are of parts what they are of the whole. What
+    is `unread` (operands whose values don't matter) may lie in any way. Sums pass through the operands in `linear`: with all of these summed over
+    ranks, and no other operand, the results are the sums as well.
     """
 
     operands: tuple[Dims, ...]
@@ -63,10 +64,10 @@ class _Builder:
         self.operands = operands_of(self.node)
 
     def shape(self, at: int) -> tuple[int, ...]:
-        return tuple(value(self.operands[at]).shape)
+        return tuple(map(stand_in, value(self.operands[at]).shape))
 
     def results(self) -> list[tuple[int, ...]]:
-        return [tuple(t.shape) for t in tensors(self.node)]
+        return [tuple(map(stand_in, t.shape)) for t in tensors(self.node)]
 
     def dims(self, shape: Sequence[int], labels: Sequence[Label | None]) -> Dims:
         """One label a dimension; None, and any label of a dimension of size 1, is no label."""
@@ -102,10 +103,10 @@ class _Builder:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an operator reads, in the order of its arguments; one that it reads twice is there twice."""
+    """The tensors that an operator reads, in the order of its arguments; one that it reads twice is there twice. (Sizes are none.)"""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
-    return found
+    return [n for n in found if not is_symbolic(value(n))]
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -121,8 +122,6 @@ def rule_of(node: fx.Node) -> Rule | None:
     if node.target in ATTENTION:  # (it also gives lengths, and None for what was not asked for)
         made = tuple(v for v in made if isinstance(v, torch.Tensor))
     if not all(isinstance(v, torch.Tensor) for v in (*fakes, *made)):
-        return None
-    if any(not isinstance(s, int) for t in [*fakes, *tensors(node)] for s in t.shape):
         return None
     maker = _RULES.get(node.target) or _NAMED.get(node.target._schema.name)
     if maker is None and (torch.Tag.pointwise in node.target.tags or node.target in _POINTWISE):
@@ -423,9 +422,9 @@ def _slice(b: _Builder) -> Rule | None:
     if shape[dim] == result[dim]:
         labels = _named("d", len(shape))
         return b.rule([b.dims(shape, labels)], [b.dims(result, labels)], linear=(0,))
-    if argument(b.node, 4, 1) != 1:
+    start = argument(b.node, 2, 0) or 0
+    if argument(b.node, 4, 1) != 1 or isinstance(start, fx.Node):
         return _without_label(b, dim)
-    start = int(argument(b.node, 2, 0) or 0)
     return _cut(b, dim, [start + shape[dim] if start < 0 else start], [result])
 
 
@@ -443,7 +442,7 @@ def _without_label(b: _Builder, *dims: int) -> Rule:
 def _in_place_of(b: _Builder) -> Rule:
     node, count = b.node, len(b.shape(0))
     if node.target is aten.constant_pad_nd.default:
-        pads = list(argument(node, 1))
+        pads = list(argument(node, 1))  # (one that is a node is a size)
         return _without_label(b, *[count - 1 - i // 2 for i, pad in enumerate(pads) if pad])
     if node.target is aten.flip.default:
         return _without_label(b, *node.args[1])  # type: ignore[misc]
@@ -610,7 +609,7 @@ def _attention(b: _Builder) -> Rule | None:
     operands = [dims(b.shape(i), rows[i]) for i in range(len(b.operands))]
     if any(len(d) == 4 and not d[1] and b.shape(i)[1] != 1 for i, d in enumerate(operands)):
         return None
-    made = [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in value(b.node)]
+    made = [tuple(map(stand_in, v.shape)) if isinstance(v, torch.Tensor) else () for v in value(b.node)]
     backward = "grad_out" in names or "grad_out_" in names
     results = [dims(r, "k" if backward and i in (1, 2) else "q") for i, r in enumerate(made)]
     if any(not d[0] or not d[1] for d in results if len(d) > 2) and 1 not in queries[:2]:
@@ -729,7 +728,7 @@ def _reduce_scatter(b: _Builder) -> Rule:
 @_for(collectives.ALL_TO_ALL)
 def _all_to_all(b: _Builder) -> Rule | None:
     given, taken = list(b.node.args[2]), list(b.node.args[1])  # type: ignore[arg-type]
-    if len({*given, *taken}) != 1:
+    if len({*given, *taken}) != 1:  # (sizes that are nodes are equal if these are)
         return None
     before = _pieces_of_ranks(b, b.shape(0), len(given))
     after = _pieces_of_ranks(b, b.results()[0], len(taken), "others")

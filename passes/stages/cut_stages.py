@@ -25,6 +25,7 @@ from zgraph.passes.stages.stage_assignment import Homes
 from zgraph.program.aliases import root_of
 from zgraph.program.node import NodeInfo, Phase, info, set_info, tensor, value
 from zgraph.program.program import InputRole, OutputRole, Port, Program, of_backward
+from zgraph.program.sizes import static, typical
 from zgraph.torch_compat import fx_graphs
 
 aten = torch.ops.aten
@@ -43,8 +44,8 @@ class Transfer:
 
     @property
     def nbytes(self) -> int:
-        """What crosses, in bytes."""
-        return self.like.numel() * self.like.element_size()
+        """What crosses, in bytes, at the typical sizes of the program."""
+        return typical(self.like.numel()) * self.like.element_size()
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def _as_sent(node: fx.Node, joint: Program) -> torch.Tensor:
             hint="keep it a tensor (leave out .item(), float(), int()), or cut elsewhere: partition=[module paths]",
         )
     dense = bool(aten.is_non_overlapping_and_dense(val))
-    if dense and not val.storage_offset() and val.untyped_storage().nbytes() == val.numel() * val.element_size():
+    whole = static(val.untyped_storage().nbytes()) == static(val.numel() * val.element_size())
+    if dense and static(val.storage_offset()) == 0 and whole:
         return val
     with joint.fake_mode:
         if dense:
@@ -133,6 +135,7 @@ class _StageProgram:
             params={n: s for n, s in joint.params.items() if self.stage in self.homes.holders[n]},
             fake_mode=joint.fake_mode,
             aliases=joint.aliases,
+            sizes=joint.sizes,
         )
         self._evaluate_again()
         made = [(r.port, self.here[r.node]) for r in self.results if r.port.role is not OutputRole.GRADIENT]
@@ -156,10 +159,12 @@ class _StageProgram:
                 here = self.stage in self.homes.holders[port.name]
             elif port.role is InputRole.TANGENT:
                 here = self.stage == self.homes.home[node]
+            elif port.role is InputRole.SIZE:
+                here = True
             else:
                 here = self.stage in self.homes.readers[node]
             if here:
-                self._place(node, port, info(node), tensor(node))
+                self._place(node, port, info(node), value(node))
         for transfer in self.coming:
             node = self.by_name[transfer.name]
             role = InputRole.RETURNED if transfer.back else InputRole.RECEIVED
@@ -167,7 +172,7 @@ class _StageProgram:
             record = NodeInfo(phase, module=info(node).module, source=info(node).source, made_by="cut_stages")
             self._place(node, Port(role, transfer.name), record, transfer.like)
 
-    def _place(self, node: fx.Node, port: Port, record: NodeInfo, fake: torch.Tensor) -> None:
+    def _place(self, node: fx.Node, port: Port, record: NodeInfo, fake: Any) -> None:
         placed = self.here[node] = self.graph.placeholder(node.name)
         placed.meta = {**node.meta, "val": fake}
         set_info(placed, record)
@@ -203,7 +208,7 @@ class _StageProgram:
         root = self.homes.ports.get(root_of(node))
         if _same_strides(tensor(here), like) and (root is None or (root.role, root.name) not in changed):
             return here
-        order = sorted(range(like.dim()), key=lambda d: (-like.stride()[d], d))
+        order = sorted(range(like.dim()), key=lambda d: (-typical(like.stride()[d]), d))
         if order == sorted(order):
             return self._copied(here, record, f"dense_{node.name}")
         packed = self._call(aten.permute.default, (here, order), record, f"packed_{node.name}")
@@ -250,12 +255,13 @@ class _StageProgram:
 
 def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
     """(That of a dimension of size 1 means nothing.)"""
-    return all(a == b for a, b, n in zip(one.stride(), other.stride(), one.shape, strict=True) if n != 1)
+    strides = zip(map(static, one.stride()), map(static, other.stride()), map(static, one.shape), strict=True)
+    return all(a == b for a, b, n in strides if n != 1)
 
 
 def _same_layout(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return _same_strides(one, other) and one.storage_offset() == other.storage_offset()
+        return _same_strides(one, other) and static(one.storage_offset()) == static(other.storage_offset())
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return all(map(_same_layout, one, other))
-    return one == other
+    return bool(static(one) == static(other))

@@ -30,10 +30,11 @@ from zgraph.passes.analysis.costs import flops_of, size_of
 from zgraph.program.aliases import is_cast, is_random, is_view, made_once
 from zgraph.program.node import Phase, info, tensors, value
 from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.program.sizes import typical
 
 aten = torch.ops.aten
 LIGHT_FLOP = 4  # FLOP for each element of a result: an outer product (rotary angles) is light, attention is not
-_GIVEN = (InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT)
+_GIVEN = (InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT, InputRole.SIZE)
 _STATES = {"key", "seed", "offset", "rng_state"}  # what schemas call the state of a random operator that is given one
 
 
@@ -110,7 +111,7 @@ def anchors_of(program: Program) -> list[Anchor]:
 
 
 def _arithmetic(node: fx.Node) -> bool:
-    return flops_of(node) > LIGHT_FLOP * sum(t.numel() for t in tensors(node))
+    return flops_of(node) > LIGHT_FLOP * sum(typical(t.numel()) for t in tensors(node))
 
 
 def _draws(node: fx.Node) -> bool:

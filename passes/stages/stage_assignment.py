@@ -27,6 +27,7 @@ from zgraph.passes.stages.stage_costs import origins
 from zgraph.program.aliases import is_random, is_view, made_once
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.program import InputRole, OutputRole, Port, Program
+from zgraph.program.sizes import static
 
 
 class Result(NamedTuple):
@@ -255,5 +256,6 @@ def _is_sum(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     return all(
-        tensor(a).shape == tensor(node).shape and tensor(a).dtype is tensor(node).dtype for a in node.all_input_nodes
+        [*map(static, tensor(a).shape)] == [*map(static, tensor(node).shape)] and tensor(a).dtype is tensor(node).dtype
+        for a in node.all_input_nodes
     )

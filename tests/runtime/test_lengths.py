@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import os
 import random
 import re
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
+import refusals
 import torch
 from sized_models import Branches
 from sweeps import sweep
@@ -20,6 +23,7 @@ from torch import nn
 import zgraph
 from zgraph.errors import PlanError, SignatureError, SizeError, VerifyError, ZgraphError
 from zgraph.passes import verify_program
+from zgraph.passes.analysis.memory import memory_of
 from zgraph.program.printer import render
 from zgraph.program.program import InputRole
 from zgraph.program.serialize import from_json, to_json
@@ -212,13 +216,7 @@ def test_a_length_beyond_what_the_model_takes_is_refused_with_the_line_that_boun
 
 
 def test_dynamic_with_what_divides_sizes_is_refused():
-    for given in (
-        {"mesh": {"tp": 2}},
-        {"mesh": {"cp": 2}},
-        {"mesh": {"pp": 2}},
-        {"memory_budget": "1GiB"},
-        {"tiles": {"loss": 2}},
-    ):
+    for given in ({"mesh": {"cp": 2}}, {"tiles": {"loss": 2}}):
         with pytest.raises(PlanError, match="sizes are to differ from call to call"):
             zgraph.Plan(dynamic=DECLARED, **given)
     with pytest.raises(PlanError, match="static"):
@@ -502,9 +500,123 @@ class Scaled(nn.Module):
 
 
 def test_the_argument_that_makes_program_after_program_is_named(caplog):
-    mine, _ = pair(Scaled)
+    mine, _ = pair(Scaled, shapes="static")
     with caplog.at_level(logging.WARNING, "zgraph"):
         for step in range(6):
             mine(torch.randn(3, 4), temperature=1.0 + step / 8)
     (told,) = [r.getMessage() for r in caplog.records if "calls of one structure" in r.getMessage()]
     assert "'temperature' differs from call to call (1.0, 1.125, 1.25, 1.375)" in told and "torch.tensor" in told
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_python_number_that_differs_from_call_to_call_is_given_to_one_program(backend):
+    mine, plain = pair(Scaled, backend=backend)
+    for step, (rows, length) in enumerate([(3, 4), (3, 4), (3, 4), (5, 4), (5, 4), (2, 4)]):
+        call = {"x": torch.randn(rows, length), "temperature": 1.0 + step / 7}
+        assert difference(mine, plain, call) <= (0.0 if backend == "eager" else 1e-6)
+    assert len(mine.zgraph.programs) <= 3  # (of a number, then of any, then of any and any rows)
+
+
+class Anneals(nn.Module):
+    """Reads a number that is set from outside, and one that decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.rate, self.step = nn.Linear(4, 4), 0.5, 0
+
+    def forward(self, x, options):
+        made = self.mix(x) * self.rate + options["shift"]
+        return (made if self.step < 3 else made.sin()).square().mean()
+
+
+def test_numbers_of_the_model_and_inside_of_arguments_are_given_too():
+    mine, plain = pair(Anneals)
+    for step in range(8):
+        for model in (mine, plain):
+            model.rate, model.step = 0.5 + step / 9, step
+        assert difference(mine, plain, {"x": torch.randn(3, 4), "options": {"shift": step / 3}}) == 0.0
+    assert len(mine.zgraph.programs) <= 5
+
+
+def test_a_number_that_decides_is_a_constant_where_sizes_differ_too():
+    mine, plain = pair(Anneals)
+    for step in range(6):
+        for model in (mine, plain):
+            model.step = step
+        assert difference(mine, plain, {"x": torch.randn(3 + step % 3, 4), "options": {"shift": 0.5}}) == 0.0
+
+
+class Repeats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x, times):
+        return self.mix(x).repeat(1, times).square().mean()
+
+
+def test_a_python_number_that_is_a_size_is_a_constant():
+    mine, plain = pair(Repeats)
+    for times in (1, 2, 3, 2, 3):
+        assert difference(mine, plain, {"x": torch.randn(3, 4), "times": times}) == 0.0
+    assert len(mine.zgraph.programs) == 3
+
+
+def test_programs_that_were_not_called_for_longest_go():
+    mine, plain = pair(Square, shapes="static", max_programs=3)
+    kept: list[weakref.ref[object]] = []
+    for length in (4, 5, 6, 4, 7, 8, 4, 5):
+        assert difference(mine, plain, {"x": torch.randn(3, length)}) < 1e-6
+        kept += [weakref.ref(step) for step in mine.zgraph.programs.values() if step not in [ref() for ref in kept]]
+        assert len(mine.zgraph.programs) <= 3
+    assert list(mine.zgraph.programs) == ["train0", "train4", "train5"]
+    gc.collect()
+    assert sum(ref() is not None for ref in kept) == 3 and len(kept) == 6
+
+
+# Memory.
+BOUNDED = {"ids": {0: zgraph.Size("rows", max=8, typical=4), 1: "length"}, "labels": {0: "rows", 1: "length"}}
+
+
+def _least(**fields: object) -> int:
+    torch.manual_seed(0)
+    mine, _ = pair(memory_budget=1, dynamic=BOUNDED, **fields)
+    return refusals.smallest(lambda: mine(**batch(3, 12)))
+
+
+def test_a_budget_is_for_the_largest_sizes():
+    least = _least()
+    assert least == refusals.smallest(lambda: pair(memory_budget=1, shapes="static")[0](**batch(8, 48)))
+    mine, plain = pair(memory_budget=least, dynamic=BOUNDED)
+    for rows, length in ((3, 12), (8, 48), (2, 5)):
+        assert difference(mine, plain, batch(rows, length)) == 0.0
+    (step,) = mine.zgraph.programs.values()
+    found = step.history().program
+    assert step.choice.activations is not None  # (it is computed again, though at typical sizes all would fit)
+    for point in (
+        {"rows": 8, "length": 48},
+        {"rows": 2, "length": 48},
+        {"rows": 8, "length": 2},
+        {"rows": 3, "length": 17},
+    ):
+        assert max(sum(at.values()) for at in memory_of(found.at(point))) <= least
+    assert max(sum(at.values()) for at in memory_of(found)) == max(
+        sum(at.values()) for at in memory_of(found.at({"rows": 8, "length": 48}))
+    )
+
+
+def test_a_budget_and_a_size_without_a_maximum():
+    mine, _ = pair(memory_budget="1GiB", dynamic={"ids": {0: "rows"}, "labels": {0: "rows"}})
+    with pytest.raises(SizeError, match="size 'rows' has no maximum, and memory_budget is set") as found:
+        mine(**batch(3, 12))
+    assert 'zgraph.Size("rows", max=…)' in found.value.hint
+
+
+def test_what_was_learned_without_a_maximum_is_a_number_beside_a_budget(caplog):
+    mine, plain = pair(memory_budget="1GiB")
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        for rows, length in ((3, 12), (3, 7), (3, 30), (2, 5)):
+            assert difference(mine, plain, batch(rows, length)) == 0.0
+    assert len(mine.zgraph.programs) == 3  # (the length is bounded by the table of positions)
+    (told,) = [r.getMessage() for r in caplog.records if "is a program of its own" in r.getMessage()]
+    assert "each batch" in told and "how large" in told

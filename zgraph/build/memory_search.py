@@ -22,7 +22,7 @@ from zgraph.build.recipe import to_recipe
 from zgraph.codegen import cpu_gemm
 from zgraph.errors import PlanError
 from zgraph.passes import History, Pass, PassManager
-from zgraph.passes.analysis.costs import size_of
+from zgraph.passes.analysis.costs import most_bytes
 from zgraph.passes.analysis.memory import idle_bytes
 from zgraph.passes.analysis.parameter_collectives import gathers_of, largest_layer
 from zgraph.passes.analysis.simulator import Forecast, simulate
@@ -228,7 +228,7 @@ class Search:
             program = self._after_cut(choice)
             with self._failures_of(choice):
                 found = simulate(program, self.context.costs)
-            came = sum(size_of(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values())
+            came = sum(most_bytes(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values())
             self.simulated[choice] = found, max(sum(found.peak.values()), _after(program)), came
         found, peak, came = self.simulated[choice]
         # (`came` is counted by the program)
@@ -428,8 +428,8 @@ def _after(program: Program) -> int:
     """Bytes at the end of the update: parameters, gradients, and the first gathers of the next step with what was sent."""
     params = program.input_nodes(InputRole.PARAMETER).values()
     grads = [n for p, n in program.output_items() if p.role is OutputRole.GRADIENT]
-    held = sum(size_of(n) for n in (*params, *grads) if info(n).home is None)
+    held = sum(most_bytes(n) for n in (*params, *grads) if info(n).home is None)
     for gather in gathers_of(program):
         if info(gather.start).ahead:
-            held += gather.bytes + sum(size_of(a) for a in gather.start.all_input_nodes)
+            held += gather.bytes + sum(most_bytes(a) for a in gather.start.all_input_nodes)
     return held

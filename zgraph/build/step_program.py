@@ -7,6 +7,7 @@ they are first needed.
 
 from __future__ import annotations
 
+import abc
 import functools
 import logging
 import time
@@ -275,7 +276,34 @@ class StepProgram:
         return checked(made, self.context.groups)
 
 
-class Entry:
+class Serves(abc.ABC):
+    """What serves the calls of one input signature, or of many that differ in sizes alone."""
+
+    trace: Trace
+    only: Mapping[str, int]  # sizes by name that are numbers in it, and symbols in other programs of such calls
+
+    @abc.abstractmethod
+    def programs(self) -> list[StepProgram]:
+        """Those made so far."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it serves calls that differ in sizes."""
+        return bool(self.trace.sizes)
+
+    def holds(self, point: Mapping[str, int]) -> bool:
+        """Whether its programs hold at these sizes by name."""
+        if any(point[name] != size for name, size in self.only.items()):
+            return False
+        return not self.open or all(s.captured.sizes.hold(point) for s in self.programs())
+
+    def bound(self, point: Mapping[str, int]) -> tuple[str, str | None]:
+        """(the first condition of its programs that does not hold at a point, the user's line that made it one)."""
+        broken = (s.captured.sizes.broken(point) for s in self.programs())
+        return next((found for found in broken if found[0]), ("", None))
+
+
+class Entry(Serves):
     """One input signature."""
 
     def __init__(self, name: str, shown: str, trace: Trace, rows: int, context: BuildContext) -> None:
@@ -291,25 +319,8 @@ class Entry:
         self._programs: dict[frozenset[int], StepProgram] = {}
         # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
         self.settled = self.unsettled = self.unsettled_before = False
-        # Sizes by name that are numbers in it, and symbols in other programs of such calls.
-        self.only: Mapping[str, int] = {}
+        self.only = {}
         self.batch_known = False  # was it seen that what is cut into micro-batches is the batch?
-
-    @property
-    def open(self) -> bool:
-        """Whether it serves calls that differ in sizes."""
-        return bool(self.trace.sizes)
-
-    def holds(self, point: Mapping[str, int]) -> bool:
-        """Whether its programs hold at these sizes by name."""
-        if any(point[name] != size for name, size in self.only.items()):
-            return False
-        return not self.open or all(s.captured.sizes.hold(point) for s in self._programs.values())
-
-    def bound(self, point: Mapping[str, int]) -> tuple[str, str | None]:
-        """(the first condition of its programs that does not hold at a point, the user's line that made it one)."""
-        broken = (s.captured.sizes.broken(point) for s in self._programs.values())
-        return next((found for found in broken if found[0]), ("", None))
 
     def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
         """The program in which these flat outputs are differentiated (by default those that were the last time)."""

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zgraph.errors import StepError
 from zgraph.passes.analysis.axes import Axes
+from zgraph.passes.spmd.sharding_rules import operands_of
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Program
+from zgraph.program.sizes import static
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
@@ -143,7 +145,7 @@ class _Order:
         }  # what is computed of the model's tensors alone
         self.counts: set[fx.Node] = set()  # what is computed of 0, 1, 2, … along the batch alone
         for node in forward:
-            operands = node.all_input_nodes
+            operands = operands_of(node)
             if operands and self.own.issuperset(operands):
                 self.own.add(node)
             if operands and self.counts.issuperset(operands):
@@ -161,7 +163,7 @@ class _Order:
 
     def _what(self, node: fx.Node) -> str | None:
         packet = getattr(node.target, "overloadpacket", None)
-        name, operands = getattr(packet, "__name__", ""), node.all_input_nodes
+        name, operands = getattr(packet, "__name__", ""), operands_of(node)
         if name.startswith("_scaled_dot_product") and any(self._has(o, (-2,)) for o in operands[:2]):
             return "attends over it"
         if (name == "convolution" and self._has(operands[0], range(1, 9))) or (
@@ -200,7 +202,7 @@ class _Order:
         at, default = (1, 0) if name == "slice" else (2, 0)
         dim = node.args[at] if len(node.args) > at else default
         made = node.meta["val"] if name == "slice" else node.meta["val"][0]
-        if not isinstance(dim, int) or made.shape[dim] == of.meta["val"].shape[dim]:
+        if not isinstance(dim, int) or static(made.shape[dim]) == static(of.meta["val"].shape[dim]):
             return False
         if of in self.own:
             return name == "slice" and bool(self.batch & set(self.axes.shape(node)[dim]))

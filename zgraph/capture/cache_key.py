@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zgraph.capture.varying_sizes import MARK, Signature
+from zgraph.capture.varying_sizes import MARK, VALUE, Signature
 from zgraph.torch_compat import dynamo
 from zgraph.torch_compat.modules import registered
 
@@ -27,7 +27,8 @@ def signed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     modes. (Parameters have the form of their layouts: `Shards.refresh`.)"""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
-    told = [_input(leaf, tensors) for leaf in leaves]
+    numbers: list[str] = []
+    told = [_input(leaf, tensors, numbers) for leaf in leaves]
     inputs = ", ".join(told)
     own = registered(module)
     training = "".join(["t" if child.training else "e" for child in own.modules])
@@ -39,13 +40,17 @@ def signed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     same = "".join(f"; {one} is {other}" for one, other in _identical(own.modules, leaves))
     modes = f"modules {_runs(training)}; parameters {_runs(frozen)}; buffers ({buffers})"
     family = f"inputs ({inputs}{same}); structure {spec}"
-    return Signature(
-        f"{family}; {modes}; {grad}; autocast {casts}", family, tuple(tensors), tuple(told), (args, kwargs)
-    )
+    form = f"{family}; {modes}; {grad}; autocast {casts}"
+    shown = tuple([repr(x) if type(x) in (int, float) else t for x, t in zip(leaves, told, strict=True)])
+    return Signature(form, family, tuple(tensors), tuple(numbers), shown, (args, kwargs))
 
 
-def _input(leaf: Any, tensors: list[torch.Tensor]) -> str:
-    """A leaf of the inputs; with a mark in place of a shape, and the number of its dimensions, where sizes may differ from call to call."""
+def _input(leaf: Any, tensors: list[torch.Tensor], numbers: list[str]) -> str:
+    """A leaf of the inputs; with a mark in place of a shape, and the number of its dimensions, where sizes may differ from call to call, and one in
+    place of a Python number's value."""
+    if type(leaf) in (int, float):
+        numbers.append(repr(leaf))
+        return f"{VALUE}{len(numbers) - 1}{VALUE} of type {type(leaf).__name__}"
     plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.dim() > 0 and leaf.is_contiguous()
     if not plain:
         return _leaf(leaf, set())

@@ -50,7 +50,7 @@ from zgraph.program import ops
 from zgraph.program.aliases import root_of
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
-from zgraph.torch_compat import aot, dynamo, fx_graphs, lock, tensor_storage
+from zgraph.torch_compat import aot, dynamo, fx_graphs, lock, symbols, tensor_storage
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,11 @@ class Trace:
 
         inputs = tuple(key(n) for n in graph.find_nodes(op="placeholder"))
         return PlainStorages(inputs, tuple(key(n) for n in graph.output_node().args[0]))  # type: ignore[union-attr]
+
+    def shapes_in(self, flat: Sequence[Any]) -> Callable[[torch.Tensor], tuple[int, ...]]:
+        """The shape of a fake tensor of the capture in a call with these flat inputs."""
+        point = {size.symbol: flat[size.index].shape[size.dim] for size in self.sizes}
+        return lambda fake: tuple(symbols.substituted(symbols.expression(size), point) for size in fake.shape)
 
     def source(self, index: int) -> str:
         """What the user calls a flat input."""
@@ -348,7 +353,7 @@ def _same_draws() -> Iterator[None]:
 def _captured(
     bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Fakes
 ) -> dynamo.FlatCapture:
-    """Capture such that the numbers that forward itself changes, and the lists that it appends to, are no constants.
+    """Capture such that the numbers that forward itself changes, or that are open, and the lists that it appends to, are no constants.
 
     (They would be others at each call.) Where a number has to be a constant, because it is a size say, it is one.
     """
@@ -366,15 +371,17 @@ def _captured(
             why="what is left in it can't be compared before a call, nor put back after a capture",
             hint="take from it outside of forward, and give what it gave as an argument",
         )
-    numbers: list[str] = []
+    capture = functools.partial(dynamo.capture_flat, bound, args, kwargs, open_dims=fakes.open_dims)
+    numbers = list(fakes.open_sizes.numbers) if fakes.open_sizes is not None else []
     lists: list[Any] = []
+    if numbers:
+        flat, numbers = _with_numbers(capture, numbers, lists)
     for _ in range(3):  # (a branch not taken before may change others)
         changed = _changed_numbers(flat, bound, args, kwargs)
         longer = [x for x in flat.effects.containers if isinstance(x, (list, deque)) and not any(x is y for y in lists)]
         if not changed and not longer:
             break
         numbers, lists = [*numbers, *changed], [*lists, *longer]
-        capture = functools.partial(dynamo.capture_flat, bound, args, kwargs, open_dims=fakes.open_dims)
         flat, numbers = _with_numbers(capture, numbers, lists)
     return flat
 
@@ -609,7 +616,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     for node in graph.nodes:
         node.meta.pop("desc", None)
     program.recompile()
-    return with_own_sizes(program, trace.sizes, trace.open_sizes) if trace.open_sizes is not None else program
+    return with_own_sizes(program, trace.sizes, trace.open_sizes)
 
 
 def _fold_sizes(graph: fx.Graph, trace: Trace) -> dict[fx.Node, TracedSize]:

@@ -27,11 +27,12 @@ from zgraph.torch_compat import symbols
 @dataclass(frozen=True)
 class OpenSizes:
     """Which sizes of a call are to be symbols: `names` by dimension, by the ids of its tensors; `points` at which they are traced; `ranges` that
-    a user has declared, (smallest, largest)."""
+    a user has declared, (smallest, largest). `numbers` are the Python numbers that are to be given to the program, as captures call them."""
 
     names: Mapping[int, dict[int, str]]
     points: Mapping[str, int]
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def refuse_numbers(traced: Sequence[TracedSize], graph: fx.Graph) -> None:
 def _of_size(name: str, what: str, **told: str | None) -> SizeError:
     """An error that knows which size it is about."""
     error = SizeError(what, **told)
-    error.size = name
+    error.sizes = (name,)
     return error
 
 
@@ -170,8 +171,10 @@ def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[Trace
     return made
 
 
-def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: OpenSizes) -> Program:
-    """The captured program with an environment of its own, and with what it holds for."""
+def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: OpenSizes | None) -> Program:
+    """The captured program with an environment of its own, and with what it holds for; itself, where all sizes are numbers."""
+    if declared is None or not traced:
+        return program
     env = program.fake_mode.shape_env
     symbols_of = {t.symbol: t.name for t in reversed(traced)}
     sizes.named_symbols(env, symbols_of)
@@ -204,6 +207,7 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Ope
 def _known_size(traced: TracedSize, env: Any, declared: OpenSizes) -> ProgramSize:
     low, high = symbols.bounds(env, traced.symbol)
     where = symbols.bounded_by(env, traced.symbol)
+    bounded = high is not None  # (by the model)
     wanted = declared.ranges.get(traced.name)
     if wanted is not None:
         if wanted[0] < low or (wanted[1] is not None and high is not None and wanted[1] > high):
@@ -219,4 +223,4 @@ def _known_size(traced: TracedSize, env: Any, declared: OpenSizes) -> ProgramSiz
         high = wanted[1] if high is None else high if wanted[1] is None else min(high, wanted[1])
     point = declared.points[traced.name]
     typical = max(low, min(point, high or point))
-    return ProgramSize(traced.name, low, high, typical, traced.index, traced.dim, where if high is not None else None)
+    return ProgramSize(traced.name, low, high, typical, traced.index, traced.dim, where if bounded else None)

@@ -1,4 +1,4 @@
-"""Which sizes of a model's calls differ: learned from the calls, or declared.
+"""Which sizes of a model's calls differ, and which Python numbers among their arguments: learned from the calls, or declared.
 
 Calls of one *family* have inputs of the same structure, dtypes and numbers of dimensions. Dimensions that had several sizes so far are *open*:
 they have names, in programs they are symbols. Two have one name while they were equal in every call. All else is a number, and so is an open
@@ -30,17 +30,22 @@ Place = tuple[int, int]
 
 Shapes = tuple[tuple[int, ...], ...]
 
+Numbers = tuple[str, ...]
+"""Python numbers among the arguments of a call, in words."""
+
 MARK = "\0"  # around the number of a tensor in a signature, in place of its shape
+VALUE = "\1"  # around that of a Python number, in place of its value
 
 
 @dataclass(frozen=True)
 class Signature:
-    """All about a call that a capture specialises on. `form` has it in words, with a mark for the shape of each of the `tensors`; `family` is
-    the part of it that is about the inputs."""
+    """All about a call that a capture specialises on. `form` has it in words, with a mark for the shape of each of the `tensors`, and for the
+    value of each of the `numbers`; `family` is the part of it that is about the inputs."""
 
     form: str
     family: str
     tensors: tuple[torch.Tensor, ...]
+    numbers: Numbers
     leaves: tuple[str, ...]  # each of the inputs, in words
     call: tuple[tuple[Any, ...], dict[str, Any]] = field(repr=False)
 
@@ -60,12 +65,38 @@ class Signature:
         places = {id(leaf): path for path, leaf in pytree.tree_leaves_with_path(named)}
         return tuple(pytree.keystr(places[id(t)])[2:].replace("']", "", 1) for t in self.tensors)
 
-    def text(self, names: Mapping[Place, str] = MappingProxyType({})) -> str:
-        """The signature with shapes: of sizes that have names these, but for those that are 0 or 1."""
+    def sources(self, parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
+        """What a capture calls each of the numbers: "L['temperature']"; of a forward with these parameters behind the module."""
+        plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        others = {p.kind: p.name for p in parameters}
+        named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        found = []
+        for path, leaf in pytree.tree_leaves_with_path((list(self.call[0]), self.call[1])):
+            if type(leaf) not in (int, float):
+                continue
+            inner = pytree.keystr(path[2:])
+            if path[0].idx == 0:  # type: ignore[attr-defined]
+                at: int = path[1].idx  # type: ignore[attr-defined]
+                rest = at - len(plain)
+                own = (
+                    f"L[{plain[at]!r}]" if rest < 0 else f"L[{others.get(inspect.Parameter.VAR_POSITIONAL)!r}][{rest}]"
+                )
+            else:
+                key = path[1].key  # type: ignore[attr-defined]
+                own = f"L[{key!r}]" if key in named else f"L[{others.get(inspect.Parameter.VAR_KEYWORD)!r}][{key!r}]"
+            found.append(own + inner)
+        return tuple(found)
+
+    def text(self, names: Mapping[Place, str] = MappingProxyType({}), given: Collection[int] = ()) -> str:
+        """The signature with shapes: of sizes that have names these, but for those that are 0 or 1; and with the values of Python numbers, but for
+        those that are `given` to the program."""
         parts = self.form.split(MARK)
         for number, tensor in enumerate(self.tensors):
             shown = [names.get((number, d), n) if n > 1 else n for d, n in enumerate(tensor.shape)]
             parts[2 * number + 1] = f"[{', '.join(map(str, shown))}]"
+        parts = "".join(parts).split(VALUE)
+        for number, value in enumerate(self.numbers):
+            parts[2 * number + 1] = "any" if number in given else value
         return "".join(parts)
 
 
@@ -75,6 +106,7 @@ class Family:
 
     paths: tuple[str, ...]
     whole: tuple[bool, ...]
+    sources: tuple[str, ...] = ()  # what captures call the Python numbers
     declared: dict[Place, Size] = field(default_factory=dict)
     first: Shapes = ()  # those of the first call
     differed: set[Place] = field(default_factory=set)  # dimensions that had several sizes
@@ -82,6 +114,16 @@ class Family:
     points: dict[Place, int] = field(default_factory=dict)  # the largest size that each had
     closed: dict[Place, str] = field(default_factory=dict)  # dimensions that the model has for numbers, and why
     names: dict[Place, str] = field(default_factory=dict)  # of the dimensions that are open
+    first_numbers: Numbers | None = None
+    given: set[int] = field(default_factory=set)  # Python numbers that had several values, and are given to programs
+    constant: set[int] = field(default_factory=set)  # those that a program can't be given
+
+    def learn_numbers(self, numbers: Sequence[Numbers]) -> None:
+        """Take in calls with these Python numbers."""
+        for one in numbers:
+            self.first_numbers = self.first_numbers or one
+            differ = {at for at, (a, b) in enumerate(zip(self.first_numbers, one, strict=True)) if a != b}
+            self.given |= differ - self.constant
 
     def learn(self, shapes: Sequence[Shapes], *, anticipate: bool) -> None:
         """Take in calls with these shapes. With `anticipate` sizes are open that are likely to differ, though they did not yet."""
@@ -186,8 +228,9 @@ class Family:
         """What a capture for this call has as symbols, `without` these; None where all of its sizes are numbers. It is made `at` these sizes, by
         default at the typical ones, else the largest so far."""
         here = {n: size for n, size in self.point(signature).items() if n not in without}
+        given = tuple(self.sources[at] for at in sorted(self.given))
         if not here:
-            return None
+            return OpenSizes({}, {}, {}, given) if given else None
         names: dict[int, dict[int, str]] = {}
         points: dict[str, int] = {}
         for (number, dim), name in self.names.items():
@@ -202,14 +245,20 @@ class Family:
                 points[size.name] = size.typical
         points |= {n: size for n, size in (at or {}).items() if n in points}
         bounded = {n: min(p, ranges[n][1] or p) if n in ranges else p for n, p in points.items()}
-        return OpenSizes(names, distinct(bounded), ranges)
+        return OpenSizes(names, distinct(bounded), ranges, given)
+
+    def note_constants(self, constants: Collection[str]) -> None:
+        """Let Python numbers be constants, by their values, that a program could not be given."""
+        found = {at for at, source in enumerate(self.sources) if source in constants}
+        self.constant |= found & self.given
+        self.given -= found
 
 
 class VaryingSizes:
     """The families of a model's calls."""
 
-    def __init__(self, dynamic: Mapping[str, Mapping[str, Size]], positional: Sequence[str]) -> None:
-        self.dynamic, self.positional = dynamic, positional
+    def __init__(self, dynamic: Mapping[str, Mapping[str, Size]], parameters: Sequence[inspect.Parameter]) -> None:
+        self.dynamic, self.parameters = dynamic, tuple(parameters)
         self.sizes = declared(dict(dynamic))  # type: ignore[arg-type]
         self._families: dict[str, Family] = {}
 
@@ -217,9 +266,11 @@ class VaryingSizes:
         """What is known of calls of this form. Raises `SignatureError` where the plan declares a dimension that an argument does not have."""
         known = self._families.get(signature.family)
         if known is None:
-            paths = signature.paths(self.positional)
+            paths = signature.paths([p.name for p in self.parameters])
             whole = tuple(not t.is_floating_point() and not t.is_complex() for t in signature.tensors)
-            known = self._families[signature.family] = Family(paths, whole, self._declared(signature, paths))
+            known = self._families[signature.family] = Family(
+                paths, whole, signature.sources(self.parameters), self._declared(signature, paths)
+            )
         return known
 
     def _declared(self, signature: Signature, paths: Sequence[str]) -> dict[Place, Size]:

@@ -12,7 +12,7 @@ from zgraph.build.step_program import StepProgram
 from zgraph.inspection.inspection import EVALUATION, STEP, UPDATE, Inspection, Way
 from zgraph.inspection.snapshot import of_record
 from zgraph.passes import History
-from zgraph.passes.analysis.costs import Costs, size_of
+from zgraph.passes.analysis.costs import Costs, most_bytes
 from zgraph.plan.plan import Plan
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.remark import Remark
@@ -111,7 +111,7 @@ def _step_ways(step: StepProgram, costs: Costs, parts: list[tuple[str, Variant, 
     ways = []
     for which, variant, runs in parts:
         history = step.history(variant)
-        came = sum(size_of(n) for n in history.program.input_nodes(InputRole.ACCUMULATOR).values())
+        came = sum(most_bytes(n) for n in history.program.input_nodes(InputRole.ACCUMULATOR).values())
         name = step.name if which == "first" else f"{step.name}-{which}"
         way = _way(history, max(0, step.outside.held - came), costs, name)  # (what came is the program's)
         way.step, way.runs = step.name, runs

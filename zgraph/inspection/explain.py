@@ -20,7 +20,7 @@ from zgraph.inspection.inspection import Inspection, Way
 from zgraph.inspection.memory import HELD, peak_of
 from zgraph.inspection.stalls import exposed_by_transfer, transfer_of
 from zgraph.names import did_you_mean
-from zgraph.passes.analysis.costs import size_of
+from zgraph.passes.analysis.costs import most_bytes
 from zgraph.passes.analysis.simulator import Forecast
 from zgraph.passes.analysis.timeline import Span
 from zgraph.program import collectives, transfers_to_host
@@ -230,7 +230,7 @@ def _made(way: Way, node: fx.Node) -> Iterator[Statement]:
     else:
         yield Statement(
             f"it computes {record.copy_of} again, for the backward",
-            why=f"{record.copy_of} is then not kept from the forward to the backward: {shown_bytes(size_of(node))} less",
+            why=f"{record.copy_of} is then not kept from the forward to the backward: {shown_bytes(most_bytes(node))} less",
             remedy='recompute="none" keeps it',
         )
 
@@ -380,7 +380,7 @@ def _transfers(inspection: Inspection, way: Way, name: str) -> Iterator[Statemen
             yield Statement(f"{node.name} lets the gathered copy go", why="nothing behind it reads it")
         elif transfers_to_host.is_start(node):
             yield Statement(
-                f"{node.name}: {record.role.value} {shown_bytes(size_of(transfers_to_host.moved_value(node)))}"
+                f"{node.name}: {record.role.value} {shown_bytes(most_bytes(transfers_to_host.moved_value(node)))}"
             )
     if counts[Phase.FORWARD] and not counts[Phase.BACKWARD] and program.params[name].requires_grad:
         yield Statement("it is not gathered again for the backward", why=_why_once(inspection, way, name))
@@ -437,7 +437,7 @@ def _updated(inspection: Inspection, update: Way, name: str) -> Iterator[Stateme
     shown = ", ".join(
         f"{key} {type_text(value(n))}{f' in {info(n).home}' if info(n).home else ''}" for key, n in states.items()
     )
-    size = sum(size_of(n) for n in states.values() if info(n).home is None)
+    size = sum(most_bytes(n) for n in states.values() if info(n).home is None)
     mine = (info(n) for n in program.graph.nodes if has_info(n) and info(n).param == name)
     groups = sorted({record.group for record in mine if record.group})
     yield Statement(

@@ -416,6 +416,11 @@ class Plan(Record, frozen=True):
         description="sizes that are symbols from the first call on: a table from arguments of forward to tables from dimensions to sizes "
         "(a name, or a record with name, max and typical); equal names are one size",
     )
+    max_programs: Annotated[StrictInt, Field(ge=1)] = Field(
+        examples=[16],
+        default=128,
+        description="how many compiled programs are kept, each for the calls of one signature; of more the one that was called for longest ago goes",
+    )
     offload: Offload = Field(
         examples=[{"optimizer": "cpu", "activations": "nvme:/mnt/disk"}],
         default=Offload(),

@@ -14,15 +14,8 @@ __all__ = ["Dynamic", "Size"]
 
 
 FIXED_BY: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "mesh.tp",
-        lambda plan: plan.mesh.get("tp", 1) != 1,
-        "tensor parallelism divides values by sizes that are numbers",
-    ),
     ("mesh.cp", lambda plan: plan.mesh.get("cp", 1) != 1, "context parallelism divides sequences of one length"),
-    ("mesh.pp", lambda plan: plan.mesh.get("pp", 1) != 1, "stages of a pipeline receive into buffers of one size"),
     ("tiles", lambda plan: bool(plan.tiles), "tiles cut values of one size"),
-    ("memory_budget", lambda plan: plan.memory_budget is not None, "what fits into a budget is decided for one size"),
 )
 """The fields of a plan with which each size is a program of its own: where, when, and why."""
 

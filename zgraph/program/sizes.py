@@ -3,7 +3,7 @@
 A program with symbolic sizes has one input for each symbol (role SIZE, an int). Every other size is arithmetic on these: what is saved for a
 backward is never a size. Tensors' fake values have expressions of the symbols as sizes; torch answers a question about them (is this size
 larger than that one?) by adding a guard, for which the program then holds. So nothing here asks: `static` is for comparing, `typical` for
-deciding about time, and the verifier (`zgraph.passes.verifier`) refuses a pass that added a guard.
+deciding about time, `largest` for deciding about memory, and the verifier (`zgraph.passes.verifier`) refuses a pass that added a guard.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ __all__ = [
     "ProgramSize",
     "SizeGuard",
     "Sizes",
+    "is_stand_in",
     "is_symbolic",
+    "largest",
+    "part_of",
     "remade",
+    "stand_in",
     "static",
     "static_at",
+    "stood_for",
     "text",
     "typical",
 ]
@@ -90,6 +95,16 @@ class Sizes:
         """The point at which decisions about time are made."""
         return {s.name: s.typical for s in self.every}
 
+    @property
+    def unbounded(self) -> tuple[str, ...]:
+        """The names of those that nothing bounds."""
+        return tuple(s.name for s in self.every if s.high is None)
+
+    @property
+    def largest(self) -> dict[str, int]:
+        """The point at which decisions about memory are made."""
+        return {s.name: s.typical if s.high is None else s.high for s in self.every}
+
     def of_call(self, flat: Any) -> dict[str, int]:
         """The sizes of a call, by its flat inputs."""
         return {s.name: flat[s.index].shape[s.dim] for s in self.every}
@@ -119,6 +134,7 @@ class Sizes:
 NO_SIZES = Sizes()
 
 _names: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()  # of symbols, by their environment
+_stand_ins: weakref.WeakKeyDictionary[Any, symbols.StandIns] = weakref.WeakKeyDictionary()
 _sealed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many guards each had
 
 
@@ -130,6 +146,38 @@ def static(size: Any) -> Any:
 def typical(size: Any) -> int:
     """A size at the typical point of its program."""
     return size if type(size) is int else symbols.hint(size)
+
+
+def largest(size: Any) -> int:
+    """A size at the largest sizes of its program; of those that nothing bounds at the typical ones."""
+    return size if type(size) is int else symbols.most(size)
+
+
+def stand_in(size: Any) -> int:
+    """A number that stands for a size where axes are compared and cut: sizes are equal, and one is a multiple of another, if these numbers are
+    (see `symbols.StandIns`). Of a size that is a number itself."""
+    if type(size) is int:
+        return size
+    return _stand_ins.setdefault(symbols.environment(size), symbols.StandIns()).of(size)
+
+
+def is_stand_in(number: int) -> bool:
+    """Whether this stands for a size that is no number."""
+    return number > symbols.FIRST_STAND_IN
+
+
+def stood_for(number: int, mode: Any) -> Any:
+    """The size, in a fake mode, that a number stands for."""
+    env = getattr(mode, "shape_env", None)
+    return _stand_ins[env].size(number, env) if env in _stand_ins else number
+
+
+def part_of(size: Any, count: int) -> Any:
+    """One of so many equal parts of a size, which it can be cut into."""
+    if type(size) is int:
+        return size // count
+    env = symbols.environment(size)
+    return _stand_ins.setdefault(env, symbols.StandIns()).size(stand_in(size) // count, env)
 
 
 def text(size: Any) -> str:

@@ -55,6 +55,11 @@ class Calls:
         self._bound: dict[str, Callable[..., Any]] = {}
         self._sizes = SizesOfCalls(rank)
         self._storms = Storms()
+        self._states: dict[str, list[str]] = {}  # keys of programs that differ in Python state, by the key without it
+        self._made: dict[str, int] = {}  # how many such programs there ever were
+        self._programs = 0  # that there ever were
+        self._calls = 0
+        self._last: dict[str, int] = {}  # when each program was last called for
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
         """The program for these inputs, with its key. For a new signature it is captured and compiled, on all ranks alike."""
@@ -66,15 +71,28 @@ class Calls:
         sizes = self._sizes.of(call)
         found = self._find(sizes, args, kwargs)
         if sizes.learn:
-            subject, ballot = "the inputs of a call", shared(call.form)
-            if not rank.everyone.vote(subject, ballot, flag=found.new, proposal=shared(found.key)):
-                return found.key, rank.entries[found.key]
-            sizes.take_in(rank.everyone.gather("the shapes of a call", call.shapes))
+            told = f"shapes {list(map(list, call.shapes))}, numbers {list(call.numbers)}"
+            if not rank.votes.call(shared(call.form), told, shared(found.key), new=found.new):
+                return self._called(found.key)
+            sizes.take_in(rank.everyone.gather("the shapes of a call", (call.shapes, call.numbers)))
             found = self._find_together(sizes, args, kwargs)
         rank.everyone.vote("the inputs of a call", f"{shared(found.key)}; {'new' if found.new else 'known'}")
         if found.new:
             found = self._add(found, sizes, args, kwargs)
-        return found.key, rank.entries[found.key]
+        return self._called(found.key)
+
+    def _called(self, key: str) -> tuple[str, Entry]:
+        """The program with this key. Of more programs than the plan keeps the one goes that was called for longest ago: on all ranks the same."""
+        self._calls += 1
+        self._last[key] = self._calls
+        entries = self.rank.entries
+        while len(entries) > self.rank.plan.max_programs:
+            oldest = min(entries, key=self._last.__getitem__)
+            logger.info("program %s is let go: there are more than max_programs", entries[oldest].name)
+            self.rank.votes.forget(entries[oldest].name)
+            del entries[oldest], self._bound[oldest], self._last[oldest]
+            self._states[oldest.split(_STATE)[0]].remove(oldest)
+        return key, entries[key]
 
     def _find_together(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
         """The program for a call, of those that no rank's sizes are refused by."""
@@ -87,8 +105,9 @@ class Calls:
         first `least` of them are refused by another rank."""
         entries, module = self.rank.entries, self.rank.module
         point = sizes.point
-        key, number, before, refused = sizes.key, 0, None, None
-        while key in entries:
+        before, refused = None, None
+        states = self._states.get(sizes.key, ())
+        for number, key in enumerate(states):
             entry = entries[key]
             if stale := entry.trace.flat.stale(module, args, kwargs):
                 logger.info("%s is not for this call: no longer %s", entry.name, stale.what)
@@ -96,9 +115,12 @@ class Calls:
                 return _Found(key, False, number, before, None)
             else:
                 refused = entry
-            before, number = key, number + 1
-            key = f"{sizes.key}{_STATE}{number}"
-        return _Found(key, True, number, before, refused)
+            before = key
+        return _Found(self._new_key(sizes), True, len(states), before, refused)
+
+    def _new_key(self, sizes: CallSizes) -> str:
+        made = self._made.get(sizes.key, 0)
+        return f"{sizes.key}{_STATE}{made}" if made else sizes.key
 
     def run(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call, by the program with this key."""
@@ -129,7 +151,7 @@ class Calls:
     def name_new(self, shown: str) -> str:
         """The name of the program for a new signature, which is told to the user."""
         rank = self.rank
-        name = f"{'train' if torch.is_grad_enabled() and rank.module.training else 'eval'}{len(rank.entries)}"
+        name = f"{'train' if torch.is_grad_enabled() and rank.module.training else 'eval'}{self._programs}"
         log = logger.warning if rank.entries and rank.everyone.first() else logger.info
         log("new input signature: compiling program %s for %s", name, shown)
         return name
@@ -150,7 +172,7 @@ class Calls:
         sizes.made_at(self._asked(sizes, refused=refused is not None and not refused.holds(sizes.point)))
         while found.new:
             try:
-                entry = self._compile(found.key, args, kwargs, sizes.open_sizes())
+                entry = self._compile(found.key, args, kwargs, self._open_sizes(found, sizes))
             except ZgraphError as error:
                 if not sizes.give_up(error, found.refused):
                     raise
@@ -161,6 +183,10 @@ class Calls:
                     raise
             else:
                 sizes.settled(entry)
+                if (
+                    sizes.key != found.key.split(_STATE)[0]
+                ):  # (a number that was to be given to the program is a constant of it)
+                    found = dataclasses.replace(found, key=self._new_key(sizes))
                 self._keep(found, entry, sizes)
                 asked = self._asked(sizes, refused=bool(sizes.point) and not entry.holds(sizes.point))
                 if asked is None:
@@ -169,6 +195,21 @@ class Calls:
             found = self._find_together(sizes, args, kwargs)
             rank.everyone.vote("the inputs of a call", f"{shared(found.key)}; {'new' if found.new else 'known'}")
         return found
+
+    def _open_sizes(self, found: _Found, sizes: CallSizes) -> OpenSizes | None:
+        """What the capture of a program for a call has as symbols; and as inputs the Python numbers that differ from what the one before it was
+        captured with, attributes of the model's that count steps say."""
+        asked, before = sizes.open_sizes(), self.rank.entries.get(found.before or "")
+        if not sizes.gives_numbers:
+            return dataclasses.replace(asked, numbers=()) if asked is not None else None
+        if before is None:
+            return asked
+        args, kwargs = sizes.call.call
+        changed = before.trace.flat.changed_numbers(self.rank.module, args, kwargs)
+        if not changed:
+            return asked
+        asked = asked or OpenSizes({}, {})
+        return dataclasses.replace(asked, numbers=tuple(dict.fromkeys([*asked.numbers, *changed])))
 
     def _asked(self, sizes: CallSizes, *, refused: bool) -> dict[str, int] | None:
         """The sizes, on the first rank that has such, which a program that there is refuses."""
@@ -183,6 +224,11 @@ class Calls:
         _refuse_unstable(entry.trace.flat.stale(rank.module, args, kwargs))
         entry.unsettled_before = found.before is not None and rank.entries[found.before].unsettled
         rank.entries[found.key] = entry
+        base = found.key.split(_STATE)[0]
+        self._states.setdefault(base, []).append(found.key)
+        self._made[base] = self._made.get(base, 0) + 1
+        self._programs += 1
+        self._last[found.key] = self._calls
         self._bound[found.key] = entry.trace.flat.bind(lambda *flat: self._execute(entry, flat))
         self._storms.made(sizes.call, tell=rank.everyone.first())
         if rank.recorder is not None:

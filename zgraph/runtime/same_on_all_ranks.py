@@ -16,11 +16,17 @@ from zgraph.build.step_program import Entry, StepProgram
 from zgraph.parameters.sharding import fingerprint
 from zgraph.plan.plan import Plan
 from zgraph.program.digest import digest, node_digests
-from zgraph.program.program import TEAM_DIMS, InputRole, Program
+from zgraph.program.program import DATA_DIMS, TEAM_DIMS, InputRole, Program
 from zgraph.ranks.agreement import Agreement
 from zgraph.ranks.rng import random_states
 
 logger = logging.getLogger(__name__)
+
+INPUTS = "the inputs of a call"
+SAME_ROWS = (
+    'ranks of one place in the mesh but for "pp", "cp" and "tp" compute the same rows: give them one batch, padded to one length, by a sampler '
+    'whose rank is model.zgraph.mesh.get_local_rank("dp"); only ranks of "dp" and "replicate" may have other sizes'
+)
 
 
 class Votes:
@@ -92,6 +98,27 @@ class Votes:
             'model.zgraph.mesh.get_local_rank("dp"), of the mesh\'s "dp" ranks',
         )
         self._compared.add(step.name)
+
+    def forget(self, name: str) -> None:
+        """Let go of what is known of the programs of one signature, by its name."""
+        for program in [p for p in self.digests if p.split(".")[0] == name]:
+            del self.digests[program]
+        self._compared = {p for p in self._compared if p.split(".")[0] != name}
+
+    def call(self, form: str, sizes: str, key: str, *, new: bool) -> bool:
+        """Let ranks compare what they are called with, but for sizes; and let ranks that see the same rows (of one place in the data dimensions
+        of the mesh) compare the `sizes` as well, which others may have otherwise. Is the program `new` on one of them, or is its `key` another?
+        Raises `RankMismatchError` on every rank."""
+        at = [(d, self.mesh.get_local_rank(d)) for d in DATA_DIMS if d in self.sizes and self.mesh is not None]
+        count = math.prod(self.sizes[d] for d, _ in at)
+        if len(self.everyone.ranks) in (0, count):
+            return self.everyone.vote(INPUTS, form, flag=new, proposal=key)
+        team = functools.reduce(lambda number, dim: number * self.sizes[dim[0]] + dim[1], at, 0)
+        ballot = f"{sizes} in {form}"
+        if not self.everyone.vote(INPUTS, ballot, team=team, teams=count, flag=new, proposal=key, hint=SAME_ROWS):
+            return False
+        self.everyone.vote(INPUTS, form)
+        return True
 
     def _in_teams(self, subject: str, ballot: str, hint: str) -> None:
         """Let the ranks compare what those of one team (they see the same rows) must have alike."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from zgraph.build.step_program import Entry
 from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.replaced_forward import signature_of
-from zgraph.capture.varying_sizes import Family, Shapes, Signature, VaryingSizes
+from zgraph.capture.varying_sizes import Family, Numbers, Shapes, Signature, VaryingSizes
 from zgraph.errors import CaptureError, RankMismatchError, SignatureError, SizeError, ZgraphError
 from zgraph.plan.shapes import fixed_by
 from zgraph.runtime.rank import Rank
@@ -36,8 +36,8 @@ class SizesOfCalls:
             self._tell_fixed(call)
             return CallSizes(self, call, None)
         if self._varying is None:
-            names = list(signature_of(self.rank.forward_function).parameters)[1:]
-            self._varying = VaryingSizes(self.rank.plan.dynamic, names)
+            parameters = list(signature_of(self.rank.forward_function).parameters.values())[1:]
+            self._varying = VaryingSizes(self.rank.plan.dynamic, parameters)
         return CallSizes(self, call, self._varying.family(call))
 
     def _tell_fixed(self, call: Signature) -> None:
@@ -60,6 +60,7 @@ class CallSizes:
         self._before: Family | None = None  # what was known before this call
         self._alike = True  # have all ranks the same sizes?
         self._reasons: list[tuple[str, ZgraphError]] = []
+        self.gives_numbers = True  # is its program given Python numbers, besides sizes?
         if family is not None and not family.first and (family.declared or known.anticipate):
             family.learn([call.shapes], anticipate=known.anticipate)
 
@@ -67,20 +68,22 @@ class CallSizes:
     def key(self) -> str:
         """The key of the program that serves it; of calls that differ in sizes alone it is one."""
         if self.family is None or not self.family.serves(self.call):
-            return self.call.text()
-        return self.call.text(self.family.names)
+            return self.call.text(given=self.family.given if self.family is not None else ())
+        return self.call.text(self.family.names, self.family.given)
 
     @property
     def point(self) -> Mapping[str, int]:
         """The sizes that are symbols in its program, by their names."""
         return self.family.point(self.call) if self.family is not None else {}
 
-    def take_in(self, shapes: Sequence[Shapes]) -> None:
+    def take_in(self, calls: Sequence[tuple[Shapes, Numbers]]) -> None:
         """Learn from this call, as it is on all ranks."""
         assert self.family is not None
+        shapes = [shape for shape, _ in calls]
         self._before = copy.deepcopy(self.family)
         self._alike = all(one == shapes[0] for one in shapes)
         self.family.learn(shapes, anticipate=self.known.anticipate)
+        self.family.learn_numbers([numbers for _, numbers in calls])
 
     def open_sizes(self) -> OpenSizes | None:
         """What the capture of its program has as symbols; None where all sizes are numbers."""
@@ -104,6 +107,10 @@ class CallSizes:
         all is known as it was before. Raises `SignatureError` where the sizes are out of the range of a program that would be `refused`."""
         family = self.family
         names = set(self.point) - self._fixed
+        told = names.intersection(error.sizes if isinstance(error, SizeError) else ())
+        if self.gives_numbers and names and not told:  # (then numbers may be why)
+            self.gives_numbers = False
+            return True
         if family is None or not names or (refused is not None and not self._alike):
             self._restore()
             if refused is not None and isinstance(error, CaptureError):
@@ -116,8 +123,7 @@ class CallSizes:
                 ) from error
             return False
         declared = {size.name for size in family.declared.values()}
-        size = error.size if isinstance(error, SizeError) else ""
-        gone = {size} if size in names else names
+        gone = told or names
         logger.info("%s can't differ from call to call in one program: %s", ", ".join(sorted(gone)), error)
         if refused is not None:  # (in a program for other sizes these can be symbols)
             self._fixed |= gone
@@ -140,6 +146,7 @@ class CallSizes:
             return
         if self._fixed:
             entry.only = {n: size for n, size in self.point.items() if n in self._fixed}
+        self.family.note_constants(entry.trace.flat.constant_numbers)
         if not self.known.rank.everyone.first():
             return
         for names, error in self._reasons:

@@ -8,9 +8,10 @@ group; over gloo the number of a message is its tag.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.program.groups import positions_of
 from zgraph.program.program import STAGE_DIM
+from zgraph.program.sizes import formula
 from zgraph.ranks import progress
 from zgraph.torch_compat import process_groups
 
+MOST_SIZES = 64  # of calls, that are remembered
 AHEAD = 2  # actions of this rank whose values are asked for before they run
 
 
@@ -131,11 +134,33 @@ class Routes:
                         self.order.setdefault(source, []).append(message)
 
 
+Likes: TypeAlias = Mapping[Transfer, torch.Tensor]
+"""What each transfer is like in a call: shape, strides and dtype."""
+
+
+def likes_of(transfers: Sequence[Transfer], names: tuple[str, ...]) -> Callable[[tuple[int, ...]], Likes]:
+    """What transfers are like at sizes, by these names, that differ from call to call."""
+    if not names:
+        fixed = {transfer: transfer.like for transfer in transfers}
+        return lambda sizes: fixed
+    formulas = [(t, formula(t.like.shape, names), formula(t.like.stride(), names)) for t in transfers]
+
+    @functools.lru_cache(maxsize=MOST_SIZES)
+    def at(sizes: tuple[int, ...]) -> Likes:
+        return {
+            t: torch.empty_strided(shape(*sizes), stride(*sizes), dtype=t.like.dtype, device="meta")
+            for t, shape, stride in formulas
+        }
+
+    return at
+
+
 class Channels:
     """The transfers of one step: asks for values before they are needed, and keeps what is sent until it has left."""
 
-    def __init__(self, line: Line, routes: Routes, device: torch.device, heart: Any = None) -> None:
+    def __init__(self, line: Line, routes: Routes, device: torch.device, likes: Likes, heart: Any = None) -> None:
         self.line = line
+        self.likes = likes
         self.heart = heart
         self.routes = routes
         self.device = device
@@ -163,7 +188,7 @@ class Channels:
             work, buffer = self._asked.pop(message)
             self._wait(work, message, receiving=True)
             self._let_go(message)
-            found[name] = _shown(buffer, message.transfer.like)
+            found[name] = _shown(buffer, self.likes[message.transfer])
         return found
 
     def _let_go(self, came: Message) -> None:
@@ -180,7 +205,7 @@ class Channels:
         """Send on what an action made, by name."""
         self._leaving = [entry for entry in self._leaving if not entry[0].is_completed()]
         for message in self.routes.outgoing.get(action, ()):
-            value, like = values[message.transfer.name], message.transfer.like
+            value, like = values[message.transfer.name], self.likes[message.transfer]
             if message.source == message.target:
                 laid = value if value.stride() == like.stride() else _shown(_flat(value, like), like)
                 self._here[message.transfer.target, f"{message.transfer.name} {message.micro_batch}"] = laid
@@ -201,7 +226,8 @@ class Channels:
         at = self._next.get(message.source, 0)
         while at <= message.number:
             wanted = coming[at]
-            buffer = torch.empty(wanted.transfer.like.numel(), dtype=wanted.transfer.like.dtype, device=self.device)
+            like = self.likes[wanted.transfer]
+            buffer = torch.empty(like.numel(), dtype=like.dtype, device=self.device)
             group = self.line.between(wanted.source, wanted.target)
             work = dist.irecv(buffer, self.line.ranks[wanted.source], group=group, tag=wanted.number)
             self._asked[wanted] = work, buffer

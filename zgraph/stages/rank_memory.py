@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from zgraph.build.context import ResidentMemory
 from zgraph.build.pass_pipeline import Variant
-from zgraph.passes.analysis.costs import size_of
+from zgraph.passes.analysis.costs import most_bytes
 from zgraph.passes.stages.cut_stages import Stages, Transfer
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
@@ -125,7 +125,7 @@ class RankMemory:
 
 def memory_of_rank(joint: Program, stages: Stages, schedule: Schedule, rank: int) -> RankMemory:
     """That of a captured model, which is cut into `stages`."""
-    inputs = sum(size_of(node) for node in joint.input_nodes(InputRole.INPUT).values())
+    inputs = sum(most_bytes(node) for node in joint.input_nodes(InputRole.INPUT).values())
     return RankMemory(schedule, rank, stages, inputs)
 
 

@@ -17,6 +17,7 @@ from zgraph.build.step_program import StepProgram
 from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows, brief
 from zgraph.capture.former_memory import former_memory
+from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.errors import CaptureError, PlanError, RankMismatchError, StepError, UnsupportedError
 from zgraph.parameters.sharding import Shards, fingerprint, local_of, with_requires_grad
@@ -25,7 +26,7 @@ from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole
 from zgraph.ranks import heartbeat, progress
-from zgraph.runtime.fit import fit
+from zgraph.runtime.fit import fit, refuse_unbounded
 from zgraph.runtime.rank import RankContext
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import model_flops
@@ -75,7 +76,6 @@ class PipelineRuntime(Runtime):
         self.origin = cut.origin
         self.first: Capture | None = None  # the capture that the model was cut by, until it is used
         self.buffers = Buffers()
-        self._routes: dict[tuple[str, str, int], Routes] = {}
         self._updates_met = 0
         self.beside: tuple[tuple[Any, ...], dict[str, Any]] = (
             (),
@@ -92,16 +92,26 @@ class PipelineRuntime(Runtime):
         with without_fast_path():
             super().settle(entry, args, kwargs)
 
-    def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], open_sizes: object = None) -> Any:
+    def _compile(
+        self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], open_sizes: OpenSizes | None = None
+    ) -> Any:
         shown = brief(self.module, args, kwargs)
         name = self.calls.name_new(shown)
         first, self.first = self.first, None
         if first is not None and first.key == key and first.of_loss:
             found = first
         else:
+            # (Python numbers are constants: the inputs of all micro-batches are read before the first one runs)
+            sizes = replace(open_sizes, numbers=()) if open_sizes is not None and open_sizes.names else None
+
+            def capture() -> Capture:
+                made = self.origin.captured(name, args, kwargs, *self.beside, open_sizes=sizes)
+                refuse_unbounded(self.plan, made.joint.sizes)
+                return made
+
             found = self.everyone.together(
                 "the capture of new inputs",
-                lambda: self.origin.captured(name, args, kwargs, *self.beside),
+                capture,
                 lambda rank, said: CaptureError(f"rank {rank} can't capture the model", where="mesh.pp", why=said),
             )
             found.joint.params = as_divided(found.joint.params, self.shards.specs, self.sizes)
@@ -287,11 +297,11 @@ class PipelineRuntime(Runtime):
         `flats` are the inputs of the model's graph, by micro-batch. `tangents_of` gives the tangents of a micro-batch's outputs where there
         is a backward; gradients are then where an update finds them. The `marker` is told where this rank is.
         """
-        key = (staged.name, schedule.name, schedule.micro_batches)
-        if key not in self._routes:
+        key = (schedule.name, schedule.micro_batches)
+        if key not in staged.routes:
             transfers = [t for t in staged.stages.transfers if tangents_of is not None or not t.back]
-            self._routes[key] = Routes(schedule, transfers, self.line.position)
-        channels = Channels(self.line, self._routes[key], self.device, self.everyone.heart)
+            staged.routes[key] = Routes(schedule, transfers, self.line.position)
+        channels = Channels(self.line, staged.routes[key], self.device, staged.likes(flats[0]), self.everyone.heart)
         of = duties(schedule, self.line.position)
         workers = {stage: Worker(self, step, of[stage]) for stage, step in staged.steps.items()}
         actions = schedule.of(self.line.position)

@@ -15,7 +15,7 @@ from zgraph.build.pass_pipeline import PLAIN, Variant
 from zgraph.build.step_program import StepProgram
 from zgraph.codegen.accumulate import summing
 from zgraph.codegen.chunks import canonical
-from zgraph.passes.analysis.costs import Costs, own_bytes, size_of
+from zgraph.passes.analysis.costs import Costs, most_bytes, own_bytes
 from zgraph.passes.analysis.fusion import sources
 from zgraph.passes.analysis.memory import idle_bytes
 from zgraph.passes.analysis.simulator import Forecast, simulate
@@ -111,21 +111,23 @@ class SimulatedStage:
     def parameters(self) -> int:
         """The bytes of a rank's part of the stage's parameters on the device."""
         program = self.step.captured
-        return sum(size_of(n) for n in self._inputs(self.step.history().program, InputRole.PARAMETER)) + idle_bytes(
+        return sum(most_bytes(n) for n in self._inputs(self.step.history().program, InputRole.PARAMETER)) + idle_bytes(
             program
         )
 
     @cached_property
     def gathered(self) -> int:
         """The bytes of whole weights that stay from the first forward of a step to its last backward."""
-        return sum(size_of(n) for p, n in self.step.history().program.output_items() if p.role is OutputRole.UNSHARDED)
+        return sum(
+            most_bytes(n) for p, n in self.step.history().program.output_items() if p.role is OutputRole.UNSHARDED
+        )
 
     @cached_property
     def gradients(self) -> int:
         """The bytes of gradients on the device that wait between micro-batches."""
         program = self.step.history(self._usual).program
         given = (n for p, n in program.output_items() if p.role is OutputRole.GRADIENT and info(n).home is None)
-        return sum(size_of(n) for n in given)
+        return sum(most_bytes(n) for n in given)
 
     @cached_property
     def given(self) -> int:
@@ -145,7 +147,7 @@ class SimulatedStage:
     @cached_property
     def inputs(self) -> int:
         """The bytes of a micro-batch that the stage reads of the user's."""
-        return sum(size_of(n) for n in self._inputs(self.step.history().program, InputRole.INPUT))
+        return sum(most_bytes(n) for n in self._inputs(self.step.history().program, InputRole.INPUT))
 
     @cached_property
     def saved(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from zgraph.build.context import BuildContext
-from zgraph.build.step_program import StepProgram
+from zgraph.build.step_program import Serves, StepProgram
 from zgraph.capture.capture import Trace, flat_values
 from zgraph.errors import CaptureError, StepError
 from zgraph.passes.analysis.costs import Costs
@@ -27,6 +27,7 @@ from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.pipeline_schedules.validity import check
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, InputRole, Program
+from zgraph.stages.channels import Likes, Routes, likes_of
 from zgraph.stages.memory_search import RankBudget
 from zgraph.stages.rank_memory import memory_of_rank
 from zgraph.torch_compat import inductor_code
@@ -119,7 +120,7 @@ def without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-class Staged:
+class Staged(Serves):
     """What serves one input signature on this rank; in place of `zgraph.build.step_program.Entry` where there are stages."""
 
     def __init__(
@@ -156,8 +157,18 @@ class Staged:
             )
             for stage, program in programs.items()
         }
+        self._sizes = capture.joint.sizes.names
+        self._likes_at = likes_of(self.stages.transfers, self._sizes)
+        self.routes: dict[tuple[str, int], Routes] = {}  # by the names of schedules, and their numbers of micro-batches
         self.seen = False  # (has a batch of this signature been compared between the ranks of a pipeline?)
         self.settled = self.unsettled = self.unsettled_before = False
+        self.only = {}
+
+    def likes(self, flat: Sequence[Any]) -> Likes:
+        """What the transfers between stages are like in a call with these flat inputs. Raises `SignatureError` for sizes that the programs do not
+        hold for."""
+        step = self.program()
+        return self._likes_at(tuple(step.sizes_of_call(flat).values()) if self._sizes else ())
 
     def program(self) -> StepProgram:
         """That of this rank's first stage."""
@@ -175,9 +186,10 @@ def loss_pattern(
     if loss_of is None or not trace.differentiable:
         return trace.pattern
     returned: Any = trace.flat.graph_module.graph.output_node().args[0]
+    shape = trace.shapes_in(trace.flat.flatten(module, args, kwargs))
     with torch.enable_grad():
         values = [
-            torch.zeros(v.shape, dtype=v.dtype, device=v.device).requires_grad_(i in trace.differentiable)
+            torch.zeros(shape(v), dtype=v.dtype, device=v.device).requires_grad_(i in trace.differentiable)
             if isinstance(v, torch.Tensor)
             else v
             for i, v in enumerate(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in returned)
@@ -236,9 +248,10 @@ def _refuse_carried(trace: Trace, kept: Mapping[int, int], module: nn.Module, ar
         return
     returned: Any = flat.graph_module.graph.output_node().args[0]
     fakes = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in returned]
-    made = [torch.zeros(v.shape, dtype=v.dtype, device=v.device) if isinstance(v, torch.Tensor) else v for v in fakes]
-    elsewhere = [None if isinstance(v, torch.Tensor) else v for v in fakes]
     before = flat.flatten(module, args, kwargs)
+    shape = trace.shapes_in(before)
+    made = [torch.zeros(shape(v), dtype=v.dtype, device=v.device) if isinstance(v, torch.Tensor) else v for v in fakes]
+    elsewhere = [None if isinstance(v, torch.Tensor) else v for v in fakes]
     for at, buffer in kept.items():
         made[at] = elsewhere[at] = before[buffer]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.capture.cache_key import batch_size
+from zgraph.capture.cache_key import batch_rows, batch_size
 from zgraph.errors import CaptureError, StepError, UnsupportedError
 from zgraph.parameters.replaced import refuse_hooks
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
@@ -74,7 +74,8 @@ def train_step(
 
     with runtime.board.watched() as marker:
         outputs = runtime.run(staged, runtime.partition.schedule, flats, tangents_of, marker)
-        runtime.samples += staged.rows * len(calls) * runtime.data_ranks()
+        rows = batch_rows(*calls[0]) if staged.open else staged.rows
+        runtime.samples += rows * len(calls) * runtime.data_ranks()
         if plan.optimizer is not None:
             runtime.updater.step()
         else:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.capture.batch import refuse_other_dimensions, tensors_of
 from zgraph.capture.cache_key import batch_size, signature
 from zgraph.capture.capture import Trace, trace
+from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.targets import LossesSeen
 from zgraph.parameters.sharding import with_requires_grad
 from zgraph.plan.plan import Plan
@@ -66,15 +67,19 @@ class WholeModel:
         rest: Any = (),
         others: Any = None,
         by_loss: bool = True,
+        open_sizes: OpenSizes | None = None,
     ) -> Capture:
-        """The whole model, for one micro-batch; differentiated is what the loss reads, if that is asked for."""
+        """The whole model, for one micro-batch; differentiated is what the loss reads, if that is asked for. Sizes that are `open_sizes` are
+        symbols."""
         start = time.perf_counter()
         inner = within(self.sizes)
         precision = self.plan.resolved_precision()
         specs = with_requires_grad(self.specs, dict(self.module.named_parameters(remove_duplicate=False)))
 
         def traced_now() -> Trace:
-            return trace(self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision)
+            return trace(
+                self.module, self.forward_function, args, kwargs, specs, inner, self.device, precision, open_sizes
+            )
 
         with without_fast_path():
             traced = traced_now()

@@ -179,8 +179,10 @@ class Worker:
         self, batch: _Batch, tangents: Mapping[int, torch.Tensor], returned: Mapping[str, torch.Tensor]
     ) -> Sources:
         """Where a program's inputs come from in an action of this micro-batch."""
+        sizes = self.step.sizes_of_call(batch.flat) if self.step.captured.sizes else {}
         return self._sources.and_for_call(
             {
+                InputRole.SIZE: sizes.__getitem__,
                 InputRole.SAVED: batch.saved.__getitem__,
                 InputRole.RECEIVED: batch.received.__getitem__,
                 InputRole.RETURNED: lambda name: returned[name] if name in returned else batch.received[name],

@@ -135,6 +135,11 @@ class FlatCapture:
         """How many of the flat inputs, the last ones, are such numbers."""
         return len(self._numbers.into) if self._numbers is not None else 0
 
+    @property
+    def constant_numbers(self) -> Collection[str]:
+        """The names of the Python numbers that this capture takes for constants."""
+        return self._guards.constant_numbers
+
     def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """The names of the Python numbers that this capture takes for constants, and that are others now."""
         return self._guards.changed_numbers(owner, args, kwargs)

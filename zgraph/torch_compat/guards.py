@@ -7,7 +7,7 @@ import dis
 import re
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +165,11 @@ class Guards:
                     what = f"{self._scope.readable(name)}.requires_grad is {before}"
                     return Failing(what, None, self._scope.lasts(name, scope))
         return None
+
+    @property
+    def constant_numbers(self) -> Collection[str]:
+        """The names of the numbers that were constants of the capture."""
+        return self._numbers.keys()
 
     def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """The names of the numbers that are others now."""

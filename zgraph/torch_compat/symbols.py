@@ -23,6 +23,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 Symbol: TypeAlias = Any  # (a sympy.Symbol: sympy has no types)
 
@@ -110,6 +111,67 @@ def hint(size: Any) -> int:
         return int(size)
     found = size.node.expr
     return int(found) if found.is_number else int(found.xreplace(_values(size.node.shape_env)))
+
+
+def most(size: Any) -> int:
+    """The largest number that a size may be, of symbols as large as they may be (of one that nothing bounds: as at the point which its
+    environment was made for); adds no guard. Where a size falls as another grows, it is a bound."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    env, found = size.node.shape_env, size.node.expr
+    if found.is_number:
+        return int(found)
+    ranges = {}
+    for symbol in found.free_symbols:
+        low, high = bounds(env, symbol)
+        ranges[symbol] = ValueRanges(low, max(low, point(env, symbol)) if high is None else high)
+    return int(bound_sympy(found, ranges).upper)
+
+
+FIRST_STAND_IN = 2**40  # (no size is as large)
+
+
+class StandIns:
+    """Numbers that stand for sizes of one environment. A size is a number times factors that are no numbers (symbols, sums, quotients); each
+    such factor has a large prime of its own. So two sizes are equal, and one is a multiple of another, if their stand-ins are; what holds of sizes
+    for a reason that their factors do not show is not seen."""
+
+    def __init__(self) -> None:
+        self._primes: dict[Any, int] = {}
+        self._known: dict[Any, int] = {}
+
+    def of(self, size: Any) -> int:
+        """The number that stands for a size: of one that is a number itself."""
+        found = expression(size)
+        if isinstance(found, int):
+            return found
+        if found not in self._known:
+            self._known[found] = self._product(found)
+        return self._known[found]
+
+    def size(self, number: int, env: Any) -> Any:
+        """The size that a number stands for. Adds no guard."""
+        found: Any = sympy.Integer(1)
+        for factor, prime in self._primes.items():
+            while number and number % prime == 0:
+                found, number = found * factor, number // prime
+        return substituted(found * number, {}, env)
+
+    def _product(self, found: Any) -> int:
+        content, rest = (
+            sympy.factor(found).as_content_primitive() if isinstance(found, sympy.Add) else found.as_coeff_Mul()
+        )
+        if not (content.is_Integer and content > 0):
+            content, rest = sympy.Integer(1), found
+        number = int(content)
+        for factor in sympy.Mul.make_args(rest):
+            base, exponent = factor.as_base_exp()
+            if not (exponent.is_Integer and exponent > 0):
+                base, exponent = factor, sympy.Integer(1)
+            if base not in self._primes:
+                self._primes[base] = sympy.nextprime(max(self._primes.values(), default=FIRST_STAND_IN))
+            number *= self._primes[base] ** int(exponent)
+        return number
 
 
 def point(env: Any, symbol: Symbol) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from zgraph.passes.analysis.costs import computes, size_of
+from zgraph.passes.analysis.costs import computes, most_bytes
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
@@ -124,7 +124,7 @@ def _states(update: Program | None) -> dict[str, int]:
     found: Counter[str] = Counter()
     for port, node in update.input_items() if update is not None else ():
         if port.role is InputRole.STATE:
-            found[port.name.rpartition("/")[0]] += size_of(node)
+            found[port.name.rpartition("/")[0]] += most_bytes(node)
     return found
 
 
