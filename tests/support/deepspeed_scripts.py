@@ -31,7 +31,9 @@ def ready() -> Any:
     import deepspeed
 
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-    deepspeed.utils.groups.mpu = None  # (a pipeline leaves its ranks behind, for which the next engine would take its own)
+    deepspeed.utils.groups.mpu = (
+        None  # (a pipeline leaves its ranks behind, for which the next engine would take its own)
+    )
     # (it asks for fast kernels; torch has slow ones)
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     return deepspeed

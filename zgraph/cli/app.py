@@ -22,6 +22,7 @@ from zgraph.cli.dump import DumpCommand, dump
 from zgraph.cli.env import env
 from zgraph.cli.explain import explain
 from zgraph.cli.forecast import forecast
+from zgraph.cli.launch import launch
 from zgraph.cli.memory import memory
 from zgraph.cli.passes import passes
 from zgraph.cli.plan import plan
@@ -80,6 +81,9 @@ app.command()(repro)
 app.command()(env)
 app.command()(forecast)
 app.command()(calibrate)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)(launch)
 app.add_typer(ckpt, name="ckpt")
 
 

@@ -1,0 +1,243 @@
+"""`zgraph launch`: slots, variables, lines; ranks on three "machines" of a fake ssh; a rank that dies, a machine that does not answer."""
+
+import json
+import os
+import shlex
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from zgraph.errors import MeshError
+from zgraph.launch.environment import of_files, passed_on, read
+from zgraph.launch.hosts import chosen, limited, read_hostfile
+from zgraph.launch.lines import Job, carried, torchrun
+
+HOSTS = {"worker-1": [0, 1], "worker-2": [0, 1, 2, 3], "worker-3": [0]}
+
+
+def hostfile(tmp_path, text):
+    path = tmp_path / "hostfile"
+    path.write_text(text)
+    return path
+
+
+# -- hosts --------------------------------------------------------------------------------------------------------------
+def test_a_hostfile_names_machines_and_slots(tmp_path):
+    text = "# ours\nworker-1 slots=2\n\nworker-2   slots=4  # new\nworker-3 slots=1\n"
+    assert read_hostfile(hostfile(tmp_path, text)) == HOSTS
+
+
+@pytest.mark.parametrize(
+    "text, said, line",
+    [
+        ("worker-1 slots=2\nworker-1 slots=1", "stands in the hostfile twice", 2),
+        ("worker-1 slot=2", "is no line of a hostfile", 1),
+        ("worker-1", "is no line of a hostfile", 1),
+        ("a slots=1\nb slots=0", "has no slots", 2),
+        ("-oProxyCommand=x slots=1", "is no name of a machine", 1),
+        ("# nothing\n", "names no machine", None),
+    ],
+)
+def test_a_wrong_hostfile_is_refused_with_its_line(tmp_path, text, said, line):
+    with pytest.raises(MeshError, match=said) as caught:
+        read_hostfile(hostfile(tmp_path, text))
+    assert str(caught.value.where).endswith(f"hostfile:{line}" if line else "hostfile")
+
+
+@pytest.mark.parametrize(
+    "include, exclude, left",
+    [
+        ("worker-2:0@worker-3", "", {"worker-2": [0], "worker-3": [0]}),
+        ("worker-3@worker-1:1,0", "", {"worker-1": [0, 1], "worker-3": [0]}),
+        ("", "worker-2:1,3@worker-3", {"worker-1": [0, 1], "worker-2": [0, 2]}),
+        ("", "worker-1", {"worker-2": [0, 1, 2, 3], "worker-3": [0]}),
+        ("", "", HOSTS),
+    ],
+)
+def test_what_is_included_and_left_out(include, exclude, left):
+    found = chosen(HOSTS, include, exclude)
+    assert found == left and list(found) == list(left)
+
+
+@pytest.mark.parametrize(
+    "include, exclude, said",
+    [
+        ("worker-1", "worker-2", "given together"),
+        ("worker-4", "", "no machine 'worker-4'"),
+        ("worker-1:2", "", "has no slot 2"),
+        ("worker-1:a", "", "names no machine"),
+        ("", "worker-1@worker-2@worker-3", "no slot is left"),
+    ],
+)
+def test_what_names_nothing_is_refused(include, exclude, said):
+    with pytest.raises(MeshError, match=said):
+        chosen(HOSTS, include, exclude)
+    with pytest.raises(MeshError, match="4 nodes of 3"):
+        limited(HOSTS, nodes=4)
+    with pytest.raises(MeshError, match="2 slots of 1 of worker-3"):
+        limited(HOSTS, each=2)
+    assert limited(HOSTS, 2, 1) == {"worker-1": [0], "worker-2": [0]}
+
+
+# -- variables ------------------------------------------------------------------------------------------------------------
+def test_variables_of_files_and_of_this_process(tmp_path):
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder, text in ((home, "A=1\nB=two words\n"), (here, "# ours\nexport B='3'\n")):
+        folder.mkdir()
+        (folder / ".deepspeed_env").write_text(text)
+    assert of_files({}, home, here) == {"A": "1", "B": "3"}
+    named = tmp_path / "named"
+    named.write_text("C=4")
+    assert of_files({"DS_ENV_FILE": str(named)}, home, here) == {"C": "4"}
+    with pytest.raises(MeshError, match="no environment file"):
+        of_files({"DS_ENV_FILE": str(tmp_path / "none")}, home, here)
+    named.write_text("C=4\nno line")
+    with pytest.raises(MeshError, match="is no line of an environment file") as caught:
+        read(named)
+    assert str(caught.value.where).endswith("named:2")
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "PYTHONPATH": "/a",
+        "PATH": "/bin",
+        "PATHS": "x",
+        "SECRET": "y",
+        "OMP_NUM_THREADS": "1",
+    }
+    assert passed_on(environ).keys() == {"NCCL_DEBUG", "PYTHONPATH", "PATH", "OMP_NUM_THREADS"}
+
+
+# -- lines ------------------------------------------------------------------------------------------------------------------
+def test_each_node_has_a_line():
+    job = Job(
+        ["train.py", "--a b"],
+        HOSTS,
+        "worker-1",
+        variables={"NCCL_DEBUG": "a b"},
+        folder="/my work",
+        slots_are_chosen=True,
+    )
+    lines = carried(job, "ssh", 2222)
+    assert list(lines) == list(HOSTS)
+    line = lines["worker-2"]
+    assert line[0] == "ssh" and "worker-2" in line and line[line.index("-p") + 1] == "2222"
+    remote = line[-1]
+    assert remote.startswith("cd '/my work' && export CUDA_VISIBLE_DEVICES=0,1,2,3; export NCCL_DEBUG='a b'; exec ")
+    words = shlex.split(remote.partition("exec ")[2])
+    assert words[-2:] == ["train.py", "--a b"] and words[words.index("--node_rank") + 1] == "1"
+    assert words[words.index("--nproc_per_node") + 1] == "4" and words[words.index("--nnodes") + 1] == "3"
+
+
+def test_slurm_and_mpi_start_all_nodes_by_one_line():
+    job = Job(["m.train"], {"a": [0, 1], "b": [0, 1]}, "a", module=True)
+    assert "--node_rank $SLURM_NODEID" in carried(job, "slurm")["srun"][-1]
+    assert "--node_rank $OMPI_COMM_WORLD_RANK" in carried(job, "openmpi")["mpirun"][-1]
+    assert carried(job, "pdsh")["b"][:6] == ["pdsh", "-S", "-R", "ssh", "-w", "b"]
+    with pytest.raises(MeshError, match="different numbers of slots"):
+        carried(Job(["x"], HOSTS, "a"), "slurm")
+    with pytest.raises(MeshError, match="nothing starts nodes by 'rsh'"):
+        carried(job, "rsh")
+    elastic = torchrun(Job(["x"], {"a": [0]}, "a", elastic="1:4", max_restarts=3), 0)
+    assert elastic[elastic.index("--nnodes") + 1] == "1:4" and "c10d" in elastic and "--node_rank" not in elastic
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------------
+SCRIPT = """
+import json, os, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+print(json.dumps({k: os.environ.get(k) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MINE", "NODE")}), flush=True)
+dist.barrier()
+if "--die" in sys.argv:
+    if rank == 2:
+        print("rank 2 has a fault", flush=True)
+        os._exit(7)
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def machines(tmp_path, monkeypatch):
+    """Three machines, which are this one: `ssh` is a script that runs the line, and does not reach one that is called "away"."""
+    binary = tmp_path / "bin" / "ssh"
+    binary.parent.mkdir()
+    binary.write_text(
+        "#!/bin/bash\nwhile [[ $1 == -* ]]; do [[ $1 == -tt ]] && shift || shift 2; done\n"
+        '[[ $1 == away ]] && { echo "ssh: connect to host away: No route to host" >&2; exit 255; }\n'
+        'export NODE=$1; exec bash -c "$2"\n'
+    )
+    binary.chmod(binary.stat().st_mode | stat.S_IEXEC)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / ".deepspeed_env").write_text("MINE=here\n")
+    hostfile(tmp_path, "127.0.0.1 slots=1\nn2 slots=2\nn3 slots=1\naway slots=1\n")
+
+    def launch(*options, limit=100):
+        begin = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "zgraph", "launch", *options],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PATH": f"{binary.parent}:{os.environ['PATH']}",
+                "HOME": str(tmp_path),
+                "OMP_NUM_THREADS": "1",
+            },
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+        return done, time.monotonic() - begin
+
+    return launch
+
+
+def ranks_in(text):
+    found = [json.loads(line[line.index("{") :]) for line in text.splitlines() if '{"RANK"' in line]
+    return sorted(found, key=lambda row: int(row["RANK"]))
+
+
+@pytest.mark.slow  # (four ranks import torch)
+def test_ranks_run_on_three_machines(machines):
+    done, _ = machines("--hostfile", "hostfile", "--exclude", "away", "--master_port", "29671", "script.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = ranks_in(done.stdout)
+    assert [(r["RANK"], r["NODE"], r["LOCAL_RANK"]) for r in found] == [
+        ("0", "127.0.0.1", "0"),
+        ("1", "n2", "0"),
+        ("2", "n2", "1"),
+        ("3", "n3", "0"),
+    ]
+    assert all(r["WORLD_SIZE"] == "4" and r["MINE"] == "here" for r in found)
+
+
+@pytest.mark.slow  # (four ranks import torch)
+def test_a_rank_that_dies_ends_the_job_on_all_machines_and_is_shown(machines):
+    done, seconds = machines(
+        "--hostfile", "hostfile", "--exclude", "away", "--master_port", "29672", "script.py", "--die"
+    )
+    assert done.returncode != 0 and seconds < 60
+    last = done.stdout[done.stdout.index("zgraph launch:") :]
+    assert last.startswith("zgraph launch: n2 ended with 1; the others were ended") and "exitcode  : 7" in last
+
+
+def test_a_machine_that_does_not_answer_is_named(machines):
+    done, _ = machines("--hostfile", "hostfile", "--include", "away@n2", "--master_port", "29673", "script.py")
+    assert done.returncode == 255
+    assert "zgraph launch: away ended with 255, which is ssh's own: the node did not answer" in done.stdout
+    assert "No route to host" in done.stdout
+
+
+def test_lines_are_shown_and_nothing_starts(machines, tmp_path):
+    done, _ = machines(
+        "--print", "--hostfile", "hostfile", "--include", "n2:1@n3", "--module", "pkg.train", "--lr", "0.1"
+    )
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2
+    assert "CUDA_VISIBLE_DEVICES=1" in done.stdout and done.stdout.count("pkg.train --lr 0.1") == 2
+    alone, _ = machines("--print", "--num_gpus", "2", "script.py")
+    assert "--nproc_per_node 2" in alone.stdout and "ssh" not in alone.stdout
+    wrong, _ = machines("--hostfile", "hostfile", "--include", "n9", "script.py")
+    assert wrong.returncode == 2 and "there is no machine 'n9'" in wrong.stderr and not Path(tmp_path / "n9").exists()

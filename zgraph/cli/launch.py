@@ -1,0 +1,105 @@
+"""`zgraph launch`: a script on the ranks of one machine or several, by DeepSpeed's options."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zgraph.errors import MeshError
+from zgraph.launch import environment
+from zgraph.launch.hosts import Hosts, chosen, limited, read_hostfile
+from zgraph.launch.lines import Job, carried, torchrun
+from zgraph.launch.run import run
+
+_HERE = ("localhost", "127.0.0.1")
+
+
+def launch(
+    context: typer.Context,
+    command: Annotated[str, typer.Argument(help="The script; what follows is its own.")],
+    hostfile: Annotated[Path | None, typer.Option(help='Machines: a line "NAME slots=N" for each.')] = None,
+    include: Annotated[str, typer.Option("--include", "-i", help='Only these: "worker-1@worker-2:0,2".')] = "",
+    exclude: Annotated[str, typer.Option("--exclude", "-e", help="All but these.")] = "",
+    num_nodes: Annotated[
+        int | None, typer.Option("--num_nodes", "--num-nodes", help="Only the first machines.")
+    ] = None,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option("--num_gpus", "--num-gpus", help="Ranks on each machine; without a hostfile: on this one."),
+    ] = None,
+    master_addr: Annotated[str | None, typer.Option("--master_addr", "--master-addr", help="Where rank 0 is.")] = None,
+    master_port: Annotated[int, typer.Option("--master_port", "--master-port", help="A free port of it.")] = 29500,
+    module: Annotated[bool, typer.Option("--module", help="The script is a module's name.")] = False,
+    no_python: Annotated[bool, typer.Option("--no_python", "--no-python", help="It is a program of its own.")] = False,
+    launcher: Annotated[str, typer.Option(help="What starts nodes: ssh, pdsh, slurm or openmpi.")] = "ssh",
+    ssh_port: Annotated[int | None, typer.Option("--ssh_port", "--ssh-port", help="ssh's port.")] = None,
+    elastic: Annotated[
+        str | None, typer.Option(help="MIN:MAX nodes: torchrun starts again with those that there are.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option("--max_restarts", "--max-restarts", help="How often ranks start again.")
+    ] = 0,
+    enable_each_rank_log: Annotated[
+        str | None,
+        typer.Option("--enable_each_rank_log", "--enable-each-rank-log", help="A folder for a file of each rank."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--print", help="Show the lines, and start nothing.")] = False,
+) -> None:
+    """Start a script on ranks: torchrun on each machine of a hostfile, or on this one.
+
+    When a rank dies all nodes end within seconds, and what its node printed last is shown. Variables of files (.deepspeed_env, or DS_ENV_FILE) and
+    those that begin with NCCL, GLOO, TORCH, OMP, PYTHON, … are passed on.
+    """
+    if module and no_python:
+        raise MeshError("--module and --no_python are given together", hint="give one of them")
+    hosts, whole = _hosts(hostfile, include, exclude, num_nodes, num_gpus)
+    alone = len(hosts) == 1 and next(iter(hosts)) in _HERE
+    job = Job(
+        [command, *context.args],
+        hosts,
+        master_addr or ("127.0.0.1" if alone else next(iter(hosts))),
+        master_port,
+        module,
+        no_python,
+        elastic,
+        max_restarts,
+        enable_each_rank_log,
+        environment.passed_on(os.environ) | environment.of_files(os.environ, Path.home(), Path.cwd()),
+        str(Path.cwd()),
+        not whole,
+    )
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, next(iter(hosts.values()))))} if alone and not whole else {}
+    lines = {socket.gethostname(): torchrun(job, 0)} if alone else carried(job, launcher, ssh_port)
+    if show:
+        for line in lines.values():
+            typer.echo(shlex.join(line))
+        return
+    raise typer.Exit(run(lines, {**job.variables, **own} if alone else {}))
+
+
+def _hosts(
+    hostfile: Path | None, include: str, exclude: str, num_nodes: int | None, num_gpus: int | None
+) -> tuple[Hosts, bool]:
+    """The slots that are meant, and whether they are all of each machine's."""
+    if hostfile is None:
+        slots = num_gpus or _devices()
+        known: Hosts = {"localhost": list(range(max(slots, 1)))}
+        if num_nodes not in (None, 1):
+            raise MeshError(f"{num_nodes} nodes without a hostfile", where="--num_nodes", hint="--hostfile FILE")
+        found = chosen(known, include, exclude)
+    else:
+        known = read_hostfile(hostfile)
+        found = limited(chosen(known, include, exclude), num_nodes, num_gpus)
+    return found, all(slots == known[host] for host, slots in found.items())
+
+
+def _devices() -> int:
+    """The GPUs of this machine. (torch is loaded for it alone.)"""
+    import torch
+
+    return torch.cuda.device_count()

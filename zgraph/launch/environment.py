@@ -1,0 +1,50 @@
+"""Variables that ranks on other machines get: those of a file, and those of this process whose names say that they matter there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from zgraph.errors import MeshError
+
+PASSED = ("NCCL", "GLOO", "TORCH", "OMP", "MKL", "PYTHON", "UCX", "MV2", "MLFLOW", "ZGRAPH", "LD_LIBRARY_PATH", "PATH")
+"""Beginnings of names that are passed on. (PATH as a whole name.)"""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+FILES = (".deepspeed_env",)
+
+
+def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of this process's variables the ranks get as well."""
+    return {k: v for k, v in environ.items() if k == "PATH" or (k.startswith(PASSED[:-1]) and _NAME.fullmatch(k))}
+
+
+def of_files(environ: Mapping[str, str], home: Path, here: Path) -> dict[str, str]:
+    """What the environment file says: the one that DS_ENV_FILE names, else `.deepspeed_env` in the home folder and then here, whose values win."""
+    named = environ.get("DS_ENV_FILE")
+    if named:
+        path = Path(named).expanduser()
+        if not path.is_file():
+            raise MeshError("there is no environment file", where=f"DS_ENV_FILE={named}")
+        return read(path)
+    found: dict[str, str] = {}
+    for folder in (home, here):
+        for name in FILES:
+            if (folder / name).is_file():
+                found |= read(folder / name)
+    return found
+
+
+def read(path: Path) -> dict[str, str]:
+    """The lines NAME=VALUE of a file; `#` begins a comment. Raises `MeshError` with file and line."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        name, equals, value = text.removeprefix("export ").partition("=")
+        if not equals or not _NAME.fullmatch(name.strip()):
+            raise MeshError(f"{text!r} is no line of an environment file", where=f"{path}:{number}", hint="NAME=VALUE")
+        found[name.strip()] = value.strip().strip("\"'")
+    return found

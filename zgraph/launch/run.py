@@ -1,0 +1,119 @@
+"""Runs the lines of a job side by side, shows what they print, and ends all of them when one has failed."""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, TextIO
+
+KEPT = 25  # lines of a node's output that are shown again where it has failed
+PATIENCE = 10.0  # seconds between asking the others to end and ending them
+UNREACHABLE = 255  # ssh's exit code where it could not get there
+
+
+class _Node:
+    """One line that runs, in a process group of its own."""
+
+    def __init__(self, name: str, line: Sequence[str], variables: Mapping[str, str], out: TextIO, prefix: bool) -> None:
+        self.name = name
+        self.last: collections.deque[str] = collections.deque(maxlen=KEPT)
+        self._out, self._prefix = out, f"{name}: " if prefix else ""
+        self.process = subprocess.Popen(
+            list(line),
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+        self._reader.start()
+
+    def _read(self, lines: IO[str]) -> None:
+        for line in lines:
+            text = line.rstrip("\r\n")
+            self.last.append(text)
+            self._out.write(f"{self._prefix}{text}\n")
+            self._out.flush()
+
+    def end(self, number: int) -> None:
+        """Send a signal to the line and all that it has started."""
+        if self.process.poll() is None:
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                return
+
+    def finish(self) -> None:
+        self._reader.join(timeout=2.0)
+
+
+def run(
+    lines: Mapping[str, Sequence[str]], variables: Mapping[str, str] | None = None, out: TextIO | None = None
+) -> int:
+    """Run lines by their names until all have ended; the exit code of the first that failed, else 0.
+
+    When one fails, or this process is interrupted (SIGINT, SIGTERM), the others are asked to end, and ended `PATIENCE` seconds later. What the failed
+    one printed last is shown again, with its name.
+    """
+    shown = out or sys.stdout
+    nodes = [_Node(name, line, variables or {}, shown, len(lines) > 1) for name, line in lines.items()]
+    stopped: list[int] = []
+    handlers = {n: signal.signal(n, lambda number, _: stopped.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        failed = _first_failure(nodes, stopped)
+        if failed is None and not stopped:
+            return 0
+        _end(nodes)
+        if failed is None:
+            return 128 + stopped[0]
+        failed.finish()
+        code = failed.process.returncode
+        _tell(failed, code, shown)
+        return code if code > 0 else 128 - code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _first_failure(nodes: Sequence[_Node], stopped: Sequence[int]) -> _Node | None:
+    """The first node that fails; None where all end well, or this process is stopped."""
+    while not stopped:
+        codes = [node.process.poll() for node in nodes]
+        failed = next((node for node, code in zip(nodes, codes, strict=True) if code), None)
+        if failed is not None or all(code is not None for code in codes):
+            for node in nodes:
+                if node.process.returncode is not None:
+                    node.finish()
+            return failed
+        time.sleep(0.05)
+    return None
+
+
+def _end(nodes: Sequence[_Node]) -> None:
+    for node in nodes:
+        node.end(signal.SIGTERM)
+    limit = time.monotonic() + PATIENCE
+    while time.monotonic() < limit and any(node.process.poll() is None for node in nodes):
+        time.sleep(0.05)
+    for node in nodes:
+        node.end(signal.SIGKILL)
+        node.process.wait()
+
+
+def _tell(node: _Node, code: int, out: TextIO) -> None:
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
+    if code == UNREACHABLE:
+        how += ", which is ssh's own: the node did not answer, or refused the key"
+    out.write(f"zgraph launch: {node.name} {how}; the others were ended. It printed last:\n")
+    out.write("".join(f"    {line}\n" for line in node.last))
+    out.flush()
