@@ -6,11 +6,13 @@ A pass that raises, or that leaves a program which the verifier refuses, writes 
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import fx
 from torch.autograd.profiler import record_function
 
 from zgraph.errors import ContractError, PassError, PlanError
@@ -86,6 +88,7 @@ class PassManager:
         self.snapshots = snapshots
         self.recipe = recipe
         self._values = ValueCache()
+        self._kept: tuple[list[tuple[Any, ...]], Program] | None = None  # the nodes of the last copy, and the copy
 
     def check(self, facts: frozenset[str] = frozenset()) -> None:
         """Do the passes' contracts fit, one after another, from these facts on?"""
@@ -178,7 +181,16 @@ class PassManager:
         if not self.snapshots:
             return program
         inductor_code.trace_artifact(f"zgraph_{program.name}_{at:02}_{name}", lambda: render(program))
-        return program.snapshot()
+        nodes = [_parts(node) for node in program.graph.nodes]
+        if self._kept is not None:
+            before, copy = self._kept
+            if len(before) == len(nodes) and all(
+                all(map(operator.is_, *pair)) for pair in zip(before, nodes, strict=True)
+            ):
+                return program.snapshot_like(copy)  # (many passes have nothing to do in a program)
+        made = program.snapshot()
+        self._kept = nodes, made
+        return made
 
     def _verify(self, program: Program) -> float:
         start = time.perf_counter()
@@ -194,3 +206,8 @@ class PassManager:
             return str(reproducer.write(before, [p.name for p in self.passes[at:]], error, self.recipe))
         except Exception as problem:
             return f"could not be written ({problem})"
+
+
+def _parts(node: fx.Node) -> tuple[Any, ...]:
+    """What a copy has of a node. (Another pass may put another object there, and none changes one.)"""
+    return (node, node.name, node.target, node.args, node.kwargs, *node.meta, *node.meta.values())

@@ -448,7 +448,13 @@ class Program:
         for old, new in memo.items():
             new.meta = dict(old.meta)
         graph.output_node().meta = dict(self.output_node().meta)
-        module = fx_graphs.lazy_module(self.module, graph)
+        return self._with(fx_graphs.lazy_module(self.module, graph))
+
+    def snapshot_like(self, earlier: Program) -> Program:
+        """The same, where the graph has not changed since an `earlier` snapshot: that one's graph is shared."""
+        return self._with(earlier.module)
+
+    def _with(self, module: fx.GraphModule) -> Program:
         return Program(
             name=self.name,
             module=module,
