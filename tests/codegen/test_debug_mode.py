@@ -48,7 +48,8 @@ def executables(model: nn.Module) -> list[object]:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_right_program_is_not_accused(backend, monkeypatch):
     monkeypatch.setenv(debug_mode.VARIABLE, "layout, values")
-    plan = zgraph.Plan(backend=backend, optimizer=zgraph.AdamW(lr=1e-2), grad_clip=1.0, micro_batches=2)
+    parts = 2 if backend == "eager" else 1  # (programs of several micro-batches have no other kinds of kernels)
+    plan = zgraph.Plan(backend=backend, optimizer=zgraph.AdamW(lr=1e-2), grad_clip=1.0, micro_batches=parts)
     model = zgraph.compile(Model(), plan)
     for _ in range(3):
         model.train_step(X)

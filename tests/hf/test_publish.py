@@ -572,10 +572,16 @@ ON_THREE = [
     ("mixed", {"zero": 3} | LOW, {}),
     ("mixed", {"zero": 0} | LOW, {"dtype": "fp32"}),
 ]
+WITHOUT_EXPERTS = [case for case in ON_THREE if case[0] != "mixtral"]
 
 
 @pytest.mark.gloo
-@sweep("world, cases", [(2, ON_TWO), (3, ON_THREE)], quick=1, ids=["two ranks", "three ranks"])
+@sweep(
+    "world, cases",
+    [(2, ON_TWO), (3, ON_THREE), (3, WITHOUT_EXPERTS)],
+    quick=1,
+    ids=["two ranks", "three ranks", "three ranks without experts"],
+)
 def test_ranks_write_what_each_holds_and_gather_nothing(world, cases, tmp_path):
     with Ranks(world) as ranks:
         results = ranks.run(published_on_many, str(tmp_path), cases)

@@ -111,7 +111,7 @@ def test_training_is_bit_for_bit_that_in_memory(optimizer, more, tmp_path):
 
 
 @pytest.mark.inductor
-@sweep("name", ["transformer_encoder", "channels_last"], quick=1)
+@sweep("name", ["transformer_encoder", "channels_last", "even_mlp"], quick=1)
 def test_also_compiled_by_inductor(name, tmp_path):
     _, plain = trained(name, backend="inductor")
     _, away = trained(name, backend="inductor", offload=offloaded(f"nvme:{tmp_path}"))

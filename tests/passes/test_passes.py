@@ -560,7 +560,9 @@ def test_snapshots_do_not_change_when_later_passes_run():
     assert "backward gather" not in count(history.after("shard_parameters"))
     assert "backward reduce" not in count(history.after("regather"))
     assert "forward release" not in count(history.after("reduce_gradients"))
-    for one, two in itertools.pairwise(r.program for r in history.records):  # (what a pass has left as it was is one graph)
+    for one, two in itertools.pairwise(
+        r.program for r in history.records
+    ):  # (what a pass has left as it was is one graph)
         assert (one.graph is two.graph) == (one.module.code == two.module.code)
     last = history.program.snapshot()
     nodes = len(history.program.nodes)

@@ -127,7 +127,9 @@ def of_all(model: nn.Module, of: Callable[[torch.Tensor], Any] = lambda p: p) ->
     return {n: whole(of(p)) for n, p in model.named_parameters() if not p.is_meta}
 
 
-def gradients(mesh: dict[str, int], fields: dict[str, Any], name: str = "two layers") -> tuple[torch.Tensor, Values, int]:
+def gradients(
+    mesh: dict[str, int], fields: dict[str, Any], name: str = "two layers"
+) -> tuple[torch.Tensor, Values, int]:
     """(the mean loss of all ranks, the gradients, how many parameters are divided)."""
     plan = plan_of(mesh, **fields)
     model = zgraph.compile(MODELS[name](), plan)

@@ -151,7 +151,9 @@ def trained(kind, mesh, backend="eager"):
     model = zgraph.compile(made(kind), plan)
     for number in range(3):
         # (the second batch is of another size, and has programs of its own; two of each are enough of Inductor's)
-        x = torch.randn(4 if number == 1 and backend == "eager" else 8, 4, generator=torch.Generator().manual_seed(number))
+        x = torch.randn(
+            4 if number == 1 and backend == "eager" else 8, 4, generator=torch.Generator().manual_seed(number)
+        )
         optimizer.zero_grad()
         losses = [plain(part) / 2 for part in x.chunk(2)]
         sum(losses).backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -236,7 +237,7 @@ def on_rank(kind, fault):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", list(REAL))
+@sweep("kind", list(REAL), quick={0, 2, 5})
 def test_real_ranks_are_the_plain_model(two, kind):
     first, second = two.run(on_rank, kind, None)
     assert first[0], first[1]

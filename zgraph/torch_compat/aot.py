@@ -57,7 +57,7 @@ def trace_function(
     def flat(*values: Any) -> Any:  # (a default argument would count as an input)
         return function(*values)
 
-    with fake_mode, torch.no_grad():
+    with fake_mode, torch.no_grad(), _use_lazy_graph_module(True):
         return make_fx(flat, decomposition_table=decompositions)(*inputs)
 
 
