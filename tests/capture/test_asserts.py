@@ -4,7 +4,7 @@ import asserting_models
 import pytest
 import torch
 from asserting_models import Net, OfGradient
-from sweeps import product
+from sweeps import product, sweep
 
 import zgraph
 from zgraph.build.planned_step import programs
@@ -44,7 +44,7 @@ def test_an_assertion_fails_as_in_plain_pytorch_and_names_its_line(form, message
         model.eval()(BAD)
 
 
-@pytest.mark.parametrize("form", ["statement", "number"])
+@sweep("form", ["statement", "number"], quick=1)
 def test_an_assertion_fails_in_what_inductor_has_compiled(form):
     model = zgraph.compile(Net(form), zgraph.Plan())
     model(GOOD).backward()
@@ -126,13 +126,14 @@ def fail_on_ranks(options, bad):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("options", "bad"),
+@sweep(
+    "options, bad",
     [
         (dict(mesh={"tp": 2}, tensor_parallel={"first": "colwise", "second": "rowwise"}), (0, 1)),
         (dict(mesh={"pp": 2}, micro_batches=2, partition=["second"]), (0, 1)),
         (dict(mesh={"cp": 2}, sequence_dim=0), (0, 1)),
     ],
+    quick={0, 1},
     ids=str,
 )
 def test_an_assertion_fails_where_ranks_compute_together(two, options, bad):

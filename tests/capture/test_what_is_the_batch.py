@@ -39,7 +39,7 @@ def train(model, *inputs, micro_batches=2, backend="eager"):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_sequence_that_comes_first_is_not_cut(backend):
     with pytest.raises(StepError, match="is no batch: forward takes its elements"):
         train(Recurrent(False), torch.randn(4, 2, 4), backend=backend)

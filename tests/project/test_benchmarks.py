@@ -60,6 +60,7 @@ def test_gpu_benchmark_claims_nothing_without_a_gpu() -> None:
     assert done.returncode == 2 and "needs a CUDA device" in done.stderr and not done.stdout
 
 
+@pytest.mark.slow
 def test_gpu_benchmark_runs_over_the_emulated_link_without_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.md"
     run(str(BENCHMARKS / "gpu.py"), "--smoke", "--output", str(file), "--traces", str(tmp_path))

@@ -108,6 +108,7 @@ def test_wherever_states_and_parameters_lie(states, parameters, tmp_path):
     assert losses == expected and same(model, weights)
 
 
+@pytest.mark.slow  # (a step that Inductor compiles: test_a_hundred_steps_compiled_by_inductor_are_torchs)
 @pytest.mark.inductor
 def test_compiled():
     model, losses = trained(plan_of(0, "inductor"))

@@ -206,7 +206,7 @@ def test_the_first_module_is_named_with_its_line_and_micro_batch(
     model.train_step(good())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@sweep("backend", BACKENDS, quick=(0,))
 def test_dropout_is_the_same_when_the_step_runs_again(backend):
     """Whether a step is finite depends on one random number."""
 

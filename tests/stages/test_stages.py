@@ -15,7 +15,7 @@ import stage_models
 import torch
 from stage_models import Cuts
 from stage_runs import Cutting, assert_equal, tied, with_passes
-from sweeps import product, sweep
+from sweeps import in_turn, product, sweep
 from torch import nn
 
 import zgraph
@@ -43,12 +43,15 @@ def assert_same(it: Cutting, stages: Stages, *, apart: bool = False, rounded: bo
     assert_equal(it.run(stages, apart=apart), it.plain(), tied=tied(stages), bound=within)
 
 
+WAYS = [(2, "uniform", False), (3, "time", True)]
+FIRST = range(len(stage_models.MODELS))  # each model, by one way or the other
+
+
 # -- the same numbers ---------------------------------------------------------------------------------------------------
 @pytest.mark.core
-@pytest.mark.parametrize("name", stage_models.MODELS)
-@pytest.mark.parametrize("count,how,apart", [(2, "uniform", False), (3, "time", True)])
-def test_stages_that_are_found_give_what_the_model_gives(name, count, how, apart):
-    it = cutting(name)
+@sweep("name, way", [*in_turn([*stage_models.MODELS], WAYS), *in_turn([*stage_models.MODELS], WAYS[::-1])], quick=FIRST)
+def test_stages_that_are_found_give_what_the_model_gives(name, way):
+    it, (count, how, apart) = cutting(name), way
     assert_same(it, it.found(count, how), apart=apart)
 
 
@@ -338,8 +341,9 @@ def test_a_stage_is_made_to_fit_into_a_budget():
     assert any(info(n).copy_of for s in steps for n in s.history().program.nodes)
 
 
+@pytest.mark.slow  # (on two ranks: test_inductor_does in test_stage_state.py)
 @pytest.mark.inductor
-@sweep("name,count,apart", [("Rotary", 3, False), ("Thrice", 2, True)], quick=1)
+@pytest.mark.parametrize("name,count,apart", [("Rotary", 3, False), ("Thrice", 2, True)])
 def test_stages_compiled_by_inductor_give_what_the_model_gives(name, count, apart):
     assert_passes_keep(name, Plan(), count, world=1, apart=apart, exact=False)
 
