@@ -1,9 +1,10 @@
 """Training steps of zgraph and of its peers over a modelled link: step time, exposed communication, peak memory.
 
     python benchmarks/overlap.py [--rates 0,2,1] [--variants ddp,zgraph-zero3] [--rounds 4] [--steps 5] [--out FOLDER]
+    python benchmarks/overlap.py --model llama --rates 10,4,2,1 --variants local-compiled,fsdp_async-compiled,zgraph-zero3,zgraph-itself,zgraph-sheet
     python benchmarks/overlap.py --layers 2 --dim 64 --vocab 256 --seq 32 --steps 2 --rounds 1 --tries 1 --variants ddp-eager
 
-The same model, data and link for all, on two ranks with a core and a thread each, in one run. A rate is in Gbit/s, 0 is
+The same model, data and link for all, on two ranks with a core and a thread each, in one run. zgraph's ZeRO-2 and ZeRO-3 are calibrated; `zgraph-itself` is ZeRO-3 as it comes, `zgraph-sheet` with `hardware = "default"`. A rate is in Gbit/s, 0 is
 unlimited; a variant may be named by how its name begins. Each variant has two processes of its own, which build it once
 and sleep while others are measured. A round goes through all variants, in another order each time, and through all
 rates of one before the next: a noisy minute hits one round, and not all of a rate's. A measurement beside which others used the
@@ -56,6 +57,8 @@ NAMES = (
     "deepspeed-zero3",
     "zgraph-zero2",
     "zgraph-zero3",
+    "zgraph-itself",
+    "zgraph-sheet",
 )
 BUILD_LIMIT, MEASURE_LIMIT = 1800.0, 900.0  # seconds
 
@@ -145,6 +148,7 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Variant:
         log = folder / f"{name}-{rank}.log"
         job = {
             "name": name,
+            "model": args.model,
             "rank": rank,
             "world": WORLD,
             "store": str(folder / f"{name}.store"),
@@ -253,6 +257,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     built = [v.found for v in variants if "parameters" in v.found]
     result = {
         "conditions": conditions(args),
+        "model": args.model,
         "size": sizes(args),
         "parameters": built[0]["parameters"] if built else 0,
         "latency_us": args.latency,
@@ -307,6 +312,7 @@ def variant_names(text: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     cores = sorted(os.sched_getaffinity(0))
+    parser.add_argument("--model", choices=["gpt", "llama", "gpt2", "t5"], default="gpt", help="all but the first are of transformers")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=8192)

@@ -165,7 +165,7 @@ def shared(intervals: Sequence[float], executable: Executable, estimate: dict[fx
     kernel they are shared out by `estimate`, which has all nodes that compute.
 
     What a node that does not compute takes (a view, in an eager program), and what is between two calls with no node of
-    its own there, is the next one's. Starts of collectives and waits count for nothing: see `zgraph.forecast.link_benchmark`.
+    its own there, is the next one's. Starts of collectives and waits count for nothing: see `zgraph.machine.link_benchmark`.
     """
     nodes = list(executable.program.graph.nodes)
     at = sorted(p for _, p in executable.calls)

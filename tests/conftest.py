@@ -17,6 +17,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent / "support")]
 )
 
+# Schedules, and so what tests see of them, are the same on every machine: nothing is measured but where a test is about that.
+os.environ.setdefault("ZGRAPH_HARDWARE", "default")
+
 # What captures cost besides their own work, which is a third of this suite's time otherwise (CONTRIBUTING.md has figures).
 # They make and drop many small objects: with Python's own thresholds the search for cycles among them never ends.
 gc.set_threshold(20_000, 20, 20)

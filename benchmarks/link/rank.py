@@ -19,7 +19,9 @@ from typing import Any
 LOSSES = 3  # steps whose losses are compared
 
 
-def main(name: str, rank: int, world: int, store: str, core: int, size: dict[str, int], latency_us: float) -> None:
+def main(
+    name: str, model: str, rank: int, world: int, store: str, core: int, size: dict[str, int], latency_us: float
+) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
     os.sched_setaffinity(0, {core})  # before torch starts threads
@@ -35,7 +37,7 @@ def main(name: str, rank: int, world: int, store: str, core: int, size: dict[str
     torch.set_num_threads(1)
     import torch.distributed as dist
 
-    from link import gpt, variants, zlink
+    from link import gpt, models, variants, zlink
 
     dist.init_process_group(
         "zlink", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(minutes=20)
@@ -43,14 +45,14 @@ def main(name: str, rank: int, world: int, store: str, core: int, size: dict[str
     sizes = gpt.Size(**size)
     start = time.perf_counter()
     try:
-        contender = variants.build(name, sizes, rank)
+        contender = variants.build(name, model, sizes, rank)
     except variants.NotInstalled as error:
         answer(not_installed=str(error))
         return
     losses = [float(contender.step()) for _ in range(LOSSES)]
     built = time.perf_counter() - start
-    reference = variants.reference_losses(sizes, rank, world, LOSSES) if name.startswith("local") else None
-    parameters = sum(p.numel() for p in gpt.make(sizes).parameters())
+    reference = variants.reference_losses(model, sizes, rank, world, LOSSES) if name.startswith("local") else None
+    parameters = sum(p.numel() for p in models.make(model, sizes).parameters())
     give_back()
     answer(losses=losses, reference=reference, seconds=built, parameters=parameters, groups=len(zlink.backends))
     for line in sys.stdin:

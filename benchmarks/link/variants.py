@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from link import gpt
+from link import gpt, models
 
 LR = 1e-3
 
@@ -173,21 +173,30 @@ def zgraph_zero(stage: int) -> Callable[[gpt.GPT, Batch, bool], Contender]:
     return build
 
 
-class _Calibrated:
-    """Compiles a model for a link of each rate, with what `zgraph.calibrate` finds: its operators at the start, the link now.
+def zgraph_itself(hardware: str | None) -> Callable[[gpt.GPT, Batch, bool], Contender]:
+    """ZeRO-3 of who calls `compile` and nothing else, at each rate; or by the costs of data sheets, which know of no rate."""
+
+    def build(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
+        import zgraph
+
+        plan = zgraph.Plan(zero=3, optimizer=zgraph.SGD(lr=LR), hardware=hardware)
+        trained = zgraph.compile(model, plan)
+        at_rate = _AtRates(trained, lambda rate: plan) if hardware is None else lambda rate: None
+        return Contender(lambda: trained.train_step(*batch), trained, at_rate)
+
+    return build
+
+
+class _AtRates:
+    """Compiles a model once for a link of each rate, by a plan that is made when the link has it.
 
     The weights are the same; what was compiled for a rate is kept for the next time that it is measured.
     """
 
-    def __init__(self, model: Any, plan: Any, machine: Any) -> None:
+    def __init__(self, model: Any, plan_at: Callable[[float], Any]) -> None:
         self.model = model
-        self.plan = plan
-        self.machine = machine
+        self.plan_at = plan_at
         self.made: dict[float, Any] = {}
-        folder = [tempfile.mkdtemp(prefix="zgraph-overlap-") if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(folder)  # (a plan names a file, and plans must be equal)
-        self.folder = Path(folder[0])
-        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
 
     def __call__(self, rate: float) -> None:
         handle = self.model.zgraph
@@ -195,9 +204,26 @@ class _Calibrated:
             handle.runtime.first_gathers.drop()
             handle.runtime = self.made[rate]
             return
-        from zgraph.forecast.link_benchmark import measure_link
+        handle.recompile(self.plan_at(rate))
+        self.made[rate] = handle.runtime
 
-        runtime = handle.runtime
+
+class _Calibrated(_AtRates):
+    """By what `zgraph.calibrate` has found: its operators at the start, the link as it is now."""
+
+    def __init__(self, model: Any, plan: Any, machine: Any) -> None:
+        super().__init__(model, self._plan)
+        self.plan = plan
+        self.machine = machine
+        folder = [tempfile.mkdtemp(prefix="zgraph-overlap-") if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folder)  # (a plan names a file, and plans must be equal)
+        self.folder = Path(folder[0])
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+
+    def _plan(self, rate: float) -> Any:
+        from zgraph.machine.link_benchmark import measure_link
+
+        runtime = self.model.zgraph.runtime
         link = measure_link(runtime.groups["dp"], runtime.sizes["dp"], runtime.device, runtime.agreement)
         own = self.machine.links["dp"]  # (what transfers take from computing was measured in training steps)
         link = link.model_copy(update={"work": own.work, "start": own.start})
@@ -205,8 +231,7 @@ class _Calibrated:
         if dist.get_rank() == 0:
             file.write_text(self.machine.model_copy(update={"links": {"dp": link}}).model_dump_json())
         dist.barrier()
-        handle.recompile(self.plan.model_copy(update={"hardware": str(file)}))
-        self.made[rate] = handle.runtime
+        return self.plan.model_copy(update={"hardware": str(file)})
 
 
 BUILDERS: dict[str, tuple[Callable[[gpt.GPT, Batch, bool], Contender], bool]] = {
@@ -221,18 +246,20 @@ BUILDERS: dict[str, tuple[Callable[[gpt.GPT, Batch, bool], Contender], bool]] = 
     "deepspeed-zero3": (deepspeed_zero3, False),
     "zgraph-zero2": (zgraph_zero(2), True),
     "zgraph-zero3": (zgraph_zero(3), True),
+    "zgraph-itself": (zgraph_itself(None), True),
+    "zgraph-sheet": (zgraph_itself("default"), True),
 }
 
 
-def build(name: str, size: gpt.Size, rank: int) -> Contender:
+def build(name: str, model: str, size: gpt.Size, rank: int) -> Contender:
     """Raises `NotInstalled` where a package is missing."""
     builder, compiled = BUILDERS[name]
-    return builder(gpt.make(size), gpt.data(size, rank), compiled)
+    return builder(models.make(model, size), gpt.data(size, rank), compiled)
 
 
-def reference_losses(size: gpt.Size, rank: int, world: int, steps: int) -> list[float]:
+def reference_losses(name: str, size: gpt.Size, rank: int, world: int, steps: int) -> list[float]:
     """That rank's losses in data-parallel training, by one process that computes all ranks' batches one after another."""
-    model = gpt.make(size)
+    model = models.make(name, size)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     batches = [gpt.data(size, r) for r in range(world)]
     losses = []

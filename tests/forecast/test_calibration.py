@@ -21,7 +21,7 @@ from zgraph.codegen.executable import Executable
 from zgraph.codegen.instrumented import Stopwatch, Timed, instrumented, shared
 from zgraph.codegen.partition import split
 from zgraph.errors import PlanError, RankMismatchError
-from zgraph.forecast.link_benchmark import fit_line
+from zgraph.machine.link_benchmark import fit_line
 from zgraph.passes.analysis.costs import CPU, Costs, Hardware, Link, computes, hardware, signature
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.program import collectives

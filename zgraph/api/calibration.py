@@ -1,7 +1,7 @@
 """`zgraph.calibrate`: what schedules and forecasts are made from, measured on this machine with this model.
 
 A copy of the model is compiled by the plan and trained for a few steps, with every call of its programs timed
-(`zgraph.codegen.instrumented`); the links are timed by themselves (`zgraph.forecast.link_benchmark`). Between ranks every other few steps let their
+(`zgraph.codegen.instrumented`); the links are timed by themselves (`zgraph.machine.link_benchmark`). Between ranks every other few steps let their
 transfers run beside the kernels: what these take longer is what transfers take from a rank's computing. The ranks' tables
 become one, so that all of them schedule alike.
 """
@@ -29,7 +29,7 @@ from zgraph.capture.capture import find_loss
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.instrumented import Run, Stopwatch, Timed
 from zgraph.errors import PlanError
-from zgraph.forecast.link_benchmark import measure_link
+from zgraph.machine.link_benchmark import measure_link
 from zgraph.passes.analysis.costs import Costs, Hardware, Link, bytes_of, dtype_of, flops_of, hardware_like, signature
 from zgraph.plan.plan import Plan
 from zgraph.program import collectives

@@ -25,6 +25,7 @@ from zgraph.capture.replaced_forward import unbound
 from zgraph.capture.varying_sizes import refuse_unknown_arguments
 from zgraph.codegen import debug_mode
 from zgraph.errors import MeshError, ModelError
+from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
 from zgraph.parameters.mixed_precision import check, overflow_error, prepare, refuse_overflow
 from zgraph.parameters.replaced import refuse_unmovable
 from zgraph.parameters.sharding import fingerprint, planned_layout, shard
@@ -34,7 +35,7 @@ from zgraph.plan.shapes import Size
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM, ParamSpec
 from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.compiled_models import free_dropped_models, is_compiled
-from zgraph.runtime.rank import RankContext, agreed_costs, opened_tiers
+from zgraph.runtime.rank import RankContext, opened_tiers
 from zgraph.runtime.runtime import Runtime
 from zgraph.stages.partition_model import DeferredPipeline
 from zgraph.stages.runtime import PipelineRuntime
@@ -95,7 +96,7 @@ def compile(
         return model
     plan, device, agreement = agreed.plan, agreed.device, agreed.agreement
     tiers = opened_tiers(model, plan, agreed.specs, device, agreement)
-    costs = agreed_costs(plan, device, agreement, tiers)
+    costs = at_disk_rate(agreed_costs(plan, device, agreement, agreed.mesh), agreement, tiers)
     context = RankContext(agreed.sizes, agreed.mesh, device, agreement, agreement, costs, tiers)
     shards = shard(model, agreed.specs, agreed.mesh, device, agreed.seed, tiers.of("parameters"))
     prepare(model, plan.resolved_precision(), agreed.specs)

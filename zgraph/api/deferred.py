@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from zgraph.build.pass_pipeline import costs_of
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import PlanError
+from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
 from zgraph.parameters.mixed_precision import prepare
 from zgraph.parameters.sharding import shard, with_requires_grad
 from zgraph.program.program import ParamSpec
-from zgraph.runtime.rank import RankContext, agreed_costs, opened_tiers
+from zgraph.runtime.rank import RankContext, opened_tiers
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.train_step import in_order
 from zgraph.stages.partition_model import DeferredPipeline, as_in_training
@@ -27,11 +27,12 @@ class DeferredDivision(DeferredPipeline):
         params = dict(self.module.named_parameters(remove_duplicate=False))
         specs = with_requires_grad(self.specs, params)
         precision = self.plan.resolved_precision()
+        costs = agreed_costs(self.plan, self.device, self.everyone, self.mesh)
 
         def attempt() -> dict[str, ParamSpec]:
             with prepare(self.module, precision, specs), as_in_training(self.module) as trains:
                 found = self.to_cut_by(args, in_order(self, kwargs), trains)
-            return divided_layout(found.joint, self.plan, costs_of(self.plan, self.device), self.module)
+            return divided_layout(found.joint, self.plan, costs, self.module)
 
         def refused(rank: int, said: str) -> PlanError:
             return PlanError(f"rank {rank} can't divide the model", where="tensor_parallel", why=said)
@@ -41,7 +42,7 @@ class DeferredDivision(DeferredPipeline):
             specs = self.everyone.together("the division of weights", attempt, refused)
         self.everyone.vote("the division of weights", repr({n: s.division for n, s in specs.items()}))
         tiers = opened_tiers(self.module, self.plan, specs, self.device, self.everyone)
-        costs = agreed_costs(self.plan, self.device, self.everyone, tiers)
+        costs = at_disk_rate(costs, self.everyone, tiers)
         shards = shard(self.module, specs, self.mesh, self.device, self.seed, tiers.of("parameters"))
         prepare(self.module, precision, specs)
         context = RankContext(self.sizes, self.mesh, self.device, self.everyone, self.everyone, costs, tiers)

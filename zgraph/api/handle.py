@@ -31,6 +31,7 @@ from zgraph.inspection.explain import Explanation, explain
 from zgraph.inspection.inspection import Inspection
 from zgraph.inspection.recorder import record
 from zgraph.inspection.run_report import Report
+from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
 from zgraph.parameters.foreign import watch_loads
 from zgraph.parameters.mixed_precision import release
 from zgraph.parameters.sharding import planned_layout
@@ -40,7 +41,6 @@ from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.remark import Remark
 from zgraph.runtime.compiled_models import Compiled, remember
-from zgraph.runtime.rank import agreed_costs
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import Timings
 from zgraph.runtime.train_step import train_step
@@ -428,7 +428,7 @@ class Handle(Compiled):
         if isinstance(old, PipelineRuntime):
             made = made_again(old, old.module, old.shards, plan)
         else:
-            costs = agreed_costs(plan, old.device, old.agreement, old.tiers)
+            costs = at_disk_rate(agreed_costs(plan, old.device, old.agreement, old.mesh), old.agreement, old.tiers)
             context = replace(old.context, sizes=sizes, costs=costs)
             made = Runtime(old.module, old.forward_function, plan, old.shards, context)
         made.updater.adopt(old.updater, copies=False)

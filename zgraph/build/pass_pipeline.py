@@ -109,10 +109,10 @@ EVERY_PASS = PassFilter()
 
 
 def costs_of(plan: Plan, device: torch.device | None = None) -> Costs:
-    """What passes decide from: the plan's hardware, else that of the device (by default a CPU). Raises `PlanError` for
-    hardware that is not known, a file that can't be read, and a mesh dimension without a link."""
-    if plan.hardware is not None:
-        found = hardware(plan.hardware)
+    """What passes decide from where nothing is measured: the plan's hardware, else what is known of devices of this kind (by default of
+    CPUs), whatever the machine. Raises `PlanError` for hardware that is not known, a file that can't be read, and a mesh dimension without a link."""
+    if plan.named_hardware is not None:
+        found = hardware(plan.named_hardware)
     else:
         cuda = device is not None and device.type == "cuda"
         found = hardware_like("cuda" if cuda else "cpu", torch.cuda.get_device_name(device) if cuda else "")

@@ -211,7 +211,7 @@ class _Checks:
 
     def _hardware(self) -> Iterator[Finding]:
         assert self.plan is not None
-        name = self.device or self.plan.hardware or self.otherwise
+        name = self.device or self.plan.named_hardware or self.otherwise
         found = hardware(name) if name is not None else hardware_like("cuda" if torch.cuda.is_available() else "cpu")
         self.hardware = found
         fits = True
@@ -520,7 +520,7 @@ class _Checks:
         model, inputs = self.model, self.inputs
         assert self.plan is not None and self.hardware is not None and self.costs is not None and self.sizes is not None
         assert model is not None and inputs is not None and self.world is not None and self.captured is not None
-        plan = self.plan.model_copy(update={"hardware": self.device or self.plan.hardware or self.otherwise})
+        plan = self.plan.model_copy(update={"hardware": self.device or self.plan.named_hardware or self.otherwise})
         limit = int(self.hardware.capacity * RESERVE)
         if plan.pipeline_ranks(self.world) > 1:
             yield from self._stages(plan, limit)

@@ -445,7 +445,7 @@ class Plan(Record, frozen=True):
         examples=["h100-80g"],
         default=None,
         description="the hardware that schedules are made for: h100-80g, h200-141g, a100-80g, cpu, or a file that "
-        "zgraph calibrate has written; none: by the device",
+        "zgraph calibrate has written; default: what data sheets say of such devices; none: the same in commands, and measured where a model is compiled",
     )
     passes: tuple[
         Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)],
@@ -482,6 +482,11 @@ class Plan(Record, frozen=True):
                 why=f"the mesh is {_shown(self.mesh)}",
                 hint="another batch or micro_batch, or -1 for a size of the mesh",
             )
+
+    @property
+    def named_hardware(self) -> str | None:
+        """The hardware that the plan names; None where it is that of the device, by data sheets or measured."""
+        return None if self.hardware == "default" else self.hardware
 
     def resolved_precision(self) -> Precision:
         """The dtypes that `precision` and `numerics` stand for."""

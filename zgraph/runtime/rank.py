@@ -6,18 +6,16 @@ import abc
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.build.memory_search import measured_rate
-from zgraph.build.pass_pipeline import costs_of
 from zgraph.build.step_program import Entry
 from zgraph.build.update_program import away_bytes, shares_of
-from zgraph.errors import ModelError, OffloadError, PlanError
+from zgraph.errors import ModelError, OffloadError
 from zgraph.offload.moves import Tiers
 from zgraph.parameters.sharding import Shards, still_unset
 from zgraph.passes.analysis.costs import Costs
@@ -70,25 +68,6 @@ class RankContext:
     costs: Costs
     tiers: Tiers
     held: Held | None = None  # what this rank of a pipeline holds of the model; None without one
-
-
-def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, tiers: Tiers) -> Costs:
-    """What the ranks schedule from, equal on all: else they would wait for each other's collectives for ever. A disk that `tiers` have
-    is as fast as it was seen to be, on the rank with the slowest. Raises `PlanError` on every rank if one can't read the hardware's
-    file."""
-
-    def refused(rank: int, said: str) -> PlanError:
-        return PlanError(
-            f"rank {rank} can't read the hardware", where="hardware", why=said, hint="every rank needs the file"
-        )
-
-    costs = agreement.together("the hardware's file", lambda: costs_of(plan, device), refused)
-    agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
-    if tiers.preflight is None:
-        return costs
-    mine = min(tiers.preflight.read_rate, tiers.preflight.write_rate)
-    slowest = min(agreement.gather("the disk's rate", mine))
-    return replace(costs, hardware=costs.hardware.model_copy(update={"nvme": measured_rate(slowest)}))
 
 
 def opened_tiers(

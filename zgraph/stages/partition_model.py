@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.build.pass_pipeline import costs_of
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import ModelError, PlanError
+from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
 from zgraph.parameters.mixed_precision import prepare
 from zgraph.parameters.sharding import Shards, shard, with_requires_grad
 from zgraph.passes.stages.cut_stages import Stages
@@ -30,7 +30,7 @@ from zgraph.program import ops
 from zgraph.program.aliases import aliases_of, is_view
 from zgraph.program.program import STAGE_DIM, InputRole, ParamSpec
 from zgraph.ranks.agreement import Agreement
-from zgraph.runtime.rank import RankContext, agreed_costs, opened_tiers
+from zgraph.runtime.rank import RankContext, opened_tiers
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.train_step import in_order
 from zgraph.stages.channels import make_line
@@ -53,9 +53,9 @@ class DeferredPipeline(WholeModel):
         params = dict(self.module.named_parameters(remove_duplicate=False))
         whole = with_requires_grad(self.specs, params)
         precision = self.plan.resolved_precision()
+        costs = agreed_costs(self.plan, self.device, self.everyone, self.mesh)
 
         def attempt() -> tuple[Capture, Partition, Stages, dict[str, ParamSpec]]:
-            costs = costs_of(self.plan, self.device)
             with prepare(self.module, precision, whole), as_in_training(self.module) as trains:
                 found = self.to_cut_by(args, in_order(self, kwargs), trains)
             found.joint.params = specs = divided_layout(found.joint, self.plan, costs, self.module)
@@ -83,10 +83,10 @@ class DeferredPipeline(WholeModel):
         inside = self.mesh[tuple(inner)] if inner else None
         agreement = Agreement(inside)
         tiers = opened_tiers(self.module, self.plan, specs, self.device, self.everyone, held)
-        agreed = agreed_costs(self.plan, self.device, self.everyone, tiers)
+        costs = at_disk_rate(costs, self.everyone, tiers)
         shards = shard(self.module, specs, inside, self.device, self.seed, tiers.of("parameters"), frozenset(held.own))
         prepare(self.module, precision, specs)
-        context = RankContext(inner, inside, self.device, agreement, self.everyone, agreed, tiers, held)
+        context = RankContext(inner, inside, self.device, agreement, self.everyone, costs, tiers, held)
         made = PipelineRuntime(self.module, self.forward_function, self.plan, shards, context, Cut(line, parted, self))
         if not former_memory(
             self.module
@@ -144,7 +144,9 @@ def made_again(old: PipelineRuntime, module: nn.Module, shards: Shards, plan: Pl
         )
     if plan is not old.plan:
         old.everyone.vote("the schedule of recompile", repr(schedule))
-    costs = old.costs if plan is old.plan else agreed_costs(plan, old.device, old.everyone, old.tiers)
+    costs = old.costs
+    if plan is not old.plan:
+        costs = at_disk_rate(agreed_costs(plan, old.device, old.everyone, old.origin.mesh), old.everyone, old.tiers)
     context = replace(old.context, costs=costs)
     origin = replace(old.origin, module=module, plan=plan)
     cut = Cut(old.line, replace(old.partition, schedule=schedule), origin, old.board)

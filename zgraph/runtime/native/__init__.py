@@ -13,7 +13,8 @@ from types import ModuleType
 
 import torch
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "zgraph"
+from zgraph.cache_folder import cache_folder
+
 HERE = Path(__file__).parent
 
 
@@ -30,9 +31,10 @@ def load(file: Path) -> ModuleType:
     flags += [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", f"-I{sysconfig.get_path('include')}"]
     libraries = [f"-L{root}/lib", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10", f"-Wl,-rpath,{root}/lib"]
     key = hashlib.sha256(" ".join([torch.__version__, *flags, file.read_text()]).encode()).hexdigest()[:16]
-    CACHE.mkdir(parents=True, exist_ok=True)
-    made = CACHE / f"{name}-{key}.so"
-    with (CACHE / f"{name}.lock").open("w") as lock:
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / f"{name}-{key}.so"
+    with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             part = made.with_suffix(".part")

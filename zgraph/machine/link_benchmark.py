@@ -3,10 +3,13 @@
 A transfer of n bytes takes alpha + beta * n (Hockney, 1994, "The Communication Challenge for MPP"). Each is timed from
 the moment at which all ranks are there: on the rank that came last, so the shortest time over a group's ranks is its own. The
 slowest group counts. All are timed in two rounds, of which the faster counts.
+
+What transfers take from computing is seen beside products that go on for longer than a transfer: they then take longer themselves.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -21,18 +24,26 @@ from zgraph.torch_compat import process_groups
 SIZES = tuple(4**k for k in range(6, 13))  # bytes of the whole: 4 KiB to 16 MiB
 LONGEST = 0.3  # seconds: a slow link is not given larger transfers once one takes this long
 REPEATS = 7
+QUICK = 3  # repeats, where there is little time
+SIDE = {"cpu": 192, "cuda": 2048}  # of products beside transfers
+SHARE = 150  # a transfer is timed some thirty times, and the last one takes up to four times as long as the others may
 
 
-def measure_link(group: str, ranks: int, device: torch.device, agreement: Agreement) -> Link:
-    """The link over the process group of this name, but for what it takes from computing. All ranks of the model must call
-    it; they get the same answer."""
-    bench = _Bench(group, ranks, device, agreement)
+def measure_link(
+    group: str, ranks: int, device: torch.device, agreement: Agreement, seconds: float | None = None
+) -> Link:
+    """The link over the process group of this name. All ranks of the model must call it; they get the same answer.
+
+    Within about so many `seconds`, and with what transfers take from computing; None: as long as it takes, and without that.
+    """
+    bench = _Bench(group, ranks, device, agreement, REPEATS if seconds is None else QUICK)
+    longest = LONGEST if seconds is None else seconds / SHARE
     transfers: list[Callable[[], torch.Tensor]] = []
     first: list[float] = []
     for size in SIZES:
         transfers.append(bench.gather(size))
         first.append(bench.time(transfers[-1]))
-        if first[-1] > LONGEST:
+        if first[-1] > longest and len(first) > 1:
             break
     sizes = SIZES[: len(transfers)]
     transfers.append(bench.scatter(sizes[-1]))
@@ -41,12 +52,16 @@ def measure_link(group: str, ranks: int, device: torch.device, agreement: Agreem
     *times, scattered = map(min, first, [bench.time(transfer) for transfer in transfers])
     latency, per_byte = fit_line(sizes, times)
     whole = (ranks - 1) / ranks
-    return Link(
+    found = Link(
         bandwidth=whole / per_byte,
         latency=latency / (ranks - 1),
         scatter=max(scattered - latency, 0.1 * times[-1]) / (per_byte * sizes[-1]),
         joins=not bench.gloo,
     )
+    if seconds is None:
+        return found
+    longer, start = bench.taken(transfers[-2], times[-1])
+    return found.model_copy(update={"work": min(longer / sizes[-1], 1 / found.bandwidth), "start": start})
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
@@ -64,9 +79,10 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
 
 
 class _Bench:
-    def __init__(self, group: str, ranks: int, device: torch.device, agreement: Agreement) -> None:
+    def __init__(self, group: str, ranks: int, device: torch.device, agreement: Agreement, repeats: int) -> None:
         self.group = group
         self.ranks = ranks
+        self.repeats = repeats
         self.device = device
         self.agreement = agreement
         self.watch = Stopwatch(device)
@@ -92,7 +108,7 @@ class _Bench:
     def time(self, start: Callable[[], torch.Tensor]) -> float:
         """Seconds from a start to its end."""
         mine: list[float] = []
-        for _ in range(REPEATS + 1):
+        for _ in range(self.repeats + 1):
             self.agreement.any("the start of a transfer", False)
             value = start()
             begin = self.watch.now()
@@ -107,3 +123,30 @@ class _Bench:
             by_group.setdefault(members, []).append(seconds)
         slowest = ([min(same) for same in zip(*rows, strict=True)] for rows in by_group.values())
         return max(statistics.median(each) for each in slowest)
+
+    def taken(self, transfer: Callable[[], torch.Tensor], seconds: float) -> tuple[float, float]:
+        """(seconds that products take longer beside a transfer of so many `seconds`, seconds that its start takes), on the middle rank."""
+        side = SIDE[self.device.type]
+        a, b, c = (torch.ones(side, side, device=self.device) for _ in range(3))
+
+        def compute(calls: int) -> float:
+            begin = self.watch.now()
+            for _ in range(calls):
+                torch.mm(a, b, out=c)
+            return self.watch.between(begin, self.watch.now())
+
+        compute(1)
+        calls = max(1, math.ceil(1.5 * seconds / min(compute(1) for _ in range(QUICK))))
+        alone, beside, starts = [], [], []
+        for _ in range(QUICK):
+            self.agreement.any("the start of products", False)
+            alone.append(compute(calls))
+            self.agreement.any("the start of products beside a transfer", False)
+            begin = self.watch.now()
+            value = transfer()
+            starts.append(self.watch.between(begin, self.watch.now()))
+            beside.append(compute(calls))
+            collectives.WAIT(value)
+        views = self.agreement.gather("what a transfer takes", (min(beside) - min(alone), min(starts)))
+        longer, start = (statistics.median(column) for column in zip(*views, strict=True))
+        return min(max(longer, 0.0), seconds), max(start, 0.0)

@@ -1,0 +1,1 @@
+"""What this machine and its links take, measured."""

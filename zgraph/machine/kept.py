@@ -1,0 +1,68 @@
+"""What was measured once, kept for later processes: a small JSON file for each key, in the cache folder.
+
+An entry is read only if it is whole (its sum says so), of this very key (a file's name is a hash), and what it says can be true. Any other
+is as good as none: it is measured again, and written anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from zgraph.cache_folder import cache_folder
+from zgraph.errors import PlanError
+from zgraph.record import Record
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=Record)
+
+
+def entry(kind: str, key: dict[str, str]) -> Path:
+    """The file of what was measured under this key."""
+    return cache_folder() / "machine" / f"{kind}-{_hash(_text(key))[:16]}.json"
+
+
+def read(kind: str, key: dict[str, str], record: type[R]) -> R | None:
+    """What is kept of this key; None if nothing is, or nothing that can be believed."""
+    path = entry(kind, key)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["key"] != key:
+            raise ValueError("it is of another key")
+        if found["sum"] != _hash(_text(found["key"]) + _text(found["value"])):
+            raise ValueError("its sum is another")
+        return record.model_validate(found["value"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, PlanError) as error:
+        logger.warning("%s can't be used (%s): measured again", path, error)
+        return None
+
+
+def write(kind: str, key: dict[str, str], value: Record) -> None:
+    """Keep what was measured, at once or not at all. Where that can't be done, a warning says so."""
+    path, data = entry(kind, key), value.model_dump(mode="json")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = {"key": key, "value": data, "sum": _hash(_text(key) + _text(data))}
+        part.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        logger.warning("what was measured of this machine can't be kept: %s", error)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _text(data: object) -> str:
+    return json.dumps(data, sort_keys=True)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,200 @@
+"""What ranks schedule from: the plan's hardware, else what this machine and its links are measured to take when a model is compiled.
+
+*Belief.* Ranks that decide from different costs would wait for each other's collectives for ever. So what each rank has measured, or has
+kept from before, is exchanged; all make one table of it, and vote on it.
+
+A device is measured once for all: its rates are kept in the cache folder (`zgraph/machine/kept.py`), by all that they depend on. Links are
+measured by each compile, as they are another day's; one that is within `STEADY` of the link that was kept is that one, so that a run
+that begins again has the same programs. Nothing is measured without real ranks or a real device: commands that plan for a cluster, and
+programs on virtual ranks, are made from data sheets (`costs_of`), and are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import socket
+import time
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph._version import __version__
+from zgraph.build.memory_search import measured_rate
+from zgraph.build.pass_pipeline import costs_of
+from zgraph.codegen import cpu_gemm
+from zgraph.errors import PlanError
+from zgraph.machine import kept
+from zgraph.machine.device_benchmark import Rates, measure_device, slowest
+from zgraph.machine.link_benchmark import SIZES, measure_link
+from zgraph.offload.moves import Tiers
+from zgraph.passes.analysis.costs import Costs, Hardware, Link, ring
+from zgraph.plan.plan import Plan
+from zgraph.ranks.agreement import Agreement
+from zgraph.ranks.host import text_of
+from zgraph.record import Record
+from zgraph.torch_compat import process_groups
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "ZGRAPH_HARDWARE"
+FORMAT = "1"  # of what is measured, and how
+STEADY = 1.25  # times as long as before, or as short, that a transfer may take for its link to be the same
+LINK_SECONDS = 0.8  # for the links of all dimensions
+
+
+class Links(Record, frozen=True):
+    """Those of a mesh, by dimension."""
+
+    links: dict[str, Link]
+
+
+def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, mesh: DeviceMesh | None) -> Costs:
+    """What the ranks schedule from, equal on all. `mesh` is that of all stages. All ranks must call it. Raises `PlanError` on every rank
+    if one can't read the hardware's file, `RankMismatchError` if they are told to take different ones."""
+
+    def refused(rank: int, said: str) -> PlanError:
+        return PlanError(
+            f"rank {rank} can't read the hardware", where="hardware", why=said, hint="every rank needs the file"
+        )
+
+    named = plan.hardware or os.environ.get(VARIABLE) or None
+    agreement.vote(
+        "where costs come from",
+        f"hardware {named or 'measured'}",
+        hint=f"give every rank the same plan and the same {VARIABLE}",
+    )
+    told = plan.model_copy(update={"hardware": named})
+    costs = agreement.together("the hardware's file", lambda: costs_of(told, device), refused)
+    if named is None and _is_real(agreement):
+        costs = replace(costs, hardware=_measured(costs, device, agreement, mesh))
+    agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
+    return costs
+
+
+def at_disk_rate(costs: Costs, agreement: Agreement, tiers: Tiers) -> Costs:
+    """With a disk that `tiers` have as fast as it was seen to be, on the rank with the slowest. All ranks must call it."""
+    if tiers.preflight is None:
+        return costs
+    mine = min(tiers.preflight.read_rate, tiers.preflight.write_rate)
+    slow = min(agreement.gather("the disk's rate", mine))
+    return replace(costs, hardware=costs.hardware.model_copy(update={"nvme": measured_rate(slow)}))
+
+
+def _is_real(agreement: Agreement) -> bool:
+    """Is there somebody behind the process group?"""
+    return agreement.group is None or not process_groups.is_fake(agreement.group)
+
+
+# -- the device -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Seen:
+    """What a rank tells the others before any of them measures."""
+
+    host: str
+    key: dict[str, str]
+    kept: Rates | None
+
+
+def _measured(costs: Costs, device: torch.device, agreement: Agreement, mesh: DeviceMesh | None) -> Hardware:
+    began = time.perf_counter()
+    host = socket.gethostname()
+    hosts = agreement.gather("the ranks' machines", host)
+    key = _device_key(device, costs.fused, hosts.count(host))
+    seen = agreement.gather("what is kept of machines", _Seen(host, key, kept.read("device", key, Rates)))
+    missing = {s.host for s in seen if s.kept is None}
+    rates = [s.kept for s in seen if s.kept is not None]
+    if missing:
+        mine = seen[agreement.rank()].kept
+        rates = agreement.gather("the rates of devices", mine if mine and host not in missing else _measure(device, costs, key))
+        like = [at for at, s in enumerate(seen) if (s.host, s.key) == (host, key)]
+        if host in missing and like[0] == agreement.rank():
+            kept.write("device", key, slowest([rates[at] for at in like]))
+    links = _links(device, agreement, mesh, sorted(set(hosts)))
+    name = key["device"]
+    found = slowest(rates).of(costs.hardware, f"{name}, measured")
+    found = found.model_copy(update={"links": {**found.links, **links}})
+    if agreement.first():
+        again = "measured" if missing else "kept from before"
+        logger.info("%s; rates %s, %.1f s in all", _in_words(found, links), again, time.perf_counter() - began)
+    return found
+
+
+def _measure(device: torch.device, costs: Costs, key: dict[str, str]) -> Rates:
+    """This rank's device; where it has no room for that, what data sheets say."""
+    try:
+        return measure_device(device, costs.fused)
+    except RuntimeError as error:
+        logger.warning("%s can't be measured (%s): its costs are those of data sheets", key["device"], error)
+        sheet = costs.hardware
+        return Rates(flops=sheet.flops, memory=sheet.memory, launch=sheet.launch, host=sheet.host)
+
+
+def _device_key(device: torch.device, fused: bool, ranks: int) -> dict[str, str]:
+    """All that a device's rates depend on."""
+    cuda = device.type == "cuda"
+    names = re.findall(r"^model name\s*:\s*(.+)$", text_of("/proc/cpuinfo"), re.MULTILINE)
+    cpu = names[0] if names else platform.machine()
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else cpu,
+        "processor": f"{cpu}, {torch.backends.cpu.get_cpu_capability()}, {len(os.sched_getaffinity(0))} for this process",
+        "threads": str(torch.get_num_threads()),
+        "ranks": str(ranks),
+        "products": "oneDNN" if fused and cpu_gemm.onednn() is not None else "torch",
+        "float32": torch.get_float32_matmul_precision(),
+        "torch": f"{version('torch')}, CUDA {torch.version.cuda}",
+        "zgraph": f"{__version__}, {FORMAT}",
+    }
+
+
+# -- links ----------------------------------------------------------------------------------------------------------------
+def _links(device: torch.device, agreement: Agreement, mesh: DeviceMesh | None, hosts: list[str]) -> dict[str, Link]:
+    """Those of the mesh's dimensions, as they are now, or as they were if that is much the same."""
+    dims = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    dims = {dim: size for dim, size in dims.items() if size > 1}
+    if mesh is None or not dims:
+        return {}
+    groups = {dim: str(mesh.get_group(dim).group_name) for dim in dims}
+    backends = {dim: process_groups.backend_of(group, device)[0] for dim, group in groups.items()}
+    each = LINK_SECONDS / len(dims)
+    now = {d: measure_link(groups[d], ranks, device, agreement, each) for d, ranks in dims.items()}
+    key = {
+        "hosts": " ".join(hosts),
+        "mesh": repr(mesh.mesh.tolist()),
+        "dims": repr(dims),
+        "backends": repr(backends),
+        "threads": str(torch.get_num_threads()),
+        "versions": f"torch {version('torch')}, zgraph {__version__}, {FORMAT}",
+    }
+    before = kept.read("links", key, Links) if agreement.first() else None
+    before = agreement.gather("what is kept of links", before)[0]
+    same = {d for d, ranks in dims.items() if before and d in before.links and alike(before.links[d], now[d], ranks)}
+    found = {d: before.links[d] if before and d in same else now[d] for d in dims}
+    if len(same) < len(dims) and agreement.first():
+        kept.write("links", key, Links(links=found))
+    return found
+
+
+def alike(old: Link, new: Link, ranks: int) -> bool:
+    """Do transfers of any size and kind take about as long over both, of the link and of computing?"""
+    if old.joins != new.joins:
+        return False
+    pairs = [
+        (ring(old, kind, size, ranks), ring(new, kind, size, ranks))
+        for kind in ("all_gather", "reduce_scatter")
+        for size in (SIZES[0], SIZES[-1])
+    ]
+    work = abs(old.work - new.work) * max(old.bandwidth, new.bandwidth)  # of a transfer's time
+    return all(max(a, b) <= STEADY * min(a, b) for a, b in pairs) and work <= STEADY - 1
+
+
+def _in_words(hardware: Hardware, links: dict[str, Link]) -> str:
+    rates = ", ".join(f"{d} {rate / 1e9:,.0f} GFLOP/s" for d, rate in hardware.flops.items() if d != "float64")
+    text = f"costs of {hardware.name}: {rates}, memory {hardware.memory / 1e9:.3g} GB/s, launch {hardware.launch * 1e6:.2g} us"
+    for dim, link in links.items():
+        text += f"; {dim}: {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us"
+    return text
