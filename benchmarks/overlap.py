@@ -4,7 +4,8 @@
     python benchmarks/overlap.py --model llama --rates 10,4,2,1 --variants local-compiled,fsdp_async-compiled,zgraph-zero3,zgraph-itself,zgraph-sheet
     python benchmarks/overlap.py --layers 2 --dim 64 --vocab 256 --seq 32 --steps 2 --rounds 1 --tries 1 --variants ddp-eager
 
-The same model, data and link for all, on two ranks with a core and a thread each, in one run. zgraph's ZeRO-2 and ZeRO-3 are calibrated; `zgraph-itself` is ZeRO-3 as it comes, `zgraph-sheet` with `hardware = "default"`. A rate is in Gbit/s, 0 is
+The same model, data and link for all, on two ranks with a core and a thread each, in one run. zgraph's ZeRO-2 and ZeRO-3 are
+calibrated; `zgraph-itself` is ZeRO-3 as it comes, `zgraph-sheet` with `hardware = "default"`. A rate is in Gbit/s, 0 is
 unlimited; a variant may be named by how its name begins. Each variant has two processes of its own, which build it once
 and sleep while others are measured. A round goes through all variants, in another order each time, and through all
 rates of one before the next: a noisy minute hits one round, and not all of a rate's. A measurement beside which others used the
@@ -312,7 +313,9 @@ def variant_names(text: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     cores = sorted(os.sched_getaffinity(0))
-    parser.add_argument("--model", choices=["gpt", "llama", "gpt2", "t5"], default="gpt", help="all but the first are of transformers")
+    parser.add_argument(
+        "--model", choices=["gpt", "llama", "gpt2", "t5"], default="gpt", help="all but the first are of transformers"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=8192)

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from link import gpt
 
 
-
-
 class Transformers(nn.Module):
     """Token indices and targets in, both [batch, length]; the mean loss out. `layers` are what is sharded and compiled by itself."""
 
@@ -67,4 +65,3 @@ def make(name: str, size: gpt.Size) -> Any:
     )
     model = transformers.T5ForConditionalGeneration(config)
     return Transformers(model, [*model.encoder.block, *model.decoder.block])
-

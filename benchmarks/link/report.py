@@ -258,7 +258,8 @@ def conditions(result: Result) -> str:
     return (
         f"Conditions: {c['date']}, {c['cpu']}, {c['cores']} cores, torch {c['torch']}, Python {c['python']}. "
         f"Products are MKL's, zgraph's {c['products']}'s. "
-        f"{NAMES[result.get('model', 'gpt')]} of {result['parameters'] / 1e6:.1f} M parameters ({size['layers']} layers, width {size['dim']}), float32, SGD, "
+        f"{NAMES[result.get('model', 'gpt')]} of {result['parameters'] / 1e6:.1f} M parameters "
+        f"({size['layers']} layers, width {size['dim']}), float32, SGD, "
         f"batch {size['batch']} x {size['seq']} a rank, 2 ranks with one core each and one thread, a modelled link of "
         f"{result['latency_us']:g} us a step. {c['rounds']} rounds of {c['steps']} steps after {c['warmup']} to warm up; each "
         f"variant in processes of its own, rounds go through all of them. What other processes used of all cores meanwhile: "

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # (as pytest imports tests)
 sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("ZGRAPH_HARDWARE", "default")  # (schedules are the same on every machine)
 
 from databases.cases import Case, modules, operators
 from databases.comparison import compare

@@ -276,4 +276,3 @@ def test_a_link_is_what_it_was_until_it_is_another(two, tmp_path):
 def test_the_slowest_rank_counts():
     other = Rates(flops={"float32": 3e11}, memory=1e10, launch=5e-7, host=2e10)
     assert slowest([RATES, other]) == Rates(flops={"float32": 2e11}, memory=1e10, launch=1e-6, host=1e10)
-

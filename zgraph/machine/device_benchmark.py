@@ -71,7 +71,10 @@ def measure_device(device: torch.device, fused: bool) -> Rates:
     host = torch.empty(count, pin_memory=device.type == "cuda") if device.type == "cuda" else b
     copied = count * 4 / max(_shortest(lambda: a.copy_(host), watch), _shortest(lambda: host.copy_(a), watch))
     return Rates(
-        flops={d: rate for d, rate in products.items() if rate}, memory=moved, launch=_launch(device, watch), host=copied
+        flops={d: rate for d, rate in products.items() if rate},
+        memory=moved,
+        launch=_launch(device, watch),
+        host=copied,
     )
 
 

@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from zgraph.cache_folder import cache_folder
 from zgraph.errors import PlanError
+from zgraph.ranks.host import cache_folder
 from zgraph.record import Record
 
 logger = logging.getLogger(__name__)

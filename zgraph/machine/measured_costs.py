@@ -110,7 +110,9 @@ def _measured(costs: Costs, device: torch.device, agreement: Agreement, mesh: De
     rates = [s.kept for s in seen if s.kept is not None]
     if missing:
         mine = seen[agreement.rank()].kept
-        rates = agreement.gather("the rates of devices", mine if mine and host not in missing else _measure(device, costs, key))
+        rates = agreement.gather(
+            "the rates of devices", mine if mine and host not in missing else _measure(device, costs, key)
+        )
         like = [at for at, s in enumerate(seen) if (s.host, s.key) == (host, key)]
         if host in missing and like[0] == agreement.rank():
             kept.write("device", key, slowest([rates[at] for at in like]))

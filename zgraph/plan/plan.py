@@ -445,7 +445,8 @@ class Plan(Record, frozen=True):
         examples=["h100-80g"],
         default=None,
         description="the hardware that schedules are made for: h100-80g, h200-141g, a100-80g, cpu, or a file that "
-        "zgraph calibrate has written; default: what data sheets say of such devices; none: the same in commands, and measured where a model is compiled",
+        "zgraph calibrate has written; default: what data sheets say of such devices; none: that in commands, "
+        "and measured where a model is compiled",
     )
     passes: tuple[
         Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)],

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Where what was made or measured once is kept for later processes: `ZGRAPH_CACHE`, else "zgraph" in the user's cache. It need not be there."""
+    named = os.environ.get("ZGRAPH_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zgraph"
 
 
 def host_free() -> int:

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from zgraph.cache_folder import cache_folder
+from zgraph.ranks.host import cache_folder
 
 HERE = Path(__file__).parent
 
