@@ -167,7 +167,7 @@ CASES = [
     ids=["-".join([f.__name__, *map(str, args)]) for f, args, _ in CASES],
 )
 def test_a_difference_raises_on_every_rank(two, function, args, named):
-    outcomes = two.attempt(function, *args, limit=60)
+    outcomes = two.attempt(function, *args, limit=60, keep=True)
     everything = "\n".join(str(o.error) for o in outcomes)
     for outcome in outcomes:
         assert isinstance(outcome.error, RankMismatchError), outcome.traceback

@@ -132,7 +132,7 @@ def one_rank_has_a_single_row() -> None:
 
 
 def test_a_single_row_beside_several_is_refused_on_all_ranks(two):
-    for outcome in two.attempt(one_rank_has_a_single_row):
+    for outcome in two.attempt(one_rank_has_a_single_row, keep=True):
         assert isinstance(outcome.error, RankMismatchError)
 
 
@@ -142,7 +142,7 @@ def static_shapes() -> None:
 
 
 def test_static_shapes_have_to_be_equal(two):
-    for outcome in two.attempt(static_shapes):
+    for outcome in two.attempt(static_shapes, keep=True):
         assert isinstance(outcome.error, RankMismatchError)
         assert "int64[3, 7]" in str(outcome.error)
 
@@ -155,7 +155,7 @@ def too_long_on_one_rank() -> None:
 
 
 def test_a_length_beyond_the_table_of_positions_is_refused_on_all_ranks(two):
-    errors = [outcome.error for outcome in two.attempt(too_long_on_one_rank)]
+    errors = [outcome.error for outcome in two.attempt(too_long_on_one_rank, keep=True)]
     assert all(isinstance(e, SignatureError) for e in errors), errors
     assert "64" in str(errors[0])
 

@@ -86,10 +86,16 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def attempt(
-        self, function: Callable[..., Any], *args: Any, limit: float = 600.0, lost: tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        limit: float = 600.0,
+        lost: tuple[int, ...] = (),
+        keep: bool = False,
     ) -> list[Outcome]:
         """`function(*args)` on each rank, whatever becomes of it; all are killed after `limit` seconds. Ranks that are `lost` are not waited
-        for, and killed when the others are done."""
+        for, and killed when the others are done. Processes that raised are killed too, unless one is to `keep` those of which all did and none
+        has anything under way: these get another process group."""
         if not self._processes:
             self._start()
         begin = time.monotonic()
@@ -111,7 +117,9 @@ class Ranks:
                 except (EOFError, OSError):
                     outcomes[rank] = Outcome(died=True)
                 outcomes[rank].seconds = time.monotonic() - begin
-        if any(o.error is not None or o.died for o in outcomes.values()):
+        if keep and all(o.error is not None for o in outcomes.values()):
+            self.renew()
+        elif any(o.error is not None or o.died for o in outcomes.values()):
             self.stop()  # what is left of the process group may be out of step
         return [outcomes[rank] for rank in range(self.world)]
 

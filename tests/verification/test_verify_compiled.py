@@ -252,5 +252,5 @@ def test_another_ranks_shard_is_found_on_every_rank(two):
 
 @pytest.mark.gloo
 def test_ranks_with_other_batches_are_refused(two):
-    for outcome in two.attempt(on_rank, "dp", "other batch"):
+    for outcome in two.attempt(on_rank, "dp", "other batch", keep=True):
         assert isinstance(outcome.error, RankMismatchError) and "different batches" in str(outcome.error)
