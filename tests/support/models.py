@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -99,6 +100,8 @@ def bert(hf: Any) -> Case:
 @_transformers
 def t5(hf: Any) -> Case:
     """An embedding that encoder and decoder share, and a table of positions that every layer of each reads."""
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("dynamo of torch 2.11 does not trace copy.deepcopy(config), which T5's forward calls")
     config = hf.T5Config(
         vocab_size=WORDS,
         d_model=30,
