@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from divided_models import ROWS, WORDS, Llama
+from sweeps import sweep
 
 import zgraph
 from zgraph.build.planned_step import programs
@@ -15,7 +15,7 @@ from zgraph.program.serialize import from_json, to_json
 PARTS = (Role.GATHER, Role.REDUCE, Role.EXCHANGE, Role.WAIT, Role.LAYOUT, Role.RELEASE)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "fields",
     [
         {"mesh": {"dp": 2, "tp": 2}, "zero": 3, "async_tensor_parallel": 2},
@@ -24,6 +24,7 @@ PARTS = (Role.GATHER, Role.REDUCE, Role.EXCHANGE, Role.WAIT, Role.LAYOUT, Role.R
         {"mesh": {"dp": 2, "cp": 2}, "zero": 1, "context_attention": "ring"},
         {"mesh": {"dp": 1, "cp": 2}, "context_attention": "heads"},
     ],
+    quick={0, 1, 3},
     ids=["pieces", "sequence", "recompute", "ring", "heads"],
 )
 def test_a_start_and_its_wait_are_one_transfer(fields):
