@@ -5,13 +5,14 @@ from __future__ import annotations
 import models
 import pytest
 import torch
+from programs import captured_mlp
 
 import zgraph
 from zgraph.build.planned_step import programs, update_program
 from zgraph.codegen.partition import split
 from zgraph.errors import VerifyError
 from zgraph.passes import verifier
-from zgraph.passes.verifier import verify_program, verify_ranks
+from zgraph.passes.verifier import ValueCache, verify_program, verify_ranks
 from zgraph.program import collectives, ops
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
 from zgraph.program.program import InputRole, Level, OutputRole, Program
@@ -608,3 +609,51 @@ def test_all_faults_of_a_program_are_listed(program):
     found = [caught.value, *caught.value.others]
     assert {gather.name, *(n.name for n in wrong)} <= {error.node for error in found}
     assert [e.node for e in found] == [e.node for e in verifier.all_faults(program)]
+
+
+def test_what_was_right_before_is_looked_at_again_once_anything_of_it_is_another():
+    """With the cache that a manager gives to successive checks."""
+    program, values = captured_mlp(), ValueCache()
+    verify_program(program, values)
+    product = next(n for n in program.nodes if n.target is torch.ops.aten.addmm.default)
+    right, args = product.meta["val"], product.args
+    with program.fake_mode:
+        wrong = right.new_empty(1, 2)
+    product.meta["val"] = wrong
+    with pytest.raises(VerifyError, match=f"{product.name!r} has the wrong value"):
+        verify_program(program, values)
+    product.meta["val"] = right
+    verify_program(program, values)
+    product.args = (args[0], args[1], args[1])
+    with pytest.raises(VerifyError, match=f"{product.name!r} can't be evaluated"):
+        verify_program(program, values)
+    product.args = args
+    operand, given = args[1], args[1].meta["val"]
+    with program.fake_mode:
+        operand.meta["val"] = given.new_empty(given.shape[0] + 1, given.shape[1])
+    with pytest.raises(VerifyError) as found:
+        verify_program(program, values)
+    assert any(product.name in str(fault) for fault in (found.value, *found.value.others))
+
+
+def test_what_an_operator_gives_by_the_default_dtype_is_not_remembered_for_another():
+    def program():
+        made = captured_mlp()
+        with made.graph.inserting_before(made.output_node()):
+            made.call(
+                torch.ops.aten.arange.default,
+                (3.0,),
+                NodeInfo(Phase.FORWARD),
+                name="numbers",
+                kwargs={"device": torch.device("cpu")},
+            )
+        return made
+
+    verify_program(program())
+    torch.set_default_dtype(torch.float64)
+    try:
+        made = program()
+        assert next(n for n in made.nodes if n.name == "numbers").meta["val"].dtype is torch.float64
+        verify_program(made)
+    finally:
+        torch.set_default_dtype(torch.float32)
