@@ -282,6 +282,30 @@ def test_a_loop_runs_compiled_and_by_another_backend():
     assert engine.global_steps == 4 and engine.handle.plan.backend == "eager"
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_engine_without_an_optimizer_evaluates(precision):
+    config = {k: v for k, v in CONFIG.items() if k != "optimizer"}
+    engine, optimizer, *_ = initialized(config={**config, "bf16": {"enabled": precision == "bf16"}})
+    assert optimizer is None and engine.get_lr() == []
+    engine.eval()
+    with torch.no_grad():
+        shown = engine(rows(1)[0].to(torch.bfloat16 if precision == "bf16" else torch.float32))
+    torch.testing.assert_close(shown.float(), net()(rows(1)[0]), rtol=0.05, atol=0.05)
+
+
+def test_the_loss_scale_and_its_counts_are_told():
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+    engine, optimizer, *_ = initialized(config=changed(fp16=fp16, gradient_accumulation_steps=1))
+    assert optimizer.loss_scale_config.cur_scale == optimizer.cur_scale == 256 and optimizer.dynamic_loss_scale
+    for number, x in enumerate(rows(3)):
+        engine.backward(loss_of(engine, x.half()).float() * (float("inf") if number == 1 else 1))
+        engine.step()
+    now = optimizer.loss_scale_config
+    assert (now.cur_scale, now.cur_iter, now.last_overflow_iter, now.scale_window) == (128, 3, 1, 2)
+    assert engine.skipped_steps == 1 and not optimizer.overflow and engine.global_steps == 3
+    assert not hasattr(initialized()[1], "loss_scale_config")
+
+
 def test_functions_make_optimizer_and_scheduler():
     engine, optimizer, _, scheduler = initialized(
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.1),

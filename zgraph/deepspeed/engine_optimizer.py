@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,20 @@ from zgraph.update.optimizer import PlanOptimizer
 
 if TYPE_CHECKING:
     from zgraph.api.handle import Handle
+
+
+@dataclass(frozen=True)
+class LossScaleNow:
+    """fp16's loss scale and what moves it, by DeepSpeed's names, as they are after the last step."""
+
+    cur_scale: float
+    cur_iter: int
+    last_overflow_iter: int
+    cur_hysteresis: int
+    dynamic_loss_scale: bool
+    scale_window: int
+    min_loss_scale: float
+    scale_factor: float = 2.0
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -62,6 +77,23 @@ class EngineOptimizer(torch.optim.Optimizer):
     def dynamic_loss_scale(self) -> bool:
         scaling = self._handle.plan.loss_scale()
         return scaling is not None and scaling.static is None
+
+    @property
+    def loss_scale_config(self) -> LossScaleNow:
+        """The loss scale with its counts. Raises `AttributeError` without one."""
+        scaling = self._handle.plan.loss_scale()
+        if scaling is None:
+            raise AttributeError("loss_scale_config: the plan scales no loss")
+        now = self._handle.runtime.updater.states.of_scale()
+        return LossScaleNow(
+            float(now["scale"]),
+            int(now["iteration"]),
+            int(now["last_overflow"]),
+            int(now["hysteresis"]),
+            scaling.static is None,
+            scaling.loss_scale_window,
+            scaling.min_loss_scale,
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update of the plan's optimizer. `engine.step()` calls it at the end of an accumulation."""

@@ -350,7 +350,9 @@ def _loss_scale(draft: Draft, changes: dict[str, Any]) -> None:
 def _bf16(draft: Draft, changes: dict[str, Any]) -> None:
     key = "bf16.check_grad_overflow"
     checks = draft.get(key, True)
-    if checks:
+    if draft.get("optimizer") is None:
+        draft.say(key, "no effect here", "there is no optimizer, so nothing is updated")
+    elif checks:
         draft.apply(
             key, "on_nonfinite", "skip", "a step whose gradients are not finite updates nothing, as DeepSpeed has it"
         )
