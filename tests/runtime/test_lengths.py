@@ -11,6 +11,7 @@ import random
 import re
 import warnings
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -572,6 +573,20 @@ def test_programs_that_were_not_called_for_longest_go():
     assert list(mine.zgraph.programs) == ["train0", "train4", "train5"]
     gc.collect()
     assert sum(ref() is not None for ref in kept) == 3 and len(kept) == 6
+
+
+def test_what_programs_took_goes_with_them():
+    mine, _ = pair(Square, shapes="static", max_programs=2)
+
+    def held(lengths: range) -> Counter[str]:
+        for length in lengths:
+            mine(torch.randn(3, length)).backward()
+        gc.collect()
+        return Counter(type(x).__name__ for x in gc.get_objects())
+
+    first, second = held(range(4, 8)), held(range(10, 16))
+    for kind in ("Node", "GraphModule", "StepProgram", "_DispatchCacheKey", "Guards"):
+        assert second[kind] <= 1.1 * first[kind] + 5, kind  # (each program has tens of nodes)
 
 
 # Memory.

@@ -20,16 +20,18 @@ from zgraph.build.context import BuildContext, ResidentMemory
 from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant, build
 from zgraph.build.recipe import to_recipe
 from zgraph.codegen import cpu_gemm
-from zgraph.errors import PlanError
+from zgraph.errors import PlanError, SizeError
 from zgraph.passes import History, Pass, PassManager
 from zgraph.passes.analysis.costs import most_bytes
 from zgraph.passes.analysis.memory import idle_bytes
 from zgraph.passes.analysis.parameter_collectives import gathers_of, largest_layer
 from zgraph.passes.analysis.simulator import Forecast, simulate
 from zgraph.passes.remat.solver import Solver
+from zgraph.plan.plan import Plan
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program, with_gradients_in
 from zgraph.program.remark import Remark
+from zgraph.program.sizes import Sizes
 from zgraph.units import shown_bytes
 
 SEARCH_STEPS = 10  # of the search for the bytes that activations may take
@@ -50,13 +52,32 @@ def run_passes(
     """Run the plan's pipeline over a captured program, which is changed; return also what was decided.
 
     With a `choice` (another variant's: both must save the same values) nothing is decided again.
-    Raises `PlanError` with the smallest budget that works if the plan's does not.
+    Raises `PlanError` with the smallest budget that works if the plan's does not, `SizeError` for a size that nothing bounds beside a budget.
     """
     if context.plan.memory_budget is None:
         captured.params = with_gradients_in(context.residents.at(None).homes, captured.params)
         return by_choice(captured, context, variant, MemoryDecision(), training=training), MemoryDecision()
+    refuse_unbounded(context.plan, captured.sizes)
     search = Search(captured, context, variant, training)
     return search.run() if choice is None else search.follow(choice)
+
+
+def refuse_unbounded(plan: Plan, sizes: Sizes) -> None:
+    """Raise `SizeError` for sizes of a program that may be of any number, beside a memory budget."""
+    names = sizes.unbounded
+    if plan.memory_budget is None or not names:
+        return
+    shown = ", ".join(map(repr, names))
+    error = SizeError(
+        f"size {shown} has no maximum, and memory_budget is set"
+        if len(names) == 1
+        else f"sizes {shown} have no maximum, and memory_budget is set",
+        where="memory_budget",
+        why="a step is to fit at the largest sizes, and nothing says how large these will be",
+        hint=f'declare one: zgraph.Size("{names[0]}", max=…) in place of "{names[0]}" in dynamic, or shapes="static"',
+    )
+    error.sizes = names
+    raise error
 
 
 def by_choice(

@@ -18,10 +18,13 @@ from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of, whole_update
+from zgraph.capture.cache_key import signed
 from zgraph.capture.capture import trace
 from zgraph.capture.former_memory import former_memory
-from zgraph.capture.replaced_forward import unbound
+from zgraph.capture.open_sizes import OpenSizes
+from zgraph.capture.replaced_forward import signature_of, unbound
 from zgraph.capture.tensor_parallel_layout import divided_layout
+from zgraph.capture.varying_sizes import Signature, VaryingSizes
 from zgraph.errors import ModelError, PlanError
 from zgraph.parameters.mixed_precision import check, prepare
 from zgraph.parameters.sharding import planned_layout
@@ -109,8 +112,8 @@ def placed_for(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs
 
 
 def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Program:
-    """What `programs` runs the plan's pipeline over: "train", or "eval" for a model that can't be differentiated. Of a plan with a pipeline
-    it is the whole model, for the ranks of one stage."""
+    """What `programs` runs the plan's pipeline over, with symbols for the sizes that the plan declares: "train", or "eval" for a model that can't be
+    differentiated. Of a plan with a pipeline it is the whole model, for the ranks of one stage."""
     sizes = within(plan.resolve_mesh(world))
     precision = plan.resolved_precision()
     specs = planned_layout(model, sizes, plan)
@@ -123,11 +126,18 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
         if math.prod(plan.resolve_mesh(world).values()) > 1:
             undo.callback(former_memory(model).note_early(model))
         undo.enter_context(prepare(model, precision, specs))
-        traced = trace(model, forward, args, kwargs, specs, sizes, device, precision)
+        opened = declared_sizes(plan, forward, signed(model, args, kwargs))
+        traced = trace(model, forward, args, kwargs, specs, sizes, device, precision, opened)
     decompositions = inductor_code.inductor_decompositions() if plan.backend == "inductor" else {}
     joint = traced.joint(traced.pattern, decompositions, "train" if traced.pattern else "eval")
     joint.params = divided_layout(joint, plan, costs_of(plan, device), model)
     return joint
+
+
+def declared_sizes(plan: Plan, forward: Callable[..., Any], call: Signature) -> OpenSizes | None:
+    """The sizes of a call that a plan declares to differ from call to call; None where it declares none."""
+    parameters = list(signature_of(forward).parameters.values())[1:]
+    return VaryingSizes(plan.dynamic, parameters).opened(call) if plan.dynamic else None
 
 
 def update_program(model: nn.Module, plan: Plan, world: int) -> History:

@@ -273,6 +273,12 @@ class VaryingSizes:
             )
         return known
 
+    def opened(self, signature: Signature) -> OpenSizes | None:
+        """What a capture for one call has as symbols: the declared sizes. Raises as `family` and `Family.point` do."""
+        family = self.family(signature)
+        family.learn([signature.shapes], anticipate=False)
+        return family.open_sizes(signature)
+
     def _declared(self, signature: Signature, paths: Sequence[str]) -> dict[Place, Size]:
         found: dict[Place, Size] = {}
         for number, path in enumerate(paths):

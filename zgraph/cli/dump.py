@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from zgraph.cli.options import (
+    AtOption,
     BatchOption,
     HardwareOption,
     JsonOption,
@@ -61,6 +62,7 @@ def dump(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    at: AtOption = None,
     after: Annotated[
         str | None,
         typer.Option("--after", metavar="PASS", help="The program after this pass. [default: the last]"),
@@ -109,7 +111,7 @@ def dump(
         from zgraph.build.pass_pipeline import PassFilter
 
         edited = PassFilter(frozenset(disable or ()), stop_after)
-    found = look(target, plan, world, hardware, batch, pass_filter=edited, stage=stage)
+    found = look(target, plan, world, hardware, batch, pass_filter=edited, stage=stage, at=at)
     if rank is not None and rank >= found.world:
         raise typer.BadParameter(
             f"there is no rank {rank} in a world of {found.world}: they are 0 to {found.world - 1}"

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from zgraph.cli.options import (
+    AtOption,
     BatchOption,
     HardwareOption,
     JsonOption,
@@ -34,6 +35,7 @@ def explain(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    at: AtOption = None,
     stage: StageOption = None,
     program: ProgramOption = None,
     output: OutputOption = None,
@@ -46,6 +48,6 @@ def explain(
     from zgraph.inspection.explain import explain as run
 
     found = run(
-        look(target, plan, world, hardware, batch, program=program, stage=stage), MISSED if missed else str(what)
+        look(target, plan, world, hardware, batch, program=program, stage=stage, at=at), MISSED if missed else str(what)
     )
     give(found.to_json(), str(found), as_json, output)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zgraph.cli.options import (
+    AtOption,
     BatchOption,
     HardwareOption,
     JsonOption,
@@ -33,6 +34,7 @@ def forecast(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    at: AtOption = None,
     program: ProgramOption = None,
     symbolic: Annotated[
         bool, typer.Option("--symbolic", help="Formulas in the world, the batch and the sequence length.")
@@ -62,7 +64,7 @@ def forecast(
         return
     from zgraph.inspection.memory import peak_of
 
-    found = look(target, plan, world, hardware, batch, program=program)
+    found = look(target, plan, world, hardware, batch, program=program, at=at)
     step, costs = found.forecast, found.costs
     peak = peak_of(found)
     head = _head(found.world, costs)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zgraph.cli.options import (
+    AtOption,
     BatchOption,
     HardwareOption,
     JsonOption,
@@ -35,6 +36,7 @@ def memory(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    at: AtOption = None,
     stage: StageOption = None,
     program: ProgramOption = None,
     bounds: Annotated[
@@ -54,19 +56,19 @@ def memory(
     from zgraph.inspection.memory import data_of, parse_bound, peak_of
 
     wanted = [(text, parse_bound(text)) for text in bounds or ()]  # (what says nothing is refused before the capture)
-    found = look(target, plan, world, hardware, batch, program=program, stage=stage)
+    found = look(target, plan, world, hardware, batch, program=program, stage=stage, at=at)
     checked = [(text, bound, peak_of(found, category=bound.category)) for text, bound in wanted]
-    checks = [{"bound": text, "bytes": at.bytes, "holds": bound.holds(at.bytes)} for text, bound, at in checked]
+    checks = [{"bound": text, "bytes": top.bytes, "holds": bound.holds(top.bytes)} for text, bound, top in checked]
     if visualiser is not None:
         from zgraph.inspection.memory_viz import pickle_of
 
         write_file(pickle_of(found), visualiser)
     give(data_of(found) | {"checks": checks}, text_of(found, peak_of(found)), as_json, output)
-    failed = [(text, bound, at) for text, bound, at in checked if not bound.holds(at.bytes)]
-    for text, bound, at in failed:
-        over = shown_bytes(at.bytes - bound.bytes)
-        typer.echo(f"zgraph: {text} does not hold: {shown_bytes(at.bytes)}, {over} too much", err=True)
-        for holder in at.holders[:TOP]:
+    failed = [(text, bound, top) for text, bound, top in checked if not bound.holds(top.bytes)]
+    for text, bound, top in failed:
+        over = shown_bytes(top.bytes - bound.bytes)
+        typer.echo(f"zgraph: {text} does not hold: {shown_bytes(top.bytes)}, {over} too much", err=True)
+        for holder in top.holders[:TOP]:
             typer.echo(f"  {holder.node}: {shown_bytes(holder.bytes)} of {holder.category}, {holder.module}", err=True)
     if failed:
         raise typer.Exit(CHECK_FAILED)

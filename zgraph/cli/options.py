@@ -44,6 +44,14 @@ BatchOption = Annotated[
         "--batch", metavar="N[xLENGTH]", help="Rows of a rank's batch, and tokens of each, for hf:DIR. [default: 1x512]"
     ),
 ]
+AtOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--at",
+        metavar="NAME=SIZE",
+        help="At this size, of those that differ from call to call (may be repeated). [default: symbols]",
+    ),
+]
 ProgramOption = Annotated[
     str | None,
     typer.Option(

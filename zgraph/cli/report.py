@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from zgraph.cli.options import BatchOption, HardwareOption, JsonOption, PlanOption, TargetArgument, WorldOption
+from zgraph.cli.options import (
+    AtOption,
+    BatchOption,
+    HardwareOption,
+    JsonOption,
+    PlanOption,
+    TargetArgument,
+    WorldOption,
+)
 from zgraph.cli.output import give, write_file
 from zgraph.cli.targets import bundle_folder, load_plan, look, resolve_world
 
@@ -20,6 +28,7 @@ def report(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    at: AtOption = None,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write.")] = DEFAULT,
     as_json: JsonOption = False,
 ) -> None:
@@ -30,7 +39,7 @@ def report(
     if bundle_folder(target) is None:
         the_plan = load_plan(plan)
         the_plan.refuse_pipeline(resolve_world(the_plan, world), "page")
-    found = look(target, plan, world, hardware, batch)
+    found = look(target, plan, world, hardware, batch, at=at)
 
     from zgraph.inspection.memory import peak_of
     from zgraph.inspection.report import page_of

@@ -16,7 +16,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -100,11 +100,37 @@ def look(
     pass_filter: PassFilter | None = None,
     program: str | None = None,
     stage: int | None = None,
+    at: Sequence[str] | None = None,
 ) -> Inspection:
     """The step that a target's text stands for: what the plan makes of a model, or what lies in a bundle. Of a plan with a pipeline it is
     one `stage`, by default the first, which stderr is told. Raises what finding and capturing raise, `TargetError` for a `program` that
     there is none of, for a stage of a plan without a pipeline, and for options that a bundle has no use for: it is of one plan, world and
-    hardware."""
+    hardware. With sizes to look `at` ("seq=512") its programs are static ones."""
+    sizes = parse_sizes(at or ())
+    found = _look(text, plan, world, hardware, batch, pass_filter, stage).only(program)
+    return found.at(sizes) if sizes else found
+
+
+def parse_sizes(given: Sequence[str]) -> dict[str, int]:
+    """Sizes by name, of texts such as "seq=512". Raises `TargetError` for one that is not so."""
+    found = {}
+    for text in given:
+        name, sign, number = text.partition("=")
+        if not sign or not name.isidentifier() or not number.isdecimal():
+            raise TargetError(f"{text!r} is no size", where="--at", hint="a name and a number: --at seq=512")
+        found[name] = int(number)
+    return found
+
+
+def _look(
+    text: str,
+    plan: Path | None,
+    world: int | None,
+    hardware: str | None,
+    batch: str | None,
+    pass_filter: PassFilter | None,
+    stage: int | None,
+) -> Inspection:
     folder = bundle_folder(text)
     if folder is not None:
         given = [
@@ -123,7 +149,7 @@ def look(
             )
         from zgraph.inspection.bundle import read
 
-        return read(folder).only(program)
+        return read(folder)
     the_plan = with_hardware(load_plan(plan), hardware)
     ranks = resolve_world(the_plan, world)
     staged = the_plan.pipeline_ranks(ranks) > 1
@@ -135,15 +161,13 @@ def look(
 
     with progress(f"compiling {text} for {ranks} ranks"):
         if not staged:
-            return assemble.of_model(
-                target.model, the_plan, target.inputs, ranks, origin=text, pass_filter=pass_filter
-            ).only(program)
+            return assemble.of_model(target.model, the_plan, target.inputs, ranks, origin=text, pass_filter=pass_filter)
         found = assemble.of_stage(
             target.model, the_plan, target.inputs, ranks, stage or 0, origin=text, pass_filter=pass_filter
         )
     if stage is None:
         typer.echo(f"note: this is {found.origin}; --stage K shows another", err=True)
-    return found.only(program)
+    return found
 
 
 def look_at_pipeline(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zgraph.cli.options import (
+    AtOption,
     BatchOption,
     HardwareOption,
     JsonOption,
@@ -36,6 +37,7 @@ def timeline(
     world: WorldOption = None,
     hardware: HardwareOption = None,
     batch: BatchOption = None,
+    at: AtOption = None,
     stage: StageOption = None,
     program: ProgramOption = None,
     ranks: Annotated[
@@ -66,7 +68,7 @@ def timeline(
 
             write(json.dumps(schedule_trace(whole.timeline)), output)
             return
-    found = look(target, plan, world, hardware, batch, program=program, stage=stage)
+    found = look(target, plan, world, hardware, batch, program=program, stage=stage, at=at)
     if ranks > found.world:
         raise typer.BadParameter(f"there are {found.world} ranks, not {ranks}")
     if against is None:

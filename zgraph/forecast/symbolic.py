@@ -182,7 +182,8 @@ class _Forecaster:
         return [None]
 
     def _captured(self, point: Point) -> Program:
-        return captured_program(self.model, self.plan, self.inputs.at(point), self.mesh.world)
+        plan = self.plan.model_copy(update={"dynamic": {}})  # (formulas are of programs whose sizes are numbers)
+        return captured_program(self.model, plan, self.inputs.at(point), self.mesh.world)
 
     def _on(self, program: Program, world: int) -> Program:
         """A copy of a program that nothing has been sharded in yet, for so many ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -119,40 +120,56 @@ def compare(
     at = {name: i for i, name in enumerate(old)}
     stay = _longest_increasing([at[name] for name in both])
     none = Figures(0.0, 0.0, 0)
+    sizes = {**_largest(before), **_largest(after)}
     return Difference(
         *(names or (before.name, after.name)),
-        added=tuple(row_of(row) for name, row in new.items() if name not in old),
-        removed=tuple(row_of(row) for name, row in old.items() if name not in new),
-        moved=tuple(row_of(new[name]) for i, name in enumerate(both) if i not in stay),
-        changed=tuple(row_of(new[name]) for name in both if _differs(old[name], new[name])),
+        added=tuple(row_of(row, sizes) for name, row in new.items() if name not in old),
+        removed=tuple(row_of(row, sizes) for name, row in old.items() if name not in new),
+        moved=tuple(row_of(new[name], sizes) for i, name in enumerate(both) if i not in stay),
+        changed=tuple(row_of(new[name], sizes) for name in both if _differs(old[name], new[name])),
         figures=(before.figures, after.figures) if simulate else (none, none),
         nodes=(len(nodes), len(others)),
     )
 
 
-def row_of(row: dict[str, Any]) -> Row:
-    """A node of a program in JSON."""
+def _largest(snapshot: Snapshot) -> dict[str, int]:
+    """The largest sizes of a program by name; of one that nothing bounds the typical one."""
+    known = snapshot.data.get("sizes", {}).get("symbols", ())
+    return {size["name"]: size["typical"] if size["high"] is None else size["high"] for size in known}
+
+
+def row_of(row: dict[str, Any], sizes: Mapping[str, int]) -> Row:
+    """A node of a program in JSON, with its bytes at these sizes by name."""
     record = row.get("info", {})
     of = record.get("param") or record.get("module") or ""
     operator = (row["target"] if row["op"] == "call_function" else row["op"]).removesuffix(".default")
     role = record.get("role", "compute")
-    size = 0 if role == "wait" or operator in _VIEWS else bytes_of(row.get("val"))
+    size = 0 if role == "wait" or operator in _VIEWS else bytes_of(row.get("val"), sizes)
     return Row(row["name"], operator, size, role, of)
 
 
-def bytes_of(val: Any) -> int:
-    """Bytes of a value in JSON: of a tensor, or of those in a tuple."""
+def bytes_of(val: Any, sizes: Mapping[str, int]) -> int:
+    """Bytes of a value in JSON, at these sizes by name: of a tensor, or of those in a tuple."""
     if isinstance(val, list):
-        return sum(map(bytes_of, val))
+        return sum(bytes_of(one, sizes) for one in val)
     if not isinstance(val, dict):
         return 0
     if "tensor" not in val:
-        return bytes_of(val.get("tuple"))
+        return bytes_of(val.get("tuple"), sizes)
     size = 1
     for extent in val["tensor"]["shape"]:
-        size *= extent
+        size *= _number(extent, sizes)
     dtype = val["tensor"]["dtype"]
     return size * _SIZES.get(dtype, 2 if dtype in _HALF else 1)
+
+
+def _number(extent: int | str, sizes: Mapping[str, int]) -> int:
+    """An extent in JSON, which may be arithmetic on sizes."""
+    if isinstance(extent, int):
+        return extent
+    from zgraph.torch_compat import symbols
+
+    return int(symbols.read(extent, sizes))
 
 
 def _named(snapshot: Snapshot) -> list[dict[str, Any]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zgraph.errors import BundleError, PassError, PlanError, TargetError
-from zgraph.inspection.snapshot import Snapshot
+from zgraph.inspection.snapshot import Snapshot, at_sizes
 from zgraph.names import did_you_mean
 
 if TYPE_CHECKING:
@@ -128,6 +128,31 @@ class Inspection:
         wanted = [w for w in self.ways.values() if w.step == chosen.step]
         wanted += [self.update] if chosen.kind == STEP and self.update is not None else []
         return replace(self, ways={w.name: w for w in wanted})
+
+    def at(self, sizes: Mapping[str, int]) -> Inspection:
+        """This inspection with its programs at these sizes, by name; at the typical ones where none is given. Raises `TargetError` for a name that
+        no program has, and for sizes that none of the programs is for."""
+        made: dict[str, Way] = {}
+        names: set[str] = set()
+        for name, way in self.ways.items():
+            known = way.last.program.sizes
+            names |= set(known.names)
+            if not known:
+                made[name] = way
+                continue
+            point = {**known.typical, **{n: size for n, size in sizes.items() if n in known.names}}
+            if not known.hold(point):
+                condition, where = known.broken(point)
+                raise TargetError(f"program {name} is not for these sizes", where=where, why=f"it is for {condition}")
+            made[name] = replace(way, snapshots=[at_sizes(s, point, self.costs) for s in way.snapshots])
+        for name in sizes:
+            if name not in names:
+                raise TargetError(
+                    f"no program has a size {name!r} that differs from call to call",
+                    where=self.origin,
+                    hint=did_you_mean(name, names) if names else "declare it in the plan: dynamic",
+                )
+        return replace(self, ways=made)
 
     def step_ways(self) -> list[Way]:
         """What a step runs, in order."""

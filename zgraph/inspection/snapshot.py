@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +66,21 @@ class Snapshot:
     def figures(self) -> Figures:
         """What the program takes, simulated."""
         return self.make_figures()
+
+
+def at_sizes(snapshot: Snapshot, sizes: Mapping[str, int], costs: Costs) -> Snapshot:
+    """A snapshot of the program at these sizes, by name."""
+
+    def program() -> Program:
+        return snapshot.program.at({**snapshot.program.sizes.typical, **sizes})
+
+    def data() -> dict[str, Any]:
+        from zgraph.program.serialize import to_json
+
+        return to_json(made.program, constants=False)
+
+    made = Snapshot(snapshot.facts, program, data, lambda: figures_of(made.program, costs))
+    return made
 
 
 def of_record(record: PassRecord, costs: Costs) -> Snapshot:

@@ -20,6 +20,7 @@ from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
 from zgraph.runtime.rank import Rank
 from zgraph.runtime.sizes_of_calls import CallSizes, SizesOfCalls
 from zgraph.runtime.storms import Storms
+from zgraph.torch_compat import fake_tensors
 from zgraph.torch_compat.guards import Failing
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class Calls:
             self.rank.votes.forget(entries[oldest].name)
             del entries[oldest], self._bound[oldest], self._last[oldest]
             self._states[oldest.split(_STATE)[0]].remove(oldest)
+            fake_tensors.forget_results()  # (it keeps what it was asked for each program)
         return key, entries[key]
 
     def _find_together(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:

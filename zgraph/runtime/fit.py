@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from zgraph.build.step_program import StepProgram
-from zgraph.errors import OffloadError, SizeError
+from zgraph.errors import OffloadError
 from zgraph.passes.analysis.costs import most_bytes
-from zgraph.plan.plan import Plan
 from zgraph.program import transfers_to_host
 from zgraph.program.node import info
-from zgraph.program.sizes import Sizes
 from zgraph.runtime.rank import Rank
 
 
 def fit(rank: Rank, step: StepProgram) -> None:
     """Make the programs that a step takes by the passes. Raises `PlanError` if one does not fit into the plan's memory budget, `SizeError` for a
     size that nothing bounds beside such a budget, `OffloadError` if the disk has no room for the activations that go there."""
-    refuse_unbounded(rank.plan, step.captured.sizes)
     if rank.plan.memory_budget is not None and step.differentiated:
         for variant in step.variants():
             step.history(variant)  # (what does not fit is refused now, not in the middle of a step)
@@ -28,24 +25,6 @@ def fit(rank: Rank, step: StepProgram) -> None:
         _require(rank, "optimizer", rank.updater.states.bytes_at(options))
         rank.updater.offload(options)
         rank.shares = step.context.residents.shares = (step.states,)
-
-
-def refuse_unbounded(plan: Plan, sizes: Sizes) -> None:
-    """Raise `SizeError` for sizes of a program that may be of any number, beside a memory budget."""
-    names = sizes.unbounded
-    if plan.memory_budget is None or not names:
-        return
-    shown = ", ".join(map(repr, names))
-    error = SizeError(
-        f"size {shown} has no maximum, and memory_budget is set"
-        if len(names) == 1
-        else f"sizes {shown} have no maximum, and memory_budget is set",
-        where="memory_budget",
-        why="a step is to fit at the largest sizes, and nothing says how large these will be",
-        hint=f'declare one: zgraph.Size("{names[0]}", max=…) in place of "{names[0]}" in dynamic, or shapes="static"',
-    )
-    error.sizes = names
-    raise error
 
 
 def _require(rank: Rank, what: str, size: int) -> None:

@@ -55,12 +55,13 @@ class StepMemory:
 def table(programs: Sequence[Program], fused: bool, held: int, measured: int | None) -> list[str]:
     """Lines that set the forecast of the program with the highest peak beside what was measured. `fused`: see `memory_of`; `held` are bytes that
     live outside of programs all the time."""
-    positions = [at for program in programs for at in memory_of(program, fused)]
+    positions = [(at, program) for program in programs for at in memory_of(program, fused)]
     if not positions:
         return []
-    worst = max(positions, key=lambda at: sum(at.values()))
+    worst, of = max(positions, key=lambda position: sum(position[0].values()))
     total = sum(worst.values()) + held
-    line = f"memory: forecast peak {shown_bytes(total)}"
+    sizes = ", ".join(f"{name}={size}" for name, size in of.sizes.largest.items())
+    line = f"memory: forecast peak {shown_bytes(total)}{f' at {sizes}' if sizes else ''}"
     if measured is not None:
         line += f", measured {shown_bytes(measured)} ({(total - measured) / measured:+.1%})"
     parts = [*worst.items(), ("optimizer states and waiting gradients", held)]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zgraph.build.context import BuildContext
+from zgraph.build.memory_search import refuse_unbounded
 from zgraph.build.step_program import StepProgram
 from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows, brief
@@ -26,7 +27,7 @@ from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole
 from zgraph.ranks import heartbeat, progress
-from zgraph.runtime.fit import fit, refuse_unbounded
+from zgraph.runtime.fit import fit
 from zgraph.runtime.rank import RankContext
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import model_flops

@@ -302,6 +302,8 @@ def capture_flat(
         bindings = scope.of(bound.__self__, args, kwargs)
         guards = Guards(output, scope, function.__code__, effects, bindings, bool(open_dims))
     graph_module, fake_mode = output.backend_input.graph_module, output.backend_input.fake_mode
+    # (Dynamo leaves the graph among the globals of the user's module, where its code would find it; a replay has its own.)
+    function.__globals__.pop(output.backend_input.backend_id, None)
     apart = None
     if numbers:
         graph_module, apart = split_numbers(graph_module, fake_mode)

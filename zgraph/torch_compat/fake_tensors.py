@@ -14,3 +14,10 @@ def empty(mode: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.d
 
     with no_dispatch():
         return FakeTensor(mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
+
+
+def forget_results() -> None:
+    """Let go of what torch remembers of operators on fake tensors, for the whole process."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    FakeTensorMode.cache_clear()

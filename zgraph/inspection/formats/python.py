@@ -16,6 +16,7 @@ from zgraph.errors import UnsupportedError
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import value
 from zgraph.program.program import Program
+from zgraph.program.sizes import is_symbolic, text
 
 _HEAD = '''"""Program {name} of zgraph: {nodes} nodes, mesh {mesh}.
 
@@ -80,7 +81,8 @@ def _constants(program: Program) -> str:
 
 
 def _inputs(program: Program) -> str:
-    lines = ["def inputs():", "    return ["]
+    given = ", ".join(f"{s.name}={s.typical}" for s in program.sizes.symbols)
+    lines = [f"def inputs({given}):", "    return ["]
     for port, node in program.input_items():
         lines.append(f"        {_random(node)},  # {node.name}: {port.role} {port.name}")
     return "\n".join([*lines, "    ]"])
@@ -88,8 +90,11 @@ def _inputs(program: Program) -> str:
 
 def _random(node: fx.Node) -> str:
     held = value(node)
+    if is_symbolic(held):
+        return text(held)
     if not isinstance(held, torch.Tensor):
         return repr(held)
     where = f"dtype={held.dtype}, device={str(held.device)!r}"
-    strided = f"torch.empty_strided({tuple(held.shape)}, {held.stride()}, {where})"
+    shape, strides = ("".join(f"{text(n)}, " for n in numbers) for numbers in (held.shape, held.stride()))
+    strided = f"torch.empty_strided(({shape}), ({strides}), {where})"
     return f"{strided}.normal_()" if held.dtype.is_floating_point else f"{strided}.zero_()"
