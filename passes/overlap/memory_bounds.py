@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from zgraph.errors import PlanError
-from zgraph.passes.analysis.memory import memory_of
 from zgraph.passes.analysis.memory_slack import Room
 from zgraph.passes.analysis.parameter_collectives import largest_layer
 from zgraph.passes.overlap.step_to_schedule import Bucket, StepToSchedule
@@ -53,10 +52,8 @@ class BoundedMemory:
         return max(largest_layer(step.program), int(median_high(sizes)) if sizes else 0)
 
     def _room(self, step: StepToSchedule) -> Room:
-        memory = dict(zip(step.program.graph.nodes, memory_of(step.program, step.costs.fused), strict=True))
-        others = [sum(memory[n].values()) - memory[n].get("gathered", 0) for n in step.operators]
         needed = [(b.first, step.last[m], m.bytes) for b in step.gathers if b.counted for m in b.members]
-        return Room(others, needed, self.spare)
+        return Room(step.others, needed, self.spare)
 
     def _cap(self, step: StepToSchedule, layer: int) -> int:
         """The cap on gathered bytes."""

@@ -16,6 +16,9 @@ allow. The level is *scheduled*: order has meaning from here on.
 A gather is urgent if, should it start any later, it or a transfer after it would be late: so a link that has time to spare
 takes no memory. Room is what the step has below its peak without any prefetch (`zgraph/passes/analysis/memory_slack.py`), and a little more.
 
+Costs are estimates, so this is done for links of several speeds, and the schedule that would lose least is taken
+(`zgraph/passes/overlap/forgiving.py`).
+
 The queue on the link is kept just long enough to bridge the operator that runs: what is urgent never stands behind a long
 queue, and all ranks decide from the same table of costs. List scheduling by deadlines is Graham's (1969, "Bounds on
 Multiprocessing Timing Anomalies"); prefetch under a bound on gathered bytes is DeepSpeed's (stage3_max_live_parameters),
@@ -37,6 +40,7 @@ from zgraph.passes.analysis.costs import CPU, Costs, size_of
 from zgraph.passes.analysis.parameter_collectives import largest_layer
 from zgraph.passes.analysis.timeline import COMPUTE, LINK, Timeline
 from zgraph.passes.contract import graph_pass
+from zgraph.passes.overlap.forgiving import SPEEDS, Event, Played, least_regret
 from zgraph.passes.overlap.memory_bounds import BoundedMemory, Bounds
 from zgraph.passes.overlap.step_to_schedule import Bucket, StepToSchedule
 from zgraph.program.node import Phase, Role, info, set_info
@@ -86,8 +90,13 @@ def overlap(program: Program, options: OverlapOptions) -> dict[str, int]:
     bounds = Bounds(
         options.max_bytes, options.room_bytes, options.spare_bytes, options.ahead_bytes, options.reduce_bytes
     )
-    scheduler = _Scheduler(step, BoundedMemory(step, bounds), options)
-    scheduler.run()
+    speeds = SPEEDS if options.ahead else SPEEDS[:1]
+    schedulers = []
+    for mine in map(step.over, speeds):
+        schedulers.append(_Scheduler(mine, BoundedMemory(mine, bounds), options))
+        schedulers[-1].run()
+    taken = least_regret([s.played(speed) for s, speed in zip(schedulers, speeds, strict=True)])
+    scheduler = schedulers[taken]
     scheduler.apply()
     program.remarks += scheduler.remarks
     return scheduler.counts
@@ -106,6 +115,9 @@ class _Scheduler:
         self.queue: list[Bucket] = []  # reductions in flight, oldest first
         self.scattered = 0.0  # seconds of the reductions that have started
         self.order: list[fx.Node] = []
+        self.events: list[Event] = []  # what happens in this order
+        self.lead = 0.0  # seconds that the link has before the first operator
+        self.begun: list[fx.Node] = []  # what starts ahead of the program
         self.phases: dict[fx.Node, Phase] = {}
         self.remarks: list[Remark] = []
         self.early = 0
@@ -179,6 +191,7 @@ class _Scheduler:
             self._fill(i)
         self.order.append(node)
         self.timeline.run(COMPUTE, self.step.cost[i])
+        self.events.append(Event(self.step.cost[i]))
 
     def _reduce_behind(self, i: int) -> None:
         """Start and await reductions behind an operator, as far as they may not wait longer."""
@@ -212,10 +225,10 @@ class _Scheduler:
                 break
             upcoming.pop(0)
             for member in bucket.members:
-                for node in (*member.before, member.start):
-                    set_info(node, info(node).replace(ahead=True))
-            self._start(bucket, None)
+                self.begun += [*member.before, member.start]
+            self._start(bucket, None, ahead=True)
             seconds += bucket.seconds
+        self.lead = update
         self.timeline.set(COMPUTE, 0.0)
         self.timeline.set(LINK, max(0.0, seconds - update))
         for bucket in self.step.gathers:
@@ -264,8 +277,9 @@ class _Scheduler:
             gather.blocked = (f"not hoisted above {self.step.operators[i].name}: {why}", remedy)
         return refusal is None
 
-    def _start(self, bucket: Bucket, node: fx.Node | None) -> None:
-        """Start a bucket before the operator `node`; None: before the first one, or at the end."""
+    def _start(self, bucket: Bucket, node: fx.Node | None, *, ahead: bool = False) -> None:
+        """Start a bucket before the operator `node`; None: before the first one, `ahead` of the program, or at the end."""
+        self.events.append(Event(bucket=bucket, ahead=ahead))
         for member in bucket.members:
             self.order += member.before
         self.order += [member.start for member in bucket.members]
@@ -284,6 +298,7 @@ class _Scheduler:
     def _await_gather(self, bucket: Bucket, node: fx.Node | None) -> None:
         for member in bucket.members:
             self.order += [member.wait, *member.after]
+        self.events.append(Event(bucket=bucket, waits=True))
         self.memory.arrive(bucket)
         late = bucket.done - self.timeline.now()
         if late > NOTEWORTHY:
@@ -303,6 +318,7 @@ class _Scheduler:
             if following is not None and following not in follow:
                 follow.append(following)
         bucket.awaited = True
+        self.events.append(Event(bucket=bucket, waits=True))
         late = bucket.done - self.timeline.now()
         if late > NOTEWORTHY:
             self._remark_reduction(bucket, late)
@@ -312,6 +328,10 @@ class _Scheduler:
         for following in follow:
             if all(m.source is None or m.source in awaited for m in following.members):
                 self.ready.insert(0, following)
+
+    def played(self, speed: float) -> Played:
+        """What was decided, for links of that speed."""
+        return Played(self.events, speed, self.lead)
 
     # -- the result ------------------------------------------------------------------------------------------------------
     def apply(self) -> None:
@@ -323,6 +343,8 @@ class _Scheduler:
             output.prepend(node)
         for node, phase in self.phases.items():
             set_info(node, info(node).replace(phase=phase))
+        for node in self.begun:
+            set_info(node, info(node).replace(ahead=True))
 
     @property
     def counts(self) -> dict[str, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.analysis.memory import memory_of
 from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, reductions_of
 from zgraph.program import collectives
 from zgraph.program.aliases import is_view
@@ -53,6 +55,21 @@ class StepToSchedule:
             m.source: b for b in self.reductions for m in b.members if m.source in waits and m.source is not None
         }
         self.made = self._made(waits)
+        self.others = self._others()
+
+    def _others(self) -> list[int]:
+        """The bytes that are live at each operator, but for gathered parameters."""
+        memory = dict(zip(self.program.graph.nodes, memory_of(self.program, self.costs.fused), strict=True))
+        return [sum(memory[n].values()) - memory[n].get("gathered", 0) for n in self.operators]
+
+    def over(self, speed: float) -> StepToSchedule:
+        """The same step, yet to be scheduled, over links that are so many times as fast."""
+        found = copy.copy(self)
+        made = {b: replace(b, seconds=b.seconds / speed) for b in (*self.gathers, *self.reductions)}
+        found.gathers = [made[b] for b in self.gathers]
+        found.reductions = [made[b] for b in self.reductions]
+        found.chained = {wait: made[b] for wait, b in self.chained.items()}
+        return found
 
     def _bucket(self, members: list[Transfer]) -> Bucket:
         starts = [m.start for m in members]
