@@ -140,6 +140,7 @@ def test_ranks_of_one_group_with_other_sizes_are_refused_on_all(two, mesh, first
     for said in two.run(other_sizes, mesh, first):
         assert "rank(s) [1] differ from rank 0" in said and "20" in said and "21" in said
         assert first or "padded to one length" in said
+        assert said.replace("\n", "").isprintable()
 
 
 def budgeted() -> tuple[float, int]:

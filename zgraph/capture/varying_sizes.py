@@ -90,13 +90,23 @@ class Signature:
     def text(self, names: Mapping[Place, str] = MappingProxyType({}), given: Collection[int] = ()) -> str:
         """The signature with shapes: of sizes that have names these, but for those that are 0 or 1; and with the values of Python numbers, but for
         those that are `given` to the program."""
+        shapes = [
+            ", ".join(str(names.get((number, d), n) if n > 1 else n) for d, n in enumerate(tensor.shape))
+            for number, tensor in enumerate(self.tensors)
+        ]
+        return self._filled(shapes, ["any" if at in given else value for at, value in enumerate(self.numbers)])
+
+    @property
+    def outline(self) -> str:
+        """The signature with a question mark for each size and each number that may differ from call to call."""
+        return self._filled([", ".join("?" * t.dim()) for t in self.tensors], ["?"] * len(self.numbers))
+
+    def _filled(self, shapes: Sequence[str], numbers: Sequence[str]) -> str:
+        """The form with these in place of its marks."""
         parts = self.form.split(MARK)
-        for number, tensor in enumerate(self.tensors):
-            shown = [names.get((number, d), n) if n > 1 else n for d, n in enumerate(tensor.shape)]
-            parts[2 * number + 1] = f"[{', '.join(map(str, shown))}]"
+        parts[1::2] = [f"[{shape}]" for shape in shapes]
         parts = "".join(parts).split(VALUE)
-        for number, value in enumerate(self.numbers):
-            parts[2 * number + 1] = "any" if number in given else value
+        parts[1::2] = numbers
         return "".join(parts)
 
 

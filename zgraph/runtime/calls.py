@@ -72,8 +72,7 @@ class Calls:
         sizes = self._sizes.of(call)
         found = self._find(sizes, args, kwargs)
         if sizes.learn:
-            told = f"shapes {list(map(list, call.shapes))}, numbers {list(call.numbers)}"
-            if not rank.votes.call(shared(call.form), told, shared(found.key), new=found.new):
+            if not rank.votes.call(shared(call.outline), shared(call.text()), shared(found.key), new=found.new):
                 return self._called(found.key)
             sizes.take_in(rank.everyone.gather("the shapes of a call", (call.shapes, call.numbers)))
             found = self._find_together(sizes, args, kwargs)

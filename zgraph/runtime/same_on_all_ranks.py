@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 INPUTS = "the inputs of a call"
 SAME_ROWS = (
-    'ranks of one place in the mesh but for "pp", "cp" and "tp" compute the same rows: give them one batch, padded to one length, by a sampler '
-    'whose rank is model.zgraph.mesh.get_local_rank("dp"); only ranks of "dp" and "replicate" may have other sizes'
+    'ranks that differ only in their place along "tp", "cp" or "pp" compute the same rows: give them the same batch, padded to one length '
+    '(a sampler does if its rank is model.zgraph.mesh.get_local_rank("dp")), and the same numbers'
 )
 
 
@@ -82,7 +82,7 @@ class Votes:
         self._in_teams(
             "random numbers",
             f"a random state of {hashlib.sha256(state).hexdigest()[:16]}",
-            'ranks of one place in the mesh but for "cp" and "tp" draw the same: torch.manual_seed(seed + the rank within "dp")',
+            'ranks that differ only in their place along "tp" or "cp" draw the same: torch.manual_seed(seed + the rank within "dp")',
         )
 
     def batch(self, entry: Entry, step: StepProgram, flat: Sequence[Any]) -> None:
@@ -94,7 +94,7 @@ class Votes:
         self._in_teams(
             "the batch",
             f"inputs {[int(fingerprint(x)) for x in given if isinstance(x, torch.Tensor)]}",
-            'ranks of one place in the mesh but for "cp" and "tp" have the same rows: a sampler\'s rank is '
+            'ranks that differ only in their place along "tp" or "cp" have the same rows: a sampler\'s rank is '
             'model.zgraph.mesh.get_local_rank("dp"), of the mesh\'s "dp" ranks',
         )
         self._compared.add(step.name)
@@ -105,19 +105,18 @@ class Votes:
             del self.digests[program]
         self._compared = {p for p in self._compared if p.split(".")[0] != name}
 
-    def call(self, form: str, sizes: str, key: str, *, new: bool) -> bool:
-        """Let ranks compare what they are called with, but for sizes; and let ranks that see the same rows (of one place in the data dimensions
-        of the mesh) compare the `sizes` as well, which others may have otherwise. Is the program `new` on one of them, or is its `key` another?
-        Raises `RankMismatchError` on every rank."""
+    def call(self, outline: str, call: str, key: str, *, new: bool) -> bool:
+        """Let ranks compare the `outline` of their calls; and let ranks that see the same rows (of one place in the data dimensions of the mesh)
+        compare the whole `call`, with the sizes and numbers that others may have otherwise. Is the program `new` on one of them, or is its `key`
+        another? Raises `RankMismatchError` on every rank."""
         at = [(d, self.mesh.get_local_rank(d)) for d in DATA_DIMS if d in self.sizes and self.mesh is not None]
         count = math.prod(self.sizes[d] for d, _ in at)
         if len(self.everyone.ranks) in (0, count):
-            return self.everyone.vote(INPUTS, form, flag=new, proposal=key)
+            return self.everyone.vote(INPUTS, outline, flag=new, proposal=key)
         team = functools.reduce(lambda number, dim: number * self.sizes[dim[0]] + dim[1], at, 0)
-        ballot = f"{sizes} in {form}"
-        if not self.everyone.vote(INPUTS, ballot, team=team, teams=count, flag=new, proposal=key, hint=SAME_ROWS):
+        if not self.everyone.vote(INPUTS, call, team=team, teams=count, flag=new, proposal=key, hint=SAME_ROWS):
             return False
-        self.everyone.vote(INPUTS, form)
+        self.everyone.vote(INPUTS, outline)
         return True
 
     def _in_teams(self, subject: str, ballot: str, hint: str) -> None:
