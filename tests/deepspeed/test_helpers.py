@@ -393,6 +393,14 @@ def test_micro_batches_of_different_sizes_are_refused():
     engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "gradient_accumulation_steps": 2})
     with pytest.raises(StepError, match="have different sizes"):
         engine.train_batch(iter([(torch.ones(2, 2), torch.ones(2, 2)), (torch.ones(1, 2), torch.ones(1, 2))]))
+    rows = torch.ones(2, 2)
+    for others, said in [
+        ([2.0, 3.0], "one has 2.0, another 3.0"),
+        ([torch.tensor(1), torch.tensor(4)], "different values that are no rows"),
+        ([{"a": 1.0}, {"b": 1.0}], "different structures"),
+    ]:
+        with pytest.raises(StepError, match=said):
+            engine.train_batch(iter([((rows, other), rows) for other in others]))
     with pytest.raises(StepError, match=r"no pair \(inputs, labels\)"):
         engine.train_batch(iter([torch.ones(2, 2)] * 2))
     engine.set_batch_fn(lambda x: (x, x))

@@ -57,8 +57,7 @@ class PipelineEngine(DeepSpeedEngine):
         num_micro_batches: int | None = None,
     ) -> Any:
         """The mean loss of as many micro-batches as a step has, without gradients and in eval mode; without `compute_loss` the last layer's
-        output, on the
-        ranks with the last stage (None on others). `return_logits` gives (loss, output)."""
+        output, on the ranks with the last stage (None on others). `return_logits` gives (loss, output)."""
         data, targets = self._whole(self._take(data_iter, num_micro_batches))
         self.eval()
         with torch.no_grad():
@@ -164,9 +163,23 @@ def _joined(parts: Sequence[Any]) -> Any:
     """The rows of several micro-batches as one."""
     if len(parts) == 1:
         return parts[0]
+    structure = pytree.tree_structure(parts[0])
+    if any(pytree.tree_structure(part) != structure for part in parts):
+        raise StepError("the micro-batches of a step have different structures", hint="give all of them the same ones")
     columns = [pytree.tree_leaves(part) for part in parts]
-    joined = [
-        torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].dim() else column[0]
-        for column in zip(*columns, strict=True)
-    ]
-    return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))
+    joined = [_column(column) for column in zip(*columns, strict=True)]
+    return pytree.tree_unflatten(joined, structure)
+
+
+def _column(values: Sequence[Any]) -> Any:
+    """What several micro-batches have at one place, as one: tensors' rows, else the value that all of them have."""
+    first = values[0]
+    if isinstance(first, torch.Tensor) and first.dim():
+        return torch.cat(list(values))
+    if any(not bool(first == other) for other in values[1:]):
+        raise StepError(
+            "the micro-batches of a step have different values that are no rows",
+            why=f"one has {first!r}, another {next(v for v in values if not bool(first == v))!r}",
+            hint="make it a tensor with a row for each row of the micro-batch",
+        )
+    return first
