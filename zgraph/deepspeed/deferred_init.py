@@ -1,10 +1,9 @@
 """Models that are built without memory for their parameters, and keep what their constructors do to these for later.
 
-Inside of the context a parameter that is registered while nothing was written to it yet becomes one on the meta device, the same object. What is
-written
-to it there (`nn.init`, `reset_parameters`, any operator in place) is recorded, and done when it is materialised: by `zgraph.compile` shard by shard,
-one module at a time. A parameter that has values when it is registered, and every buffer, stays as it is. The idea is that of torchdistX's deferred
-initialisation.
+Inside of the context a parameter that is registered while nothing was written to it yet becomes one on the meta device, the same object.
+What is written to it there (`nn.init`, `reset_parameters`, any operator in place) is recorded, and done when it is materialised: by
+`zgraph.compile` shard by shard, one module at a time. A parameter that has values when it is registered, and every buffer, stays as it is.
+The idea is that of torchdistX's deferred initialisation.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zgraph.api.handle import Handle
+from zgraph.capture.capture import find_loss
 from zgraph.deepspeed import comm
 from zgraph.deepspeed.checkpoints import Checkpoints
-from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, Share
+from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader, Share
 from zgraph.deepspeed.settings import Settings
 from zgraph.errors import ModelError, StepError
 
@@ -425,8 +426,6 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
             if self._training.loader is None:
                 raise StepError("train_batch() without data", hint="give it an iterator, or initialize training_data")
             if self._iterator is None:
-                from zgraph.deepspeed.dataloader import RepeatingLoader
-
                 self._iterator = RepeatingLoader(self._training.loader)
             data_iter = self._iterator
         elif not hasattr(data_iter, "__next__"):
@@ -530,8 +529,6 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
 
 def _loss_in(output: Any) -> torch.Tensor:
     """The loss in a model's output. Raises `ModelError` where there is none."""
-    from zgraph.capture.capture import find_loss
-
     loss = find_loss(output)
     if loss is None:
         raise ModelError(

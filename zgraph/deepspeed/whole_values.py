@@ -21,13 +21,12 @@ _KEYS = {"fp32": MASTER}
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """The whole parameter in float32: the master weight, where the parameter itself is low."""
-    master = _states(param).get(MASTER)
-    return _whole(param.detach() if master is None else master).float()
+    return _whole(_accurate(param)).float()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write the whole parameter, and its master weight."""
-    master = _states(param).get(MASTER)
+    master = _state(param, MASTER)
     if master is not None:
         copy_state(master, value.to(master.dtype))
     copy_state(param.detach(), value.to(param.dtype))
@@ -47,13 +46,13 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A state of the optimizer ("exp_avg", "exp_avg_sq", …) of the whole parameter; None before the first update, and where there is none."""
-    state = _states(param).get(_KEYS.get(optim_state_key, optim_state_key))
+    state = _state(param, optim_state_key)
     return None if state is None else _whole(state)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Write a state of the optimizer. Raises `ModelError` where there is none of this name."""
-    state = _states(param).get(_KEYS.get(optim_state_key, optim_state_key))
+    state = _state(param, optim_state_key)
     if state is None:
         raise ModelError(
             f"the optimizer keeps no {optim_state_key!r} of this parameter",
@@ -65,8 +64,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 # -- this rank's shard --------------------------------------------------------------------------------------------------------
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """This rank's rows of the parameter in float32."""
-    master = _states(param).get(MASTER)
-    return _local(param.detach() if master is None else master).float()
+    return _local(_accurate(param)).float()
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -76,12 +74,18 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's rows of a state of the optimizer; None where there is none."""
-    state = _states(param).get(_KEYS.get(optim_state_key, optim_state_key))
+    state = _state(param, optim_state_key)
     return None if state is None else _local(state)
 
 
-def _states(param: nn.Parameter) -> dict[str, Any]:
-    """The optimizer's states of a parameter."""
+def _accurate(param: nn.Parameter) -> torch.Tensor:
+    """The master weight of a parameter that has one, else the parameter itself."""
+    master = _state(param, MASTER)
+    return param.detach() if master is None else master
+
+
+def _state(param: nn.Parameter, name: str) -> torch.Tensor | None:
+    """A state of the optimizer of a parameter, by DeepSpeed's name or the plan's; None where there is none."""
     model = owner_of(param)
     if model is None:
         raise ModelError(
@@ -91,7 +95,7 @@ def _states(param: nn.Parameter) -> dict[str, Any]:
         )
     handle: Any = model.__dict__["zgraph"]
     optimizer = handle.optimizer if handle.uncut is None else None
-    return {} if optimizer is None else dict(optimizer.state.get(param, {}))
+    return None if optimizer is None else optimizer.state.get(param, {}).get(_KEYS.get(name, name))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

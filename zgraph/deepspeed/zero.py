@@ -43,11 +43,9 @@ _OPTIONS = (
 class Init:
     """A context in which models are built without memory for their parameters: `initialize` makes them real shard by shard.
 
-    What constructors do to parameters is recorded, and done then: see `zgraph.deepspeed.deferred_init`. Where values lie and their dtype are
-    said by the
-    configuration of `initialize`; DeepSpeed's arguments for it are taken, and have no effect here. Without `enabled` it does nothing. Raises
-    `PlanError` for
-    an unknown argument.
+    What constructors do to parameters is recorded, and done then: see `zgraph.deepspeed.deferred_init`. The configuration of `initialize`
+    says where values lie, and their dtype: DeepSpeed's arguments for that have no effect here. Without `enabled` the context does nothing.
+    Raises `PlanError` for an unknown argument.
     """
 
     def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **options: Any) -> None:
