@@ -201,8 +201,10 @@ class _AtRates:
     def __call__(self, rate: float) -> None:
         handle = self.model.zgraph
         if rate in self.made:
-            handle.runtime.first_gathers.drop()
-            handle.runtime = self.made[rate]
+            now, other = handle.runtime, self.made[rate]
+            now.first_gathers.drop()
+            other.updater.adopt(now.updater, copies=False)  # (its optimizer's `step` is then that of this run time)
+            handle.runtime = other
             return
         handle.recompile(self.plan_at(rate))
         self.made[rate] = handle.runtime
