@@ -188,26 +188,21 @@ def zgraph_itself(hardware: str | None) -> Callable[[gpt.GPT, Batch, bool], Cont
 
 
 class _AtRates:
-    """Compiles a model once for a link of each rate, by a plan that is made when the link has it.
-
-    The weights are the same; what was compiled for a rate is kept for the next time that it is measured.
-    """
+    """Compiles a model for a link of each rate, by a plan that is made when the link first has it. The weights stay."""
 
     def __init__(self, model: Any, plan_at: Callable[[float], Any]) -> None:
         self.model = model
         self.plan_at = plan_at
-        self.made: dict[float, Any] = {}
+        self.plans: dict[float, Any] = {}
+        self.now: float | None = None
 
     def __call__(self, rate: float) -> None:
-        handle = self.model.zgraph
-        if rate in self.made:
-            now, other = handle.runtime, self.made[rate]
-            now.first_gathers.drop()
-            other.updater.adopt(now.updater, copies=False)  # (its optimizer's `step` is then that of this run time)
-            handle.runtime = other
+        if rate == self.now:
             return
-        handle.recompile(self.plan_at(rate))
-        self.made[rate] = handle.runtime
+        if rate not in self.plans:
+            self.plans[rate] = self.plan_at(rate)
+        self.model.zgraph.recompile(self.plans[rate])
+        self.now = rate
 
 
 class _Calibrated(_AtRates):
