@@ -29,8 +29,10 @@ KINDS ?=
 BACKEND ?= eager
 SHARD ?=
 PACKAGING := pyproject.toml setup.py
-# Files in their own order: the one with the fewest tests, which would be last, is one of the longest.
+# How many workers "auto" is, and in which order files go to them, tests/conftest.py says.
 PYTEST := --numprocesses auto --dist loadfile --no-loadscope-reorder
+# Tests start a hundred processes, each of which would compile all sources where Python is told to keep nothing of that.
+TESTS := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 SMOKE := $(foreach name,plan optimizers schedules loss_scaling stage_schedules program_json program_text digest \
 	signature storages versions labels masks verifier passes bucket simulator virtual verify_models update_programs train_step \
 	nonfinite files checkpoint checkpoint_values checkpoint_manifest compile asserts errors deepspeed repro sweeps shards floors beliefs,\
@@ -48,13 +50,13 @@ demo: $(VENV)/.demo toolchain
 
 # No processes, and nothing that Inductor compiles.
 smoke: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST) -m "not gloo and not inductor and not slow" -k "not inductor" $(SMOKE) $(ARGS)
+	@$(TESTS) $(VENV)/bin/python -m pytest $(PYTEST) -m "not gloo and not inductor and not slow" -k "not inductor" $(SMOKE) $(ARGS)
 
 test: $(VENV)/.dev toolchain
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST) -m "not slow" $(ARGS)
+	@$(TESTS) $(VENV)/bin/python -m pytest $(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.dev $(VENV)/.docs toolchain
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
+	@$(TESTS) $(VENV)/bin/python -m pytest $(PYTEST) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 databases: $(VENV)/.dev toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.databases --backend $(BACKEND) --write docs/databases.md $(ARGS)
@@ -87,7 +89,7 @@ types: $(VENV)/.dev
 test-torch: OTHER := .venv-$(subst ==,-,$(firstword $(TORCH)))
 test-torch:
 	@$(MAKE) --no-print-directory VENV=$(OTHER) $(OTHER)/.dev
-	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest $(PYTEST) -m core $(ARGS)
+	$(TESTS) $(OTHER)/bin/python -m pytest $(PYTEST) -m core $(ARGS)
 
 clean:
 	@rm -rf $(VENV) .venv-torch-* .types build dist site *.egg-info

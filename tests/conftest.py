@@ -1,4 +1,5 @@
-"""For all tests: where their processes find helpers, how often garbage is collected, which shard of them runs, and processes over gloo."""
+"""For all tests: where their processes find helpers, how often garbage is collected, which shard of them runs, in which order and on how
+many workers, and processes over gloo."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from ranks import Ranks
-from shards import Shard
+from shards import Shard, longest_first
 
 # (as `pythonpath` in pyproject.toml has it for this process)
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -33,12 +34,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)  # (when those that a mark leaves out are gone)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     shard: Shard | None = config.getoption("--shard")
     if shard is not None:
         kept = shard.of(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+    if hasattr(config, "workerinput"):
+        items[:] = longest_first(items)  # (else one worker would end long before another)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than there are cores: a test that waits for ranks, a compiler or a clock leaves its core to another."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_finish() -> None:

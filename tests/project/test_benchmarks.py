@@ -60,6 +60,32 @@ def test_gpu_benchmark_claims_nothing_without_a_gpu() -> None:
     assert done.returncode == 2 and "needs a CUDA device" in done.stderr and not done.stdout
 
 
+def test_gpu_smoke_is_the_part_over_the_link_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with a model of a few weights, and without what only repeats steps; whole below."""
+    gpu, one_gpu = benchmark("gpu"), part("one_gpu")
+    monkeypatch.setitem(one_gpu.GPTS, "tiny", part("gpt").Size(layers=1, dim=8, vocab=16, positions=4, batch=2, seq=4))
+    for plain in ("compute_alone", "serialised"):
+        monkeypatch.setattr(one_gpu, plain, lambda *_: 1.0)
+    shaken = []  # (see test_shaken_steps_find_what_is_read_too_early)
+
+    def shake(setting: Any, stage: int, steps: int) -> Any:
+        shaken.append((setting.backend, setting.device.type, stage, steps))
+        return one_gpu.Shaken(same_twice=True, differ=("head",) if stage == 3 else (), steps=steps)
+
+    monkeypatch.setattr(one_gpu, "shaken", shake)
+    file = tmp_path / "gpu.md"
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--smoke", "--output", str(file), "--traces", str(tmp_path)])
+    assert gpu.main() == 1, "tensors differ at stage 3"
+    assert shaken == [("eager", "cpu", 2, 8), ("eager", "cpu", 3, 8)]
+    written = file.read_text()
+    assert "| ZeRO-2: 8 steps with random delays on every stream | ok | bit for bit |" in written
+    assert "| ZeRO-3: 8 steps with random delays on every stream | FAILED | 1 tensors differ: head |" in written
+    for stage in (2, 3):
+        assert len(re.findall(rf"^\| ZeRO-{stage} \| \w.*\| [\d.]+ ms \| [\d.]+ ms \| \d+% \|$", written, re.M)) == 3
+        assert (tmp_path / f"zero{stage}-cpu.json").exists()
+    assert "a dry run, not a figure" in written and "Kernels" not in written and "An update" not in written
+
+
 @pytest.mark.slow
 def test_gpu_benchmark_runs_over_the_emulated_link_without_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.md"

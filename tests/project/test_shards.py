@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from shards import Shard
+from shards import Shard, longest_first
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,14 @@ def test_shards_take_about_as_long():
 
 def test_it_does_not_matter_in_which_order_tests_are_collected():
     assert {i.nodeid for i in Shard(2, 3).of(ITEMS)} == {i.nodeid for i in Shard(2, 3).of(ITEMS[::-1])}
+
+
+def test_the_longest_files_come_first_each_whole():
+    found = longest_first(ITEMS)
+    assert sorted(i.nodeid for i in found) == sorted(i.nodeid for i in ITEMS)
+    files = [i.nodeid.partition("::")[0] for i in found]
+    assert len({*files}) == sum(a != b for a, b in zip(files, ["", *files], strict=False)) == 40
+    assert files[0] == "tests/test_20.py" and files[-1] == "tests/test_7.py", "seven slow tests; one that is not"
 
 
 @pytest.mark.parametrize("text", ["", "2", "0/2", "3/2", "1/0", "a/b", "-1/2"])

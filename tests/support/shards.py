@@ -28,9 +28,7 @@ class Shard:
 
     def of(self, items: Iterable[Any]) -> Sequence[Any]:
         """The pytest items of this part. Files stay whole: each goes, the longest first, to the part that has least to do so far."""
-        files: dict[str, list[Any]] = defaultdict(list)
-        for item in items:
-            files[item.nodeid.partition("::")[0]].append(item)
+        files = _by_file(items)
         costs = {name: sum(map(_cost, tests)) for name, tests in files.items()}
         loads, mine = [0] * self.count, set()
         for name in sorted(files, key=lambda name: (-costs[name], name)):
@@ -39,6 +37,20 @@ class Shard:
             if least == self.number - 1:
                 mine.add(name)
         return [item for name, tests in files.items() if name in mine for item in tests]
+
+
+def longest_first(items: Iterable[Any]) -> list[Any]:
+    """The items with their files in the order in which workers that take the next one end at about the same time."""
+    return [
+        item for tests in sorted(_by_file(items).values(), key=lambda tests: -sum(map(_cost, tests))) for item in tests
+    ]
+
+
+def _by_file(items: Iterable[Any]) -> dict[str, list[Any]]:
+    files: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        files[item.nodeid.partition("::")[0]].append(item)
+    return files
 
 
 def _cost(item: Any) -> int:
