@@ -130,6 +130,7 @@ class Owner:
 def test_optimizers_are_watched_only_while_a_sharded_model_lives():
     hooks = _global_optimizer_post_hooks
     ours, theirs = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    gc.collect()  # (models of tests before, which are watched for as well)
     before = dict(hooks)
     first, second = Owner(), Owner()
     for owner in (first, second):
