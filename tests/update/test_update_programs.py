@@ -7,6 +7,7 @@ The references below are written from the papers, in float64, one number at a ti
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,8 @@ from zgraph.build.update_program import update_options
 from zgraph.parameters.sharding import layout
 from zgraph.plan.loss_scaling import LossScale
 from zgraph.program.program import InputRole, OutputRole, Program
-from zgraph.update import scaler
+from zgraph.torch_compat import aot
+from zgraph.update import assembler, scaler
 from zgraph.update.adamw8bit import dequantize, dynamic_map, quantize
 from zgraph.update.build import scalar_names, states_of
 from zgraph.update.groups import members_of
@@ -366,6 +368,26 @@ def test_values_are_clipped_bit_for_bit():
     mine.step(grads)
     for name, param in parameters().named_parameters():
         assert torch.equal(mine.whole(name), param.detach() - grads[name].clamp(-0.25, 0.25))
+
+
+def test_a_rule_is_traced_once_for_each_kind_of_parameter_of_a_process_and_anew_where_it_says_otherwise(monkeypatch):
+    traced: list[None] = []
+    trace = aot.trace_function
+    monkeypatch.setattr(aot, "trace_function", lambda *given: traced.append(None) or trace(*given))
+    monkeypatch.setattr(assembler, "_TEMPLATES", OrderedDict())
+
+    def count(record: Any, world: int = 1, **fields: Any) -> int:
+        traced.clear()
+        Virtual(plan_of(record, **fields), world)
+        return len(traced)
+
+    rule = zgraph.AdamW(lr=0.1)
+    first = count(rule, grad_clip=1.0)
+    assert 6 <= count(zgraph.AdamW(lr=0.2), grad_clip=1.0) < first, "six forms of seven parameters"
+    assert count(rule, grad_clip=1.0) <= 3, "numbers alone"
+    for other in (count(rule, ema=0.9), count(rule, world=2), count(zgraph.AdamW(lr=0.1, amsgrad=True))):
+        assert other >= 5
+    assert count(rule, ema=0.9) == 0
 
 
 def test_averages_are_torchs():

@@ -1,11 +1,13 @@
 """Puts traced functions into a program: an update's formulas are plain functions of tensors, and become nodes here.
 
-A function of one parameter's tensors is traced once for each kind of parameter and put in once for each parameter; what
+A function of one parameter's tensors is traced once in a process for each kind of parameter, and put in once for each parameter; what
 only depends on single numbers (a step size) is put in once for all.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,16 @@ from zgraph.program.transfers import mark_transfers
 from zgraph.torch_compat import aot, fx_graphs
 
 aten = torch.ops.aten
+
+# What was traced in this process, by all that it depends on; of these the ones are kept that were asked for last.
+_TEMPLATES: OrderedDict[Any, fx.GraphModule] = OrderedDict()
+_MOST = 1000
+
+
+@functools.cache
+def _fake_mode() -> FakeTensorMode:
+    """The mode of all updates' programs: so what was traced for one of them can be put into another."""
+    return FakeTensorMode()
 
 
 class Assembler:
@@ -42,14 +54,16 @@ class Assembler:
             outputs=[],
             mesh=dict(mesh),
             params=dict(specs),
-            fake_mode=FakeTensorMode(),
+            fake_mode=_fake_mode(),
             level=Level.DISTRIBUTED,
         )
         self.device = device
         self.decompositions = decompositions
         self._known: dict[fx.Node, None] = {}  # nodes that are single numbers, or come from such alone
         self._shared: dict[Any, fx.Node] = {}
-        self._templates: dict[Any, fx.GraphModule] = {}
+        # (a backend's table of decompositions is one of two: torch's for Inductor, with or without those of random operators)
+        surroundings = (torch.get_default_dtype(), torch.is_autocast_enabled(device.type))
+        self._kind = (device, len(decompositions), torch.are_deterministic_algorithms_enabled(), *surroundings)
         self._constants: dict[Any, str] = {}
 
     def input(
@@ -84,9 +98,11 @@ class Assembler:
             self._known[node] = None
         return node
 
-    def numbers(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> list[fx.Node]:
-        """Arithmetic on single numbers."""
-        return self._inline(self._trace(function, inputs), inputs, None)
+    def numbers(
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node], key: tuple[Any, ...] | None = None
+    ) -> list[fx.Node]:
+        """Arithmetic on single numbers. `key`: see `of`."""
+        return self._inline(self._template(function, inputs, key), inputs, None)
 
     def total(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> list[fx.Node]:
         made = self._inline(self._trace(function, inputs), inputs, None)
@@ -117,15 +133,24 @@ class Assembler:
         return made[-1]
 
     def of(
-        self, name: str, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node], key: Any = None
+        self, name: str, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node], key: tuple[Any, ...]
     ) -> list[fx.Node]:
-        """A function of one parameter's tensors (and of numbers)."""
+        """A function of one parameter's tensors (and of numbers). `key` says all that it does, but for the forms of its inputs: functions with
+        equal ones are traced once."""
+        return self._inline(self._template(function, inputs, key), inputs, name)
+
+    def _template(
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node], key: tuple[Any, ...] | None
+    ) -> fx.GraphModule:
         if key is None:
-            return self._inline(self._trace(function, inputs), inputs, name)
-        full = (key, tuple((tensor(n).dtype, tuple(tensor(n).shape), tensor(n).stride()) for n in inputs))
-        if full not in self._templates:
-            self._templates[full] = self._trace(function, inputs)
-        return self._inline(self._templates[full], inputs, name)
+            return self._trace(function, inputs)
+        full = (self._kind, key, tuple((t.dtype, tuple(t.shape), t.stride()) for t in map(tensor, inputs)))
+        if full not in _TEMPLATES:
+            _TEMPLATES[full] = self._trace(function, inputs)
+            if len(_TEMPLATES) > _MOST:
+                _TEMPLATES.popitem(last=False)
+        _TEMPLATES.move_to_end(full)
+        return _TEMPLATES[full]
 
     def _trace(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> fx.GraphModule:
         # Copies of a template share their nodes' fake tensors, and a tracer takes one tensor given twice for one input.

@@ -249,8 +249,9 @@ class _Builder:
             old, new = inputs.grads[member.name], clipped[member.name]
             if member.record is None and new is not old:
                 if overflow is not None:
+                    given = [overflow, old, new]
                     (new,) = self.assembler.of(
-                        member.name, lambda o, a, b: (torch.where(o, a, b),), [overflow, old, new]
+                        member.name, lambda o, a, b: (torch.where(o, a, b),), given, key=("kept",)
                     )
                 results.append((Port(OutputRole.MUTATION, member.name, of=InputRole.GRADIENT), new))
         return self.assembler.finish(results)
@@ -348,7 +349,7 @@ class _Builder:
         """The number of this update, by the name of the count that it is of; a skipped update is not counted."""
         steps: dict[str, fx.Node] = {}
         for name, count in counts.items():
-            (after,) = self.assembler.numbers(lambda s: (s + 1,), [count])
+            (after,) = self.assembler.numbers(lambda s: (s + 1,), [count], key=("next",))
             steps[name] = after
             if overflow is not None:
                 (after,) = self.assembler.numbers(
@@ -399,8 +400,9 @@ class _Builder:
         read = [param, grad, *states.values(), *scalars, step, *index]
         if overflow is not None:
             read.append(overflow)
-        layout = (spec.shape, spec.shard_shape, spec.dtype, spec.shard_dim, spec.division)
-        key = (record.model_copy(update={"groups": ()}), *layout)
+        layout = (spec.shape, spec.whole_shape, spec.shard_shape, spec.dtype, spec.shard_dim, ranks, spec.division)
+        around = (tuple(keys), options.ema, overflow is not None)
+        key = ("update", rule, record.model_copy(update={"groups": ()}), *around, *layout)
         new = self.assembler.of(member.name, one, read, key=key)
         places = [place, *(Port(OutputRole.MUTATION, f"{member.name}/{k}", of=InputRole.STATE) for k in keys)]
         olds = [param, *states.values()]
@@ -409,7 +411,10 @@ class _Builder:
     def _select(self, names: list[tuple[int, str]], vector: fx.Node | None) -> dict[tuple[int, str], fx.Node]:
         if vector is None:
             return {}
-        return {n: self.assembler.numbers(lambda v, i=i: (v.select(0, i),), [vector])[0] for i, n in enumerate(names)}
+        return {
+            n: self.assembler.numbers(lambda v, i=i: (v.select(0, i),), [vector], key=("select", i))[0]
+            for i, n in enumerate(names)
+        }
 
     # -- gradients ----------------------------------------------------------------------------------------------------
     def _tied(self, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
@@ -422,20 +427,19 @@ class _Builder:
         if not self.options.factor:
             return dict(grads)
         return {
-            n: self.assembler.of(n, lambda g, f: (g * f.to(g.dtype),), [g, scalars[-1, "factor"]])[0]
-            for n, g in grads.items()
+            n: self.assembler.of(n, _times, [g, scalars[-1, "factor"]], key=("times",))[0] for n, g in grads.items()
         }
 
     def _clip(self, grads: dict[str, fx.Node], norm: fx.Node | None) -> dict[str, fx.Node]:
         limit, bound = self.options.clip_norm, self.options.clip_value
         if limit is not None and norm is not None:
             (coefficient,) = self.assembler.numbers(lambda n: (torch.clamp(limit / (n + 1e-6), max=1.0),), [norm])
+            grads = {n: self.assembler.of(n, _times, [g, coefficient], key=("times",))[0] for n, g in grads.items()}
+        if bound is not None:
             grads = {
-                n: self.assembler.of(n, lambda g, c: (g * c.to(g.dtype),), [g, coefficient])[0]
+                n: self.assembler.of(n, lambda g: (g.clamp(-bound, bound),), [g], key=("clamp", bound))[0]
                 for n, g in grads.items()
             }
-        if bound is not None:
-            grads = {n: self.assembler.of(n, lambda g: (g.clamp(-bound, bound),), [g])[0] for n, g in grads.items()}
         return grads
 
     def _norm(self, grads: dict[str, fx.Node]) -> fx.Node:
@@ -482,6 +486,10 @@ class _Builder:
     def _zero(self) -> Tensor:
         """What a stage gives that has no gradients."""
         return torch.zeros((), dtype=torch.float32, device=self.assembler.device)
+
+
+def _times(x: Tensor, number: Tensor) -> tuple[Tensor]:
+    return (x * number.to(x.dtype),)
 
 
 def _norm_of(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:

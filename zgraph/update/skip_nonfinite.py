@@ -17,7 +17,7 @@ def found_nonfinite(
     """0-dim bool: whether any gradient (or loss) of any rank, of any stage, is infinite or no number. With a loss: and whether any loss is. A rank
     that saw it alone must not skip alone."""
     found = [
-        assembler.of(n, lambda g: (g.isfinite().logical_not().any().to(torch.float32),), [g], key="overflow")[0]
+        assembler.of(n, lambda g: (g.isfinite().logical_not().any().to(torch.float32),), [g], key=("overflow",))[0]
         for n, g in grads.items()
     ]
     dims = [d for d in (*DATA_DIMS, TENSOR_DIM, STAGE_DIM) if mesh.get(d, 1) > 1]
