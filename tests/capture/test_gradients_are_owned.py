@@ -165,7 +165,7 @@ def test_equal_gradients_are_two_tensors(kind):
     assert accumulated(kind, "eager", 3) + trained(kind, "eager", 3) == []
 
 
-@pytest.mark.parametrize("kind", [Deltas, Parallel])
+@sweep("kind", [Deltas, Parallel], quick=1)
 def test_equal_gradients_are_two_tensors_where_the_backend_merges_them(kind):
     assert accumulated(kind, "inductor", 3) + trained(kind, "inductor", 3) == []
 

@@ -16,6 +16,7 @@ import typing
 import numpy as np
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -465,7 +466,7 @@ def test_a_tensor_that_forward_finds_may_take_another_form(where, form):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("form", ["dtype", "shape"])
+@sweep("form", ["dtype", "shape"], quick=1)
 def test_a_tensor_that_forward_finds_may_take_another_form_compiled(form):
     _other_form("attribute", form, zgraph.Plan(backend="inductor"))
 
@@ -685,7 +686,7 @@ def test_what_a_forward_changes_is_changed_at_every_call(kind):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("kind", ["a counter that is used", "an annealed temperature", "a list"])
+@sweep("kind", ["a list", "an annealed temperature", "a counter that is used"], quick=1)
 def test_what_a_forward_changes_is_changed_at_every_call_compiled(kind):
     make, programs = EFFECTS[kind]
     same(make, programs, zgraph.Plan(backend="inductor"))

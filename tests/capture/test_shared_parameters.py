@@ -170,7 +170,7 @@ def all_trained(zero, backend="eager"):
 
 
 @pytest.mark.gloo
-@sweep("zero", [0, 1, 3], quick=1)
+@sweep("zero", [0, 1, 3], quick=(0,))
 def test_ranks_read_the_parameter_as_it_is_now(two, zero):
     assert two.run(all_trained, zero) == [[], []]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import product
 from torch import nn
 from torch.nn import functional as F
 
@@ -109,8 +110,12 @@ class Shared(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("order", [("twin", "block"), ("block", "twin"), ("plain",), ("block", "row")], ids="-".join)
-@pytest.mark.parametrize("field", ["recompute", "tiles"])
+@product(
+    "order, field",
+    [("twin", "block"), ("block", "twin"), ("plain",), ("block", "row")],
+    ["recompute", "tiles"],
+    together=1,
+)
 def test_a_module_acts_by_any_of_its_names(order, field):
     torch.manual_seed(0)
     x = (torch.randn(64, 8),)

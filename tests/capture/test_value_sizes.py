@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -117,7 +118,7 @@ def test_what_a_mask_selects_is_as_in_plain_pytorch(name):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", ["ignored", "written"])
+@sweep("name", ["ignored", "written"], quick=1)
 def test_what_a_mask_selects_is_so_on_inductor(name):
     check(name, "inductor")
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -162,8 +162,12 @@ def test_python_numpy_and_torch_draw_what_they_would_have(tmp_path):
 # -- other plans
 
 
-@sweep("to", ["plain", "bf16 masters", "fp16 masters", "average", "states in memory", "late"], quick=2)
-@pytest.mark.parametrize("of", ["plain", "bf16 masters", "fp16 masters", "average", "late"])
+@product(
+    "of, to",
+    ["plain", "bf16 masters", "fp16 masters", "average", "late"],
+    ["plain", "bf16 masters", "fp16 masters", "average", "states in memory", "late"],
+    together=1,
+)
 def test_weights_and_states_go_from_one_plan_to_another(of, to, tmp_path):
     """In the widest precision that there is: a weight in float32 from a master copy, and the reverse."""
     model = compiled(**PLANS[of])

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -26,7 +27,7 @@ def attempt(plan):
     model.train_step(torch.randn(64, 64))
 
 
-@pytest.mark.parametrize("kinds", [(), ("activations",), ("activations", "optimizer")], ids=["none", "one", "both"])
+@sweep("kinds", [(), ("activations",), ("activations", "optimizer")], quick=(0, 2), ids=["none", "one", "both"])
 def test_a_named_budget_works(kinds, tmp_path, monkeypatch):
     made, rates = FileStore.preflight, iter([1.0e9, 1.9e9])
 

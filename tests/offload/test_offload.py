@@ -444,8 +444,7 @@ def test_two_ranks_train_as_in_memory(two, tmp_path, backend):
 
 
 @pytest.mark.gloo
-@sweep("zero", [0, 1, 2, 3], quick=1)
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@sweep("micro_batches, zero", [(m, z) for m in (1, 2) for z in (0, 1, 2, 3)], quick=1)
 def test_two_ranks_train_as_with_gradients_on_the_device(two, zero, micro_batches):
     fields = {"backend": "eager", "zero": zero, "micro_batches": micro_batches}
     assert two.run(on_ranks, offloaded("cpu", "optimizer"), fields) == [(True, 0)] * 2
@@ -540,7 +539,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
-@sweep("at", [1, 7, 30], quick=1)
+@sweep("at", [1, 30, 7], quick=1)
 def test_a_fault_in_the_middle_of_a_step_names_the_folder_and_is_no_wrong_number(monkeypatch, tmp_path, fault, at):
     call, what, said = FAULTS[fault]
     case = models.stack(4, dim=16)

@@ -77,7 +77,7 @@ def assert_alike(program: Program) -> None:
 sizes = st.sampled_from([None, 0, 50, 200, 1000, 10**6])
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     case=cases(),
     chosen=st.lists(st.tuples(sizes, sizes, st.sampled_from([0.0, 1e-8, 1e-6, 1e-3])), min_size=3, max_size=3),

@@ -376,9 +376,9 @@ def test_layers_are_found_without_their_names(depth):
 @pytest.mark.inductor
 def test_compiled_by_inductor_within_a_budget():
     fields = {**ONE, "backend": "inductor"}
-    least = smallest(layers([128] * 4), costs=None, backend="inductor")
-    _, plain = gradients(layers([128] * 4), **fields)
-    _, again = gradients(layers([128] * 4), **fields, memory_budget=least + 100_000)
+    least = smallest(layers([128] * 2), costs=None, backend="inductor")
+    _, plain = gradients(layers([128] * 2), **fields)
+    _, again = gradients(layers([128] * 2), **fields, memory_budget=least + 100_000)
     for name, value in plain.items():
         torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6)
 

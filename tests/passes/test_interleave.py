@@ -40,7 +40,7 @@ def assert_same(model, inputs, world, **plan):
 @sweep(
     "name, sequence, pieces",
     [(n, *way) for n, way in in_turn([*OWN], [(False, 2), (True, 3)])] + [("llama", True, 3)],
-    quick=2,
+    quick=1,
 )
 def test_pieces_give_what_the_whole_gives(name, sequence, pieces):
     assert_same(*own(name), 2, mesh={"tp": 2}, sequence_parallel=sequence, async_tensor_parallel=pieces)
@@ -69,7 +69,7 @@ def test_models_of_transformers_too(name):
         ({"pp": 2, "tp": 2}, {"micro_batches": 2, "schedule": "zb"}),
         ({"cp": 2, "tp": 2}, {"sequence_parallel": True}),
     ],
-    quick=4,
+    quick=(4, 8),
     ids=str,
 )
 def test_it_goes_together_with_everything_else(mesh, fields):
@@ -103,7 +103,7 @@ def sent(program: Program) -> Counter:
     return found
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["sums", "sequence"])
+@sweep("sequence", [False, True], quick=1, ids=["sums", "sequence"])
 def test_each_rank_sends_the_same_bytes_in_more_messages(sequence):
     program, costs = divided(4, 256, SLOW, sequence)
     before, count = sent(program), len(starts(program))
@@ -137,7 +137,7 @@ def test_a_piece_is_on_the_link_while_the_next_is_multiplied(sequence):
         (4, 2048, 1024, H100, True, False),
         (4, 2048, 1024, SLOW, False, False),
     ],
-    quick=(2, 3, 5),
+    quick=(3, 5),
 )
 def test_it_is_done_where_the_simulator_says_that_it_is_faster(rows, length, width, hardware, sequence, chosen):
     program, costs = divided(rows, length, hardware, sequence, width=width)

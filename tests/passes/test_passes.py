@@ -428,8 +428,7 @@ def four_ranks():
     torch.distributed.destroy_process_group()
 
 
-@sweep("bucket", [None, 0], quick=1)
-@pytest.mark.parametrize("stage", [2, 3])
+@sweep("stage, bucket", [(stage, bucket) for stage in (2, 3) for bucket in (None, 0)], quick=1)
 def test_a_run_holds_no_more_gathered_bytes_than_the_cap(four_ranks, stage, bucket):
     case = models.stack(24, dim=8)
     model = zgraph.compile(case.model, Plan(zero=stage, backend="eager", bucket={"gather": bucket}))

@@ -49,7 +49,7 @@ def gradients(mesh: dict[str, int], fields: dict[str, Any]) -> tuple[torch.Tenso
         (DP_CP, {"zero": 3, "context_attention": "ring"}),
         (CP_TP, {"context_attention": "heads"}),
     ],
-    quick=1,
+    quick=(1,),
     ids=str,
 )
 def test_gradients_are_those_of_one_process(two, four, mesh, fields):

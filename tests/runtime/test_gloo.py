@@ -786,7 +786,7 @@ def test_an_optimizer_step_on_gradients_that_wait_makes_no_silent_error(two, zer
         "optimizer, foreach, after no_sync",
         "one rank's rows after no_sync",
     ],
-    quick=3,
+    quick=2,
 )
 def test_a_change_of_the_weights_is_seen_by_the_next_forward(two, how):
     for zero in (1, 3) if how.startswith("one rank's rows") else (0, 3) if how.startswith("in place") else (2, 3):

@@ -405,7 +405,7 @@ class Hidden(nn.Module):
         return self.mix(self.norm(x).transpose(1, 2).reshape(len(x), -1, 6))
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
 def test_gradients_of_outputs_may_lie_in_any_way(backend):
     mine, plain = pair(Hidden, backend=backend, shapes="dynamic" if backend == "inductor" else "auto")
     for length in (4, 7, 9, 12):
@@ -509,7 +509,7 @@ def test_the_argument_that_makes_program_after_program_is_named(caplog):
     assert "'temperature' differs from call to call (1.0, 1.125, 1.25, 1.375)" in told and "torch.tensor" in told
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
 def test_a_python_number_that_differs_from_call_to_call_is_given_to_one_program(backend):
     mine, plain = pair(Scaled, backend=backend)
     for step, (rows, length) in enumerate([(3, 4), (3, 4), (3, 4), (5, 4), (5, 4), (2, 4)]):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from models import Net, batch, built, compiled, equal, feed, weights
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -310,8 +310,7 @@ FAILING = [
 ]
 
 
-@pytest.mark.parametrize("where", ["loss", "hook"])
-@pytest.mark.parametrize("fields", FAILING, ids=str)
+@product("fields, where", FAILING, ["loss", "hook"], together=1, ids=str)
 def test_a_step_that_fails_leaves_nothing_for_the_next(fields, where):
     left = None  # calls until one fails
 

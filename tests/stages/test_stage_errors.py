@@ -146,7 +146,7 @@ def assert_told(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb"])
+@sweep("schedule", ["1f1b", "gpipe", "zb"], quick=1)
 def test_a_loss_function_that_raises_ends_the_step_on_both_ranks(schedule: str) -> None:
     with Ranks(2, timeout=600.0) as ranks:
         fields = {"mesh": {"pp": 2}, "schedule": schedule}
@@ -163,7 +163,7 @@ def test_a_loss_function_that_raises_ends_the_step_on_both_ranks(schedule: str) 
         ("backward", 2, "own", "Alone", (2, 1), "stage 2, the backward of micro-batch 1"),
         ("update", 2, "own", "Alone", (None, None), "in the update"),
     ],
-    quick=2,
+    quick=(2,),
 )
 def test_whatever_a_rank_of_four_stages_raises_the_others_are_told(
     where: str, rank: int, kind: str, raised: str, place: tuple[int | None, int | None], words: str
@@ -175,8 +175,7 @@ def test_whatever_a_rank_of_four_stages_raises_the_others_are_told(
 
 
 @pytest.mark.core
-@sweep("zero", [1, 3], quick=1)
-@pytest.mark.parametrize(("where", "rank", "stage"), [("loss", 3, 1), ("backward", 0, 0)])
+@sweep("zero, where, rank, stage", [(z, *way) for z in (1, 3) for way in (("loss", 3, 1), ("backward", 0, 0))], quick=1)
 def test_the_ranks_of_other_pipelines_come_out_too(where: str, rank: int, stage: int, zero: int) -> None:
     """They wait in collectives for those who wait for it."""
     with Ranks(4, timeout=600.0) as ranks:

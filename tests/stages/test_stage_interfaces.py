@@ -76,7 +76,7 @@ def trained(fields: dict[str, Any]) -> tuple[list[float], float | None, int | No
     return losses, scale, skipped, [g["lr"] for g in handle.optimizer.param_groups]
 
 
-@sweep("name", NUMBERS, quick=2)
+@sweep("name", NUMBERS, quick=1)
 def test_steps_are_those_of_one_process(two, name):
     alone = trained(ALONE | NUMBERS[name])
     low = "fp16" in name

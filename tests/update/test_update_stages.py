@@ -373,7 +373,7 @@ PLANS = {
 
 @pytest.mark.core
 @sweep("holders", [THREE, LAST_HAS_ONLY_TIED, LAST_HAS_NOTHING], quick=1, ids=["three", "only tied", "nothing"])
-@pytest.mark.parametrize("kind", list(PLANS))
+@sweep("kind", list(PLANS), quick=4)
 def test_stages_meet_in_one_order_after_every_pass(kind, holders):
     """The sums by their parameters' names, whatever the parameters' order; the norm; the skip."""
     histories = updates(PLANS[kind], holders)
@@ -421,7 +421,7 @@ def test_a_collective_that_could_run_earlier_stays_behind_those_before_it():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", ["LAMB", "Muon", "8 bit"])
+@sweep("kind", ["LAMB", "Muon", "8 bit"], quick=(1, 2))
 def test_rules_that_need_whole_parameters_stay_within_the_stage(kind):
     """A stage's update, without what all decide together, is what one update of all parameters makes of its own."""
     plan = PLANS[kind].model_copy(update={"grad_clip": None, "on_nonfinite": "ignore", "loss_average": "batch"})
