@@ -347,6 +347,7 @@ def test_a_step_that_does_not_fit_is_told_with_its_largest_tensors_and_what_woul
     assert checked(check_targets.wide, world=1, device=device, recompute="auto", memory_budget=5_500_000).ok
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_told_with_the_least_that_works():
     found = only(checked(check_targets.wide, world=1, memory_budget=10_000), "memory")
     least = int(re.search(r"the smallest that works is (\d+) bytes", found.hint)[1])

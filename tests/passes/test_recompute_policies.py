@@ -62,6 +62,7 @@ def test_an_operator_with_several_outputs_is_kept_with_them(policy):
     assert again and all(globals()[policy](n) for n in again)
 
 
+@pytest.mark.slow
 def test_inductor_keeps_them_too():
     plain, other = step("eager"), step("inductor", recompute=f"{__name__}:keep_norm")
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(plain, other, strict=True))

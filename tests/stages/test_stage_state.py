@@ -189,6 +189,7 @@ def test_they_do_with_other_ranks_inside_of_a_stage(four, other):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_inductor_does(two):
     assert two.run(trained, OtherStage, {"pp": 2}, "inductor") == [None, None]
 

@@ -269,7 +269,7 @@ class Random(nn.Module):
         return nn.functional.mse_loss(self.head(x), y)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), max_size=8),
     dim=st.integers(1, 11),
