@@ -3,9 +3,9 @@
 They replace random operators by functions of seeds (so a recomputed dropout draws the same numbers), fold constants
 and match attention patterns. Nodes they make get the record of the node they are made from.
 
-*Contract.* A node that stays keeps its record, its fake value and the strides of its operands: torch's passes write the
+*Contract.* A node that stays keeps its record, its fake value and the dtype and strides of its operands: torch's passes write the
 meta data of what they remove over that of what takes its place (a forward value for a gradient times one, say), and
-replace a value by one with other strides, for which its readers were not captured.
+replace a value by one with other strides, or (up to torch 2.11) of another dtype, for which its readers were not captured.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from zgraph.program.node import NodeInfo, Phase, has_info, info, module_of, set_
 from zgraph.program.program import Fact, OutputRole, Program
 from zgraph.torch_compat import inductor_code
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_Form = tuple[torch.dtype | None, Strides | None]
 
 
 @dataclass
 class _Before:
-    """What nodes were before torch's passes: their meta data, and the strides of their operands."""
+    """What nodes were before torch's passes: their meta data, and the dtypes and strides of their operands."""
 
     meta: dict[fx.Node, dict[str, Any]] = field(default_factory=dict)
-    operands: dict[fx.Node, list[Strides | None]] = field(default_factory=dict)
+    operands: dict[fx.Node, list[_Form]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program) -> _Before:
         made = cls()
         for node in program.graph.nodes:
             made.meta[node] = dict(node.meta)
-            made.operands[node] = [promised(a) for a in _operands(node)]
+            made.operands[node] = [(getattr(value(a), "dtype", None), promised(a)) for a in _operands(node)]
         return made
 
 
@@ -86,25 +88,34 @@ def _tell(node: fx.Node) -> None:
     )
 
 
-def _keep_operands(program: Program, node: fx.Node, strides: list[Strides | None]) -> None:
-    """Let a node read each value with the strides that it was captured for."""
+def _keep_operands(program: Program, node: fx.Node, forms: list[_Form]) -> None:
+    """Let a node read each value with the dtype and the strides that it was captured for."""
     operands = _operands(node)
-    if len(operands) != len(strides):  # (it is another call now)
+    if len(operands) != len(forms):  # (it is another call now)
         if node.op == "call_function":
             node.meta["val"] = program.evaluate(node)
         return
-    others = {a: s for a, s in zip(operands, strides, strict=True) if s is not None and not lies_as(tensor(a), s)}
-    if others:
+    for operand, (dtype, strides) in dict(zip(operands, forms, strict=True)).items():
+        read = operand
+        phase = Phase.BACKWARD if has_info(operand) and info(operand).phase is Phase.BACKWARD else info(node).phase
         with program.graph.inserting_before(node):
-            copies = {a: _laid_out(program, a, s, info(node).phase) for a, s in others.items()}
-        for operand, copied in copies.items():
-            node.replace_input_with(operand, copied)
+            if dtype is not None and tensor(read).dtype is not dtype:
+                read = _cast(program, read, dtype, phase)
+            if strides is not None and not lies_as(tensor(read), strides):
+                read = _laid_out(program, read, strides, phase)
+        if read is not operand:
+            node.replace_input_with(operand, read)
+
+
+def _cast(program: Program, node: fx.Node, dtype: torch.dtype, phase: Phase) -> fx.Node:
+    """Insert a cast of a value."""
+    record = info(node).replace(phase=phase, made_by="inductor_prepare")
+    return program.call(prims.convert_element_type.default, (node, dtype), record, name=f"{node.name}_cast")
 
 
 def _laid_out(program: Program, node: fx.Node, strides: Strides, phase: Phase) -> fx.Node:
     """Insert a copy of a value with these strides."""
     val = tensor(node)
-    phase = Phase.BACKWARD if info(node).phase is Phase.BACKWARD else phase
     record = info(node).replace(phase=phase, made_by="inductor_prepare")
     like = {"dtype": val.dtype, "device": val.device}
     empty = program.call(

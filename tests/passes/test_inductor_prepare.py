@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
+from zgraph.torch_compat import inductor_code
 
 LOSSES = {
     "mse": F.mse_loss,
@@ -109,3 +110,20 @@ def test_a_gradient_that_is_a_value_of_the_forward_is_its_own():
     torch.testing.assert_close(model.weight.grad, 2 * model.weight.detach())
     found = zgraph.verify(Weight(), zgraph.Plan(backend="inductor"), 2, (torch.ones(2),))
     assert found.ok, found
+
+
+def test_what_torch_replaces_by_a_value_of_another_dtype_is_cast(monkeypatch):
+    """(As torch 2.11 does with what a loss scatters its gradient into.)"""
+
+    def replaced(module, mode):
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default):
+            with module.graph.inserting_after(node), mode:
+                wide = module.graph.call_function(torch.ops.prims.convert_element_type.default, (node, torch.float32))
+                wide.meta = {**node.meta, "val": node.meta["val"].float()}
+            node.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
+
+    monkeypatch.setattr(inductor_code, "inductor_joint_passes", replaced)
+    plan = zgraph.Plan(backend="inductor", precision="bf16")
+    history = zgraph.programs(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), plan, (X,), 1)
+    casts = [n for n in history.program.nodes if n.name.endswith("_cast")]
+    assert casts and all(n.meta["val"].dtype is torch.bfloat16 for n in casts)
