@@ -7,6 +7,7 @@ import deepspeed_scripts
 import pytest
 from deepspeed_scripts import EXAMPLES
 from ranks import Ranks
+from sweeps import sweep
 
 WITHOUT_ARGUMENTS = sorted({p.stem for p in EXAMPLES.glob("*.py")} - {"checkpoint_by_tag", "training_data"})
 
@@ -27,7 +28,7 @@ def hold(mine, theirs):
         assert len(mine[rank]) > 2 and len(set(mine[rank])) > 1
 
 
-@pytest.mark.parametrize("name", WITHOUT_ARGUMENTS)
+@sweep("name", WITHOUT_ARGUMENTS, quick=5)
 def test_a_script_gives_deepspeeds_numbers(two, deepspeeds, name):
     hold(two.run(deepspeed_scripts.run, name, "zgraph"), deepspeeds.run(deepspeed_scripts.run, name, "deepspeed"))
 

@@ -22,13 +22,15 @@ from .source import render, script
 
 # fmt: off
 SEEDS = (
-    16, 244, 247, 390, 490, 508, 520, 553, 571, 622, 691, 1530, 1093, 1559, 1767,
-    1898, 2043, 3000, 3001, 3002, 3005, 3006, 3007, 4004, 3011, 3012, 3013, 3014, 3015, 3019,
-    3020, 3023, 3026, 4015, 4071, 3036, 3037, 3053, 3058, 4046, 3068, 3069, 3070, 3072, 3074,
-    3080, 3091, 3094, 3098, 3099, 3107, 3126, 3125, 3156, 3168, 3172, 3174, 3181, 3186, 3202,
+    16, 244, 247, 490, 508, 520, 571, 691, 1530, 1093, 1559, 1898, 2043, 3000, 3001,
+    3002, 3005, 3006, 3007, 4004, 3011, 3012, 3013, 3014, 3015, 3019, 3020, 3023, 3026, 4015,
+    4071, 3036, 3037, 3053, 3058, 4046, 3068, 3069, 3070, 3072, 3074, 3080, 3091, 3098, 3099,
+    3126, 3125, 3156, 3168, 3181, 3186, 3202,
 )
 # fmt: on
 """Of all kinds of run; see `choose`."""
+LONG = (390, 553, 622, 821, 1767, 3094, 3107, 3172, 3174)
+"""More, whose programs take seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def workers() -> Iterator[Any]:
         yield ranks
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, pytest.param(821, marks=pytest.mark.slow)])  # (its ten programs take 14 s)
+@sweep("seed", [*SEEDS, *LONG], quick=range(len(SEEDS)))
 def test_a_case_is_right_or_refused(seed: int, workers: Any) -> None:
     case = draw(seed)
     outcome = workers.run(case) if case.run == "ranks" else run(case)

@@ -17,6 +17,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from typer.testing import CliRunner
 
@@ -344,7 +345,7 @@ SECTIONS = ("pipeline", "graph", "memory", "timeline", "parameters")
 
 
 @in_browser
-@pytest.mark.parametrize(
+@sweep(
     "make",
     [
         lambda: of_net(optimizer=ADAMW),
@@ -355,6 +356,7 @@ SECTIONS = ("pipeline", "graph", "memory", "timeline", "parameters")
         lambda: of_net(offload={"optimizer": "cpu"}, optimizer=ADAMW, hardware="h100-80g"),
         of_hostile,
     ],
+    quick=(0, 3, 5, 6),
     ids=["update", "no optimizer", "evaluation", "one rank", "512 ranks", "offloaded", "hostile names"],
 )
 def test_every_section_draws_without_an_error(make, browser):

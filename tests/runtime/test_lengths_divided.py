@@ -99,7 +99,7 @@ ONE_PROGRAM = ["train0", "train1"]
         ({"pp": 2}, {"schedule": "zb", "recompute": "full"}),
         ({"pp": 2}, {"precision": "fp16", "shapes": "dynamic"}),
     ],
-    quick={1, 2, 4, 5},
+    quick={2, 4},
 )
 def test_one_program_serves_all_lengths_and_computes_what_static_ones_do(two, mesh, fields):
     for worst, programs, apart in two.run(beside_static, mesh, fields):
@@ -163,8 +163,9 @@ def other_sizes(mesh: dict[str, int], first: bool) -> list[str]:
     return str(found.value)
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
-@pytest.mark.parametrize("first", [True, False])
+@sweep(
+    "mesh, first", [({"pp": 2}, False), ({"tp": 2}, True), ({"tp": 2}, False), ({"pp": 2}, True)], quick=(2, 3), ids=str
+)
 def test_ranks_of_one_group_with_other_sizes_are_refused_on_all(two, mesh, first):
     for said in two.run(other_sizes, mesh, first):
         assert "rank(s) [1] differ from rank 0" in said and "20" in said and "21" in said
