@@ -689,7 +689,7 @@ def test_an_input_given_back_as_an_output_keeps_its_identity_to_autograd():
     "plan",
     [
         pytest.param(zgraph.Plan(zero=1, backend="eager"), marks=pytest.mark.core, id="eager"),
-        pytest.param(zgraph.Plan(), marks=pytest.mark.inductor, id="inductor"),
+        pytest.param(zgraph.Plan(), marks=[pytest.mark.inductor, pytest.mark.slow], id="inductor"),
     ],
 )
 def test_recompile_runs_the_same_weights_by_another_plan(plan):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -26,7 +27,7 @@ class Sums(nn.Module):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("threads", [1, 2])
+@sweep("threads", [1, 2], quick=1)
 def test_sums_into_rows_of_what_is_stored_by_columns_are_plain_pytorchs(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -158,7 +158,7 @@ CHAINS = {
 }
 
 
-@sweep("name", list(CHAINS), quick=2)
+@sweep("name", list(CHAINS), quick=(0,))
 def test_the_smallest_memory_and_the_time_are_near_the_optimum(name):
     """Of the peak besides parameters: at most 1.10 of the oracle's smallest; the time that recomputing takes within 5% at
     five budgets between (and 5% of nothing is 1% of the step: slots are counted, not bytes)."""

@@ -437,6 +437,7 @@ SCHEDULES = [
     EVERY,
     SCHEDULES,
     ["state_dict", "checkpoint"],
+    together=1,
     ids=lambda r: r if isinstance(r, str) else f"{r.name} {getattr(r, 'momentum', '')}",
 )
 def test_a_run_goes_on_from_its_state_dicts_as_if_there_had_been_no_break(record, schedule, through):
