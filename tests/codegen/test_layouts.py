@@ -86,7 +86,7 @@ class Norm(nn.Module):
         return self.g(x.transpose(1, 2)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@sweep("backend", ["inductor", "eager"], quick=1)
 def test_norms_between_transposes(backend):
     def model() -> nn.Module:
         torch.manual_seed(0)

@@ -123,11 +123,9 @@ def hugging_face(name: str, mesh: dict[str, int], backend: str) -> tuple[float, 
     return trained(model, plain, calls), len(model.zgraph.programs)
 
 
-@sweep(
-    "mesh, name",
-    [(mesh, name) for mesh in ({"tp": 2}, {"pp": 2}) for name in ("gpt2", "llama", "bert", "t5")],
-    quick={0},
-)
+@pytest.mark.slow  # (their captures with sizes: test_lengths.py; divided: above)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
 def test_models_of_transformers(two, mesh, name):
     pytest.importorskip("transformers")
     for worst, programs in two.run(hugging_face, name, mesh, "eager"):
