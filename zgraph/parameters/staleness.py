@@ -14,32 +14,36 @@ import torch
 
 from zgraph.errors import StepError
 from zgraph.parameters.sharding import Shards
-from zgraph.ranks.agreement import Agreement
 
 
 class Unchanged:
     """Answers for one kind of use, which `what` names in the error."""
 
-    def __init__(self, shards: Shards, agreement: Agreement, device: torch.device, what: str) -> None:
+    def __init__(self, shards: Shards, device: torch.device, what: str) -> None:
         self.shards = shards
-        self.agreement = agreement
         self.device = device
         self.what = what
         self._answer: torch.Tensor | None = None  # (pinned)
         self._there: Any = None
+        self._late = False
 
-    def since(self, versions: dict[str, tuple[int, ...]], differ: Callable[[], Sequence[torch.Tensor]]) -> bool:
-        """Since these versions, by name, on every rank; all must ask. `differ` gives 0-dim bools on the device: which bits are
-        not those that were used.
+    def changed(
+        self, versions: dict[str, tuple[int, ...]], differ: Callable[[], Sequence[torch.Tensor]], *, again: bool
+    ) -> int:
+        """Whether they have changed on this rank since these versions, by name: 1; 2 if that is the answer to the question before, and it was
+        too late. `differ` gives 0-dim bools on the device: which bits are not those that were used. Where one asks `again` at once, that is
+        left to the second time if the answer would not be there."""
+        if again and self.device.type == "cuda":
+            return int(any(self.shards.version(name) != version for name, version in versions.items()))
+        self._late = self._read()
+        return 2 if self._late else int(not self._mine(versions, differ))
 
-        Raises `StepError` if the answer to the question before has turned out to be no.
-        """
-        late = self._read()
-        worst = self.agreement.most("changed weights", 2 if late else int(not self._mine(versions, differ)))
+    def still(self, worst: int) -> bool:
+        """Whether they are as they were, where this is the worst that any rank has answered. Raises `StepError` if it was too late."""
         if worst == 2:
             raise StepError(
                 f"weights were changed in a way that torch does not count, after {self.what}",
-                where="this rank" if late else "another rank",
+                where="this rank" if self._late else "another rank",
                 why="a write through .data, or a foreach operator: the last forward used some of them as they were before",
                 hint="change weights by in-place operators under torch.no_grad(), or through their optimizer",
             )

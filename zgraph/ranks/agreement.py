@@ -1,15 +1,17 @@
 """Ranks that disagree are found, not waited for.
 
-Before each run of a program every rank votes with a hash of what it is about to do: one reduction of two integers
+Before each run of a program every rank votes with a hash of what it is about to do: one reduction of a few integers
 (about 0.1 ms over gloo). Where votes differ, ranks exchange what they voted for and all raise the same error, before
-any of them starts a collective that the others will not join.
+any of them starts a collective that the others will not join. What all ranks foresee needs no vote (`zgraph/ranks/course.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,16 +21,35 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.errors import RankMismatchError, ZgraphError
 from zgraph.ranks import progress
+from zgraph.ranks.course import UPDATE, Act, Coming, Course, around, shown_difference
 from zgraph.torch_compat import process_groups
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
-def _around(text: str, at: int) -> str:
-    """At most some 400 characters of `text`, with what is at position `at`."""
-    first = max(0, at - 150) if len(text) > 400 else 0
-    return ("… " if first else "") + text[first : first + 400] + (" …" if len(text) > first + 400 else "")
+LOOKS = timedelta(seconds=0.5)  # while a vote is waited for, so often it is looked whether another rank has gone by
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a vote: has any rank raised its `flag`, or made another proposal? The `worst` that any said, and whether all said the same of the
+    update to come."""
+
+    flag: bool
+    worst: int = 0
+    alike: bool = True
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a rank tells the others where votes differ."""
+
+    ballot: str
+    explained: Any
+    team: int
+    acts: tuple[Act, ...]  # since the last vote, and the one that it votes about
+    said: Coming | None  # of its last update
 
 
 @contextlib.contextmanager
@@ -40,16 +61,37 @@ def _named(voters: Agreement, collective: str, ballot: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        where = f"module (root), before it ran {_around(ballot, 0)}".rstrip()
+        where = f"module (root), before it ran {around(ballot, 0)}".rstrip()
         raise progress.failed_collective(f"{collective} failed", where, error) from error
     finally:
         if told:
             progress.leave()
 
 
+@functools.lru_cache(maxsize=256)
 def _number(text: str) -> int:
     """Equal for equal texts."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def _first_difference(
+    pair: tuple[int, int],
+    views: Sequence[_View],
+    ranks: Sequence[int],
+    compare: Callable[[Sequence[Any]], str | None],
+) -> tuple[str, str]:
+    """(the subject, in what they differ) of the first act that two ranks have not in common."""
+    rows = [views[ranks.index(r)].acts for r in pair]
+    at = next((i for i, acts in enumerate(zip(*rows, strict=False)) if acts[0] != acts[1]), None)
+    if at is None:  # (what one does as foreseen another votes about)
+        at = min(map(len, rows)) - 1
+        asks = pair[0] if len(rows[0]) == at + 1 else pair[1]
+        return rows[0][at].subject, f"rank {asks} has changed weights since they were gathered, others have not"
+    acts = [row[at] for row in rows]
+    why = None
+    if acts[0].subject == acts[1].subject == UPDATE and all(view.said is not None for view in views):
+        why = compare([view.said[1] for view in views if view.said is not None])
+    return acts[0].subject, why or shown_difference(list(zip(pair, acts, strict=True)))
 
 
 class Agreement:
@@ -62,6 +104,7 @@ class Agreement:
         self.heart: object | None = (
             None  # a `zgraph.ranks.heartbeat.Heart` (while this lives, its ranks watch each other)
         )
+        self.course: Course | None = None  # where acts that are foreseen need no vote
         self.refuse_ended: Callable[[], None] | None = None  # (raises why they vote no more, once they don't)
         self._limited: dict[Any, tuple[timedelta, timedelta]] = {}  # the plan's timeout of a group, and the one it had
         self._relaxed = False
@@ -108,6 +151,24 @@ class Agreement:
         """Whether this is the rank that does what only one does."""
         return self.rank() == 0
 
+    def foresee(self, groups: Sequence[Any], *, on: bool) -> None:
+        """Let acts that all ranks foresee go on without a vote, or (`on` is False) vote on each; `groups` are the process groups of the mesh.
+        All ranks must call it. Whatever was foreseen is forgotten."""
+        if self.course is None and on and self.heart is not None:
+            self.course = Course(str(self.group.group_name), self.ranks, [*groups, self.group])
+        if self.course is not None:
+            self.course.begin_anew()
+            self.course.active = on
+
+    def passes(self, subject: str, text: str) -> bool:
+        """Whether all ranks foresee that this is what they do now: then no vote is needed."""
+        return self.course is not None and self.course.passes(Act(subject, text))
+
+    def did(self, subject: str, text: str, *, ends: bool = False) -> None:
+        """Note what all ranks have voted on or foreseen, to foresee it when it comes again. Does it end a step?"""
+        if self.course is not None:
+            self.course.did(Act(subject, text), ends=ends)
+
     def vote(
         self,
         subject: str,
@@ -119,55 +180,102 @@ class Agreement:
         teams: int = 1,
         flag: bool = False,
         proposal: str | None = None,
+        worst: int = 0,
+        tighten: bool = True,
         hint: str = "give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
-    ) -> bool:
-        """Raise `RankMismatchError` on every rank unless all give the same `ballot`; of several `teams`, all of each. Has any raised its `flag`,
-        or made another `proposal`?
+    ) -> Verdict:
+        """Raise `RankMismatchError` on every rank unless all give the same `ballot`; of several `teams`, all of each: and unless all have done
+        the same since the last vote. What is not compared is in the verdict. With `tighten`, the plan's timeout applies again.
 
         On a difference, what `explain()` returns is exchanged, and `compare` says in words how they differ.
         """
         if self.group is None:
-            return flag
-        number = _number(ballot)
+            return Verdict(flag, worst)
+        course = self.course
+        past, coming = course.before_vote() if course is not None else ((), None)
+        columns = torch.full((10, teams), torch.iinfo(torch.int64).min)
         # (Of one size whatever the vote is about: ranks that vote about different things must find out.)
-        both = torch.full((5, teams), torch.iinfo(torch.int64).min)
-        both[0, team], both[1, team], both[2] = number, -number, int(flag)
-        both[3] = _number(proposal or "")
-        both[4] = -both[3]
-        views: list[Any] = [None] * len(self.ranks)
+        columns[0, team] = number = _number(ballot)
+        columns[1, team] = -number
+        done = _number(" ".join(str(_number(f"{act.subject}: {act.text}")) for act in past))
+        rest = (done, _number(proposal or ""), _number(coming[0] if coming is not None else ""))
+        columns[2:] = torch.tensor([*(x for n in rest for x in (n, -n)), int(flag), worst]).unsqueeze(1)
         with _named(self, f"the ranks' vote about {subject} (all_reduce)", ballot):
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
-            if torch.equal(both[0], -both[1]):
-                if self._relaxed:
+            self._greatest(columns, subject, ballot)
+            if torch.equal(columns[0], -columns[1]) and columns[2, 0] == -columns[3, 0]:
+                _, _, _, _, ours, theirs, one, other, flagged, found = columns[:, 0].tolist()
+                if self._relaxed and tighten:
                     self._tighten()
-                return bool(both[2, 0] or both[3, 0] != -both[4, 0])
-            dist.all_gather_object(views, (ballot, explain() if explain else None, team), group=self.group)
-        voted = {r: view[0] for r, view in zip(self.ranks, views, strict=True)}
+                if course is not None:
+                    course.leave_vote(coming if one == -other else None)
+                return Verdict(bool(flagged) or ours != -theirs, found, one == -other)
+            view = _View(
+                ballot,
+                explain() if explain else None,
+                team,
+                (*past, Act(subject, ballot)),
+                course.said if course else None,
+            )
+            views: list[Any] = [None] * len(self.ranks)
+            dist.all_gather_object(views, view, group=self.group)
+        raise self._difference(subject, views, compare, hint)
+
+    def _greatest(self, columns: torch.Tensor, subject: str, ballot: str) -> None:
+        """Let each element be the greatest that a rank has there."""
+        course = self.course
+        if course is None:
+            dist.all_reduce(columns, op=dist.ReduceOp.MAX, group=self.group)
+            return
+
+        course.enter_vote()
+        work = dist.all_reduce(columns, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        while True:
+            try:
+                work.wait(LOOKS)
+                return
+            except RuntimeError:
+                if work.is_completed():  # (it came just now, or has failed)
+                    course.raise_difference()
+                    work.wait()
+                    return
+                course.look(subject, ballot)
+
+    def _difference(
+        self,
+        subject: str,
+        views: Sequence[_View],
+        compare: Callable[[Sequence[Any]], str | None] | None,
+        hint: str,
+    ) -> RankMismatchError:
+        """In what these ranks differ, which have voted otherwise or done something else before."""
         leads: dict[int, int] = {}  # the first rank of each team
-        begins = {r: leads.setdefault(view[2], r) for r, view in zip(self.ranks, views, strict=True)}
-        base = next(begins[r] for r in self.ranks if voted[r] != voted[begins[r]])
-        different = [r for r in self.ranks if begins[r] == base and voted[r] != voted[base]]
-        why = compare([view[1] for view in views]) if compare and all(view[1] is not None for view in views) else None
-        if why is None:
-            pair = (base, different[0])
-            first, other = (voted[r] for r in pair)
-            common = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), 0)
-            why = "\n".join(f"rank {r}: {_around(voted[r], common)}" for r in pair)
-        raise RankMismatchError(
+        voted = dict(zip(self.ranks, views, strict=True))
+        first = self.ranks[0]
+        astray = [r for r in self.ranks if voted[r].acts[:-1] != voted[first].acts[:-1]]
+        if astray and self.course is not None:
+            subject, why = _first_difference((first, astray[0]), views, self.ranks, self.course.compare)
+            return self.course.end(f"ranks disagree about {subject}", f"rank(s) {astray} differ from rank {first}", why)
+        begins = {r: leads.setdefault(view.team, r) for r, view in voted.items()}
+        base = next(begins[r] for r in self.ranks if voted[r].ballot != voted[begins[r]].ballot)
+        different = [r for r in self.ranks if begins[r] == base and voted[r].ballot != voted[base].ballot]
+        explained = [view.explained for view in views]
+        said = compare(explained) if compare is not None and all(one is not None for one in explained) else None
+        if said is None:
+            said = shown_difference([(r, Act(subject, voted[r].ballot)) for r in (base, different[0])])
+        return RankMismatchError(
             f"ranks disagree about {subject}",
             where=f"rank(s) {different} differ from rank {base}",
-            why=why,
+            why=said,
             hint=hint,
         )
 
+    def disagreement(self) -> RankMismatchError | None:
+        """After a collective has failed: what ranks disagree about, if one of them has shut it for that."""
+        return self.course.difference() if self.course is not None else None
+
     def most(self, subject: str, mine: int) -> int:
         """The largest of what the ranks give."""
-        if self.group is None:
-            return mine
-        flag = torch.tensor([mine], dtype=torch.int64)
-        with _named(self, f"the ranks' vote about {subject} (all_reduce)", ""):
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
-        return int(flag.item())
+        return self.vote(subject, "", worst=mine, tighten=False).worst
 
     def any(self, subject: str, mine: bool) -> bool:
         """Whether it is true on at least one rank."""
@@ -177,6 +285,7 @@ class Agreement:
         """What each rank gives (any picklable object), in order."""
         if self.group is None:
             return [mine]
+        self.vote(subject, "", tighten=False)  # (whoever does something else meets no exchange, but a vote)
         views: list[Any] = [None] * len(self.ranks)
         with _named(self, f"the exchange of {subject} (all_gather_object)", ""):
             dist.all_gather_object(views, mine, group=self.group)
@@ -210,9 +319,4 @@ class Agreement:
     def broadcast(self, value: int) -> int:
         """Rank 0's value (63 bits of it), on every rank."""
         value &= 2**63 - 1
-        if self.group is None:
-            return value
-        box = torch.tensor([value], dtype=torch.int64)
-        with _named(self, "the broadcast of rank 0's seed", ""):
-            dist.broadcast(box, src=self.ranks[0], group=self.group)
-        return int(box.item())
+        return self.most("the broadcast of rank 0's seed", value if self.first() else -1)

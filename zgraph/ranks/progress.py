@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from zgraph.errors import CollectiveError
+from zgraph.errors import CollectiveError, ZgraphError
 from zgraph.ranks.stacks import Line
 
 
@@ -24,6 +24,9 @@ class Together(Protocol):
     group: Any
     ranks: list[int]
     heart: Any
+
+    def disagreement(self) -> ZgraphError | None:
+        """After a collective has failed: what ranks disagree about, if one of them has shut it for that."""
 
 
 class Running(Protocol):
@@ -104,9 +107,12 @@ def report_by(reporter: Reporter, *, first: bool = False) -> None:
     _reporters.insert(0 if first else len(_reporters), reporter)
 
 
-def failed_collective(what: str, where: str, error: BaseException, node: Any = None) -> CollectiveError:
-    """What to raise where a collective (that `node` of the program) has failed, with what is known of the other ranks. To be called inside
-    of the program or vote."""
+def failed_collective(what: str, where: str, error: BaseException, node: Any = None) -> ZgraphError:
+    """What to raise where a collective (that `node` of the program) has failed, with what is known of the other ranks: a `CollectiveError`,
+    or in what ranks disagree, if that is why. To be called inside of the program or vote."""
+    others = HERE.others
+    if others is not None and not _is_aside() and (difference := others.disagreement()) is not None:
+        return difference
     why = f"{type(error).__name__}: {error}"
     absent: tuple[int, ...] = ()
     for reporter in _reporters if not _is_aside() else ():

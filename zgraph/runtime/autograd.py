@@ -14,8 +14,8 @@ from zgraph.capture.storages import Sharing
 from zgraph.errors import UnsupportedError
 from zgraph.parameters.sharding import Shards
 from zgraph.program.program import InputRole
-from zgraph.ranks.agreement import Agreement
 from zgraph.ranks.rng import random_states, restored
+from zgraph.runtime.acts import Acts
 from zgraph.runtime.timings import Clock
 from zgraph.runtime.unsharded import UnshardedWeights
 from zgraph.runtime.versions import Versions
@@ -46,7 +46,7 @@ class Runs(Protocol):
     """Who runs the programs of a forward and its backward."""
 
     shards: Shards
-    agreement: Agreement
+    acts: Acts
     device: torch.device
     clock: Clock
     unsharded: UnshardedWeights
@@ -124,10 +124,7 @@ class Step(torch.autograd.Function):
         runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
         tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
         refuse_partial(entry, ctx.seen, tangents.keys())
-        runtime.agreement.vote(
-            "a backward pass",
-            f"{step.name}, outputs {sorted(tangents)}, {'only accumulating' if runtime.accumulating else 'reducing'}",
-        )
+        runtime.acts.backward(step.name, sorted(tangents), accumulates=runtime.accumulating)
         if ctx.saved is None:
             raise RuntimeError(
                 "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"
@@ -189,6 +186,7 @@ def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, Saved, Seque
     runtime.prepare(step)
     if step.differentiated:
         entry.pattern = pattern
+    runtime.unsharded.drop()  # (nobody has asked since its forward whether these are those of the shards)
     flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
     lost = [i for i in entry.trace.others if i in step.reached and i not in ctx.loose and ctx.flat[i].requires_grad]
     if lost:

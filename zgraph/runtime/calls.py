@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.varying_sizes import Signature
 from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
 from zgraph.runtime.rank import Rank
+from zgraph.runtime.same_on_all_ranks import INPUTS
 from zgraph.runtime.sizes_of_calls import CallSizes, SizesOfCalls
 from zgraph.runtime.storms import Storms
 from zgraph.torch_compat import fake_tensors
@@ -43,6 +44,11 @@ class _Found:
     number: int  # how many there are before it that are not for the call
     before: str | None
     refused: Entry | None  # a program that would be for it, were its sizes others
+
+    @property
+    def ballot(self) -> str:
+        """What ranks must have alike of it."""
+        return f"{shared(self.key)}; {'new' if self.new else 'known'}"
 
 
 class Calls:
@@ -71,15 +77,60 @@ class Calls:
         call = self._signed(args, kwargs)
         sizes = self._sizes.of(call)
         found = self._find(sizes, args, kwargs)
+        changed = rank.changed_here()
+        if not found.new and rank.acts.passes_forward(found.key, learns=sizes.learn, changed=changed):
+            return self._called(found.key)
         if sizes.learn:
-            if not rank.votes.call(shared(call.outline), shared(call.text()), shared(found.key), new=found.new):
+            verdict = rank.votes.call(
+                shared(call.outline), shared(call.text()), shared(found.key), new=found.new, worst=changed
+            )
+            rank.settle_changes(verdict.worst)
+            if not verdict.flag:
+                rank.acts.did_forward(found.key)
                 return self._called(found.key)
             sizes.take_in(rank.everyone.gather("the shapes of a call", (call.shapes, call.numbers)))
             found = self._find_together(sizes, args, kwargs)
-        rank.everyone.vote("the inputs of a call", f"{shared(found.key)}; {'new' if found.new else 'known'}")
+        verdict = rank.everyone.vote(INPUTS, found.ballot, worst=0 if sizes.learn else changed)
+        rank.settle_changes(verdict.worst)
         if found.new:
             found = self._add(found, sizes, args, kwargs)
+        rank.acts.did_forward(found.key)
         return self._called(found.key)
+
+    def agree_on_step(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Let the ranks vote once on the forwards of these calls, the micro-batches of a step. Where one of them has no program yet, or ranks have
+        to learn from it, each votes later."""
+        rank = self.rank
+        if not rank.acts.by_steps():
+            return
+        rank.shards.refresh()
+        rank.shards.fetch()
+        signatures = self._signatures(calls)
+        sizes = [self._sizes.of(call) for call in signatures]
+        found: dict[str, _Found] = {}
+        for one, (args, kwargs) in zip(sizes, calls, strict=True):
+            if one.key not in found:
+                found[one.key] = self._find(one, args, kwargs)
+        programs = [found[one.key] for one in sizes]
+        new = any(program.new for program in programs)
+        ballot = " | ".join(program.ballot for program in programs)
+        changed = rank.changed_here(again=True)
+        if any(one.learn for one in sizes):
+            outline, text = (
+                " | ".join(shared(t) for t in column)
+                for column in zip(*((c.outline, c.text()) for c in signatures), strict=True)
+            )
+            verdict = rank.votes.call(f"{len(calls)} micro-batches: {outline}", text, ballot, new=new, worst=changed)
+        else:
+            verdict = rank.everyone.vote(INPUTS, f"{len(calls)} micro-batches: {ballot}", worst=changed)
+        rank.settle_changes(verdict.worst)
+        if not new and not verdict.flag:
+            rank.acts.promise([program.key for program in programs])
+
+    def _signatures(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Signature]:
+        for args, kwargs in calls:
+            refuse_inputs(self.rank.forward_function, args, kwargs)
+        return [self._signed(args, kwargs) for args, kwargs in calls]
 
     def _called(self, key: str) -> tuple[str, Entry]:
         """The program with this key. Of more programs than the plan keeps the one goes that was called for longest ago: on all ranks the same."""
@@ -194,7 +245,7 @@ class Calls:
                     return found
                 sizes.made_at(asked)
             found = self._find_together(sizes, args, kwargs)
-            rank.everyone.vote("the inputs of a call", f"{shared(found.key)}; {'new' if found.new else 'known'}")
+            rank.everyone.vote(INPUTS, found.ballot)
         return found
 
     def _open_sizes(self, found: _Found, sizes: CallSizes) -> OpenSizes | None:

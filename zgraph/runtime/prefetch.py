@@ -34,7 +34,7 @@ class FirstGathers:
         self._versions: dict[str, tuple[int, ...]] = {}
         self._left: list[Executable] = []
         self._unwritten: set[str] = set()
-        self._unchanged = Unchanged(shards, agreement, device, "step() had sent them to the other ranks")
+        self._unchanged = Unchanged(shards, device, "step() had sent them to the other ranks")
 
     # -- the update's side --------------------------------------------------------------------------------------------
     def order(self) -> list[str]:
@@ -63,9 +63,18 @@ class FirstGathers:
         self._versions = {n: self.shards.version(n) for n in self._sent}
 
     # -- the forward's side -------------------------------------------------------------------------------------------
+    def changed_here(self, *, again: bool = False) -> int:
+        """Whether shards that were sent have changed on this rank since; see `Unchanged.changed`."""
+        return self._unchanged.changed(self._versions, self._differ, again=again) if self.in_flight else 0
+
+    def settle(self, worst: int) -> None:
+        """Drop what is on its way if its shards have changed since, on any rank."""
+        if self.in_flight and not self._unchanged.still(worst):
+            self.drop()
+
     def take(self, step: StepProgram) -> dict[str, torch.Tensor]:
         """The first gathers of a forward, on their way; all ranks must call it."""
-        if self.in_flight and (self.step is not step or not self._unchanged.since(self._versions, self._differ)):
+        if self.in_flight and self.step is not step:
             self.drop()
         if not self.in_flight:
             for executable in step.first_gathers():

@@ -23,6 +23,8 @@ from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
+from zgraph.ranks.course import UPDATE
+from zgraph.runtime.acts import Acts, gradients
 from zgraph.runtime.memory import StepMemory
 from zgraph.runtime.prefetch import FirstGathers
 from zgraph.runtime.same_on_all_ranks import Votes
@@ -124,8 +126,17 @@ class Rank(abc.ABC):
         self.entries: dict[str, Entry] = {}
         self.memory = StepMemory(self.device)
         self.votes = Votes(plan, self.mesh, self.sizes, self.device, self.agreement, self.everyone)
+        self.acts = Acts(self.agreement, updates=plan.optimizer is not None)
         self.recorder: Recorder | None = None
         self.steps = 0  # steps that it has run
+
+    def changed_here(self, *, again: bool = False) -> int:
+        """Whether this rank has changed weights that something was made of: 1, or 2 where it is too late to make that anew. (Will it be asked
+        `again` at once?)"""
+        return 0
+
+    def settle_changes(self, worst: int) -> None:  # noqa: B027 (a pipeline keeps nothing between steps)
+        """Make anew on all ranks what one of them has changed weights of, by the `worst` that any said. Raises `StepError` where it is too late."""
 
     @abc.abstractmethod
     def weights_changed(self, names: Sequence[str]) -> None:
@@ -204,11 +215,11 @@ class Rank(abc.ABC):
 
     def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
         """Let the ranks compare of which parameters they are about to use the gradients, and the numbers that their optimizers have now."""
-        gradients = f"{len(names)} gradients: {' '.join(names)}"
+        told = gradients(names)
         self.agreement.vote(
-            "an update",
-            f"{gradients}; {numbers.ballot()}",
-            lambda: (gradients, numbers),
+            UPDATE,
+            f"{told}; {numbers.ballot()}",
+            lambda: (told, numbers),
             compare_updates,
             hint=UPDATE_HINT,
         )

@@ -64,7 +64,7 @@ class Runtime(Rank):
         self.forward_function = forward
         self.entered: Entry | None = None  # that of the last forward
         self.calls = Calls(self, self._compile, self._execute)
-        self.unsharded = UnshardedWeights(shards, agreement, device)
+        self.unsharded = UnshardedWeights(shards, device)
         reduces = plan.zero > 1 or self.mesh is None or self.mesh.size() == 1
         self.waiting = WaitingGradients(shards, device, reduces=reduces)
         self.accumulating = False
@@ -76,6 +76,9 @@ class Runtime(Rank):
         self.samples = 0  # rows of batches that were trained on, over all ranks
         self.updater = Updater(self)
         heartbeat.watch(plan.watch, self.everyone, self.process_groups())
+        if agreement is self.everyone:
+            agreement.foresee(self.process_groups(), on=plan.watch.by_steps)
+        self.acts.say_of_update(self.updater.coming)
         self.nonfinite = NonFinite(self) if plan.on_nonfinite != "ignore" else None
         self._sources = Sources(
             {
@@ -233,6 +236,17 @@ class Runtime(Rank):
         kept = [v for p, v in zip(program.outputs, values, strict=True) if p.role is OutputRole.UNSHARDED]
         of_user = [None if p.role is InputRole.PARAMETER else v for p, v in zip(entry.trace.inputs, flat, strict=True)]
         return sharing(program, values, of_user, own, [*self.unsharded.weights.values(), *kept], entry.trace.storages)
+
+    def changed_here(self, *, again: bool = False) -> int:
+        """See `Rank.changed_here`; 3 where it is too late for the gathers that an update started."""
+        sent = self.first_gathers.changed_here(again=again)
+        return max(self.unsharded.changed_here(again=again), 3 if sent == 2 else sent)
+
+    def settle_changes(self, worst: int) -> None:
+        if worst != 3:
+            self.unsharded.settle(worst)
+        if worst != 2:
+            self.first_gathers.settle(min(worst, 2))
 
     def weights_changed(self, names: Sequence[str]) -> None:
         """The update program has written these parameters' shards."""

@@ -17,7 +17,7 @@ from zgraph.parameters.sharding import fingerprint
 from zgraph.plan.plan import Plan
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.program import DATA_DIMS, TEAM_DIMS, InputRole, Program
-from zgraph.ranks.agreement import Agreement
+from zgraph.ranks.agreement import Agreement, Verdict
 from zgraph.ranks.rng import random_states
 
 logger = logging.getLogger(__name__)
@@ -105,19 +105,21 @@ class Votes:
             del self.digests[program]
         self._compared = {p for p in self._compared if p.split(".")[0] != name}
 
-    def call(self, outline: str, call: str, key: str, *, new: bool) -> bool:
+    def call(self, outline: str, call: str, key: str, *, new: bool, worst: int = 0) -> Verdict:
         """Let ranks compare the `outline` of their calls; and let ranks that see the same rows (of one place in the data dimensions of the mesh)
         compare the whole `call`, with the sizes and numbers that others may have otherwise. Is the program `new` on one of them, or is its `key`
-        another? Raises `RankMismatchError` on every rank."""
+        another? And the `worst` that any said. Raises `RankMismatchError` on every rank."""
         at = [(d, self.mesh.get_local_rank(d)) for d in DATA_DIMS if d in self.sizes and self.mesh is not None]
         count = math.prod(self.sizes[d] for d, _ in at)
         if len(self.everyone.ranks) in (0, count):
-            return self.everyone.vote(INPUTS, outline, flag=new, proposal=key)
+            return self.everyone.vote(INPUTS, outline, flag=new, proposal=key, worst=worst)
         team = functools.reduce(lambda number, dim: number * self.sizes[dim[0]] + dim[1], at, 0)
-        if not self.everyone.vote(INPUTS, call, team=team, teams=count, flag=new, proposal=key, hint=SAME_ROWS):
-            return False
-        self.everyone.vote(INPUTS, outline)
-        return True
+        verdict = self.everyone.vote(
+            INPUTS, call, team=team, teams=count, flag=new, proposal=key, worst=worst, hint=SAME_ROWS
+        )
+        if verdict.flag:
+            self.everyone.vote(INPUTS, outline)
+        return verdict
 
     def _in_teams(self, subject: str, ballot: str, hint: str) -> None:
         """Let the ranks compare what those of one team (they see the same rows) must have alike."""

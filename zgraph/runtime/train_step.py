@@ -62,9 +62,9 @@ def train_step(
     weights = [1.0 / len(calls)] * len(calls)
     outputs = []
     try:
-        for number, call in enumerate(calls):
+        parts = _agreed_parts(runtime, calls)
+        for number, (call, (given, rest, others)) in enumerate(zip(calls, parts, strict=True)):
             with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
-                given, rest, others = for_forward(runtime, *call)
                 output = model(*given[0], **given[1])
                 unknown = len(calls) > 1 and runtime.entered is not None and not runtime.entered.batch_known
                 if unknown and runtime.entered is not None:
@@ -104,6 +104,14 @@ def train_step(
     # (a rank without a single target shows the plain mean of what its micro-batches gave)
     shares = [w / total for w in weights] if total else [1.0 / len(calls)] * len(calls)
     return join_outputs(outputs, shares, sizes)
+
+
+def _agreed_parts(runtime: Runtime, calls: Sequence[Call]) -> list[tuple[Call, tuple[Any, ...], dict[str, Any]]]:
+    """See `for_forward`: for each micro-batch. Ranks have voted on their forwards."""
+    parts = [for_forward(runtime, *call) for call in calls]
+    with runtime.calls.lock:
+        runtime.calls.agree_on_step([given for given, _, _ in parts])
+    return parts
 
 
 @functools.lru_cache(maxsize=16)

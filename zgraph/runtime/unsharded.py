@@ -8,31 +8,38 @@ import torch
 
 from zgraph.parameters.sharding import Shards
 from zgraph.parameters.staleness import Unchanged
-from zgraph.ranks.agreement import Agreement
 
 
 class UnshardedWeights:
     """Whole weights by the names of their parameters, for as long as they are those of the shards."""
 
-    def __init__(self, shards: Shards, agreement: Agreement, device: torch.device) -> None:
+    def __init__(self, shards: Shards, device: torch.device) -> None:
         self.weights: dict[str, torch.Tensor] = {}
         self._shards = shards
         self._versions: dict[str, tuple[int, ...]] = {}
-        self._unchanged = Unchanged(shards, agreement, device, "an earlier forward had gathered them")
+        self._unchanged = Unchanged(shards, device, "an earlier forward had gathered them")
 
     def keep(self, name: str, weight: torch.Tensor) -> None:
         """Keep what a forward has gathered."""
         self.weights[name] = weight
         self._versions[name] = self._shards.version(name)
 
-    def are_there(self, names: Iterable[str]) -> bool:
-        """Are all of these there, and those of the shards as they are now, on every rank? Others are dropped.
+    def changed_here(self, *, again: bool = False) -> int:
+        """Whether this rank's shards are others than they were kept of; see `Unchanged.changed`.
 
         A kept weight is compared with this rank's shard bit by bit: torch counts neither a write through `.data` nor a
-        foreach operator on a DTensor. Ranks must decide alike, and a change may be in one rank's rows only.
+        foreach operator on a DTensor.
         """
-        if not self._unchanged.since(self._versions, lambda: self._shards.differences(self.weights)):
+        return self._unchanged.changed(self._versions, lambda: self._shards.differences(self.weights), again=again)
+
+    def settle(self, worst: int) -> None:
+        """Drop them if they are not those of the shards as they are now, on any rank. (Ranks must decide alike, and a change may be in one
+        rank's rows only.)"""
+        if not self._unchanged.still(worst):
             self.drop()
+
+    def are_there(self, names: Iterable[str]) -> bool:
+        """Are all of these there?"""
         return all(n in self.weights for n in names)
 
     def drop(self) -> None:

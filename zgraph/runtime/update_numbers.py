@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zgraph.errors import ZgraphError
+from zgraph.ranks.course import Coming
 from zgraph.runtime.rank import Rank
 from zgraph.update.build import UpdateOptions
 from zgraph.update.numbers import Numbers
@@ -31,9 +32,17 @@ class UpdateNumbers:
         self._wanted = wanted
         self._agreed = Numbers()
 
-    def agree(self, names: Sequence[str], read_back: Callable[[], dict[str, str]]) -> None:
+    def coming(self, done: int) -> Coming:
+        """What this rank says of the update that follows so many: its numbers as they are now."""
+        try:
+            now = Numbers(self._now() if self.optimizer is not None else {})
+        except ZgraphError as error:
+            now = Numbers(problem=str(error))
+        return f"{done} {now.ballot()}", (f"after {done} updates", now)
+
+    def agree(self, names: Sequence[str], read_back: Callable[[], dict[str, str]], coming: Coming) -> None:
         """Let the ranks compare what they are about to update and by which numbers, with what `read_back` finds changed in the optimizer. What
-        one rank refuses, none does."""
+        one rank refuses, none does. No vote is needed by the numbers that ranks said were `coming`, if that is still so."""
         problem: ZgraphError | None = None
         try:
             changed = read_back()
@@ -41,7 +50,10 @@ class UpdateNumbers:
         except ZgraphError as error:
             problem = error
             self._agreed = Numbers(problem=str(error))
-        self.rank.agree_on_update(names, self._agreed)
+        plain = problem is None and not self._agreed.changed
+        if not (plain and self.rank.acts.passes_update(names, coming)):
+            self.rank.agree_on_update(names, self._agreed)
+        self.rank.acts.did_update(names)
         if problem is not None:
             raise problem
 

@@ -15,6 +15,7 @@ from zgraph.codegen.bindings import Sources
 from zgraph.errors import PlanError, StepError
 from zgraph.program.program import InputRole, OutputRole
 from zgraph.ranks import progress
+from zgraph.ranks.course import Coming
 from zgraph.runtime.averages import Averages
 from zgraph.runtime.consistency import Consistency
 from zgraph.runtime.delayed import Delayed
@@ -215,11 +216,13 @@ class Updater:
         runtime = self.runtime
         self.averages.refuse_update()
         self.finish()
+        coming = self.coming()
         names = self.with_gradients()
         self.outcomes.settle(self.calls)
         if self.rates is not None:
             self.rates.set(self.calls - self.outcomes.skipped())
-        self.numbers.agree(names, self._changes)
+        self.numbers.agree(names, self._changes, coming)
+        runtime.reduce_leftovers()
         self._run_hooks(names)
         late = self.options.late()
         timely = [n for n in names if n not in late]
@@ -248,6 +251,10 @@ class Updater:
             self.outcomes.settle(self.calls)
         return norm
 
+    def coming(self) -> Coming:
+        """What this rank says of the next update."""
+        return self.numbers.coming(self.calls - self.outcomes.skipped())
+
     def zeroed(self) -> None:
         """The gradients that are there were thrown away."""
         if self.runtime.nonfinite is not None:
@@ -256,6 +263,7 @@ class Updater:
     def give_up(self) -> None:
         """A whole step has failed: its gradients are no part of the next one. (Without an optimizer they are the user's.)"""
         self.numbers.factor = 1.0
+        self.runtime.acts.give_up()
         if self.optimizer is not None:
             for param in self.runtime.shards.params().values():
                 param.grad = None
@@ -283,6 +291,7 @@ class Updater:
             return None
         names = self.with_gradients()
         self.runtime.agree_on_update(names, Numbers())
+        self.runtime.reduce_leftovers()
         norm = self._run(names)
         self._refuse_infinite("the gradients are as they were: zero them before the next step")
         return norm
@@ -291,7 +300,6 @@ class Updater:
         """The parameters that have gradients, in order. Raises `StepError` where there is none."""
         runtime = self.runtime
         runtime.shards.refresh()
-        runtime.reduce_leftovers()
         names = tuple(n for n, p in runtime.shards.params().items() if p.grad is not None)
         if not names and (self.held is None or not runtime.clock.reduced):  # (a stage may train nothing)
             raise StepError(

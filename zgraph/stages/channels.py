@@ -261,6 +261,9 @@ class _Pair:
     heart: Any
     group: Any = None
 
+    def disagreement(self) -> None:
+        """(A pipeline's ranks vote on each step.)"""
+
 
 def _flat(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A value's numbers in the order in which they are awaited: no copy of one that lies so. (What is awaited says the program; a backend

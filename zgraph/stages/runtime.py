@@ -224,7 +224,7 @@ class PipelineRuntime(Runtime):
             compare_updates,
             flag=made != self._updates_met or bool(numbers.changed),
             hint=UPDATE_HINT,
-        )
+        ).flag
         if new:
             self._compare_tied(numbers)
             self._updates_met = made

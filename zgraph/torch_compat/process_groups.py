@@ -63,6 +63,11 @@ def shut(group: Any) -> None:
             backend.abort()
 
 
+def my_rank() -> int:
+    """This process's number in the world."""
+    return int(torch.distributed.get_rank())
+
+
 def is_fake(group: Any) -> bool:
     """Whether this process group is torch's fake one, with nobody behind it."""
     return torch.distributed.get_backend(group) == "fake"
