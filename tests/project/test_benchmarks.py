@@ -82,7 +82,9 @@ def test_gpu_smoke_is_the_part_over_the_link_on_cpu(tmp_path: Path, monkeypatch:
     assert "| ZeRO-3: 8 steps with random delays on every stream | FAILED | 1 tensors differ: head |" in written
     for stage in (2, 3):
         # (where steps take longer than the link, none waits for it, and its share is a dash)
-        assert len(re.findall(rf"^\| ZeRO-{stage} \| \w.*\| [\d.]+ ms \| [\d.]+ ms \| (?:\d+%|-) \|$", written, re.M)) == 3
+        assert (
+            len(re.findall(rf"^\| ZeRO-{stage} \| \w.*\| [\d.]+ ms \| [\d.]+ ms \| (?:\d+%|-) \|$", written, re.M)) == 3
+        )
         assert (tmp_path / f"zero{stage}-cpu.json").exists()
     assert "a dry run, not a figure" in written and "Kernels" not in written and "An update" not in written
 
