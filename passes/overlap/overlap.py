@@ -40,6 +40,7 @@ from zgraph.passes.analysis.costs import CPU, Costs, size_of
 from zgraph.passes.analysis.parameter_collectives import largest_layer
 from zgraph.passes.analysis.timeline import COMPUTE, LINK, Timeline
 from zgraph.passes.contract import graph_pass
+from zgraph.passes.overlap.follow import Followed, Start, followed
 from zgraph.passes.overlap.forgiving import SPEEDS, Event, Played, least_regret
 from zgraph.passes.overlap.memory_bounds import BoundedMemory, Bounds
 from zgraph.passes.overlap.step_to_schedule import Bucket, StepToSchedule
@@ -63,7 +64,8 @@ class OverlapOptions:
     is gathered early raises the step's peak by at most `spare_bytes` (None: those of the largest layer, and of a bucket of middle
     size at least; no bound if there is `max_bytes`). With `ahead` false every transfer is waited for where it starts. The first
     gathers start before the forward if there is something `beside`: the "update" of the step before, or the wait for what a stage "receives".
-    `costs` are what the simulated step is made of.
+    `costs` are what the simulated step is made of. With an `order` transfers start in it, as far as the program can (see
+    `zgraph.passes.overlap.follow`).
     """
 
     max_bytes: int | None = None
@@ -74,6 +76,7 @@ class OverlapOptions:
     ahead: bool = True
     beside: Literal["update", "receives"] | None = None
     costs: Costs = field(default_factory=lambda: Costs(CPU))
+    order: tuple[Start, ...] = ()
 
 
 @graph_pass(
@@ -90,8 +93,11 @@ def overlap(program: Program, options: OverlapOptions) -> dict[str, int]:
     bounds = Bounds(
         options.max_bytes, options.room_bytes, options.spare_bytes, options.ahead_bytes, options.reduce_bytes
     )
+    if options.order and (follower := _follow(step, bounds, options)) is not None:
+        follower.apply()
+        return follower.counts
     speeds = SPEEDS if options.ahead else SPEEDS[:1]
-    schedulers = []
+    schedulers: list[_Scheduler] = []
     for mine in map(step.over, speeds):
         schedulers.append(_Scheduler(mine, BoundedMemory(mine, bounds), options))
         schedulers[-1].run()
@@ -100,6 +106,20 @@ def overlap(program: Program, options: OverlapOptions) -> dict[str, int]:
     scheduler.apply()
     program.remarks += scheduler.remarks
     return scheduler.counts
+
+
+def _follow(step: StepToSchedule, bounds: Bounds, options: OverlapOptions) -> _Follower | None:
+    """The schedule in the order that is asked for; None where there is none."""
+    step = step.over(1.0)
+    known = followed(step, options.order)
+    if known is None:
+        return None
+    follower = _Follower(step, BoundedMemory(step, bounds), options, known)
+    try:
+        follower.run()
+    except _OutOfOrderError:
+        return None
+    return follower
 
 
 class _Scheduler:
@@ -168,10 +188,14 @@ class _Scheduler:
             self.ready += by_source[i]
             memory.waiting += step.made.get(i, 0)
             self._reduce_behind(i)
+        self.ready += by_source[len(step.operators)]
+        self._finish()
+
+    def _finish(self) -> None:
+        """Start and await what is left behind the last operator."""
         for bucket in self.upcoming:  # read by nothing but the program's results
             self._start(bucket, None)
             self._await_gather(bucket, None)
-        self.ready += by_source[len(step.operators)]
         while self.ready or self.queue:
             while self.ready:
                 self._start(self.ready.pop(0), None)
@@ -180,10 +204,7 @@ class _Scheduler:
     def _operator(self, i: int, needed: list[Bucket]) -> None:
         """Start what an operator needs and what has not started, and what the link has time for; wait for what it needs; run it."""
         node = self.step.operators[i]
-        for bucket in needed:
-            if not bucket.started:
-                self._start(bucket, node)
-                self.upcoming.remove(bucket)
+        self._start_needed(i, needed)
         self._fill(i, max((b.done for b in needed), default=0.0))
         for bucket in needed:
             self._await_gather(bucket, node)
@@ -192,6 +213,12 @@ class _Scheduler:
         self.order.append(node)
         self.timeline.run(COMPUTE, self.step.cost[i])
         self.events.append(Event(self.step.cost[i]))
+
+    def _start_needed(self, i: int, needed: list[Bucket]) -> None:
+        for bucket in needed:
+            if not bucket.started:
+                self._start(bucket, self.step.operators[i])
+                self.upcoming.remove(bucket)
 
     def _reduce_behind(self, i: int) -> None:
         """Start and await reductions behind an operator, as far as they may not wait longer."""
@@ -382,3 +409,71 @@ class _Scheduler:
             remedy = "a faster link, or more micro-batches"
         what = f"reduction of {first.name}'s gradient is waited for"
         self.remarks.append(Remark("overlap", first.start.name, what, why, late, remedy))
+
+
+class _OutOfOrderError(Exception):
+    """What is next in the order can't start yet, and something behind it has to."""
+
+
+class _Follower(_Scheduler):
+    """Starts transfers in the order of another program, as early as that and the bounds let it. What has to start does, whatever the bounds."""
+
+    def __init__(self, step: StepToSchedule, memory: BoundedMemory, options: OverlapOptions, order: Followed) -> None:
+        super().__init__(step, memory, options)
+        self.follows = order
+        phases = [info(n).phase for n in step.operators]
+        self.turn = max((i for i, phase in enumerate(phases) if phase is Phase.FORWARD), default=-1)
+
+    def _start_next(self, node: fx.Node | None) -> Bucket:
+        bucket, _ = self.follows.left.pop(0)
+        if bucket in self.upcoming:
+            self.upcoming.remove(bucket)
+        else:
+            while bucket not in self.ready and self.queue:
+                self._await_oldest()  # (a second reduction starts where the first one ends)
+            if bucket not in self.ready:
+                raise _OutOfOrderError
+            self.ready.remove(bucket)
+        self._start(bucket, node)
+        return bucket
+
+    def _begin(self) -> None:
+        while self.follows.begins_ahead():
+            bucket = self.follows.left[0][0]
+            for member in bucket.members:
+                self.begun += [*member.before, member.start]
+            self.upcoming.remove(bucket)
+            self.follows.left.pop(0)
+            self._start(bucket, None, ahead=True)
+
+    def _start_needed(self, i: int, needed: list[Bucket]) -> None:
+        node = self.step.operators[i]
+        while not all(b.started for b in needed) or (i == self.turn and self.follows.begins_in(Phase.FORWARD)):
+            self._start_next(node)
+
+    def _fill(self, i: int, begin: float = 0.0) -> None:
+        enough = SLACK * self.step.cost[i] + MARGIN
+        while self.timeline.now(LINK) < max(self.timeline.now(), begin) + enough + self._work_of_next():
+            bucket = self.follows.next
+            early = i <= self.turn and not self.follows.begins_in(Phase.FORWARD)
+            if bucket is None or early or not self.options.ahead:
+                return
+            if bucket not in self.ready and not (
+                bucket in self.upcoming and self._urgent(bucket, i) and self._fits(bucket, i)
+            ):
+                return
+            self._start_next(self.step.operators[i])
+
+    def _reduce_behind(self, i: int) -> None:
+        while self.follows.next in self.ready and not self.options.ahead:
+            self._start_next(self.step.operators[i])
+        while self.queue and (not self.options.ahead or self.memory.too_many_wait(i + 1)):
+            self._await_oldest()
+
+    def _finish(self) -> None:
+        while self.follows.left:
+            bucket = self._start_next(None)
+            if bucket in self.step.gathers:
+                self._await_gather(bucket, None)
+        while self.queue:
+            self._await_oldest()

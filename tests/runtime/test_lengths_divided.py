@@ -194,3 +194,31 @@ def unbounded() -> None:
 def test_a_budget_with_a_size_that_nothing_bounds_is_refused_on_all_ranks(two):
     for outcome in two.attempt(unbounded):
         assert isinstance(outcome.error, SizeError) and "no maximum" in str(outcome.error), outcome.traceback
+
+
+def single_rows() -> tuple[float, int]:
+    """(the largest relative difference of a gradient to plain PyTorch's, the number of programs), where one of two teams has a single row."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    plain = Attention()
+    mesh = {"dp": 2, "tp": 2}
+    model = zgraph.compile(
+        copy.deepcopy(plain), zgraph.Plan(mesh=mesh, tensor_parallel="auto", zero=3, backend="eager")
+    )
+    here = model.zgraph.mesh.get_local_rank("dp")
+    worst = 0.0
+    for sizes in [((1, 9), (3, 20)), ((3, 12), (1, 31))]:
+        model(**batch(*sizes[here], 0)).backward()
+        for at in sizes:
+            (plain(**batch(*at, 0)) / 2).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            worst = max(worst, float((whole(mine.grad) - theirs.grad).norm() / theirs.grad.norm()))
+            mine.grad = theirs.grad = None
+    return worst, len(model.zgraph.programs)
+
+
+@pytest.mark.slow
+def test_a_single_row_in_one_of_two_teams(four):
+    for worst, programs in four.run(single_rows):
+        assert worst < 5e-6
+        assert programs == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -52,16 +53,17 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 STEPS = [((3, 12), (3, 12)), ((3, 9), (3, 20)), ((2, 31), (4, 5)), ((5, 2), (2, 64)), ((2, 40), (6, 40))]
+UNEVEN = [((1, 9), (3, 20)), ((3, 12), (1, 31)), ((2, 1), (6, 40)), ((1, 5), (1, 7))]
 
 
-def gradients(zero: int, backend: str, **plan: object) -> tuple[float, list[str]]:
+def gradients(zero: int, backend: str, steps: Any = STEPS, **plan: object) -> tuple[float, list[str]]:
     """(the largest relative difference to plain PyTorch's, the programs) after steps in which each rank has other sizes."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     plain = Attention()
     model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=zero, backend=backend, **plan))
     worst = 0.0
-    for number, sizes in enumerate(STEPS):
+    for number, sizes in enumerate(steps):
         model(**batch(*sizes[dist.get_rank()], number)).backward()
         for at in sizes:
             (plain(**batch(*at, number)) / len(sizes)).backward()
@@ -79,7 +81,7 @@ def test_ranks_with_different_lengths_share_one_program(two, zero):
         assert programs == ["train0", "train1"]
 
 
-def trained(tokens: bool, micro: int) -> tuple[float, int]:
+def trained(tokens: bool, micro: int, steps: Any) -> tuple[float, int]:
     """The largest difference of a weight to plain PyTorch's after steps with an optimizer, and the number of programs."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
@@ -92,7 +94,7 @@ def trained(tokens: bool, micro: int) -> tuple[float, int]:
         micro_batches=micro,
     )
     model = zgraph.compile(copy.deepcopy(plain), plan)
-    for number, sizes in enumerate(STEPS):
+    for number, sizes in enumerate(steps):
         sizes = [(rows * micro, length) for rows, length in sizes]
         model.train_step(**batch(*sizes[dist.get_rank()], number))
         calls = [batch(*at, number) for at in sizes]
@@ -109,9 +111,13 @@ def trained(tokens: bool, micro: int) -> tuple[float, int]:
     return max(differences), len(model.zgraph.programs)
 
 
-@sweep("tokens, micro", [(True, 1), (False, 1), (True, 2)], quick={2})
-def test_steps_with_an_optimizer_are_those_of_plain_pytorch(two, tokens, micro):
-    for worst, programs in two.run(trained, tokens, micro):
+@sweep(
+    "tokens, micro, steps",
+    [(True, 1, STEPS), (False, 1, STEPS), (True, 2, STEPS), (False, 2, UNEVEN[:2])],
+    quick={1, 3},
+)
+def test_steps_with_an_optimizer_are_those_of_plain_pytorch(two, tokens, micro, steps):
+    for worst, programs in two.run(trained, tokens, micro, steps):
         assert worst < 1e-6
         assert programs == 2
 
@@ -126,14 +132,45 @@ def test_ranks_whose_first_calls_differ_need_one_program(two):
     assert two.run(first_call_differs) == [["train0"], ["train0"]]
 
 
-def one_rank_has_a_single_row() -> None:
-    model = zgraph.compile(Attention(), zgraph.Plan(zero=3, backend="eager"))
-    model(**batch(1 + dist.get_rank(), 7, 0)).backward()
+def test_a_single_row_or_word_beside_several(two):
+    for worst, programs in two.run(gradients, 3, "eager", UNEVEN):
+        assert worst < 2e-6
+        assert len(programs) == 3  # (a row, rows, and rows of a word)
 
 
-def test_a_single_row_beside_several_is_refused_on_all_ranks(two):
-    for outcome in two.attempt(one_rank_has_a_single_row, keep=True):
-        assert isinstance(outcome.error, RankMismatchError)
+@sweep("zero, backend", [(0, "eager"), (1, "eager"), (2, "eager"), (3, "inductor")], quick={1})
+def test_single_rows_at_each_zero_stage(two, zero, backend):
+    for worst, programs in two.run(gradients, zero, backend, UNEVEN[:2]):
+        assert worst < 2e-6
+        assert len(programs) == 2
+
+
+class Branching(Attention):
+    """Its last layer is used before the first one where there is a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(16, 16)
+
+    def forward(self, words, targets):
+        gate = self.before(self.embed(words)).mean() if words.shape[0] == 1 else 0.0
+        loss = super().forward(words, targets)
+        return loss + (gate if words.shape[0] == 1 else self.before(self.embed(words)).mean())
+
+
+def a_single_row_is_computed_otherwise() -> list[str]:
+    model = zgraph.compile(Branching(), zgraph.Plan(zero=3, backend="eager"))
+    model(**batch(2, 7, 0)).backward()
+    with pytest.raises(RankMismatchError, match="communicate in different ways"):
+        model(**batch(1 + dist.get_rank(), 7, 0))
+    for rows in (1, 3):
+        model(**batch(rows, 7 + dist.get_rank(), 0)).backward()
+    return list(model.zgraph.programs)
+
+
+def test_programs_that_communicate_otherwise_are_refused_beside_each_other(two):
+    first, second = two.run(a_single_row_is_computed_otherwise)
+    assert first == second  # (the call that was refused has taught all ranks the same)
 
 
 def static_shapes() -> None:

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter
+from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, Variant
 from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.overlap.follow import Start
 from zgraph.plan.plan import Plan
 from zgraph.program.program import Program
 
@@ -50,6 +51,11 @@ def _tell_nobody(program: Program) -> None:
     """Where no other rank compiles the program."""
 
 
+def _own_order(variant: Variant) -> tuple[Start, ...]:
+    """Where a program's transfers start in the order that is best for it."""
+    return ()
+
+
 @dataclass(frozen=True, eq=False)
 class BuildContext:
     """What all programs of one input signature are built with."""
@@ -60,3 +66,6 @@ class BuildContext:
     pass_filter: PassFilter = EVERY_PASS  # fewer passes are for programs that are looked at, and not run by ranks
     groups: dict[str, str] = field(default_factory=dict)  # the names of process groups, by mesh dimension
     agree: Callable[[Program], None] = _tell_nobody  # is told of each program before it is compiled
+    order: Callable[[Variant], tuple[Start, ...]] = (
+        _own_order  # of a variant's transfers, where another program's is followed
+    )

@@ -91,8 +91,18 @@ def by_choice(
 ) -> History:
     """Run the plan's pipeline over a captured program, which is changed, as was decided already. `solver`: see `build`."""
     plan, costs, pass_filter = context.plan, context.costs, context.pass_filter
-    passes = build(plan, variant, training=training, costs=costs, choice=choice, solver=solver, pass_filter=pass_filter)
-    recipe = to_recipe(plan, costs, variant, training, choice, pass_filter)
+    order = context.order(variant)
+    passes = build(
+        plan,
+        variant,
+        training=training,
+        costs=costs,
+        choice=choice,
+        solver=solver,
+        pass_filter=pass_filter,
+        order=order,
+    )
+    recipe = to_recipe(plan, costs, variant, training, choice, pass_filter) | {"order": order}
     return PassManager(pass_filter.cut(passes), verify=pass_filter.verified, recipe=recipe).run(captured)
 
 

@@ -21,6 +21,7 @@ from zgraph.passes.canonicalize.narrow import narrow
 from zgraph.passes.offload.offload import OffloadOptions, offload
 from zgraph.passes.offload.offload_update import OffloadUpdateOptions, offload_update
 from zgraph.passes.overlap.bucket import BucketOptions, bucket
+from zgraph.passes.overlap.follow import Start
 from zgraph.passes.overlap.overlap import OverlapOptions, overlap
 from zgraph.passes.remat.checkpoint import CheckpointOptions, checkpoint
 from zgraph.passes.remat.recompute import recompute
@@ -131,6 +132,7 @@ class PassContext:
     training: bool = True  # does the program have gradients?
     choice: MemoryDecision = MemoryDecision()
     solver: Solver | None = None  # of what is recomputed, where there is one already
+    order: tuple[Start, ...] = ()  # of transfers, where another program's is followed
 
     @property
     def keeps_weights(self) -> bool:
@@ -298,6 +300,7 @@ def _overlap_options(context: PassContext) -> OverlapOptions:
         ahead=early.enabled,
         beside=beside,
         costs=context.costs,
+        order=context.order,
     )
 
 
@@ -366,13 +369,15 @@ def build(
     choice: MemoryDecision = MemoryDecision(),
     solver: Solver | None = None,
     pass_filter: PassFilter = EVERY_PASS,
+    order: tuple[Start, ...] = (),
 ) -> list[Pass]:
     """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there, `PassError` for one to leave out that is not.
 
     Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU); `solver` is one for what is recomputed,
-    where there is one already. A program that is not for `training` (it has no gradients) keeps no weights, whatever the stage.
+    where there is one already; transfers start in the `order`, if one is given. A program that is not for `training` (it has no
+    gradients) keeps no weights, whatever the stage.
     """
-    context = PassContext(plan, costs or costs_of(plan), variant, training, choice, solver)
+    context = PassContext(plan, costs or costs_of(plan), variant, training, choice, solver, order)
     passes = _passes(STEP_PASSES, context)
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)

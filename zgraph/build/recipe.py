@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zgraph.build.pass_pipeline import MemoryDecision, PassFilter, Variant, build, build_update_passes
 from zgraph.passes import Pass
 from zgraph.passes.analysis.costs import Costs, Hardware
+from zgraph.passes.overlap.follow import Start
 
 if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
@@ -47,4 +48,5 @@ def passes_of(recipe: dict[str, Any]) -> list[Pass]:
         costs=Costs(Hardware.model_validate(recipe["hardware"]), fused=plan.backend == "inductor"),
         choice=choice,
         pass_filter=PassFilter(frozenset(recipe["without"])),
+        order=tuple([Start(r, g, tuple(names), *rest) for r, g, names, *rest in recipe.get("order", ())]),
     )

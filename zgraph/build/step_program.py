@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from zgraph.build.context import BuildContext, ResidentMemory
+from zgraph.build.meetings import lacking
 from zgraph.build.memory_search import SearchResult, run_passes
 from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant
 from zgraph.capture.capture import Trace
@@ -31,6 +32,7 @@ from zgraph.codegen.partition import Parts, split
 from zgraph.errors import SignatureError
 from zgraph.passes import History, verify_program
 from zgraph.passes.analysis.memory import idle_bytes
+from zgraph.passes.overlap.follow import order_of
 from zgraph.program.aliases import is_random, is_view
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
@@ -67,9 +69,15 @@ class StepProgram:
     """
 
     def __init__(
-        self, captured: Program, context: BuildContext, decide: Callable[[], SearchResult] | None = None
+        self,
+        captured: Program,
+        context: BuildContext,
+        decide: Callable[[], SearchResult] | None = None,
+        pattern: frozenset[int] = frozenset(),
     ) -> None:
         self.name = captured.name
+        self.pattern = pattern  # the flat outputs that are differentiated
+        self.beside: tuple[StepProgram, ...] = (self,)  # those that ranks may run in one step, this one included
         self.captured = captured
         self.context = context
         self.plan = context.plan
@@ -86,6 +94,11 @@ class StepProgram:
         self._summing: dict[tuple[bool, bool], Executable] = {}
         self.sharing: dict[bool, Sharing] = {}  # of its forwards, from their first runs
         self.apart = False  # has it run with tensors of the model that were seen to be apart in memory?
+
+    @property
+    def shared_name(self) -> str:
+        """What all ranks call what they run in a step."""
+        return " beside ".join([step.name for step in self.beside])
 
     def sizes_of_call(self, flat: Sequence[Any]) -> dict[str, int]:
         """The sizes that differ from call to call, by their names, in a call with these flat inputs. Raises `SignatureError` for sizes that it
@@ -170,6 +183,15 @@ class StepProgram:
             found += [Variant(self.keeps, reduce=False), Variant(self.keeps, accumulated=True)]
         return found
 
+    def following(self, other: StepProgram) -> StepProgram:
+        """This program made anew, with transfers in the order of another one's."""
+        context = replace(self.context, order=lambda variant: order_of(other.history(variant).program))
+        return StepProgram(self.captured, context, pattern=self.pattern)
+
+    def variants_made(self) -> list[Variant]:
+        """Those that have been split so far."""
+        return [variant for variant, apart in self._parts if not apart]
+
     def parts(self, variant: Variant = PLAIN, *, apart: bool = False) -> Parts:
         if (variant, apart) not in self._parts:
             parts = split(self.history(variant).program, apart=apart)
@@ -193,16 +215,17 @@ class StepProgram:
         )
 
     def forward(self, gathered_before: bool = False) -> Executable:
-        if gathered_before not in self._forwards:
-            program = self.parts(Variant(gathered_before=gathered_before)).forward
-            self._forwards[gathered_before] = self._compile(program, is_backward=False)
+        variant = Variant(gathered_before=gathered_before)
+        for step in lacking(self.beside, variant, lambda one: gathered_before in one._forwards):
+            step._forwards[gathered_before] = step._compile(step.parts(variant).forward, is_backward=False)
         return self._forwards[gathered_before]
 
     def backward(self, reduce: bool = True, accumulated: bool = False) -> Executable:
-        if (reduce, accumulated) not in self._backwards:
-            part = self.parts(Variant(self.keeps, reduce, accumulated)).backward
+        variant = Variant(self.keeps, reduce, accumulated)
+        for step in lacking(self.beside, variant, lambda one: (reduce, accumulated) in one._backwards):
+            part = step.parts(variant).backward
             assert part is not None
-            self._backwards[reduce, accumulated] = self._compile_backward(part, [self.forward()])
+            step._backwards[reduce, accumulated] = step._compile_backward(part, [step.forward()])
         return self._backwards[reduce, accumulated]
 
     def backward_apart(
@@ -244,12 +267,12 @@ class StepProgram:
 
     def first_gathers(self) -> list[Executable]:
         """What starts the first gathers, in order. A cast and a start are nothing that compiling could make faster."""
-        if self._first_gathers is None:
-            for program in self.parts().ahead:
-                self.context.agree(program)
-            self._first_gathers = [
-                checked(compile_eager(p, self.context.groups), self.context.groups) for p in self.parts().ahead
-            ]
+        for step in lacking(self.beside, PLAIN, lambda one: one._first_gathers is not None):
+            for program in step.parts().ahead:
+                step.context.agree(program)
+            groups = step.context.groups
+            step._first_gathers = [checked(compile_eager(p, groups), groups) for p in step.parts().ahead]
+        assert self._first_gathers is not None
         return self._first_gathers
 
     def executables(self) -> list[Executable]:
@@ -320,6 +343,7 @@ class Entry(Serves):
         # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
         self.settled = self.unsettled = self.unsettled_before = False
         self.only = {}
+        self.beside: tuple[Entry, ...] = (self,)  # those that ranks may have in one step, this one included
         self.batch_known = False  # was it seen that what is cut into micro-batches is the batch?
 
     def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
@@ -336,10 +360,22 @@ class Entry(Serves):
 
     def _program(self, chosen: frozenset[int]) -> StepProgram:
         if chosen not in self._programs:
+            made = tuple(entry._made(chosen) for entry in self.beside)
+            for step in made:
+                step.beside = made
+        return self._programs[chosen]
+
+    def follow(self, other: StepProgram) -> StepProgram:
+        """Let the program with the same differentiated outputs as another entry's communicate in its order, and return it."""
+        made = self._programs[other.pattern] = self._programs[other.pattern].following(other)
+        return made
+
+    def _made(self, chosen: frozenset[int]) -> StepProgram:
+        if chosen not in self._programs:
             decompositions = inductor_code.inductor_decompositions() if self.context.plan.backend == "inductor" else {}
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
             captured = self.trace.joint(chosen, decompositions, name)
-            self._programs[chosen] = StepProgram(captured, self.context)
+            self._programs[chosen] = StepProgram(captured, self.context, pattern=chosen)
         return self._programs[chosen]
 
     def programs(self) -> list[StepProgram]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -57,6 +57,19 @@ class Signature:
     @property
     def shapes(self) -> Shapes:
         return tuple([tuple(t.shape) for t in self.tensors])
+
+    def at(self, shapes: Shapes, device: str | None = None) -> Signature:
+        """The same call with tensors of other shapes, which have no values; they are on the devices of its own, or on another."""
+        stand_ins = {
+            id(t): _stand_in(t, shape, device or t.device)
+            for t, shape in zip(self.tensors, shapes, strict=True)
+            if tuple(t.shape) != shape
+        }
+        return replace(
+            self,
+            tensors=tuple([stand_ins.get(id(t), t) for t in self.tensors]),
+            call=pytree.tree_map(lambda leaf: stand_ins.get(id(leaf), leaf), self.call),
+        )
 
     def paths(self, positional: Sequence[str]) -> tuple[str, ...]:
         """What each of the tensors is called: "input_ids", "batch.labels"; `positional` are the names of forward's parameters."""
@@ -108,6 +121,12 @@ class Signature:
         parts = "".join(parts).split(VALUE)
         parts[1::2] = numbers
         return "".join(parts)
+
+
+def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
+    made = torch.empty(shape, dtype=tensor.dtype, device=device)
+    vars(made).update(vars(tensor))
+    return made.requires_grad_(tensor.requires_grad)
 
 
 @dataclass

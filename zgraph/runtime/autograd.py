@@ -124,7 +124,7 @@ class Step(torch.autograd.Function):
         runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
         tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
         refuse_partial(entry, ctx.seen, tangents.keys())
-        runtime.acts.backward(step.name, sorted(tangents), accumulates=runtime.accumulating)
+        runtime.acts.backward(step.shared_name, sorted(tangents), accumulates=runtime.accumulating)
         if ctx.saved is None:
             raise RuntimeError(
                 "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"
@@ -185,7 +185,8 @@ def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, Saved, Seque
     step = entry.program(pattern)
     runtime.prepare(step)
     if step.differentiated:
-        entry.pattern = pattern
+        for one in entry.beside:
+            one.pattern = pattern
     runtime.unsharded.drop()  # (nobody has asked since its forward whether these are those of the shards)
     flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
     lost = [i for i in entry.trace.others if i in step.reached and i not in ctx.loose and ctx.flat[i].requires_grad]

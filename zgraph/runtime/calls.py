@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zgraph.build.beside import leave, put_beside
 from zgraph.build.step_program import Entry
 from zgraph.capture.cache_key import shared, signed
 from zgraph.capture.inputs import refuse_inputs
@@ -88,7 +89,10 @@ class Calls:
             if not verdict.flag:
                 rank.acts.did_forward(found.key)
                 return self._called(found.key)
-            sizes.take_in(rank.everyone.gather("the shapes of a call", (call.shapes, call.numbers)))
+            calls = rank.everyone.gather("the shapes of a call", (call.shapes, call.numbers))
+            sizes.take_in(calls)
+            if others := sizes.others([shapes for shapes, _ in calls]):
+                return self._entry_beside(sizes, others)
             found = self._find_together(sizes, args, kwargs)
         verdict = rank.everyone.vote(INPUTS, found.ballot, worst=0 if sizes.learn else changed)
         rank.settle_changes(verdict.worst)
@@ -132,15 +136,30 @@ class Calls:
             refuse_inputs(self.rank.forward_function, args, kwargs)
         return [self._signed(args, kwargs) for args, kwargs in calls]
 
-    def _called(self, key: str) -> tuple[str, Entry]:
-        """The program with this key. Of more programs than the plan keeps the one goes that was called for longest ago: on all ranks the same."""
+    def _entry_beside(self, own: CallSizes, calls: Sequence[CallSizes]) -> tuple[str, Entry]:
+        """The program for a call, where ranks have `calls` that no one program serves (of some this rank has stand-ins). Every rank has all of the
+        programs; these are seen to communicate in the same way."""
+        keys: list[str] = []
+        for sizes in calls:
+            args, kwargs = sizes.call.call
+            found = self._find_together(sizes, args, kwargs)
+            self.rank.everyone.vote(INPUTS, found.ballot)
+            keys.append((self._add(found, sizes, args, kwargs) if found.new else found).key)
+        put_beside([self.rank.entries[key] for key in keys])
+        self.rank.acts.did_forward(" beside ".join(keys))
+        return self._called(keys[calls.index(own)], *keys)
+
+    def _called(self, key: str, *beside: str) -> tuple[str, Entry]:
+        """The program with this key; other ranks call for those `beside` it. Of more programs than the plan keeps the one goes that was called for
+        longest ago: on all ranks the same."""
         self._calls += 1
-        self._last[key] = self._calls
+        self._last |= dict.fromkeys(beside or (key,), self._calls)
         entries = self.rank.entries
-        while len(entries) > self.rank.plan.max_programs:
+        while len(entries) > max(self.rank.plan.max_programs, len(beside)):
             oldest = min(entries, key=self._last.__getitem__)
             logger.info("program %s is let go: there are more than max_programs", entries[oldest].name)
             self.rank.votes.forget(entries[oldest].name)
+            leave(entries[oldest])
             del entries[oldest], self._bound[oldest], self._last[oldest]
             self._states[oldest.split(_STATE)[0]].remove(oldest)
             fake_tensors.forget_results()  # (it keeps what it was asked for each program)

@@ -74,7 +74,7 @@ class FirstGathers:
 
     def take(self, step: StepProgram) -> dict[str, torch.Tensor]:
         """The first gathers of a forward, on their way; all ranks must call it."""
-        if self.in_flight and self.step is not step:
+        if self.in_flight and (self.step is None or step not in self.step.beside):
             self.drop()
         if not self.in_flight:
             for executable in step.first_gathers():

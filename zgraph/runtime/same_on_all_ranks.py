@@ -46,7 +46,7 @@ class Votes:
         self.agreement, self.everyone = agreement, everyone
         self.digests: dict[str, str] = {}  # of the programs that ranks have agreed on
         self.expected: dict[str, str] = {}  # those of the run that a checkpoint of the same plan and world was saved by
-        self._compared: set[str] = set()  # programs whose inputs ranks have compared
+        self._compared: set[str] = set()  # by their shared names: programs whose inputs ranks have compared
 
     def program(self, program: Program) -> None:
         """Let the ranks compare a program before it is compiled."""
@@ -75,7 +75,7 @@ class Votes:
     def random(self, step: StepProgram) -> None:
         """Let ranks that compute one program together compare their random states before a forward that draws: each computes parts of
         the same rows, and other numbers would make these of other models. Raises `RankMismatchError` on every rank of a stage."""
-        if not step.random or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
+        if not any(one.random for one in step.beside) or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
             return
         host, device = random_states(self.device)
         state = (host if device is None else device).numpy().tobytes()
@@ -88,7 +88,7 @@ class Votes:
     def batch(self, entry: Entry, step: StepProgram, flat: Sequence[Any]) -> None:
         """Let such ranks compare the inputs of a program that runs for the first time: parts of other rows would be put together as if they
         were of the same. Raises `RankMismatchError` on every rank."""
-        if step.name in self._compared or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
+        if step.shared_name in self._compared or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
             return
         given = [x for p, x in zip(entry.trace.inputs, flat, strict=True) if p.role is InputRole.INPUT]
         self._in_teams(
@@ -97,13 +97,15 @@ class Votes:
             'ranks that differ only in their place along "tp" or "cp" have the same rows: a sampler\'s rank is '
             'model.zgraph.mesh.get_local_rank("dp"), of the mesh\'s "dp" ranks',
         )
-        self._compared.add(step.name)
+        self._compared.add(step.shared_name)
 
     def forget(self, name: str) -> None:
         """Let go of what is known of the programs of one signature, by its name."""
         for program in [p for p in self.digests if p.split(".")[0] == name]:
             del self.digests[program]
-        self._compared = {p for p in self._compared if p.split(".")[0] != name}
+        self._compared = {
+            shared for shared in self._compared if name not in [p.split(".")[0] for p in shared.split(" beside ")]
+        }
 
     def call(self, outline: str, call: str, key: str, *, new: bool, worst: int = 0) -> Verdict:
         """Let ranks compare the `outline` of their calls; and let ranks that see the same rows (of one place in the data dimensions of the mesh)

@@ -85,6 +85,29 @@ class CallSizes:
         self.family.learn(shapes, anticipate=self.known.anticipate)
         self.family.learn_numbers([numbers for _, numbers in calls])
 
+    def others(self, ranks: Sequence[Shapes]) -> list[CallSizes]:
+        """Where ranks have calls of these shapes that no one program serves, because sizes of 1 are numbers in programs: the first rank's
+        call for each program, and this one for its own. Of others' calls there are stand-ins. Empty where one program serves all, or where
+        the calls differ in sizes that are no symbols otherwise."""
+        family = self.family
+        if family is None or self.known.rank.held is not None:
+            return []
+        keys = {shapes: self._at(shapes, "meta").key for shapes in dict.fromkeys(ranks)}
+        closed = [(t, d) for t, shape in enumerate(ranks[0]) for d in range(len(shape)) if (t, d) not in family.names]
+        if len(set(keys.values())) == 1 or any(one[t][d] != ranks[0][t][d] for one in keys for t, d in closed):
+            return []
+        found: dict[str, CallSizes] = {}
+        for shapes, key in keys.items():
+            found.setdefault(key, self if key == self.key else self._at(shapes))
+        for key, one in found.items():
+            served = {shapes for shapes, its in keys.items() if its == key}
+            one._before, one._alike = self._before, len(served) == 1
+        return list(found.values())
+
+    def _at(self, shapes: Shapes, device: str | None = None) -> CallSizes:
+        """A stand-in for a call of these shapes."""
+        return CallSizes(self.known, self.call.at(shapes, device), self.family)
+
     def open_sizes(self) -> OpenSizes | None:
         """What the capture of its program has as symbols; None where all sizes are numbers."""
         return self.family.open_sizes(self.call, self._asked, self._fixed) if self.family is not None else None

@@ -1,0 +1,87 @@
+"""What ranks with different rows do together in a program: the collectives over them, in their order.
+
+Where it is the same in two programs, ranks can run the one beside others that run the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from zgraph.build.pass_pipeline import Variant
+from zgraph.codegen.partition import Parts
+from zgraph.errors import RankMismatchError
+from zgraph.program import collectives
+from zgraph.program.groups import dim_of
+from zgraph.program.node import info, tensor
+from zgraph.program.program import DATA_DIMS, OutputRole, Program
+
+S = TypeVar("S", bound="Step")
+
+
+class Step(Protocol):
+    """The programs of a step, by their variants."""
+
+    @property
+    def name(self) -> str: ...
+
+    def parts(self, variant: Variant = ...) -> Parts: ...
+
+
+def lacking(beside: Sequence[S], variant: Variant, made: Callable[[S], bool]) -> list[S]:
+    """Of programs that run beside each other the ones that have yet to make what belongs to a variant. Raises `RankMismatchError` where they
+    communicate in different ways in it."""
+    found = [one for one in beside if not made(one)]
+    if found and len(beside) > 1:
+        refuse_unlike(beside, variant)
+    return found
+
+
+def refuse_unlike(steps: Sequence[Step], variant: Variant) -> None:
+    """Raise `RankMismatchError` unless ranks that run different ones of these programs do the same together."""
+    for step in steps[1:]:
+        if found := difference(steps[0], step, variant):
+            where, why = found
+            raise RankMismatchError(
+                "ranks have batches that no one program serves, and the programs communicate in different ways",
+                where=f"programs {steps[0].name} and {step.name}, {where}",
+                why=why,
+                hint="give each rank several rows, of several tokens (drop or pad an uneven last batch)",
+            )
+
+
+def difference(one: Step, other: Step, variant: Variant) -> tuple[str, str] | None:
+    """Where two programs begin to communicate in different ways, and how; None where they do not."""
+    first, second = _meetings_of(one, variant), _meetings_of(other, variant)
+    if first == second:
+        return None
+    both = zip(first, second, strict=False)
+    at = next((i for i, (a, b) in enumerate(both) if a != b), min(len(first), len(second)))
+    shown = [repr(x[at]) if at < len(x) else "nothing" for x in (first, second)]
+    return f"what they do together as number {at}", f"one has {shown[0]}, the other {shown[1]}"
+
+
+def _meetings_of(step: Step, variant: Variant) -> list[str]:
+    parts = step.parts(variant)
+    return [
+        f"{number}: {line}"
+        for number, program in enumerate((*parts.ahead, parts.forward, parts.backward))
+        if program is not None
+        for line in meetings(program)
+    ]
+
+
+def meetings(program: Program) -> list[str]:
+    """What ranks with different rows do together, one readable line each, in order; and what is handed on to programs that do so later."""
+    found: list[str] = []
+    buckets: dict[str, int] = {}
+    for node in program.graph.nodes:
+        if collectives.is_start(node) and dim_of(collectives.group_of(node)) in DATA_DIMS:
+            taken = tensor(node.all_input_nodes[0])
+            bucket = info(node).bucket
+            together = f", sent with others as {buckets.setdefault(bucket, len(buckets))}" if bucket else ""
+            how = " ".join(filter(None, (collectives.kind(node), collectives.reduce_op_of(node))))
+            found.append(
+                f"{how} of {info(node).param} over {collectives.group_of(node)}, {taken.dtype}{list(taken.shape)}{together}"
+            )
+    return found + [f"whole {p.name}" for p in program.outputs if p.role is OutputRole.UNSHARDED]
