@@ -339,8 +339,19 @@ def test_arguments_that_mean_nothing_are_refused(given, tmp_path):
 
 
 def test_transformers_own_arguments_are_refused_not_ignored(tmp_path):
-    with pytest.raises(TypeError, match="state_dict"):
-        zgraph.compile(models.build("gpt2").model).save_pretrained(tmp_path, state_dict={})
+    with pytest.raises(TypeError, match="push_to_hub"):
+        zgraph.compile(models.build("gpt2").model).save_pretrained(tmp_path, push_to_hub=True)
+
+
+def test_a_state_dict_is_the_models_own_or_refused(tmp_path):
+    model = zgraph.compile(mixed().model)
+    own = model.state_dict()
+    model.save_pretrained(tmp_path / "one", state_dict=own)
+    first = next(iter(own))
+    for other in ({}, {**own, "more": torch.ones(2)}, {**own, first: own[first].clone()}):
+        with pytest.raises(UnsupportedError, match="state_dict is not that of the model"):
+            model.save_pretrained(tmp_path / "two", state_dict=other)
+    assert (tmp_path / "one").exists() and not (tmp_path / "two").exists()
 
 
 # -- whose method it is -----------------------------------------------------------------------------------------------

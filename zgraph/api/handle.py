@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -310,6 +310,8 @@ class Handle(Compiled):
         dtype: str | torch.dtype | None = None,
         max_shard_size: str | int = "5GB",
         averaged: bool = False,
+        state_dict: Mapping[str, Any] | None = None,
+        is_main_process: bool = True,
     ) -> None:
         """Write the weights as safetensors that `from_pretrained` reads, with the config of a model of transformers'.
 
@@ -317,13 +319,17 @@ class Handle(Compiled):
         first. No rank gathers weights: each writes its rows where they belong. Weights are those of the last step, in the dtype that
         the model holds each in; `dtype` ("fp32", "bf16", "fp16", or one of torch's) casts what is floating-point, from the fp32 masters where
         there are some. `averaged`: the plan's moving average (`ema`) instead. `max_shard_size`: bytes of tensors in a file at most, as
-        a number or "5GB"; a larger tensor has a file of its own.
+        a number or "5GB"; a larger tensor has a file of its own. transformers' Trainer gives `state_dict`, which is that of the model,
+        and `is_main_process`, by which nothing changes: each rank writes its part.
 
         All is written beside what is in `dir`, and then put in place by renames; other files there stay. All ranks must call it. Raises
-        `CheckpointError` on every rank if it can't be written, `UnsupportedError` for quantized models and adapters, `StepError` for
-        `averaged` without `ema` and after an update that failed.
+        `CheckpointError` on every rank if it can't be written, `UnsupportedError` for quantized models and adapters and for tensors in
+        `state_dict` that are not the model's, `StepError` for `averaged` without `ema` and after an update that failed.
         """
-        publish(self.runtime, Path(dir).absolute(), dtype=dtype, max_shard_size=max_shard_size, averaged=averaged)
+        folder = Path(dir).absolute()
+        publish(
+            self.runtime, folder, dtype=dtype, max_shard_size=max_shard_size, averaged=averaged, state_dict=state_dict
+        )
 
     @property
     def optimizer(self) -> PlanOptimizer | None:

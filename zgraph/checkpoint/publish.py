@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from zgraph.checkpoint.master_precision import is_current, is_current_in, tell_c
 from zgraph.checkpoint.pretrained import View
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Source
 from zgraph.checkpoint.tensorfile import Piece, checksum, data_of, laid_out, refuse_unwritable, write_bytes
-from zgraph.errors import CheckpointError, PlanError, StepError, ZgraphError
+from zgraph.errors import CheckpointError, PlanError, StepError, UnsupportedError, ZgraphError
 from zgraph.names import did_you_mean
 from zgraph.parameters.sharding import local_of, row_by_row
 from zgraph.plan.communication import parse_bytes
@@ -236,6 +236,29 @@ def _told(folder: Path, hint: str = _WRITING) -> Iterator[None]:
         raise CheckpointError("the model could not be published", where=str(folder), why=why, hint=hint) from error
 
 
+def _refuse_other_tensors(module: nn.Module, given: Mapping[str, Any] | None) -> None:
+    """Raise `UnsupportedError` unless tensors by name, where some are given to be written, are all of those that the model has."""
+    if given is None:
+        return
+    own = module.state_dict()
+    other = [n for n in sorted(own.keys() | given.keys()) if not _same_memory(own.get(n), given.get(n))]
+    if other:
+        raise UnsupportedError(
+            f"state_dict is not that of the model: {len(other)} tensors are others, {other[0]!r} first",
+            where="save_pretrained",
+            why="what is written are the model's own weights, as they are on all ranks",
+            hint="load them into the model first (model.load_state_dict), or give no state_dict",
+        )
+
+
+def _same_memory(one: Any, other: Any) -> bool:
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in (one, other)]
+    if not all(isinstance(x, torch.Tensor) for x in local):
+        return one is other
+    first, second = local
+    return first.data_ptr() == second.data_ptr() and first.shape == second.shape and first.dtype is second.dtype
+
+
 # -- from a running model ---------------------------------------------------------------------------------------------
 def publish(
     runtime: Runtime,
@@ -244,6 +267,7 @@ def publish(
     dtype: str | torch.dtype | None,
     max_shard_size: str | int,
     averaged: bool,
+    state_dict: Mapping[str, Any] | None = None,
 ) -> None:
     """See `zgraph.api.handle.Handle.save_pretrained`."""
     agreement, module = runtime.everyone, runtime.module
@@ -262,6 +286,7 @@ def publish(
         if averaged:
             runtime.updater.make_states()
         pretrained.refuse_special(module)
+        _refuse_other_tensors(module, state_dict)
         views = pretrained.views(module)
         dtypes = {n: _written(t.dtype, wanted) for n, t in pretrained.tensors(module).items()}
         return views, dtypes, Files.of(views, dtypes, most), list(_parts(runtime, views, dtypes, averaged))

@@ -301,7 +301,7 @@ class Calls:
         self._programs += 1
         self._last[found.key] = self._calls
         self._bound[found.key] = entry.trace.flat.bind(lambda *flat: self._execute(entry, flat))
-        self._storms.made(sizes.call, tell=rank.everyone.first())
+        self._storms.made(sizes.call, many=entry.open, tell=rank.everyone.first())
         if rank.recorder is not None:
             rank.recorder.compiled()
 

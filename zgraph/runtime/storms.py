@@ -20,13 +20,16 @@ class Storms:
     def __init__(self) -> None:
         self._calls: dict[str, list[tuple[tuple[str, ...], str]]] = {}
 
-    def made(self, call: Signature, *, tell: bool) -> None:
-        """Note that a program was made for a call, and warn at the fourth for calls of one structure, where this rank is to `tell`."""
+    def made(self, call: Signature, *, many: bool, tell: bool) -> None:
+        """Note that a program was made for a call, and warn at the fourth for calls of one structure, where this rank is to `tell`. One for `many`
+        sizes, made because sizes differ, does not count: there are few of these."""
         structure = call.form.removeprefix(call.inputs)
         calls = self._calls.setdefault(structure, [])
-        if len(calls) >= MANY:
+        text = call.text()
+        sizes_alone = all(leaves == call.leaves and said != text for leaves, said in calls)
+        if len(calls) >= MANY or (many and calls and sizes_alone):
             return
-        calls.append((call.leaves, call.text()))
+        calls.append((call.leaves, text))
         if len(calls) == MANY and tell:
             logger.warning("%d programs were compiled for calls of one structure: %s", MANY, _why(call, calls))
 
