@@ -9,6 +9,7 @@ import contextlib
 import random
 import re
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from torch import nn
 
 import zgraph
 from zgraph.errors import RankMismatchError
-from zgraph.ranks.agreement import Agreement
+from zgraph.ranks import agreement
+from zgraph.ranks.agreement import Agreement, levels
 
 pytestmark = pytest.mark.gloo
 
@@ -134,6 +136,37 @@ def late() -> float:
 def test_a_rank_that_is_late_does_not_differ(two):
     first, second = two.run(late)
     assert first == second
+
+
+# -- votes of many ranks -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 6, 8, 12, 14, 60, 64, 97, 1024])
+def test_after_the_last_level_all_ranks_have_met(world):
+    ranks = [3 + 2 * number for number in range(world)]
+    known = {rank: {rank} for rank in ranks}
+    of = {rank: levels(ranks, rank) for rank in ranks}
+    for number in range(len(of[ranks[0]])):
+        assert all(
+            rank in of[rank][number] and of[other][number] == of[rank][number]
+            for rank in ranks
+            for other in of[rank][number]
+        )
+        known = {rank: set().union(*(known[other] for other in of[rank][number])) for rank in ranks}
+    assert all(met == set(ranks) for met in known.values())
+    assert world != 1024 or sum(2 * (len(few) - 1) for few in of[ranks[0]]) == 20
+
+
+def in_levels(seed: int) -> None:
+    """As `disagree`, where four ranks vote in two levels of two."""
+    agreement.RING = 2
+    try:
+        disagree(seed)
+    finally:
+        agreement.RING = 4
+
+
+@sweep("seed", [3, 6, 9, 15, 21], quick=(4,))
+def test_ranks_that_vote_in_levels_find_the_same(four, seed):
+    check_found(four, seed, in_levels)
 
 
 # -- disagreements -----------------------------------------------------------------------------------------------------
@@ -316,9 +349,9 @@ def test_ranks_that_are_in_a_program_already_are_told_as_well(four, plan):
         assert "a backward pass" in str(outcome.error) and "the inputs of a call" in str(outcome.error)
 
 
-def check_found(ranks: Ranks, seed: int) -> None:
+def check_found(ranks: Ranks, seed: int, how: Callable[[int], None] = disagree) -> None:
     kind = planted(seed)[0]
-    outcomes = ranks.attempt(disagree, seed, limit=90, keep=True)
+    outcomes = ranks.attempt(how, seed, limit=90, keep=True)
     said = "\n".join(str(o.error) for o in outcomes)
     for outcome in outcomes:
         assert isinstance(outcome.error, RankMismatchError), f"{planted(seed)}\n{outcome.traceback}"

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from zgraph.capture.varying_sizes import MARK, VALUE, Signature
 from zgraph.torch_compat import dynamo
-from zgraph.torch_compat.modules import registered
+from zgraph.torch_compat.modules import Registered, registered
 
 
 def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -22,15 +22,17 @@ def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return signed(module, args, kwargs).text()
 
 
-def signed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+def signed(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Registered | None = None
+) -> Signature:
     """Structure, shapes, dtypes and values of the inputs, modes of the modules, forms of the buffers, grad and autocast
-    modes. (Parameters have the form of their layouts: `Shards.refresh`.)"""
+    modes. (Parameters have the form of their layouts: `Shards.refresh`.) `own` is what the module has registered, if that is known."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
     numbers: list[str] = []
     told = [_input(leaf, tensors, numbers) for leaf in leaves]
     inputs = ", ".join(told)
-    own = registered(module)
+    own = own or registered(module)
     training = "".join(["t" if child.training else "e" for child in own.modules])
     frozen = "".join(["g" if p.requires_grad else "f" for p in own.parameters.values()])
     forms = (f"{_form(b)}{', grad' if b.requires_grad else ''}" for b in own.buffers)

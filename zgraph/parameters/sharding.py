@@ -29,7 +29,8 @@ from zgraph.plan.precision import Precision
 from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.program.tolerance import bits
 from zgraph.torch_compat import dtensors
-from zgraph.torch_compat.modules import registered
+from zgraph.torch_compat.modules import Registered, registered
+from zgraph.torch_compat.tensor_hooks import has_hooks
 
 if TYPE_CHECKING:
     from zgraph.offload.moves import Tier
@@ -140,6 +141,27 @@ def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.tensor(not torch.equal(*words))
 
 
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits as integers: the widest ones that they fill, where it is large."""
+    found = bits(tensor.detach())
+    if found.nbytes % 8 == 0 and found.nbytes > 4096 and found.is_contiguous():
+        return found.view(-1).view(torch.int64)
+    return found
+
+
+@dataclass
+class Sums:
+    """Gradients that are there, and what a backward adds `to` them: by one operator for all."""
+
+    to: list[torch.Tensor] = field(default_factory=list)
+    added: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self) -> None:
+        if self.to:
+            with torch.no_grad():
+                torch._foreach_add_(self.to, self.added)
+
+
 @dataclass
 class Shards:
     """The parameters of one compiled module: their layouts, and each sharded one's padded buffer.
@@ -159,6 +181,7 @@ class Shards:
     _params: dict[str, nn.Parameter] = field(default_factory=dict)
     _updates: dict[str, int] = field(default_factory=dict)
     _homes: dict[str, int] = field(default_factory=dict)  # addresses of whole parameters that lie elsewhere
+    _places: dict[str, int] = field(default_factory=dict)  # this rank's, by mesh dimension
     _layouts: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)  # of gradients
 
     def __post_init__(self) -> None:
@@ -169,10 +192,10 @@ class Shards:
         """The module's parameters by name, as they are now."""
         return self._params
 
-    def refresh(self) -> None:
+    def refresh(self) -> Registered:
         """Look the module's parameters up again (they may have been replaced, by `load_state_dict(assign=True)` say). Raises `ModelError` if
-        they are others, or of another form: programs read them by that which they had."""
-        self.look_up()
+        they are others, or of another form: programs read them by that which they had. Gives what the module has registered."""
+        found = self.look_up()
         if self._params.keys() != self.specs.keys():
             gone, new = (
                 sorted(self.specs.keys() - self._params.keys()),
@@ -193,13 +216,16 @@ class Shards:
                 f"the parameter {name} is {now} now, and was {then} when the model was compiled{others}",
                 hint="change the model first, then compile it; load_state_dict without assign=True casts to what the model has",
             )
+        return found
 
-    def look_up(self) -> None:
-        """Note the module's parameters as they are now."""
-        self._params = registered(self.module).parameters
+    def look_up(self) -> Registered:
+        """Note the module's parameters as they are now; gives what it has registered."""
+        found = registered(self.module)
+        self._params = found.parameters
         if self.mesh is not None:
             for param in self._params.values():
                 count_steps_on(param)
+        return found
 
     def _other_form(self, spec: ParamSpec, param: nn.Parameter) -> tuple[str, str] | None:
         """(what it is, what its layout says) where a parameter has another dtype, shape or strides than that."""
@@ -294,16 +320,25 @@ class Shards:
 
     def differences(self, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """For each of these whole parameters a 0-dim bool: whether this rank's rows are other bits than its shard as it is now."""
-        found: list[torch.Tensor] = []
-        for name, value in whole.items():
-            spec = self.specs[name]
-            mine = self.local(name)
-            if spec.shard_dim is not None:
-                first, rows = spec.rows * self.index(spec), self.rows(spec)
-                value, mine = value[first : first + rows], mine[:rows]
-            if value.numel():
-                found.append(differ(value, mine.to(value.dtype)))
-        return found
+        found = (
+            differ(mine, self._mine(n).to(mine.dtype)) for n, v in whole.items() if (mine := self.mine_of(n, v)).numel()
+        )
+        return list(found)
+
+    def mine_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole parameter."""
+        spec = self.specs[name]
+        if spec.shard_dim is None:
+            return whole
+        first = spec.rows * self.index(spec)
+        return whole[first : first + self.rows(spec)]
+
+    def equals(self, name: str, words: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether this rank's rows, in this dtype, have these bits (see `words_of`)."""
+        mine = local_of(self._params[name])
+        if mine.dtype is not dtype:
+            mine = mine.to(dtype)
+        return torch.equal(words, words_of(mine))
 
     def placements(self, spec: ParamSpec) -> list[Placement]:
         names = self.mesh.mesh_dim_names if self.mesh is not None else ()
@@ -315,14 +350,46 @@ class Shards:
 
     def index(self, spec: ParamSpec) -> int:
         assert self.mesh is not None and spec.shard_dim is not None
-        return int(self.mesh.get_local_rank(spec.shard_dim))
+        if spec.shard_dim not in self._places:
+            self._places[spec.shard_dim] = int(self.mesh.get_local_rank(spec.shard_dim))
+        return self._places[spec.shard_dim]
+
+    def accumulate(self, name: str, value: torch.Tensor, sums: Sums, *, partial: bool) -> torch.Tensor | None:
+        """Let a parameter's `.grad` have what a program gave, in place of autograd, which would run some DTensor operators for each: the first is
+        it from then on, others are `sums` to be added. Else gives the gradient, for autograd to add: where the parameter has hooks, or what
+        is there has another dtype, layout or placement."""
+        param = self._params[name]
+        there = param.grad
+        if self.mesh is None or has_hooks(param):
+            return self.gradient(name, value, partial=partial)
+        if there is None:
+            given, spec = self.gradient(name, value, partial=partial), self.specs[name]
+            mine, like = local_of(given), spec.whole_stride if partial else local_of(param).stride()
+            if type(mine) is not torch.Tensor or mine.dtype is not param.dtype or mine.stride() != like:
+                return given
+            param.grad = given
+            return None
+        layout = self._layouts.get((name, value.dtype, partial))
+        if type(there) is DTensor and not there.requires_grad and (there._spec is layout or there._spec == layout):
+            held, mine = there._local_tensor, self._without_padding(name, value, partial=partial)
+            if type(held) is torch.Tensor and held.shape == mine.shape and held.device == mine.device:
+                sums.to.append(held)
+                sums.added.append(mine)
+                return None
+        return self.gradient(name, value, partial=partial)
+
+    def _without_padding(self, name: str, value: torch.Tensor, *, partial: bool) -> torch.Tensor:
+        spec = self.specs[name]
+        if self.mesh is None or spec.shard_dim is None or partial:
+            return value
+        rows = self.rows(spec)
+        return value if rows == value.shape[0] else value[:rows]
 
     def gradient(self, name: str, value: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
         """A program's gradient in the form of its parameter: on its device, without padding, as a DTensor. With `partial` it is whole on
         each rank, and not reduced yet."""
         spec = self.specs[name]
-        if self.mesh is not None and spec.shard_dim is not None and not partial:
-            value = value[: self.rows(spec)]
+        value = self._without_padding(name, value, partial=partial)
         device = local_of(self._params[name]).device
         if value.device != device:
             value = Away(value, device)

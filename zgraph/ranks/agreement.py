@@ -28,6 +28,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
+RING = 4  # so many ranks vote at once: gloo reduces in a ring, by 2 (n - 1) messages one after another
 LOOKS = timedelta(seconds=0.5)  # while a vote is waited for, so often it is looked whether another rank has gone by
 
 
@@ -94,6 +95,19 @@ def _first_difference(
     return acts[0].subject, why or shown_difference(list(zip(pair, acts, strict=True)))
 
 
+def levels(ranks: Sequence[int], mine: int) -> list[list[int]]:
+    """The ranks that `mine` reduces with, in one level after another, so that after the last one all have met: few at a time, where their number
+    can be divided so."""
+    found: list[list[int]] = []
+    at, stride, left = ranks.index(mine), 1, len(ranks)
+    while left > 1:
+        size = next(n for n in range(2, left + 1) if left % n == 0)
+        first = at - at // stride % size * stride
+        found.append([ranks[first + number * stride] for number in range(size)])
+        stride, left = stride * size, left // size
+    return found
+
+
 class Agreement:
     """Votes among the ranks of a mesh. Without a mesh every vote is unanimous."""
 
@@ -101,6 +115,7 @@ class Agreement:
         self.mesh = mesh
         self.group: Any = None
         self.ranks: list[int] = []
+        self._levels: list[Any] = []  # the groups that it votes in, one after another
         self.heart: object | None = (
             None  # a `zgraph.ranks.heartbeat.Heart` (while this lives, its ranks watch each other)
         )
@@ -118,6 +133,16 @@ class Agreement:
         timeout = process_groups.world_timeout()
         alone = len(self.ranks) < dist.get_world_size()
         self.group = dist.new_group(self.ranks, backend=backend, timeout=timeout, use_local_synchronization=alone)
+        self._levels = [self.group]
+        if backend == "gloo" and len(self.ranks) > RING:
+            self._levels = [
+                dist.new_group(few, backend=backend, timeout=timeout, use_local_synchronization=True)
+                for few in levels(self.ranks, dist.get_rank())
+            ]
+
+    def groups(self) -> list[Any]:
+        """The process groups that it votes in, and exchanges more by; none where a rank is alone."""
+        return list(dict.fromkeys((self.group, *self._levels))) if self.group is not None else []
 
     def set_timeout(self, seconds: float | None, groups: Sequence[Any]) -> None:
         """Let votes, and these process groups, wait so long for all ranks; None: as long as they did before."""
@@ -125,7 +150,7 @@ class Agreement:
         known, self._limited, self._relaxed = self._limited, {}, False
         if seconds is None:
             return
-        for group in (self.group, *groups):
+        for group in dict.fromkeys((*self.groups(), *groups)):
             usual = known[group][1] if group in known else process_groups.timeout_of(group)
             if usual is not None:
                 self._limited[group] = timedelta(seconds=seconds), usual
@@ -155,7 +180,8 @@ class Agreement:
         """Let acts that all ranks foresee go on without a vote, or (`on` is False) vote on each; `groups` are the process groups of the mesh.
         All ranks must call it. Whatever was foreseen is forgotten."""
         if self.course is None and on and self.heart is not None:
-            self.course = Course(str(self.group.group_name), self.ranks, [*groups, self.group])
+            shared = dict.fromkeys((*groups, *self.groups()))
+            self.course = Course(str(self.group.group_name), self.ranks, list(shared))
         if self.course is not None:
             self.course.begin_anew()
             self.course.active = on
@@ -222,23 +248,25 @@ class Agreement:
 
     def _greatest(self, columns: torch.Tensor, subject: str, ballot: str) -> None:
         """Let each element be the greatest that a rank has there."""
-        course = self.course
-        if course is None:
-            dist.all_reduce(columns, op=dist.ReduceOp.MAX, group=self.group)
-            return
+        if self.course is not None:
+            self.course.enter_vote()
+        for group in self._levels:
+            work = dist.all_reduce(columns, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            self._wait(work, subject, ballot)
 
-        course.enter_vote()
-        work = dist.all_reduce(columns, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        while True:
+    def _wait(self, work: Any, subject: str, ballot: str) -> None:
+        """Until all ranks of a level have voted. Raises `RankMismatchError` if some have gone by here without a vote."""
+        course = self.course
+        while course is not None:
             try:
                 work.wait(LOOKS)
                 return
             except RuntimeError:
                 if work.is_completed():  # (it came just now, or has failed)
                     course.raise_difference()
-                    work.wait()
-                    return
+                    break
                 course.look(subject, ballot)
+        work.wait()
 
     def _difference(
         self,

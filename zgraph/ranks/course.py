@@ -51,6 +51,7 @@ class Course:
         self.groups = groups
         self.position = 0  # acts so far
         self.voted = 0  # the position of the last vote
+        self._voted_before = 0  # that of the one before
         self.past: list[Act] = []  # acts since then
         self.coming: Callable[[], Coming] | None = None
         self.compare: Callable[[Sequence[Any]], str | None] = lambda said: (
@@ -109,6 +110,7 @@ class Course:
     # -- votes --------------------------------------------------------------------------------------------------------
     def enter_vote(self) -> None:
         """This rank votes now."""
+        self._voted_before = self.voted
         self.voted = self.position + 1  # (first: a thread that looks in between finds nothing that went by)
         self.position = self.voted
 
@@ -127,7 +129,13 @@ class Course:
         """While this rank waits in a vote: raise `RankMismatchError` if another has gone by here."""
         self.raise_difference()
         with self._lock:
-            self._store.set(_WAITS, str(self.position))
+            waits = self._waits()
+            if (
+                self._voted_before < waits < self.position
+            ):  # (another waits where this rank went by: it is the first that is astray)
+                self._store.set(_PASSED, json.dumps([waits, process_groups.my_rank()]))
+            elif waits != self.position:
+                self._store.set(_WAITS, str(self.position))
             said = json.loads(self._store.get(_PASSED)) if self._store.check([_PASSED]) else None
         foreseen = self.foreseen()
         if said is None or said[0] != self.position or foreseen is None:
@@ -141,14 +149,20 @@ class Course:
     def answer(self) -> None:
         """For the thread of heartbeats: tell who waits in a vote that this rank has gone by there without one."""
         voted, position = self.voted, self.position
-        if voted == position or not self._lock.acquire(blocking=False):
+        if voted == position or not self.active or not self._lock.acquire(blocking=False):
             return
         try:
-            waits = int(self._store.get(_WAITS)) if self._store.check([_WAITS]) else 0
+            waits = self._waits()
             if voted < waits <= position:
                 self._store.set(_PASSED, json.dumps([waits, process_groups.my_rank()]))
+        except RuntimeError:  # (the store has ended, with its process group: nobody asks there any more)
+            self.active = False
         finally:
             self._lock.release()
+
+    def _waits(self) -> int:
+        """The position of the vote in which a rank waits, of several the first; or in which one did."""
+        return int(self._store.get(_WAITS)) if self._store.check([_WAITS]) else 0
 
     def difference(self) -> RankMismatchError | None:
         """The error that a rank has found, if any did, after which this rank's groups are shut too. None as well where the store is gone."""

@@ -143,7 +143,13 @@ class Step(torch.autograd.Function):
             runtime.nonfinite.backward(entry, step, ctx.evidence, flat, tangents, losses)
         with runtime.clock.timed("backward"):
             found = runtime.run_backward(
-                step, saved, _detached(flat), tangents, kept, adds=lambda: _adds_to(ctx), clear=clear
+                step,
+                saved,
+                _detached(flat, entry.trace.others),
+                tangents,
+                kept,
+                adds=lambda: _adds_to(ctx),
+                clear=clear,
             )
         if clear:
             ctx.saved = ctx.flat = ctx.kept = ctx.versions = None
@@ -200,8 +206,13 @@ def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, Saved, Seque
     return step, saved, flat
 
 
-def _detached(flat: Sequence[Any]) -> list[Any]:
-    return [v.detach() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in flat]
+def _detached(flat: Sequence[Any], others: Collection[int]) -> list[Any]:
+    """The flat inputs, of which these are no parameters: those without their graphs. (A program is given shards.)"""
+    found = list(flat)
+    for at in others:
+        if isinstance(found[at], torch.Tensor) and found[at].requires_grad:
+            found[at] = found[at].detach()
+    return found
 
 
 def _is_number(value: Any) -> bool:

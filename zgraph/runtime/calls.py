@@ -24,6 +24,7 @@ from zgraph.runtime.sizes_of_calls import CallSizes, SizesOfCalls
 from zgraph.runtime.storms import Storms
 from zgraph.torch_compat import fake_tensors
 from zgraph.torch_compat.guards import Failing
+from zgraph.torch_compat.modules import Registered
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,9 @@ class Calls:
         """The program for these inputs, with its key. For a new signature it is captured and compiled, on all ranks alike."""
         rank = self.rank
         refuse_inputs(rank.forward_function, args, kwargs)
-        rank.shards.refresh()
+        own = rank.shards.refresh()
         rank.shards.fetch()
-        call = self._signed(args, kwargs)
+        call = self._signed(args, kwargs, own)
         sizes = self._sizes.of(call)
         found = self._find(sizes, args, kwargs)
         changed = rank.changed_here()
@@ -107,9 +108,9 @@ class Calls:
         rank = self.rank
         if not rank.acts.by_steps():
             return
-        rank.shards.refresh()
+        own = rank.shards.refresh()
         rank.shards.fetch()
-        signatures = self._signatures(calls)
+        signatures = self._signatures(calls, own)
         sizes = [self._sizes.of(call) for call in signatures]
         found: dict[str, _Found] = {}
         for one, (args, kwargs) in zip(sizes, calls, strict=True):
@@ -131,10 +132,10 @@ class Calls:
         if not new and not verdict.flag:
             rank.acts.promise([program.key for program in programs])
 
-    def _signatures(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Signature]:
+    def _signatures(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], own: Registered) -> list[Signature]:
         for args, kwargs in calls:
             refuse_inputs(self.rank.forward_function, args, kwargs)
-        return [self._signed(args, kwargs) for args, kwargs in calls]
+        return [self._signed(args, kwargs, own) for args, kwargs in calls]
 
     def _entry_beside(self, own: CallSizes, calls: Sequence[CallSizes]) -> tuple[str, Entry]:
         """The program for a call, where ranks have `calls` that no one program serves (of some this rank has stand-ins). Every rank has all of the
@@ -227,8 +228,8 @@ class Calls:
         log("new input signature: compiling program %s for %s", name, shown)
         return name
 
-    def _signed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        call = signed(self.rank.module, args, kwargs)
+    def _signed(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: Registered | None = None) -> Signature:
+        call = signed(self.rank.module, args, kwargs, own)
         replaced = self.rank.forwards_replaced
         return dataclasses.replace(call, form=f"{call.form}; forward {replaced}") if replaced else call
 

@@ -10,6 +10,7 @@ are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from zgraph.capture.storages import Sharing, owned, sharing
 from zgraph.codegen.bindings import Sources
 from zgraph.codegen.executable import Executable
 from zgraph.errors import SignatureError
-from zgraph.parameters.sharding import Shards, with_requires_grad
+from zgraph.parameters.sharding import Shards, Sums, with_requires_grad
 from zgraph.plan.plan import Plan
 from zgraph.program.program import InputRole, OutputRole
 from zgraph.program.remark import Remark
@@ -267,6 +268,7 @@ class Runtime(Rank):
     ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
         """The gradients of one backward, by role and name of what they are of; `unsharded` are the whole weights that its forward ran with, and
         `adds` says to which parameters' `.grad` the backward adds."""
+        adds = functools.cache(adds)
         reduction = self.waiting.reduction(adds, accumulating=self.accumulating)
         executable = step.backward(reduction.now, bool(reduction.added))
         bindings, left = executable.bindings, iter(saved)
@@ -288,7 +290,7 @@ class Runtime(Rank):
             results = executable.run(values)
         self.settle_gradients()
         self.backwards += 1
-        gradients = self._handed_out(executable, results, stays, partial=not reduction.now)
+        gradients = self._handed_out(executable, results, stays, adds(), partial=not reduction.now)
         if reduction.rest:
             self.reduce_leftovers()
         if not self.accumulating:
@@ -298,19 +300,31 @@ class Runtime(Rank):
         return gradients
 
     def _handed_out(
-        self, executable: Executable, results: Sequence[torch.Tensor], stays: set[int], *, partial: bool
+        self,
+        executable: Executable,
+        results: Sequence[torch.Tensor],
+        stays: set[int],
+        adds: frozenset[str],
+        *,
+        partial: bool,
     ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
-        """The gradients that a backward gave, each in memory of its own, those of parameters in the form of these. (One that leaves the
-        device is where it was taken, by itself.)"""
+        """The gradients that a backward gave, each in memory of its own, those of parameters in the form of these, but for what was added to
+        `.grad` of those that it `adds` to. (One that leaves the device is where it was taken, by itself.)"""
+        sums = Sums()
         here = [at for at in range(len(results)) if at not in executable.away]
         came = {i for i, at in enumerate(here) if at in executable.transferred}
         own = iter(owned([results[at] for at in here], stays, came))
         gradients: dict[tuple[InputRole | None, str], torch.Tensor] = {}
         for at, port in enumerate(executable.program.outputs):
             value = results[at] if at in executable.away else next(own)
-            if port.of is InputRole.PARAMETER:
-                value = self.shards.gradient(port.name, value, partial=partial)
-            gradients[port.of, port.name] = value
+            left: torch.Tensor | None = value
+            if port.of is InputRole.PARAMETER and port.name in adds:
+                left = self.shards.accumulate(port.name, value, sums, partial=partial)
+            elif port.of is InputRole.PARAMETER:
+                left = self.shards.gradient(port.name, value, partial=partial)
+            if left is not None:
+                gradients[port.of, port.name] = left
+        sums.add()
         return gradients
 
     def settle_gradients(self) -> None:

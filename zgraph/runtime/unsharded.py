@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zgraph.parameters.sharding import Shards
+from zgraph.parameters.sharding import Shards, words_of
 from zgraph.parameters.staleness import Unchanged
 
 
@@ -17,12 +17,18 @@ class UnshardedWeights:
         self.weights: dict[str, torch.Tensor] = {}
         self._shards = shards
         self._versions: dict[str, tuple[int, ...]] = {}
+        self._words: dict[
+            str, tuple[torch.Tensor, torch.dtype]
+        ] = {}  # the bits of this rank's rows, where the host may look at them
         self._unchanged = Unchanged(shards, device, "an earlier forward had gathered them")
 
     def keep(self, name: str, weight: torch.Tensor) -> None:
         """Keep what a forward has gathered."""
         self.weights[name] = weight
         self._versions[name] = self._shards.version(name)
+        if weight.device.type == "cpu":
+            mine = self._shards.mine_of(name, weight)
+            self._words[name] = words_of(mine), weight.dtype
 
     def changed_here(self, *, again: bool = False) -> int:
         """Whether this rank's shards are others than they were kept of; see `Unchanged.changed`.
@@ -30,6 +36,8 @@ class UnshardedWeights:
         A kept weight is compared with this rank's shard bit by bit: torch counts neither a write through `.data` nor a
         foreach operator on a DTensor.
         """
+        if len(self._words) == len(self._versions):  # (bits tell of whatever versions tell)
+            return int(not all(self._shards.equals(name, *words) for name, words in self._words.items()))
         return self._unchanged.changed(self._versions, lambda: self._shards.differences(self.weights), again=again)
 
     def settle(self, worst: int) -> None:
@@ -46,3 +54,4 @@ class UnshardedWeights:
         """Forget them; the next forward gathers them anew."""
         self.weights.clear()
         self._versions.clear()
+        self._words.clear()

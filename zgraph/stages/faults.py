@@ -77,7 +77,7 @@ class Board:
 
     def __init__(self, name: str, groups: Sequence[Any], voters: Sequence[Agreement]) -> None:
         self.name = name
-        self.groups = [g for g in (*groups, *(v.group for v in voters)) if g is not None]
+        self.groups = list(dict.fromkeys((*groups, *(g for v in voters for g in v.groups()))))
         self.known: Fault | None = None
         for agreement in voters:
             agreement.refuse_ended = self.refuse_broken
