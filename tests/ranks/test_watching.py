@@ -17,6 +17,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,20 @@ def several_models() -> tuple[int, int, int, int, bool]:
     third.zgraph.recompile(third.zgraph.plan.model_copy(update={"watch": zgraph.Watch(interval=0)}))
     gc.collect()
     return one, three, left, _threads(), same
+
+
+def watched_and_gone() -> bool:
+    """A model that has been watched for several beats, some beats after its last name is gone: is it?"""
+    model = compiled(interval=0.05)
+    for _ in range(3):
+        model.train_step(torch.ones(4, 6))
+    held = weakref.ref(model.zgraph.runtime)
+    time.sleep(0.3)
+    del model
+    gc.collect()
+    time.sleep(0.3)
+    gc.collect()
+    return held() is None
 
 
 def timeouts() -> list[float]:
@@ -370,6 +385,11 @@ for step in range(5):
 @pytest.mark.gloo
 def test_one_thread_watches_for_all_models_and_ends_with_the_last(two):
     assert two.run(several_models) == [(1, 1, 1, 0, True)] * 2
+
+
+@pytest.mark.gloo
+def test_the_thread_that_watches_keeps_no_model(two):
+    assert two.run(watched_and_gone) == [True] * 2
 
 
 @pytest.mark.gloo

@@ -205,12 +205,14 @@ class Course:
         self.raise_difference()
 
 
-def living() -> list[Course]:
-    """The courses of this process."""
+def answer_all() -> None:
+    """For the thread of heartbeats, which keeps no course between two beats (a course has its model): let each of this process answer."""
     try:
-        return list(Course.of_all)
+        living = list(Course.of_all)
     except RuntimeError:  # (one is made just now, by another thread)
-        return []
+        return
+    for course in living:
+        course.answer()
 
 
 def shown_difference(acts: Sequence[tuple[int, Act]]) -> str:

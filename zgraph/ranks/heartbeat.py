@@ -32,7 +32,7 @@ from torch import fx
 from zgraph.program import collectives
 from zgraph.program.node import place_of
 from zgraph.ranks import progress
-from zgraph.ranks.course import living
+from zgraph.ranks.course import answer_all
 from zgraph.ranks.stacks import Line, stack_of
 from zgraph.torch_compat import process_groups
 
@@ -110,8 +110,7 @@ class Pulse:
             try:
                 beat = self.publish("alive")
                 self._warn(beat)
-                for course in living():
-                    course.answer()
+                answer_all()
             except Exception as error:  # (the store has ended before this process: there is nobody to tell)
                 logger.debug("no more heartbeats: %s", error)
                 return
