@@ -41,16 +41,18 @@ def compile_inductor(
     fix_saved: bool = False,
     combine: bool = False,
     round_each: bool = False,
+    hold: bool = True,
 ) -> Executable:
     """Compile `program`; `groups` gives each mesh dimension's process group by name.
 
     With `fix_saved` saved values keep the strides that they have in the program; else Inductor chooses. With `combine`
     kernels that do not depend on each other are launched as one (on CUDA), with `round_each` low dtypes are rounded to as
-    often as operators one by one would. Raises
+    often as operators one by one would. With `hold` a dead buffer may be held for the next of its size; without, what is live is what
+    forecasts say. Raises
     `LoweringError` with the operator and the user's line if Inductor can't lower it, or if the generated code
     communicates in another order than the program: nothing falls back.
     """
-    how = _How(groups, is_backward, fix_saved, combine, round_each)
+    how = _How(groups, is_backward, fix_saved, combine, round_each, hold)
     made = _compiled(program, how)
     if not program.sizes:
         return made.executable
@@ -69,6 +71,7 @@ class _How:
     fix_saved: bool
     combine: bool
     round_each: bool
+    hold: bool
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,11 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
             how.combine,
             how.round_each,
             library=library,
-            reuse=not any(transfers_to_host.is_move(n) for n in program.graph.nodes),
+            reuse=how.hold and not any(transfers_to_host.is_move(n) for n in program.graph.nodes),
             chunks=tuple(
                 (n.name, chunk) for n in ready.graph.nodes if has_info(n) and (chunk := info(n).chunk) is not None
             ),
+            copies=tuple(n.name for n in ready.graph.nodes if has_info(n) and info(n).copy_of is not None),
         )
     except Exception as error:
         raise _lowering_error(error, program) from error

@@ -62,16 +62,22 @@ def sources(nodes: Sequence[fx.Node], fused: bool) -> dict[fx.Node, tuple[fx.Nod
 
 def positions(nodes: Sequence[fx.Node], on: dict[fx.Node, tuple[fx.Node, ...]], fused: bool) -> dict[fx.Node, int]:
     """Where each node runs. Inductor puts a kernel's work into an earlier one of the same size that reads the same value, if all
-    else that it needs is there already."""
+    else that it needs is there already, and, of what is computed again, if no call is between them (`inductor_code.order_keeper`)."""
     found = {node: i for i, node in enumerate(nodes)}
     if not fused:
         return found
     kernels: dict[fx.Node, list[fx.Node]] = {}  # that read a storage, in order
+    call = 0  # where the last operator is that no kernel computes
     for node in nodes:
-        if on[node] != (node,) or not fusible(node):
+        if on[node] != (node,) or node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if not fusible(node):
+            call = found[node]
             continue
         read = dict.fromkeys(s for a in node.all_input_nodes for s in on[a])
         ready = max((found[s] for s in read), default=0)
+        if info(node).copy_of is not None:
+            ready = max(ready, call)
         large = [s for s in read if _elements(s) == _elements(node)]
         earlier = (k for s in large for k in kernels.get(s, ()) if found[k] > ready and together(k, node))
         first = next((k for k in earlier if _elements(k) == _elements(node)), None)

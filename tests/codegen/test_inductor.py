@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch._inductor.async_compile
 import torch.distributed as dist
 from ranks import Ranks
+from refusals import smallest
 from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
@@ -176,6 +178,32 @@ def test_the_first_part_of_a_gradient_is_computed_where_the_program_has_it(group
     for executable in compiled_parts(Tied(), (indices,), group, zero=0):
         made = [n.name for n in launches(executable.source, executable.program) if n.target in PRODUCTS]
         assert made == [n.name for n in executable.program.graph.nodes if n.target in PRODUCTS]
+
+
+class Residual(nn.Module):
+    """What its sums begin with, the table's rows, is computed again for each of its layers where memory is scarce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        x = self.table(indices)
+        for layer in self.layers:
+            x = x + torch.nn.functional.silu(layer(x))
+        return x.square().mean()
+
+
+def test_what_is_computed_again_is_made_where_it_is_read_and_not_all_by_one_kernel(group: dict[str, str]) -> None:
+    inputs = (torch.randint(0, 512, (8, 64)),)
+    least = smallest(lambda: programs(Residual(), zgraph.Plan(mesh={"dp": WORLD}, zero=0, memory_budget=1), inputs, WORLD))
+    _, backward = compiled_parts(Residual(), inputs, group, zero=0, memory_budget=least)
+    copies = [n for n in backward.program.graph.nodes if info(n).copy_of is not None and "embedding" in str(n.target)]
+    assert len(copies) > 1
+    body = backward.source[backward.source.index("def call(") :]
+    calls = [c for c in re.findall(r"^ +cpp_fused\w*\(", body, re.M) if "embedding" in c and "dense" not in c]
+    assert len(calls) == len(copies)
 
 
 def test_a_dead_buffer_is_held_within_what_values_take_without_weights(

@@ -294,7 +294,13 @@ class StepProgram:
                 made = compile_eager(program, self.context.groups)
             else:
                 # Two forwards share one backward where weights are kept: what they save must have the same strides.
-                made = compile_inductor(program, self.context.groups, is_backward=is_backward, fix_saved=self.keeps)
+                made = compile_inductor(
+                    program,
+                    self.context.groups,
+                    is_backward=is_backward,
+                    fix_saved=self.keeps,
+                    hold=self.plan.memory_budget is None,
+                )
         logger.info("%s: %s compiled in %.2f s", program.name, self.plan.backend, time.perf_counter() - start)
         return checked(made, self.context.groups)
 

@@ -88,9 +88,11 @@ def name_held(inputs: Sequence[fx.Node]) -> None:
 
 
 @functools.cache
-def order_keeper(chunks: tuple[tuple[str, str], ...] = ()) -> Any:
+def order_keeper(chunks: tuple[tuple[str, str], ...] = (), copies: tuple[str, ...] = ()) -> Any:
     """A pass over Inductor's scheduler that lets no fusion move collectives and library calls past each other, nor what is of one of the
-    `chunks` (the names of nodes, each with that of its chunk) past the chunk before it: two chunks' values would be there at once.
+    `chunks` (the names of nodes, each with that of its chunk) past the chunk before it: two chunks' values would be there at once. Nor
+    does one move what is computed again (the names of `copies`) past a call before it: it may need nothing that is not there from the
+    start, and several such values, read one after another, would be made by one kernel.
 
     Fusion puts a group of operators where the first of them stood, and what the others need (a wait, a product) before
     that. A chain of control dependencies through all kernels that are not Inductor's own forbids this; it extends no
@@ -107,12 +109,16 @@ def order_keeper(chunks: tuple[tuple[str, str], ...] = ()) -> Any:
     class KeepOrder(base):  # type: ignore[misc, valid-type]
         def __call__(self, nodes: list[Any]) -> list[Any]:
             last: str | None = None
+            again = frozenset(copies)
             for node in nodes:
                 if not isinstance(node.node, (ir.ExternKernel, ir.TemplateBuffer)) or isinstance(
                     node.node, ir.MultiOutput
                 ):
                     if isinstance(node, SchedulerNode):  # (else many loops as one, which no backend takes anew)
                         self._hold(node)
+                    made = node.node.get_origin_node() if again else None
+                    if last is not None and made is not None and made.name in again:
+                        node.add_fake_dep(WeakDep(last, last, is_fake=True))
                     continue
                 own = next((b.get_name() for b in node.get_outputs()), None)
                 if own is None:
@@ -133,7 +139,7 @@ def order_keeper(chunks: tuple[tuple[str, str], ...] = ()) -> Any:
                 node.add_fake_dep(WeakDep(read, read, is_fake=True))
 
         def uuid(self) -> Any:
-            return custom_graph_pass.get_hash_for_files((__file__,)), chunks
+            return custom_graph_pass.get_hash_for_files((__file__,)), chunks, copies
 
     return KeepOrder()
 
@@ -169,15 +175,18 @@ def compile_with_inductor(
     library: Callable[[Any], Any] = lambda kernels: kernels,
     reuse: bool = True,
     chunks: tuple[tuple[str, str], ...] = (),
+    copies: tuple[str, ...] = (),
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], str, list[Any]]:
     """(the boxed callable, its source, the strides of its outputs) of Inductor's compilation of one graph.
 
     `library` gives what its library calls are made of, for what it would make them of. With `combine` kernels that do not depend on
     each other become one (on CUDA, where each launch costs microseconds).
     Without `reuse` a buffer is freed where it dies: Inductor else holds it for the next of its size, where its own estimate of the peak, which
-    knows of no homes, allows it. With `round_each` a fused kernel rounds to a low dtype wherever its operators would, one by one.
+    knows of no homes, allows it. Then, and where something is computed again, each kernel is a function of its own: on CPU Inductor else
+    makes one of all between two library calls, and their results are there at once.
+    With `round_each` a fused kernel rounds to a low dtype wherever its operators would, one by one.
     The order of collectives and library calls is that of the graph: what fuses around them does not move them, and
-    Inductor's own reorder passes are off (they move the start of a collective next to its wait). `chunks`: see `order_keeper`.
+    Inductor's own reorder passes are off (they move the start of a collective next to its wait). `chunks`, `copies`: see `order_keeper`.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -186,7 +195,7 @@ def compile_with_inductor(
     keep = {
         "reorder_for_locality": False,
         "reorder_for_peak_memory": False,
-        "_pre_fusion_custom_pass": order_keeper(chunks),
+        "_pre_fusion_custom_pass": order_keeper(chunks, copies),
         "combo_kernels": combine,
         "emulate_precision_casts": round_each,
         "allow_buffer_reuse": reuse,
@@ -198,6 +207,8 @@ def compile_with_inductor(
         stack.enter_context(_known_sizes())
         stack.enter_context(_products_where_they_are())
         stack.enter_context(_sums_where_they_belong())
+        if copies or not reuse:
+            stack.enter_context(_functions_apart())
         compiled = compile_fx_inner(module, list(inputs), is_backward=is_backward)
     if not hasattr(compiled, "output_strides"):  # (a graph without an operator is not compiled at all)
         values = [getattr(n, "meta", {}).get("val") for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
@@ -232,6 +243,19 @@ def _known_sizes() -> Iterator[None]:
         yield
     finally:
         EfficientPeakEstimate.__init__ = made  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _functions_apart() -> Iterator[None]:
+    """Let Inductor make a function of each C++ kernel: what it puts together it ends where a function has too many arguments."""
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    most = CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM
+    CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = 0
+    try:
+        yield
+    finally:
+        CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = most
 
 
 @contextlib.contextmanager
