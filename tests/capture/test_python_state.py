@@ -313,6 +313,17 @@ def test_what_a_forward_reads_of_its_surroundings_is_never_stale(make):
     assert not torch.equal(*found[1])
 
 
+def test_what_inductor_puts_into_the_environment_is_no_change(monkeypatch):
+    """It does so when it first compiles, which may be after the capture."""
+    monkeypatch.setenv("ZGRAPH_TEST_K", "2")
+    model = zgraph.compile(Net(lambda m, y: y * float(os.getenv("ZGRAPH_TEST_K", "1"))), EAGER)
+    model(X)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "1")
+    model(X)
+    assert len(model.zgraph.runtime.entries) == 1
+
+
 LOOKED_UP = {
     "dict of self": lambda m: m.__dict__.get("k", 1.0),
     "vars": lambda m: vars(m).get("k", 1.0),

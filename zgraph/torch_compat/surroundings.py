@@ -18,6 +18,7 @@ _TORCH = os.path.dirname(torch.__file__)
 _HOOKS = tuple(
     getattr(nn.modules.module, f"_global_{n}_hooks") for n in ("forward", "forward_pre", "backward", "backward_pre")
 )
+_SET_BY_INDUCTOR = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "_TORCHINDUCTOR_")
 _COMPARED = (type(None), bool, int, float, complex, str, bytes)
 # (whether two arguments of these are one object is no difference)
 _PLAIN = (
@@ -77,7 +78,7 @@ class Surroundings:
         self._aliases = _aliases(scope)
         self._hooks = [tuple(h.values()) for h in _HOOKS]
         reads = any(c.co_filename == os.getenv.__code__.co_filename for c in codes)
-        self._environment = dict(os.environ) if reads else None
+        self._environment = _environment() if reads else None
 
     def changed(self, scope: dict[str, Any]) -> str | None:
         """What is no longer so; None if all is."""
@@ -97,7 +98,7 @@ class Surroundings:
         for hooks, before in zip(_HOOKS, self._hooks, strict=True):
             if (hooks or before) and tuple(hooks.values()) != before:
                 return "the hooks of all modules are the same"
-        if self._environment is not None and self._environment != dict(os.environ):
+        if self._environment is not None and self._environment != _environment():
             return "the environment variables are the same"
         return None
 
@@ -118,6 +119,11 @@ class Surroundings:
             elif _plain(table, self._hung_names & table.keys()) != before:
                 return False
         return True
+
+
+def _environment() -> dict[str, str]:
+    """The environment variables, but for those that Inductor sets for the processes that it starts, when it first needs them."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_INDUCTOR)}
 
 
 def _strings(codes: Iterable[types.CodeType]) -> frozenset[str]:
