@@ -197,7 +197,9 @@ class Residual(nn.Module):
 
 def test_what_is_computed_again_is_made_where_it_is_read_and_not_all_by_one_kernel(group: dict[str, str]) -> None:
     inputs = (torch.randint(0, 512, (8, 64)),)
-    least = smallest(lambda: programs(Residual(), zgraph.Plan(mesh={"dp": WORLD}, zero=0, memory_budget=1), inputs, WORLD))
+    least = smallest(
+        lambda: programs(Residual(), zgraph.Plan(mesh={"dp": WORLD}, zero=0, memory_budget=1), inputs, WORLD)
+    )
     _, backward = compiled_parts(Residual(), inputs, group, zero=0, memory_budget=least)
     copies = [n for n in backward.program.graph.nodes if info(n).copy_of is not None and "embedding" in str(n.target)]
     assert len(copies) > 1
