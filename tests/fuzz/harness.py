@@ -378,20 +378,31 @@ OWN_ROUNDING = 4.0
 
 
 def rounded_as_much(plain: Run, compiled: Run, exact: Run) -> set[tuple[int, str, str]]:
-    """Keys of the numbers that are about as near to those of double precision as plain PyTorch's are. None if double precision gives
+    """Keys of the numbers that are about as near to those of double precision as plain PyTorch's are. Not those of which double precision gives
     others altogether (it draws other random numbers, or takes another branch)."""
-    right, theirs, found = {k.key: k.value for k in exact.kept}, {k.key: k.value for k in compiled.kept}, set()
-    for key, value in ((k.key, k.value) for k in plain.kept):
-        three = [value, right.get(key), theirs.get(key)]
-        if not all(isinstance(v, torch.Tensor) and v.is_floating_point() and v.shape == value.shape for v in three):
-            continue
-        mine, best, given = (v.detach().double() for v in three)
+    right, theirs = {k.key: k.value for k in exact.kept}, {k.key: k.value for k in compiled.kept}
+    return {
+        k.key for k in plain.kept if k.key in right and k.key in theirs and _near(k.value, right[k.key], theirs[k.key])
+    }
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _near(plain: Any, exact: Any, given: Any) -> bool:
+    """Whether each tensor in what is `given` is about as near to the exact one as the plain one is."""
+    rows = [_tensors(x) for x in (plain, exact, given)]
+    if not rows[0] or len({len(row) for row in rows}) > 1:
+        return False
+    for three in zip(*rows, strict=True):
+        if not all(v.is_floating_point() and v.shape == three[0].shape for v in three):
+            return False
+        mine, best, ours = (v.detach().double() for v in three)
         own = float((mine - best).norm())
-        if not own <= 0.25 * float(best.norm()) + 1e-6:
-            return set()
-        if float((given - best).norm()) <= OWN_ROUNDING * own:
-            found.add(key)
-    return found
+        if own > 0.25 * float(best.norm()) + 1e-6 or float((ours - best).norm()) > OWN_ROUNDING * own + 1e-12:
+            return False
+    return True
 
 
 def _on_any(mine: bool, ranks: bool) -> bool:
@@ -477,7 +488,7 @@ def compare(
                 elsewhere.add(kept.key)
                 continue
             return Verdict("wrong", f"{kept.group} missing", f"step {kept.step}: {kept.group} {kept.name} is missing")
-        if kept.key in loose and isinstance(theirs[kept.key], torch.Tensor):
+        if kept.key in loose and len(_tensors(theirs[kept.key])) == len(_tensors(kept.value)):
             continue
         fault = differs(theirs[kept.key], kept.value, norms.get((kept.step, kept.group), 0.0), low)
         if fault and kept.key in compiled.elsewhere:

@@ -79,6 +79,26 @@ def test_numbers_that_are_rounding(model):
     assert found.ok, str(found)
 
 
+class Beside(nn.Module):
+    """An output that is nothing but rounding, beside one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.norm(x.transpose(1, 2)).transpose(1, 2) * 1.5
+        return self.head(h), h.mean()
+
+
+def test_numbers_that_are_rounding_in_double_precision():
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, 8, dtype=torch.float64)
+    plan = zgraph.Plan(backend="eager", mesh={"cp": 2})
+    found = zgraph.verify(Beside().double(), plan, 2, (x,), lambda out: out[0].square().mean())
+    assert found.ok, str(found)
+
+
 def test_what_is_wrong_is_wrong_all_the_same(monkeypatch):
     """A fault in a model that rounds much is found: it is larger than that."""
     from zgraph.verification.virtual_ranks import run_virtual

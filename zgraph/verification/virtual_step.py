@@ -54,6 +54,7 @@ from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virt
 
 SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which changes no gradient that it does not save
 
+SHAKEN = 3  # runs of a model in double precision
 OWN_ROUNDING = 8.0  # by how much more than the plain model's own another order of the same operations may round
 _SAME_LOSS = 1e-2  # another loss in double precision is another computation
 
@@ -412,7 +413,9 @@ class PlainRun:
             losses = [loss_fn(x) if loss_fn else find_loss(x) for x in (output, flat_output)]
             self._differentiate(plain, losses, {i: values[i] for i in sorted(entry.trace.differentiable)}, weight)
         self.buffers = dict(plain.named_buffers())
-        self._precise = lambda: precise_run(before, own_inputs(call), loss_fn, weight, self.random)
+        self._precise = lambda seed: precise_run(
+            copy.deepcopy(before), own_inputs(call), loss_fn, weight, self.random, seed
+        )
 
     def _differentiate(
         self,
@@ -436,25 +439,30 @@ class PlainRun:
         self.grads = {n: p.grad for n, p in plain.named_parameters()}
 
     @cached_property
-    def exact(self) -> PreciseRun | None:
-        """The same in double precision, which says how far the plain model's own numbers are rounded. None where the model does not run in
-        it, or where it gives another loss (it draws other random numbers, or one of its branches is taken elsewhere)."""
-        found = self._precise()
-        if found is None or not torch.allclose(found.loss, self.loss.double(), rtol=_SAME_LOSS, atol=_SAME_LOSS):
-            return None
+    def exact(self) -> list[PreciseRun]:
+        """The same in double precision, which says how far the plain model's own numbers are rounded; several runs, since what is in double
+        precision already is changed at random. None where the model does not run in it, or where it gives another loss (it draws other random
+        numbers, or one of its branches is taken elsewhere)."""
+        found = []
+        for seed in range(SHAKEN):
+            run = self._precise(seed)
+            if run is None or not torch.allclose(run.loss, self.loss.double(), rtol=_SAME_LOSS, atol=_SAME_LOSS):
+                return []
+            found.append(run)
+            if not run.shaken:
+                break
         return found
 
     def pair(self, what: str, name: str) -> tuple[Any, Any]:
-        """A number of the plain model, and the same in double precision; None where there is none."""
-        exact = self.exact
-        if exact is None:
-            return None, None
-        mine, precise = {
-            "output": (self.plain, exact.outputs),
-            "buffer": (self.buffers, exact.buffers),
-            "gradient": (self.grads, exact.grads),
-        }[what]
-        return mine.get(name), precise.get(name)  # type: ignore[attr-defined]
+        """A number of the plain model, and the same in double precision, of several the farthest; None where there is none."""
+        mine = {"output": self.plain, "buffer": self.buffers, "gradient": self.grads}[what].get(name)  # type: ignore[attr-defined]
+        runs = (
+            {"output": run.outputs, "buffer": run.buffers, "gradient": run.grads}[what].get(name) for run in self.exact
+        )
+        found = [value for value in runs if value is not None]
+        if mine is None or any(value.shape != mine.shape for value in found):
+            return mine, None
+        return mine, max(found, key=lambda value: float((mine.detach().double() - value).norm()), default=None)
 
     def output_name(self, index: int) -> str:
         """What a flat output is called: by its place in the model's output, where it has one."""
@@ -475,6 +483,7 @@ class PreciseRun:
     outputs: dict[str, torch.Tensor]
     grads: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    shaken: bool  # whether something was in double precision before
 
 
 def precise_run(
@@ -483,9 +492,13 @@ def precise_run(
     loss_fn: Callable[..., torch.Tensor] | None,
     weight: float,
     random: torch.Tensor,
+    seed: int = 0,
 ) -> PreciseRun | None:
-    """Run a model (which is changed) in double precision, from this random state; None where it can't be."""
+    """Run a model in double precision, from this random state; None where it can't be. Model and inputs are changed. What is in double precision
+    already is another number in its last place, by `seed`: so far apart are two results that only rounding makes differ (Parker's Monte
+    Carlo arithmetic)."""
     try:
+        shaken = _shake([*model.parameters(), *_tensors(call)], seed)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(random)
             args, kwargs = pytree.tree_map(lambda x: cast_to(x, torch.float64), call)
@@ -498,7 +511,18 @@ def precise_run(
         return None
     outputs = {f"leaf {i}": leaf.detach() for i, leaf in enumerate(_tensors(output))}
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return PreciseRun(loss.detach(), outputs, grads, dict(model.named_buffers()))
+    return PreciseRun(loss.detach(), outputs, grads, dict(model.named_buffers()), shaken)
+
+
+def _shake(tensors: Sequence[torch.Tensor], seed: int) -> bool:
+    """Change each number in double precision by a last place, up or down at random. Is there any?"""
+    random = torch.Generator().manual_seed(seed)
+    doubles = [t for t in tensors if t.dtype is torch.float64]
+    with torch.no_grad():
+        for tensor in doubles:
+            up = torch.randint(0, 2, tensor.shape, generator=random).to(tensor)
+            tensor.mul_(1 + (2 * up - 1) * torch.finfo(torch.float64).eps)
+    return bool(doubles)
 
 
 def named(program: Program, run: PlainRun, values: Sequence[Any]) -> dict[tuple[str, str], torch.Tensor]:
