@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import zgraph
 from zgraph.errors import CaptureError
-from zgraph.parameters.optimizer_steps import count_steps_on, steps_on, watch_optimizers
+from zgraph.parameters.optimizer_steps import _Hook, count_steps_on, steps_on, watch_optimizers
 from zgraph.torch_compat.lock import ONE_AT_A_TIME
 
 
@@ -127,10 +127,12 @@ class Owner:
     """Stands for the shards of a model."""
 
 
-def test_optimizers_are_watched_only_while_a_sharded_model_lives():
+def test_optimizers_are_watched_only_while_a_sharded_model_lives(monkeypatch):
     hooks = _global_optimizer_post_hooks
     ours, theirs = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    gc.collect()  # (models of tests before, which are watched for as well)
+    gc.collect()
+    monkeypatch.setattr(_Hook, "owners", 0)  # (a model of a test before may live on, and has a hook then)
+    monkeypatch.setattr(_Hook, "handle", None)
     before = dict(hooks)
     first, second = Owner(), Owner()
     for owner in (first, second):

@@ -146,10 +146,7 @@ class PlanOptimizer(torch.optim.Optimizer):
     def look_up(self, params: Mapping[str, nn.Parameter]) -> None:
         """Hold the model's parameters as they are now (`load_state_dict(assign=True)` makes them other objects). Raises `StepError` where someone
         else has changed which are in a group."""
-        groups = self.param_groups
-        if len(groups) != len(self._held):
-            raise _moved(f"there are {len(groups)} groups, and {len(self._held)} in the plan")
-        for number, (group, held) in enumerate(zip(groups, self._held, strict=True)):
+        for number, (group, held) in enumerate(zip(self._groups(), self._held, strict=True)):
             now = group.get("params", ())
             if len(now) != len(held) or not all(map(operator.is_, now, held)):
                 raise _moved(f"group {number} has {len(now)} parameters now, and not the {len(held)} of the plan")
@@ -160,6 +157,12 @@ class PlanOptimizer(torch.optim.Optimizer):
                     if old is not new:
                         self._shown.show_again(old, new)
                 group["params"], self._held[number] = fresh, list(fresh)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups, as many as the plan has; `StepError` for others."""
+        if len(self.param_groups) != len(self._held):
+            raise _moved(f"there are {len(self.param_groups)} groups, and {len(self._held)} in the plan")
+        return self.param_groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update; the same as `model.step()`, which calls it."""
@@ -256,7 +259,7 @@ class PlanOptimizer(torch.optim.Optimizer):
 
     def numbers(self, wanted: Sequence[tuple[int, str]]) -> list[float]:
         """The values of (group, "lr" or "betas.0") as they are now."""
-        groups = dict(zip(self._records, self.param_groups, strict=True))
+        groups = dict(zip(self._records, self._groups(), strict=True))
         missing = [(n, k) for n, path in wanted if (k := path.partition(".")[0]) not in groups[n]]
         if missing:
             number, key = missing[0]
