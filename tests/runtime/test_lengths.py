@@ -296,8 +296,51 @@ def _model(name: str) -> nn.Module:
                 hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8, num_labels=5, **none
             )
         ),
+        "whisper": lambda: t.WhisperForConditionalGeneration(
+            t.WhisperConfig(
+                vocab_size=97, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+                encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=30, max_target_positions=256, decoder_start_token_id=1, pad_token_id=0,
+                bos_token_id=1, eos_token_id=2, use_cache=False, dropout=0.0, suppress_tokens=None, begin_suppress_tokens=None,
+            )
+        ),
     }  # fmt: skip
+    if name == "qwen2_vl":
+        return _qwen2_vl()
     return makers[name]()
+
+
+def _qwen2_vl() -> nn.Module:
+    import transformers as t
+
+    text = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}, "use_cache": False,
+    }  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    tokens = {f"{name}_token_id": 3 + at for at, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+    return t.Qwen2VLForConditionalGeneration(t.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens))
+
+
+def images_and_words(model: nn.Module, rows: int, length: int, high: int) -> dict[str, torch.Tensor]:
+    """A batch of one image a row, `high` times 4 patches, each four of which are a word."""
+    draw = torch.Generator().manual_seed(1000 * rows + length)
+    grid = torch.tensor([[1, high, 4]] * rows)
+    ids, kinds = torch.randint(7, 97, (rows, length), generator=draw), torch.zeros(rows, length, dtype=torch.int32)
+    ids[:, 1 : 1 + high], kinds[:, 1 : 1 + high] = 3, 1
+    places, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
+    pixels = torch.randn(4 * high * rows, 96, generator=draw)
+    given = {"input_ids": ids, "labels": ids.clone(), "position_ids": places}
+    return {**given, "pixel_values": pixels, "image_grid_thw": grid, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.slow
+def test_a_model_of_images_and_words_has_one_program_for_each_grid():
+    pytest.importorskip("transformers")
+    plain = _model("qwen2_vl")
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"))
+    for rows, length, high in ((2, 20, 4), (2, 30, 4), (3, 33, 8), (2, 44, 4), (3, 12, 8)):
+        assert difference(mine, plain, images_and_words(plain, rows, length, high)) < 1e-6
+    assert len(mine.zgraph.programs) == 3  # (the first one at its sizes, then one for each grid)
 
 
 def _batch(name: str, rows: int, length: int) -> dict[str, object]:
@@ -313,6 +356,8 @@ def _batch(name: str, rows: int, length: int) -> dict[str, object]:
     ids = torch.randint(2, 97, (rows, length), generator=draw)
     if name == "tagger":
         return batch(rows, length)
+    if name == "whisper":
+        return {"input_features": torch.randn(rows, 8, 60, generator=draw), "labels": ids}
     if name == "t5":
         return {"input_ids": ids, "labels": torch.randint(2, 97, (rows, 3 + length // 3), generator=draw)}
     mask = torch.ones_like(ids)
@@ -359,6 +404,29 @@ def test_dimensions_that_were_equal_by_chance_part():
     for shape in ((4, 4), (6, 6), (5, 9), (9, 5), (7, 7)):
         assert difference(mine, plain, {"x": torch.randn(shape)}) < 1e-6
     assert len(mine.zgraph.programs) == 3
+
+
+class Turned(nn.Module):
+    """Takes a table whose batch is dimension 1, and asserts of values what sizes say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x, table):
+        torch._check_tensor_all((table < 9).sum() * x.shape[1] == table.numel() * x.shape[1], lambda: "too large")
+        return (self.mix(x) + table.sum(0).unsqueeze(-1)).square().mean()
+
+
+def test_a_batch_that_is_no_first_dimension_and_an_assertion_of_values():
+    mine, plain = pair(Turned)
+    for rows, length in ((2, 5), (2, 7), (4, 7), (5, 3)):
+        call = {"x": torch.randn(rows, length, 4), "table": torch.randint(0, 9, (3, rows, length))}
+        assert difference(mine, plain, call) == 0.0
+    assert len(mine.zgraph.programs) == 2
+    call["table"][0, 0, 0] = 9
+    with pytest.raises(ZgraphError, match="does not hold"):
+        mine(**call)
 
 
 class Keeps(nn.Module):

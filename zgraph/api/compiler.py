@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def compile(
     inputs: Inputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
     mesh: DeviceMesh | None = None,
-    dynamic: Mapping[str, Mapping[int, str | Size]] | None = None,
+    dynamic: Mapping[str, Mapping[int, str | Size] | Literal["value"]] | None = None,
 ) -> M:
     """Shard `model` as `plan` says and let its forward and backward run as compiled programs.
 
@@ -68,7 +68,8 @@ def compile(
     become rank 0's, and a warning says so; those on the meta device are initialised shard by shard. `loss_fn(output, …)` gives
     `train_step` the loss where the model's output has none: after the output it gets what was given to `train_step` and
     `forward` has no room for, or the arguments of `forward`, as many as it needs. `dynamic` is the plan's: which sizes of which arguments differ
-    from call to call, `{"input_ids": {0: "batch", 1: zgraph.Size("seq", max=2048)}}`.
+    from call to call, `{"input_ids": {0: "batch", 1: zgraph.Size("seq", max=2048)}}`, and of which arguments each value has a program of its own,
+    `{"image_grid_thw": "value"}`.
 
     All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices), `MeshError` (a mesh
     that is not the world), `RankMismatchError` (ranks with different plans or models), `UnsupportedError` (lazy

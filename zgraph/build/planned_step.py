@@ -24,6 +24,7 @@ from zgraph.capture.former_memory import former_memory
 from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.replaced_forward import signature_of, unbound
 from zgraph.capture.tensor_parallel_layout import divided_layout
+from zgraph.capture.value_inputs import declared_values, with_values
 from zgraph.capture.varying_sizes import Signature, VaryingSizes
 from zgraph.errors import ModelError, PlanError
 from zgraph.parameters.mixed_precision import check, prepare
@@ -31,6 +32,7 @@ from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import History
 from zgraph.passes.analysis.costs import Costs
 from zgraph.plan.plan import Plan
+from zgraph.plan.shapes import sizes_in
 from zgraph.program.program import TENSOR_DIM, OutputRole, ParamSpec, Program
 from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
@@ -126,7 +128,8 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
         if math.prod(plan.resolve_mesh(world).values()) > 1:
             undo.callback(former_memory(model).note_early(model))
         undo.enter_context(prepare(model, precision, specs))
-        opened = declared_sizes(plan, forward, signed(model, args, kwargs))
+        constants = declared_values(plan.dynamic, forward, args, kwargs)
+        opened = with_values(declared_sizes(plan, forward, signed(model, args, kwargs, constants)), constants)
         traced = trace(model, forward, args, kwargs, specs, sizes, device, precision, opened)
     decompositions = inductor_code.inductor_decompositions() if plan.backend == "inductor" else {}
     joint = traced.joint(traced.pattern, decompositions, "train" if traced.pattern else "eval")
@@ -137,7 +140,8 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
 def declared_sizes(plan: Plan, forward: Callable[..., Any], call: Signature) -> OpenSizes | None:
     """The sizes of a call that a plan declares to differ from call to call; None where it declares none."""
     parameters = list(signature_of(forward).parameters.values())[1:]
-    return VaryingSizes(plan.dynamic, parameters).opened(call) if plan.dynamic else None
+    dynamic = sizes_in(plan.dynamic)
+    return VaryingSizes(dynamic, parameters).opened(call) if dynamic else None
 
 
 def update_program(model: nn.Module, plan: Plan, world: int) -> History:

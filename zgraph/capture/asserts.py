@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zgraph.errors import SizeError
 from zgraph.program import ops
 from zgraph.program.node import Phase, info
 from zgraph.program.program import OutputRole, Port, Program
@@ -38,6 +39,13 @@ def keep_asserts(program: Program) -> list[tuple[Port, fx.Node]]:
         late = message.startswith(_GENERATED)  # (the user's own words first)
         before = _end_of_forward(program) if late and info(node).phase is Phase.FORWARD else node
         if isinstance(condition, fx.Node):
+            if not isinstance(condition.meta["val"], torch.Tensor):
+                raise SizeError(
+                    "the model asserts what a number is that it takes from a tensor",
+                    where=info(node).source or None,
+                    why="programs whose sizes differ from call to call know no such number",
+                    hint="assert it of the tensor: torch._assert(x.sum() == 4, …) in place of torch._check(x.sum().item() == 4)",
+                )
             with program.graph.inserting_before(before):
                 made = program.call(ops.CHECK, (condition, message), info(node), name="check")
             results.append((Port(OutputRole.CHECK, made.name), made))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zgraph.capture.varying_sizes import MARK, VALUE, Signature
+from zgraph.capture.varying_sizes import CONSTANT, MARK, VALUE, Signature, Value
 from zgraph.torch_compat import dynamo
 from zgraph.torch_compat.modules import Registered, registered
 
@@ -23,14 +23,21 @@ def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def signed(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Registered | None = None
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    constants: Sequence[torch.Tensor] = (),
+    own: Registered | None = None,
 ) -> Signature:
     """Structure, shapes, dtypes and values of the inputs, modes of the modules, forms of the buffers, grad and autocast
-    modes. (Parameters have the form of their layouts: `Shards.refresh`.) `own` is what the module has registered, if that is known."""
+    modes. (Parameters have the form of their layouts: `Shards.refresh`.) Of the inputs that are `constants` it has the values.
+    `own` is what the module has registered, if that is known."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
     numbers: list[str] = []
-    told = [_input(leaf, tensors, numbers) for leaf in leaves]
+    values: tuple[Value, ...] = tuple([(tuple(x.shape), tuple(x.flatten().tolist())) for x in constants])
+    number_of = {id(x): number for number, x in enumerate(constants)}
+    told = [_input(leaf, tensors, numbers, number_of) for leaf in leaves]
     inputs = ", ".join(told)
     own = own or registered(module)
     training = "".join(["t" if child.training else "e" for child in own.modules])
@@ -43,16 +50,25 @@ def signed(
     modes = f"modules {_runs(training)}; parameters {_runs(frozen)}; buffers ({buffers})"
     family = f"inputs ({inputs}{same}); structure {spec}"
     form = f"{family}; {modes}; {grad}; autocast {casts}"
-    shown = tuple([repr(x) if type(x) in (int, float) else t for x, t in zip(leaves, told, strict=True)])
-    return Signature(form, family, tuple(tensors), tuple(numbers), shown, (args, kwargs))
+    shown = tuple([_shown(leaf, text, number_of) for leaf, text in zip(leaves, told, strict=True)])
+    return Signature(form, family, tuple(tensors), tuple(numbers), shown, tuple(constants), values, (args, kwargs))
 
 
-def _input(leaf: Any, tensors: list[torch.Tensor], numbers: list[str]) -> str:
+def _shown(leaf: Any, told: str, constants: Collection[int]) -> str:
+    if type(leaf) in (int, float):
+        return repr(leaf)
+    return str(leaf.tolist()) if id(leaf) in constants else told
+
+
+def _input(leaf: Any, tensors: list[torch.Tensor], numbers: list[str], constants: Mapping[int, int]) -> str:
     """A leaf of the inputs; with a mark in place of a shape, and the number of its dimensions, where sizes may differ from call to call, and one in
-    place of a Python number's value."""
+    place of a Python number's value; for one of the `constants`, numbered by their ids, with one in place of both."""
     if type(leaf) in (int, float):
         numbers.append(repr(leaf))
         return f"{VALUE}{len(numbers) - 1}{VALUE} of type {type(leaf).__name__}"
+    if id(leaf) in constants:
+        mark = f"{CONSTANT}{constants[id(leaf)]} of {leaf.dim()} dimensions{CONSTANT}"
+        return _leaf(leaf, set()).replace(str(list(leaf.shape)), mark, 1)
     plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.dim() > 0 and leaf.is_contiguous()
     if not plain:
         return _leaf(leaf, set())

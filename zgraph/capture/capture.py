@@ -50,7 +50,7 @@ from zgraph.program import ops
 from zgraph.program.aliases import root_of
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
-from zgraph.torch_compat import aot, dynamo, fx_graphs, lock, symbols, tensor_storage
+from zgraph.torch_compat import aot, dynamo, fake_tensors, fx_graphs, lock, symbols, tensor_storage
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,8 @@ class Trace:
         graph_module = _with_output_marks(self.flat.graph_module, differentiated, self)
         fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         context = torch.enable_grad() if differentiated else torch.no_grad()
-        with context, lock.ONE_AT_A_TIME:
+        values = bool(self.open_sizes is not None and self.open_sizes.values)
+        with context, lock.ONE_AT_A_TIME, fake_tensors.known_values(values):
             try:
                 joint = aot.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
             except dynamo.ValueDependent as error:
@@ -371,7 +372,9 @@ def _captured(
             why="what is left in it can't be compared before a call, nor put back after a capture",
             hint="take from it outside of forward, and give what it gave as an argument",
         )
-    capture = functools.partial(dynamo.capture_flat, bound, args, kwargs, open_dims=fakes.open_dims)
+    capture = functools.partial(
+        dynamo.capture_flat, bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values
+    )
     numbers = list(fakes.open_sizes.numbers) if fakes.open_sizes is not None else []
     lists: list[Any] = []
     if numbers:
@@ -442,7 +445,7 @@ def _capture(
     Some models finish their construction in their first forward (under locks, with hooks), which can't be traced.
     """
     try:
-        return dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims)
+        return dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values)
     except Exception as first:  # (dynamo's own errors are of many types)
         try:
             with fakes.mode, torch.no_grad():
@@ -450,7 +453,7 @@ def _capture(
         except Exception as error:
             logger.debug("forward does not run on fake tensors: %s", error)
         try:
-            flat = dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims)
+            flat = dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values)
         except Exception as error:
             raise _capture_error(error) from _caused_by(error, first)
         if not flat.effects.is_empty:

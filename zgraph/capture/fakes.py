@@ -39,6 +39,7 @@ class Fakes:
         self.open_sizes = open_sizes
         self.open_dims: dict[int, dict[int, str]] = {}  # names of the sizes that are open, by the ids of fake tensors
         self.names: dict[int, tuple[InputRole, str]] = {}  # what is registered, by the ids of fake tensors
+        self.values: dict[int, torch.Tensor] = {}  # of inputs that are constants, by the ids of fake tensors
         self.given_dtypes: dict[int, torch.dtype] = {}  # of inputs before they were cast, by the ids of fake tensors
         self._registered: dict[int, Any] = {}  # by the ids of real tensors
         self._inputs: dict[int, Any] = {}  # by the ids of real tensors
@@ -100,6 +101,8 @@ class Fakes:
             self._inputs[id(x)] = made = _with_attributes(x, self._computed(fake))
             if names and id(x) not in self._registered:
                 self.open_dims[id(made)] = names
+            if self.open_sizes is not None and id(x) in self.open_sizes.values:
+                self.values[id(made)] = x.detach().clone()
         return self._inputs[id(x)]
 
     def _open(self, x: torch.Tensor, names: dict[int, str]) -> torch.Tensor:

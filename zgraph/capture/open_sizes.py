@@ -7,7 +7,7 @@ environment of its own, one input for each symbol, and the guards as its `Sizes`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,12 +27,14 @@ from zgraph.torch_compat import symbols
 @dataclass(frozen=True)
 class OpenSizes:
     """Which sizes of a call are to be symbols: `names` by dimension, by the ids of its tensors; `points` at which they are traced; `ranges` that
-    a user has declared, (smallest, largest). `numbers` are the Python numbers that are to be given to the program, as captures call them."""
+    a user has declared, (smallest, largest). `numbers` are the Python numbers that are to be given to the program, as captures call them; `values`
+    are the ids of tensors whose values are constants of it."""
 
     names: Mapping[int, dict[int, str]]
     points: Mapping[str, int]
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
+    values: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,11 @@ class TracedSize:
     dim: int
 
 
-def distinct(points: Mapping[str, int]) -> dict[str, int]:
-    """The points with no two equal, and none that is 0 or 1: larger by as little as need be."""
+def distinct(points: Mapping[str, int], exact: Collection[str] = ()) -> dict[str, int]:
+    """The points with no two equal, and none that is 0 or 1: larger by as little as need be, and those that are `exact` only if there is no other
+    way."""
     found: dict[str, int] = {}
-    for name in sorted(points):
+    for name in sorted(points, key=lambda name: (name not in exact, name)):
         point = max(points[name], 2)
         while point in found.values():
             point += 1

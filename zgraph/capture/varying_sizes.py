@@ -33,20 +33,26 @@ Shapes = tuple[tuple[int, ...], ...]
 Numbers = tuple[str, ...]
 """Python numbers among the arguments of a call, in words."""
 
+Value = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape of a tensor, and its numbers in order."""
+
 MARK = "\0"  # around the number of a tensor in a signature, in place of its shape
 VALUE = "\1"  # around that of a Python number, in place of its value
+CONSTANT = "\2"  # around that of an input that is a constant, in place of its shape and its values
 
 
 @dataclass(frozen=True)
 class Signature:
-    """All about a call that a capture specialises on. `form` has it in words, with a mark for the shape of each of the `tensors`, and for the
-    value of each of the `numbers`; `family` is the part of it that is about the inputs."""
+    """All about a call that a capture specialises on. `form` has it in words, with a mark for the shape of each of the `tensors`, for the value
+    of each of the `numbers`, and for both of each of the `constants`; `family` is the part of it that is about the inputs."""
 
     form: str
     family: str
     tensors: tuple[torch.Tensor, ...]
     numbers: Numbers
     leaves: tuple[str, ...]  # each of the inputs, in words
+    constants: tuple[torch.Tensor, ...]  # inputs whose values are constants of a capture
+    values: tuple[Value, ...]  # these values
     call: tuple[tuple[Any, ...], dict[str, Any]] = field(repr=False)
 
     @property
@@ -58,25 +64,29 @@ class Signature:
     def shapes(self) -> Shapes:
         return tuple([tuple(t.shape) for t in self.tensors])
 
-    def at(self, shapes: Shapes, device: str | None = None) -> Signature:
-        """The same call with tensors of other shapes, which have no values; they are on the devices of its own, or on another."""
+    def at(self, shapes: Shapes, values: tuple[Value, ...], device: str | None = None) -> Signature:
+        """The same call with tensors of other shapes, which have no values, and other constants; on the devices of its own, or on another."""
         stand_ins = {
             id(t): _stand_in(t, shape, device or t.device)
             for t, shape in zip(self.tensors, shapes, strict=True)
             if tuple(t.shape) != shape
         }
+        for constant, value, own in zip(self.constants, values, self.values, strict=True):
+            if value != own:
+                numbers = torch.tensor(value[1], dtype=constant.dtype, device=constant.device)
+                stand_ins[id(constant)] = numbers.reshape(value[0])
         return replace(
             self,
             tensors=tuple([stand_ins.get(id(t), t) for t in self.tensors]),
+            constants=tuple([stand_ins.get(id(t), t) for t in self.constants]),
+            values=values,
             call=pytree.tree_map(lambda leaf: stand_ins.get(id(leaf), leaf), self.call),
         )
 
     def paths(self, positional: Sequence[str]) -> tuple[str, ...]:
         """What each of the tensors is called: "input_ids", "batch.labels"; `positional` are the names of forward's parameters."""
-        args, kwargs = self.call
-        named = dict(zip([*positional, *(f"args_{i}" for i in range(len(args)))], args, strict=False)) | kwargs
-        places = {id(leaf): path for path, leaf in pytree.tree_leaves_with_path(named)}
-        return tuple(pytree.keystr(places[id(t)])[2:].replace("']", "", 1) for t in self.tensors)
+        found = {id(leaf): path for path, leaf in inputs_by_path(positional, *self.call).items()}
+        return tuple(found[id(t)] for t in self.tensors)
 
     def sources(self, parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
         """What a capture calls each of the numbers: "L['temperature']"; of a forward with these parameters behind the module."""
@@ -107,26 +117,40 @@ class Signature:
             ", ".join(str(names.get((number, d), n) if n > 1 else n) for d, n in enumerate(tensor.shape))
             for number, tensor in enumerate(self.tensors)
         ]
-        return self._filled(shapes, ["any" if at in given else value for at, value in enumerate(self.numbers)])
+        values = [f"{list(shape)} of value {list(numbers)}" for shape, numbers in self.values]
+        return self._filled(shapes, ["any" if at in given else value for at, value in enumerate(self.numbers)], values)
 
     @property
     def outline(self) -> str:
-        """The signature with a question mark for each size and each number that may differ from call to call."""
-        return self._filled([", ".join("?" * t.dim()) for t in self.tensors], ["?"] * len(self.numbers))
+        """The signature with a question mark for each size, number and constant that may differ from call to call."""
+        unknown = ["?"] * len(self.numbers), ["?"] * len(self.values)
+        return self._filled([", ".join("?" * t.dim()) for t in self.tensors], *unknown)
 
-    def _filled(self, shapes: Sequence[str], numbers: Sequence[str]) -> str:
+    def _filled(self, shapes: Sequence[str], numbers: Sequence[str], values: Sequence[str]) -> str:
         """The form with these in place of its marks."""
         parts = self.form.split(MARK)
         parts[1::2] = [f"[{shape}]" for shape in shapes]
         parts = "".join(parts).split(VALUE)
         parts[1::2] = numbers
+        parts = "".join(parts).split(CONSTANT)
+        parts[1::2] = values
         return "".join(parts)
+
+
+def inputs_by_path(positional: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All inputs of a call by what they are called: "input_ids", "batch.labels"."""
+    named = dict(zip([*positional, *(f"args_{i}" for i in range(len(args)))], args, strict=False)) | kwargs
+    leaves = pytree.tree_leaves_with_path(named)
+    return {pytree.keystr(path)[2:].replace("']", "", 1): leaf for path, leaf in leaves}
 
 
 def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
     made = torch.empty(shape, dtype=tensor.dtype, device=device)
     vars(made).update(vars(tensor))
     return made.requires_grad_(tensor.requires_grad)
+
+
+KNOWN_VALUES = 256  # constants that a family remembers
 
 
 @dataclass
@@ -142,6 +166,16 @@ class Family:
     equal: dict[Place, int] = field(default_factory=dict)  # dimensions that were equal in every call have one number
     points: dict[Place, int] = field(default_factory=dict)  # the largest size that each had
     closed: dict[Place, str] = field(default_factory=dict)  # dimensions that the model has for numbers, and why
+    alike: set[Place] = field(
+        default_factory=set
+    )  # dimensions that did not differ, and are open since they are equal to others that are
+    fixed: set[Place] = field(default_factory=set)  # dimensions that did not differ, and that the model has for numbers
+    free: set[Place] = field(default_factory=set)  # dimensions that differed while the constants did not
+    tied: set[Place] = field(default_factory=set)  # dimensions that constants decide, as far as is known
+    by_values: dict[tuple[Value, ...], Shapes] = field(
+        default_factory=dict
+    )  # the first call with each of the latest constants
+    anticipate: bool = False  # are sizes open that are likely to differ?
     names: dict[Place, str] = field(default_factory=dict)  # of the dimensions that are open
     first_numbers: Numbers | None = None
     given: set[int] = field(default_factory=set)  # Python numbers that had several values, and are given to programs
@@ -154,9 +188,14 @@ class Family:
             differ = {at for at, (a, b) in enumerate(zip(self.first_numbers, one, strict=True)) if a != b}
             self.given |= differ - self.constant
 
-    def learn(self, shapes: Sequence[Shapes], *, anticipate: bool) -> None:
-        """Take in calls with these shapes. With `anticipate` sizes are open that are likely to differ, though they did not yet."""
-        for one in shapes:
+    def learn(self, calls: Sequence[tuple[Shapes, tuple[Value, ...]]], *, anticipate: bool) -> None:
+        """Take in calls with these shapes, and constants. With `anticipate` sizes are open that are likely to differ, though they did not yet."""
+        self.anticipate = anticipate
+        for one, values in calls:
+            before = self.by_values.setdefault(values, one)
+            self.free |= {(t, d) for t, shape in enumerate(one) for d, n in enumerate(shape) if before[t][d] != n}
+            while len(self.by_values) > KNOWN_VALUES:
+                del self.by_values[next(iter(self.by_values))]
             self.first = self.first or one
             sizes = {(t, d): size for t, shape in enumerate(one) for d, size in enumerate(shape)}
             numbers: dict[tuple[int, int], int] = {}
@@ -165,21 +204,33 @@ class Family:
                 if size != self.first[place[0]][place[1]]:
                     self.differed.add(place)
                 self.equal[place] = numbers.setdefault((self.equal.get(place, 0), size), len(numbers))
-        self._name(self._open(anticipate))
+        self._name(self._open())
 
-    def close(self, names: Sequence[str], why: str) -> None:
-        """Let sizes be numbers from now on."""
-        for place, name in list(self.names.items()):
-            if name in names:
-                self.closed[place] = why
-                del self.names[place]
+    def close(self, names: Sequence[str], why: str) -> bool:
+        """Let sizes be numbers from now on: those of these names, which a capture could not have as symbols. Is that for good? It is not where they
+        did not differ by themselves, and may be symbols when they do."""
+        places = {place for place, name in self.names.items() if name in names}
+        presumed = places - self.differed - self.declared.keys()
+        decided = {p for p in places if len(self.by_values) > 1 and p not in self.free} - self.declared.keys()
+        if presumed:
+            numbers = {self.equal[p] for p in presumed}
+            more = {p for p in self.equal if self.equal[p] in numbers} - places - self.fixed - self.closed.keys()
+            self.alike |= more  # (a batch that is dimension 1 of another input)
+            self.fixed |= set() if more else presumed
+        elif decided:
+            self.tied |= decided
+        else:
+            self.closed.update(dict.fromkeys(places, why))
+        self._name(self._open())
+        return not presumed and not decided
 
-    def _open(self, anticipate: bool) -> list[Place]:
+    def _open(self) -> list[Place]:
         """The dimensions that are declared, or that differed. Where one of a tensor did, its rows are taken for a batch, which will."""
         rows = {(t, 0) for t, _ in self.differed}
-        likely = {(t, d) for t, d in self.equal if anticipate and (d == 0 or self.whole[t])}
+        likely = {(t, d) for t, d in self.equal if self.anticipate and (d == 0 or self.whole[t])}
         batches = {self.equal[p] for p in rows if p in self.equal}
-        found = self.differed | likely | {p for p in self.equal if p[1] == 0 and self.equal[p] in batches}
+        presumed = likely | self.alike | {p for p in self.equal if p[1] == 0 and self.equal[p] in batches}
+        found = (self.differed | (presumed - self.fixed)) - (self.tied - self.free)
         return [p for p in self.equal if (p in found or p in self.declared) and p not in self.closed]
 
     def _name(self, places: Sequence[Place]) -> None:
@@ -189,11 +240,15 @@ class Family:
             declared = self.declared.get(place)
             classes.setdefault(declared.name if declared is not None else self.equal[place], []).append(place)
         taken = {size.name for size in self.declared.values()}
-        self.names = {}
-        for key, members in classes.items():
-            name = key if isinstance(key, str) else self._invented(members, taken)
+        before, self.names = self.names, {}
+        former = {key: {before[p] for p in members if p in before} for key, members in classes.items()}
+        for key in sorted(
+            classes, key=lambda key: not former[key]
+        ):  # (a name that is known stays: programs are found by it)
+            kept = [name for name in former[key] if name not in taken]
+            name = key if isinstance(key, str) else kept[0] if len(kept) == 1 else self._invented(classes[key], taken)
             taken.add(name)
-            self.names.update(dict.fromkeys(members, name))
+            self.names.update(dict.fromkeys(classes[key], name))
 
     def _invented(self, members: Sequence[Place], taken: set[str]) -> str:
         number, dim = members[0]
@@ -255,7 +310,7 @@ class Family:
         self, signature: Signature, at: Mapping[str, int] | None = None, without: Collection[str] = ()
     ) -> OpenSizes | None:
         """What a capture for this call has as symbols, `without` these; None where all of its sizes are numbers. It is made `at` these sizes, by
-        default at the typical ones, else the largest so far."""
+        default at the typical ones, else the largest so far; those that constants may decide as they are."""
         here = {n: size for n, size in self.point(signature).items() if n not in without}
         given = tuple(self.sources[at] for at in sorted(self.given))
         if not here:
@@ -265,7 +320,10 @@ class Family:
         for (number, dim), name in self.names.items():
             if name in here and signature.tensors[number].shape[dim] > 1:
                 names.setdefault(id(signature.tensors[number]), {})[dim] = name
-                points[name] = max(points.get(name, 0), self.points[number, dim])
+                decided = signature.values in self.by_values and (number, dim) not in self.free
+                first = self.by_values[signature.values] if signature.values and decided else None
+                most = first[number][dim] if first is not None else self.points[number, dim]
+                points[name] = max(points.get(name, 0), most)
         ranges: dict[str, tuple[int, int | None]] = {}
         for size in self.declared.values():
             if size.max is not None:
@@ -274,7 +332,8 @@ class Family:
                 points[size.name] = size.typical
         points |= {n: size for n, size in (at or {}).items() if n in points}
         bounded = {n: min(p, ranges[n][1] or p) if n in ranges else p for n, p in points.items()}
-        return OpenSizes(names, distinct(bounded), ranges, given)
+        exact = {name for place, name in self.names.items() if signature.values and place not in self.free}
+        return OpenSizes(names, distinct(bounded, exact), ranges, given)
 
     def note_constants(self, constants: Collection[str]) -> None:
         """Let Python numbers be constants, by their values, that a program could not be given."""
@@ -305,7 +364,7 @@ class VaryingSizes:
     def opened(self, signature: Signature) -> OpenSizes | None:
         """What a capture for one call has as symbols: the declared sizes. Raises as `family` and `Family.point` do."""
         family = self.family(signature)
-        family.learn([signature.shapes], anticipate=False)
+        family.learn([(signature.shapes, signature.values)], anticipate=False)
         return family.open_sizes(signature)
 
     def _declared(self, signature: Signature, paths: Sequence[str]) -> dict[Place, Size]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zgraph.errors import PlanError
-from zgraph.plan.shapes import FIXED_BY
+from zgraph.plan.shapes import FIXED_BY, sizes_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _only_in_a_pipeline(field: str) -> Conflict:
 
 
 def _wants_symbols(plan: Any) -> bool:
-    return bool(plan.dynamic) or plan.shapes == "dynamic"
+    return bool(sizes_in(plan.dynamic)) or plan.shapes == "dynamic"
 
 
 def _fixed(where: str, when: Callable[[Any], bool], why: str) -> Conflict:
@@ -110,8 +110,8 @@ def _fixed(where: str, when: Callable[[Any], bool], why: str) -> Conflict:
 CONFLICTS = (
     Conflict(
         "dynamic",
-        lambda plan: bool(plan.dynamic) and plan.shapes == "static",
-        'dynamic is set, and shapes is "static"',
+        lambda plan: bool(sizes_in(plan.dynamic)) and plan.shapes == "static",
+        'dynamic has sizes, and shapes is "static"',
         hint="leave one out",
     ),
     *(_fixed(*row) for row in FIXED_BY),

@@ -111,7 +111,7 @@ def _check_tiles(chunks: Mapping[str, int]) -> Tiles:
 
 def _check_dynamic(dynamic: Dynamic) -> Dynamic:
     declared(dynamic)  # (places that say different things of one size are refused)
-    return Table((argument, Table(dimensions)) for argument, dimensions in dynamic.items())
+    return Table((argument, told if isinstance(told, str) else Table(told)) for argument, told in dynamic.items())
 
 
 def _check_mesh(sizes: Mapping[str, int]) -> Mesh:
@@ -411,10 +411,10 @@ class Plan(Record, frozen=True):
         "symbols, and one program serves all), dynamic (symbols from the first call on), static (each is a program of its own)",
     )
     dynamic: Annotated[Dynamic, AfterValidator(_check_dynamic)] = Field(
-        examples=[{"input_ids": {"0": "batch", "1": {"name": "seq", "max": 2048}}}],
+        examples=[{"input_ids": {"0": "batch", "1": {"name": "seq", "max": 2048}}, "image_grid_thw": "value"}],
         default_factory=Table,
         description="sizes that are symbols from the first call on: a table from arguments of forward to tables from dimensions to sizes "
-        "(a name, or a record with name, max and typical); equal names are one size",
+        '(a name, or a record with name, max and typical); equal names are one size. "value": each value of it has a program of its own',
     )
     max_programs: Annotated[StrictInt, Field(ge=1)] = Field(
         examples=[16],

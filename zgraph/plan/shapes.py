@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictInt, model_validator
 
@@ -58,26 +58,44 @@ def _size(given: Any) -> Any:
     return {"name": given} if isinstance(given, str) else given
 
 
+VALUE = "value"
+"""Of an argument whose values are constants of a program."""
+
+
 def _dimensions(given: Any) -> Any:
     """Dimensions as files can write them: in order, as text."""
+    if given == VALUE:
+        return given
     if not isinstance(given, Mapping):
-        raise PlanError(f"{short(given)} is no table from dimensions to sizes", hint='such as {0: "batch", 1: "seq"}')
+        raise PlanError(
+            f"{short(given)} is no table from dimensions to sizes", hint='such as {0: "batch", 1: "seq"}, or "value"'
+        )
     wrong = [d for d in given if not str(d).isdecimal()]
     if wrong:
         raise PlanError(f"{wrong[0]!r} is no dimension", hint="dimensions count from 0")
     return {str(d): given[d] for d in sorted(given, key=int)}
 
 
-Dimensions = Annotated[dict[str, Annotated[Size, BeforeValidator(_size)]], BeforeValidator(_dimensions)]
+Dimensions = dict[str, Annotated[Size, BeforeValidator(_size)]]
 
-Dynamic = dict[str, Dimensions]
-"""Sizes by dimension, by the name of the argument of forward."""
+Dynamic = dict[str, Annotated[Dimensions | Literal["value"], BeforeValidator(_dimensions)]]
+"""Sizes by dimension, or "value", by the name of the argument of forward."""
+
+
+def sizes_in(dynamic: Mapping[str, Any]) -> dict[str, Dimensions]:
+    """The arguments of which sizes are declared, with these."""
+    return {argument: told for argument, told in dynamic.items() if told != VALUE}
+
+
+def values_in(dynamic: Mapping[str, Any]) -> frozenset[str]:
+    """The arguments whose values are declared to be constants."""
+    return frozenset(argument for argument, told in dynamic.items() if told == VALUE)
 
 
 def declared(dynamic: Dynamic) -> dict[str, Size]:
     """Each size by its name, as the places that say most about it do. Raises `PlanError` for places that differ."""
     found: dict[str, Size] = {}
-    for argument, dimensions in dynamic.items():
+    for argument, dimensions in sizes_in(dynamic).items():
         for size in dimensions.values():
             known = found.get(size.name)
             told = [s for s in (known, size) if s is not None and (s.max, s.typical) != (None, None)]

@@ -16,6 +16,7 @@ from zgraph.build.step_program import Entry
 from zgraph.capture.cache_key import shared, signed
 from zgraph.capture.inputs import refuse_inputs
 from zgraph.capture.open_sizes import OpenSizes
+from zgraph.capture.value_inputs import ValueInputs, warn_of_unknown, with_values
 from zgraph.capture.varying_sizes import Signature
 from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
 from zgraph.runtime.rank import Rank
@@ -35,6 +36,10 @@ Compile = Callable[[str, tuple[Any, ...], dict[str, Any], OpenSizes | None], Ent
 
 Execute = Callable[[Entry, tuple[Any, ...]], tuple[Any, ...]]
 """Runs a program on flat inputs, and gives the flat outputs."""
+
+
+class _OnceMore(Exception):
+    """What ranks have learned of sizes lets them look for the programs of a call anew."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Calls:
         self._execute = execute
         self._bound: dict[str, Callable[..., Any]] = {}
         self._sizes = SizesOfCalls(rank)
+        self._values = ValueInputs(rank.plan.dynamic, rank.forward_function)
         self._storms = Storms()
         self._states: dict[str, list[str]] = {}  # keys of programs that differ in Python state, by the key without it
         self._made: dict[str, int] = {}  # how many such programs there ever were
@@ -74,9 +80,22 @@ class Calls:
         """The program for these inputs, with its key. For a new signature it is captured and compiled, on all ranks alike."""
         rank = self.rank
         refuse_inputs(rank.forward_function, args, kwargs)
-        own = rank.shards.refresh()
+        own: Registered | None = rank.shards.refresh()
         rank.shards.fetch()
-        call = self._signed(args, kwargs, own)
+        if not self._calls and rank.plan.dynamic and rank.everyone.first():
+            warn_of_unknown(rank.plan.dynamic, rank.forward_function, args, kwargs)
+        while True:
+            call = self._signed(args, kwargs, own)
+            try:
+                return self._entry(call, args, kwargs)
+            except _OnceMore:
+                own = None
+            except CaptureError as error:
+                if not self._values.next_try(error, call):
+                    raise
+
+    def _entry(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
+        rank = self.rank
         sizes = self._sizes.of(call)
         found = self._find(sizes, args, kwargs)
         changed = rank.changed_here()
@@ -90,9 +109,9 @@ class Calls:
             if not verdict.flag:
                 rank.acts.did_forward(found.key)
                 return self._called(found.key)
-            calls = rank.everyone.gather("the shapes of a call", (call.shapes, call.numbers))
+            calls = rank.everyone.gather("the shapes of a call", (call.shapes, call.values, call.numbers))
             sizes.take_in(calls)
-            if others := sizes.others([shapes for shapes, _ in calls]):
+            if others := sizes.others(calls):
                 return self._entry_beside(sizes, others)
             found = self._find_together(sizes, args, kwargs)
         verdict = rank.everyone.vote(INPUTS, found.ballot, worst=0 if sizes.learn else changed)
@@ -229,7 +248,7 @@ class Calls:
         return name
 
     def _signed(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: Registered | None = None) -> Signature:
-        call = signed(self.rank.module, args, kwargs, own)
+        call = signed(self.rank.module, args, kwargs, self._values.of(args, kwargs), own)
         replaced = self.rank.forwards_replaced
         return dataclasses.replace(call, form=f"{call.form}; forward {replaced}") if replaced else call
 
@@ -246,8 +265,13 @@ class Calls:
             try:
                 entry = self._compile(found.key, args, kwargs, self._open_sizes(found, sizes))
             except ZgraphError as error:
+                if self._values.may_help(error, sizes.call):
+                    sizes.restore()
+                    raise
                 if not sizes.give_up(error, found.refused):
                     raise
+                if sizes.apart and sizes.closed:
+                    raise _OnceMore from error
             except Exception as error:  # (what torch can't do with a symbol it says in many ways)
                 first = (str(error).splitlines() or [""])[0]
                 why = f"torch can't trace the model with it as a symbol: {type(error).__name__}: {first}"
@@ -271,7 +295,7 @@ class Calls:
     def _open_sizes(self, found: _Found, sizes: CallSizes) -> OpenSizes | None:
         """What the capture of a program for a call has as symbols; and as inputs the Python numbers that differ from what the one before it was
         captured with, attributes of the model's that count steps say."""
-        asked, before = sizes.open_sizes(), self.rank.entries.get(found.before or "")
+        asked, before = with_values(sizes.open_sizes(), sizes.call.constants), self.rank.entries.get(found.before or "")
         if not sizes.gives_numbers:
             return dataclasses.replace(asked, numbers=()) if asked is not None else None
         if before is None:
@@ -302,6 +326,12 @@ class Calls:
         self._programs += 1
         self._last[found.key] = self._calls
         self._bound[found.key] = entry.trace.flat.bind(lambda *flat: self._execute(entry, flat))
+        if (values := self._values.settled()) and rank.everyone.first():
+            logger.warning(
+                'each value of %s has a program of its own: forward decides by it (to declare it: dynamic={"%s": "value"})',
+                ", ".join(values),
+                values[0],
+            )
         self._storms.made(sizes.call, many=entry.open, tell=rank.everyone.first())
         if rank.recorder is not None:
             rank.recorder.compiled()

@@ -9,12 +9,16 @@ from collections.abc import Mapping, Sequence
 from zgraph.build.step_program import Entry
 from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.replaced_forward import signature_of
-from zgraph.capture.varying_sizes import Family, Numbers, Shapes, Signature, VaryingSizes
+from zgraph.capture.varying_sizes import Family, Numbers, Shapes, Signature, Value, VaryingSizes
 from zgraph.errors import CaptureError, RankMismatchError, SignatureError, SizeError, ZgraphError
-from zgraph.plan.shapes import fixed_by
+from zgraph.plan.shapes import fixed_by, sizes_in
 from zgraph.runtime.rank import Rank
 
 logger = logging.getLogger(__name__)
+
+
+RankCall = tuple[Shapes, tuple[Value, ...], Numbers]
+"""What a rank's call has that another's may have otherwise."""
 
 
 class SizesOfCalls:
@@ -25,9 +29,10 @@ class SizesOfCalls:
         plan = rank.plan
         self.fixed = fixed_by(plan)
         self.varies = plan.shapes != "static" and self.fixed is None
-        self.anticipate = plan.shapes == "dynamic" and not plan.dynamic
+        self.anticipate = plan.shapes == "dynamic" and not sizes_in(plan.dynamic)
         self._told_fixed = plan.shapes == "static" or self.fixed is None
         self._varying: VaryingSizes | None = None
+        self.reasons: list[tuple[str, ZgraphError]] = []  # why sizes are numbers, which is not told yet
         self._seen: dict[str, Shapes] = {}  # of static programs, by the forms of their calls' inputs
 
     def of(self, call: Signature) -> CallSizes:
@@ -37,7 +42,7 @@ class SizesOfCalls:
             return CallSizes(self, call, None)
         if self._varying is None:
             parameters = list(signature_of(self.rank.forward_function).parameters.values())[1:]
-            self._varying = VaryingSizes(self.rank.plan.dynamic, parameters)
+            self._varying = VaryingSizes(sizes_in(self.rank.plan.dynamic), parameters)
         return CallSizes(self, call, self._varying.family(call))
 
     def _tell_fixed(self, call: Signature) -> None:
@@ -59,10 +64,11 @@ class CallSizes:
         self._fixed: set[str] = set()  # those that are numbers in its program, and symbols in others
         self._before: Family | None = None  # what was known before this call
         self._alike = True  # have all ranks the same sizes?
-        self._reasons: list[tuple[str, ZgraphError]] = []
+        self.closed = False  # are sizes numbers from this call on that were symbols?
+        self.apart = False  # have ranks other sizes, or constants, which may be those of other programs?
         self.gives_numbers = True  # is its program given Python numbers, besides sizes?
         if family is not None and not family.first and (family.declared or known.anticipate):
-            family.learn([call.shapes], anticipate=known.anticipate)
+            family.learn([(call.shapes, call.values)], anticipate=known.anticipate)
 
     @property
     def key(self) -> str:
@@ -76,37 +82,36 @@ class CallSizes:
         """The sizes that are symbols in its program, by their names."""
         return self.family.point(self.call) if self.family is not None else {}
 
-    def take_in(self, calls: Sequence[tuple[Shapes, Numbers]]) -> None:
+    def take_in(self, calls: Sequence[RankCall]) -> None:
         """Learn from this call, as it is on all ranks."""
         assert self.family is not None
-        shapes = [shape for shape, _ in calls]
+        forms = [(shapes, values) for shapes, values, _ in calls]
         self._before = copy.deepcopy(self.family)
-        self._alike = all(one == shapes[0] for one in shapes)
-        self.family.learn(shapes, anticipate=self.known.anticipate)
-        self.family.learn_numbers([numbers for _, numbers in calls])
+        self._alike = all(shapes == forms[0][0] for shapes, _ in forms)
+        self.apart = any(form != forms[0] for form in forms)
+        self.family.learn(forms, anticipate=self.known.anticipate)
+        self.family.learn_numbers([numbers for _, _, numbers in calls])
 
-    def others(self, ranks: Sequence[Shapes]) -> list[CallSizes]:
-        """Where ranks have calls of these shapes that no one program serves, because sizes of 1 are numbers in programs: the first rank's
-        call for each program, and this one for its own. Of others' calls there are stand-ins. Empty where one program serves all, or where
-        the calls differ in sizes that are no symbols otherwise."""
-        family = self.family
-        if family is None or self.known.rank.held is not None:
+    def others(self, ranks: Sequence[RankCall]) -> list[CallSizes]:
+        """Where ranks have calls that no one program serves, because sizes of 1 are numbers in programs, or for other constants: the first rank's
+        call for each program, and this one for its own. Of others' calls there are stand-ins. Empty where one program serves all."""
+        if self.family is None or self.known.rank.held is not None:
             return []
-        keys = {shapes: self._at(shapes, "meta").key for shapes in dict.fromkeys(ranks)}
-        closed = [(t, d) for t, shape in enumerate(ranks[0]) for d in range(len(shape)) if (t, d) not in family.names]
-        if len(set(keys.values())) == 1 or any(one[t][d] != ranks[0][t][d] for one in keys for t, d in closed):
+        forms = dict.fromkeys((shapes, values) for shapes, values, _ in ranks)
+        keys = {form: self._at(*form, "meta").key for form in forms}
+        if len(set(keys.values())) == 1:
             return []
         found: dict[str, CallSizes] = {}
-        for shapes, key in keys.items():
-            found.setdefault(key, self if key == self.key else self._at(shapes))
+        for form, key in keys.items():
+            found.setdefault(key, self if key == self.key else self._at(*form))
         for key, one in found.items():
-            served = {shapes for shapes, its in keys.items() if its == key}
-            one._before, one._alike = self._before, len(served) == 1
+            served = {shapes for (shapes, _), its in keys.items() if its == key}
+            one._before, one._alike, one.apart = self._before, len(served) == 1, True
         return list(found.values())
 
-    def _at(self, shapes: Shapes, device: str | None = None) -> CallSizes:
-        """A stand-in for a call of these shapes."""
-        return CallSizes(self.known, self.call.at(shapes, device), self.family)
+    def _at(self, shapes: Shapes, values: tuple[Value, ...], device: str | None = None) -> CallSizes:
+        """A stand-in for a call of these shapes and constants."""
+        return CallSizes(self.known, self.call.at(shapes, values, device), self.family)
 
     def open_sizes(self) -> OpenSizes | None:
         """What the capture of its program has as symbols; None where all sizes are numbers."""
@@ -135,7 +140,7 @@ class CallSizes:
             self.gives_numbers = False
             return True
         if family is None or not names or (refused is not None and not self._alike):
-            self._restore()
+            self.restore()
             if refused is not None and isinstance(error, CaptureError):
                 condition, where = refused.bound(self._asked or self.point)
                 raise SignatureError(
@@ -152,13 +157,14 @@ class CallSizes:
             self._fixed |= gone
             return True
         if gone & declared:
-            self._restore()
+            self.restore()
             return False
-        self._reasons.append((", ".join(sorted(gone)), error))
-        family.close(sorted(gone), error.what)
+        self.closed = True
+        if family.close(sorted(gone), error.what):
+            self.known.reasons.append((", ".join(sorted(gone)), error))
         return True
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         """A call that no program can be made for has taught nothing."""
         if self._before is not None and self.family is not None:
             vars(self.family).update(vars(self._before))
@@ -170,9 +176,10 @@ class CallSizes:
         if self._fixed:
             entry.only = {n: size for n, size in self.point.items() if n in self._fixed}
         self.family.note_constants(entry.trace.flat.constant_numbers)
+        reasons, self.known.reasons = self.known.reasons, []
         if not self.known.rank.everyone.first():
             return
-        for names, error in self._reasons:
+        for names, error in reasons:
             where = f" ({error.where})" if error.where else ""
             logger.warning("each %s is a program of its own: %s%s", names, error.why or error.what, where)
         if entry.open:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental import _config as symbol_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from zgraph.torch_compat import stand_ins, symbols
+from zgraph.torch_compat import fake_tensors, stand_ins, symbols
 from zgraph.torch_compat.dynamo_asserts import asserts_on_values
 from zgraph.torch_compat.dynamo_memory import own_memory
 from zgraph.torch_compat.guards import Effects, Failing, Guards, Scope, live, recorded
@@ -41,6 +41,11 @@ DynamoError = TorchDynamoException
 
 # What tracing raises where it would have to know a value.
 ValueDependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+
+def depends_on_values(error: Exception) -> bool:
+    """Whether a capture has failed because the model decides by values of tensors, as far as its message shows."""
+    return re.search(r"data.dependent|DynamicOutputShape|DataDependent", str(error), re.IGNORECASE) is not None
 
 
 class _LogMethod(str):
@@ -260,12 +265,13 @@ def capture_flat(
     numbers: Sequence[str] = (),
     lists: Sequence[Any] = (),
     open_dims: Mapping[int, Collection[int]] = MappingProxyType({}),
+    values: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> FlatCapture:
     """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`).
 
     `numbers` that forward changes (by their names in guards) are no constants of the capture, and `lists` that it appends to may hold
-    anything by then. `open_dims` has the dimensions of fake tensors, by their ids, whose sizes are symbols: equal ones are one. Raises
-    `NumberInGraphError` for a number that must be one.
+    anything by then. `open_dims` has the dimensions of fake tensors, by their ids, whose sizes are symbols: equal ones are one; `values` those of
+    fake tensors that are constants. Raises `NumberInGraphError` for a number that must be one.
     """
     function: Any = bound.__func__
     with (
@@ -287,6 +293,8 @@ def capture_flat(
         # (A composite operator may have such sizes that none of its results shows.)
         symbol_config.patch(soft_pending_unbacked_not_found_error=True),  # type: ignore[attr-defined]
         _symbolic(numbers, open_dims),
+        fake_tensors.known_values(bool(values)),
+        _with_values(values),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         asserts_on_values(),
@@ -383,6 +391,25 @@ def _symbolic(names: Sequence[str], open_dims: Mapping[int, Collection[int]]) ->
         there.process_automatic_dynamic, there.is_dynamic_source = process, asked
         there._automatic_dynamic = form
         there.VariableBuilder.wrap_literal = literal
+
+
+@contextlib.contextmanager
+def _with_values(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Let dynamo know the values of these fake inputs, by their ids: what is computed of them alone is known as well."""
+    there: Any = builder
+    wrap = there.wrap_to_fake_tensor_and_record
+
+    def wrapped(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        made = wrap(tensor, *args, **kwargs)
+        if id(tensor) in values:
+            made.constant = values[id(tensor)]
+        return made
+
+    there.wrap_to_fake_tensor_and_record = wrapped
+    try:
+        yield
+    finally:
+        there.wrap_to_fake_tensor_and_record = wrap
 
 
 @contextlib.contextmanager

@@ -21,12 +21,12 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 @contextlib.contextmanager
 def asserts_on_values() -> Iterator[None]:
     """Let dynamo trace every assertion on a tensor's values: by itself it refuses `assert not x`, `assert x and y`, `torch._assert(x, …)` and
-    one whose message is put together where it fails."""
+    one whose message is put together where it fails. (`torch._check_tensor_all` it takes for one of a Python number.)"""
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     handlers = TorchInGraphFunctionVariable._get_handlers()
-    constants = handlers.get(torch._assert)
+    before = {function: handlers.get(function) for function in (torch._assert, torch._check_tensor_all)}
     tables: list[tuple[list[Any], int, Any]] = []
     for kind in _subclasses(InstructionTranslatorBase):
         for code, jump in enumerate(kind.dispatch_table):
@@ -35,32 +35,47 @@ def asserts_on_values() -> Iterator[None]:
                 tables.append((kind.dispatch_table, code, jump))
                 kind.dispatch_table[code] = _asserting(jump, name.endswith("IF_TRUE"))
 
-    def called(variable: Any, tx: Any, condition: Any, message: Any = None) -> Any:
-        from torch._dynamo.variables import ConstantVariable
-
-        if _on_values(condition):
-            constant = message is not None and message.is_python_constant()
-            said = str(message.as_python_constant()) if constant else "an assertion of the model"
-            _assert_in_graph(tx, condition, said, holds=True)
-            return ConstantVariable.create(None)
-        return constants(variable, tx, condition, message) if constants is not None else None
-
-    handlers[torch._assert] = called
+    for function, handler in before.items():
+        handlers[function] = _called(handler, every=function is torch._check_tensor_all)
     try:
         yield
     finally:
-        if constants is not None:
-            handlers[torch._assert] = constants
-        else:
-            del handlers[torch._assert]
+        for function, handler in before.items():
+            if handler is not None:
+                handlers[function] = handler
+            else:
+                del handlers[function]
         for table, code, jump in tables:
             table[code] = jump
+
+
+def _called(handler: Any, every: bool) -> Any:
+    """A call of an assertion as one of the graph: of `every` element of a tensor, or of its one. By dynamo's own `handler` what is no tensor."""
+
+    def called(variable: Any, tx: Any, condition: Any, message: Any = None) -> Any:
+        from torch._dynamo.variables import ConstantVariable
+
+        if not _on_values(condition):
+            return handler(variable, tx, condition, message) if handler is not None else None
+        said = message.as_python_constant() if message is not None and message.is_python_constant() else None
+        if callable(said):
+            with contextlib.suppress(Exception):  # (it may need what only a run has)
+                said = said()
+        said = said if isinstance(said, str) else "an assertion of the model"
+        _assert_in_graph(tx, condition, said, holds=True, every=every)
+        return ConstantVariable.create(None)
+
+    return called
 
 
 def _asserting(jump: Callable[[Any, Any], Any], if_true: bool) -> Callable[[Any, Any], Any]:
     """A jump over, or to, code that only raises (`assert`, or `if …: raise`) as an assertion of the graph; others as they are."""
 
     def inner(tx: Any, inst: Any) -> Any:
+        known = _known_value(tx.stack[-1])
+        if known is not None:
+            tx.stack[-1] = known
+            return jump(tx, inst)
         over, to = _raises(tx, tx.instruction_pointer), _raises(tx, tx.indexof[inst.target])
         if not (over or to) or not _on_values(tx.stack[-1]) or _is_caught(tx):
             return jump(tx, inst)
@@ -70,6 +85,16 @@ def _asserting(jump: Callable[[Any, Any], Any], if_true: bool) -> Callable[[Any,
         return tx.jump(inst) if over else None
 
     return inner
+
+
+def _known_value(variable: Any) -> Any:
+    """A tensor's value, where tracing knows it: that of an input whose values are constants, or of what is computed of these alone."""
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
+
+    variable = variable.realize()
+    fake = variable.as_proxy().node.meta.get("example_value") if isinstance(variable, TensorVariable) else None
+    value = getattr(fake, "constant", None)
+    return ConstantVariable.create(bool(value)) if value is not None and value.numel() == 1 else None
 
 
 _MAY_RAISE = 100  # instructions that put together what is raised
@@ -111,13 +136,15 @@ def _on_values(variable: Any) -> bool:
     return isinstance(variable, TensorVariable)
 
 
-def _assert_in_graph(tx: Any, condition: Any, message: str, holds: bool) -> None:
-    """Insert `torch._assert_async` of a condition that must be true, or must not be."""
+def _assert_in_graph(tx: Any, condition: Any, message: str, holds: bool, every: bool = False) -> None:
+    """Insert `torch._assert_async` of a condition that must be true, or must not be; of `every` element of it."""
     from torch._dynamo.variables.tensor import SymNodeVariable
 
     proxy = condition.realize().as_proxy()
     if isinstance(condition.realize(), SymNodeVariable):
         proxy = _traced(tx, torch.scalar_tensor, proxy)
+    if every:
+        proxy = _traced(tx, torch.all, proxy)
     if not holds:
         proxy = _traced(tx, torch.logical_not, proxy)
     tx.output.create_proxy("call_function", torch._assert_async, (proxy, message), {})

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+MOST_KNOWN = 4096  # elements of a tensor whose values are known while it is traced
 
 
 def empty(mode: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -21,3 +25,16 @@ def forget_results() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     FakeTensorMode.cache_clear()
+
+
+@contextlib.contextmanager
+def known_values(known: bool) -> Iterator[None]:
+    """Where values of inputs are `known`, let fake tensors know those of what is computed of them alone. (By itself torch knows single numbers.)"""
+    from torch._subclasses import fake_tensor
+
+    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = MOST_KNOWN if known else limit
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = limit

@@ -1,0 +1,122 @@
+"""Random batches of 1 to 8 rows, 3 to 200 long, for models of transformers: losses and gradients beside plain PyTorch's.
+
+    python tests/support/lengths_campaign.py llama t5 --batches 200 --ranks 2 --zero 3
+
+Each rank has other sizes in each step; plain PyTorch computes all of them in one process. A line is printed for each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import gc
+import random
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+HERE = Path(__file__).parent
+sys.path[:0] = [p for p in (str(HERE), str(HERE.parent / "runtime")) if p not in sys.path]
+
+import zgraph  # noqa: E402
+
+MODELS = ("llama", "gpt2", "bert", "t5", "vit", "whisper")
+TOLERANCE = {
+    "eager": 2e-6,
+    "inductor": 5e-6,
+}  # of a gradient, over its norm and a little of all together: float32 rounding
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The largest differences, relative; the programs for training; and the bytes that the process took more after the last batch than half way."""
+
+    loss: float
+    gradient: float
+    programs: tuple[str, ...]
+    grown: int
+    ones: int  # batches with a size of 1 on some rank
+
+
+def _bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _sizes(name: str, number: int, rank: int) -> tuple[int, int]:
+    draw = random.Random(f"{name} {number} {rank}")
+    return draw.randint(1, 8), draw.randint(3, 200)
+
+
+def run(name: str, zero: int, backend: str, batches: int) -> Outcome:
+    """Run the campaign for one model on this rank; of all ranks each must call it."""
+    from test_lengths import _batch, _model
+
+    warnings.filterwarnings("ignore")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    here = dist.get_rank() if dist.is_initialized() else 0
+    plain: nn.Module = _model(name)
+    model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend=backend, zero=zero))
+    worst_loss = worst = 0.0
+    ones = half = 0
+    for number in range(batches):
+        sizes = [_sizes(name, number, rank) for rank in range(ranks)]
+        ones += any(1 in size for size in sizes)
+        mine = model(**_batch(name, *sizes[here])).loss
+        mine.backward()
+        for rank, size in enumerate(sizes):
+            theirs = plain(**_batch(name, *size)).loss
+            (theirs / ranks).backward()
+            if rank == here:
+                worst_loss = max(worst_loss, float((mine - theirs).detach().abs() / theirs.detach().abs()))
+        worst = max(worst, _difference(model, plain))
+        model.zero_grad()
+        plain.zero_grad()
+        if number == batches // 2:
+            half = _bytes()
+    return Outcome(worst_loss, worst, tuple(model.zgraph.programs), _bytes() - half, ones)
+
+
+def _difference(model: nn.Module, plain: nn.Module) -> float:
+    """As `test_lengths.difference` has it: over each gradient's norm and a little of all together."""
+    pairs = [
+        (a.grad.full_tensor() if hasattr(a.grad, "full_tensor") else a.grad, b.grad)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+        if b.grad is not None
+    ]
+    every = float(torch.stack([b.norm() for _, b in pairs]).norm())
+    return max(float((a - b).norm()) / (float(b.norm()) + 0.03 * every) for a, b in pairs)
+
+
+def main() -> None:
+    from ranks import Ranks
+
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--zero", type=int, nargs="*", default=[0])
+    parser.add_argument("--backend", default="eager")
+    asked = parser.parse_args()
+    for name in asked.models:
+        for zero in asked.zero:
+            start = functools.partial(run, name, zero, asked.backend, asked.batches)
+            if asked.ranks == 1:
+                found = start()
+            else:
+                import lengths_campaign  # (ranks find it by its name)
+
+                with Ranks(asked.ranks) as ranks:
+                    found = ranks.run(lengths_campaign.run, name, zero, asked.backend, asked.batches)[0]
+            print(f"{name} zero={zero} {asked.backend} on {asked.ranks}: {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
