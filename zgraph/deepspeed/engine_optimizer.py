@@ -78,6 +78,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         scaling = self._handle.plan.loss_scale()
         return scaling is not None and scaling.static is None
 
+    def needs_scaler(self) -> bool:
+        """Whether the loss is scaled. (`engine.scale` need not be called: the compiled backward does it.)"""
+        return self._handle.plan.loss_scale() is not None
+
     @property
     def loss_scale_config(self) -> LossScaleNow:
         """The loss scale with its counts. Raises `AttributeError` without one."""

@@ -260,6 +260,8 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
     else:
         compile(model, plan)
     handle: Any = model.__dict__["zgraph"]
+    if value_of(config, "fp16.enabled"):
+        _take_any_gradients(model)
     training = Training(client=given.optimizer, clips=float(value_of(config, "gradient_clipping", 1.0)))
     record = _schedule(config, comm.get_world_size())
     if plan.optimizer is not None:
@@ -273,6 +275,13 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
         training.skips = bool(value_of(config, "bf16.enabled") and value_of(config, "bf16.check_grad_overflow", True))
     training.scheduler = _scheduler(given.scheduler, record, training.optimizer)
     return training
+
+
+def _take_any_gradients(model: nn.Module) -> None:
+    """Let a script write gradients of the parameters' own dtype (`p.grad = torch.zeros_like(p)`), where programs give wider ones."""
+    for param in model.parameters():
+        if param.requires_grad and param.grad is None:
+            param.grad_dtype = None
 
 
 def _schedule(config: dict[str, Any], world: int) -> AnySchedule | None:

@@ -203,7 +203,7 @@ class Runtime(Rank):
         tensors = [params[n] for n in names]
         # (What has no gradient here would still hold the graph that it came of: that of the call before, and so of all calls.)
         others = [i for i in entry.trace.others if isinstance(flat[i], torch.Tensor) and flat[i].requires_grad]
-        loose = [i for i in others if i in step.reached]
+        loose = [i for i in others if i in step.reached or i in entry.trace.reached]
         return tuple(Step.apply(self, entry, flat, names, loose, *tensors, *(flat[i] for i in loose)))
 
     def cuts(self, entry: Entry, outputs: Sequence[Any]) -> dict[int, Cut]:
