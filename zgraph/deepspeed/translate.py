@@ -523,6 +523,11 @@ _PARTITIONS = {"best": "time", "parameters": "parameters", "uniform": "uniform",
 
 
 def _rest(draft: Draft) -> None:
+    validation = draft.get("checkpoint.tag_validation")
+    if validation is not None and validation.lower() not in ("ignore", "warn", "fail"):
+        draft.refuse("checkpoint.tag_validation", f"{validation!r} is no way of it", '"Ignore", "Warn" or "Fail"')
+    elif validation is not None:
+        draft.say("checkpoint.tag_validation", "equivalent", "ranks that save by different tags are refused")
     for field, value in (draft.get("zgraph") or {}).items():
         draft.apply(f"zgraph.{field}", field, value)
     pipelined = draft.fields.get("mesh", {}).get("pp", 1) > 1

@@ -15,7 +15,9 @@ _PATH = Path(os.environ["DEEPSPEED_TEST_RESULTS"])
 
 def pytest_configure(config: pytest.Config) -> None:
     # (each test starts processes: let them begin with what all of them load)
-    mp.set_forkserver_preload(["torch", "deepspeed", "deepspeed.runtime.engine", "deepspeed.pipe", "torch.distributed.tensor", "unit.common"])
+    mp.set_forkserver_preload(
+        ["torch", "deepspeed", "deepspeed.runtime.engine", "deepspeed.pipe", "torch.distributed.tensor", "unit.common"]
+    )
 
 
 def _write(node: str, outcome: str, why: str = "") -> None:
@@ -37,7 +39,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
             _write(item.nodeid, "hung")
             return
         kind = "not here" if name == "NotHere" else "failed"
-        _write(item.nodeid, kind, f"{name}: {str(call.excinfo.value)}"[:600])
+        _write(item.nodeid, kind, f"{name}: {call.excinfo.value!s}"[:600])
     elif call.when == "call":
         _write(item.nodeid, "passed")
 

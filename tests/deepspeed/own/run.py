@@ -4,10 +4,10 @@
     python tests/deepspeed/own/run.py ~/DeepSpeed                 # those of FILES
     python tests/deepspeed/own/run.py ~/DeepSpeed --system deepspeed  # the same by DeepSpeed itself, where it is installed
 
-`~/DeepSpeed` is a checkout, or a folder with its `tests`. Nothing of it is changed: its tests are copied to a temporary folder, beside a package named
-deepspeed which is zgraph's (import_path/). Each file runs in a process of its own; a test that hangs is noted, and the file goes on after it. The
-table that is printed, and the JSON lines in `--results`, say of each test: passed, skipped (by the test itself), not here (it calls a part of DeepSpeed's
-that zgraph has not), failed, hung.
+`~/DeepSpeed` is a checkout, or a folder with its `tests`. Nothing of it is changed: its tests are copied to a temporary folder,
+beside a package named deepspeed which is zgraph's (import_path/). Each file runs in a process of its own; a test that hangs is
+noted, and the file goes on after it. The table that is printed, and the JSON lines in `--results`, say of each test: passed,
+skipped (by the test itself), not here (it calls a part of DeepSpeed's own that zgraph has not), failed, hung.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ v1/half_precision/test_gradient_clipping_default.py v1/half_precision/test_mixed
 v1/zero/test_zero.py v1/zero/test_zero2_offload_multi_backward.py v1/zero/test_zero_activation_checkpoint_lifecycle.py
 v1/zero/test_zero_coalesce_grad_reduction.py v1/zero/test_zero_cpu_offload_grad_accum.py v1/zero/test_zero_torch_func.py
 v1/zero/test_zero_user_backward.py
-""".split()
+""".split()  # noqa: SIM905
 
 
 def main() -> int:
@@ -100,13 +100,16 @@ def _run(place: Path, name: str, args: argparse.Namespace, results: Path) -> dic
         with args.log.open("a") as log:
             code = _watched(words, place / "tests", environment, log, results, args.timeout)
         now = {test: outcome for test, outcome in latest(results).items() if test.startswith(mine)}
-        if code in (0, 1, 5) and "hung" not in {o for t, o in now.items() if t not in done} or len(now) == len(done):
+        ended = code in (0, 1, 5) and "hung" not in {o for t, o in now.items() if t not in done}
+        if ended or len(now) == len(done):
             return now
         done = now
     return done
 
 
-def _watched(words: list[str], place: Path, environment: dict[str, str], log: IO[str], results: Path, limit: float) -> int:
+def _watched(
+    words: list[str], place: Path, environment: dict[str, str], log: IO[str], results: Path, limit: float
+) -> int:
     """Run pytest, and end it with all that it has started once nothing was noted for so many seconds. (Its own limit waits for ranks that hang.)"""
     session = subprocess.Popen(
         words, cwd=place, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -134,8 +137,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--system", choices=("zgraph", "deepspeed"), default="zgraph")
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--timeout", type=int, default=240, help="seconds that one test may take")
-    parser.add_argument("--results", type=Path, default=Path("deepspeed_tests.jsonl"), help="where outcomes are written")
-    parser.add_argument("--log", type=Path, default=Path("deepspeed_tests.log"), help="where pytest's output is written")
+    parser.add_argument(
+        "--results", type=Path, default=Path("deepspeed_tests.jsonl"), help="where outcomes are written"
+    )
+    parser.add_argument(
+        "--log", type=Path, default=Path("deepspeed_tests.log"), help="where pytest's output is written"
+    )
     parser.add_argument("-k", default="", help="pytest's expression: only some tests")
     return parser.parse_args()
 

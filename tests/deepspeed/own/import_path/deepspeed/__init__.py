@@ -13,6 +13,7 @@ import os
 import sys
 import types
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 _REAL = "zgraph.deepspeed"
@@ -71,21 +72,36 @@ class NotAModule(ImportError):
 
 
 # DeepSpeed's own packages that its tests import modules of, besides those that zgraph has.
-_PACKAGES = (
-    "checkpoint compile launcher linear module_inject moe monitor ops profiling runtime runtime.activation_checkpointing runtime.checkpoint_engine "
-    "runtime.comm runtime.fp16 runtime.pipe runtime.swap_tensor runtime.tensor_parallel runtime.zero utils"
-).split()
-_MODULES = (
-    "git_version_info moe.layer moe.utils ops.op_builder ops.aio profiling.flops_profiler monitor.comet monitor.config monitor.csv_monitor "
-    "monitor.tensorboard monitor.wandb module_inject.layers module_inject.tp_shard utils.groups utils.numa utils.nvtx utils.pin_memory "
-    "utils.pin_memory_tracker utils.timer utils.torch utils.zero_to_fp32 utils.comms_logging runtime.base_optimizer runtime.bf16_optimizer "
-    "runtime.config runtime.config_utils runtime.constants runtime.precision_config runtime.fp16.fused_optimizer runtime.fp16.unfused_optimizer "
-    "runtime.zero.config runtime.zero.leaf_module_config runtime.zero.linear runtime.zero.offload_config runtime.zero.offload_states "
-    "runtime.zero.parameter_offload runtime.zero.partition_parameters runtime.zero.stage3 runtime.zero.stage_1_and_2 runtime.zero.tiling "
-    "runtime.zero.utils runtime.pipe.schedule runtime.checkpoint_engine.torch_checkpoint_engine runtime.comm.coalesced_collectives "
-    "runtime.activation_checkpointing.checkpointing runtime.activation_checkpointing.offload_activations runtime.tensor_parallel.config "
-    "launcher.runner launcher.multinode_runner checkpoint.constants checkpoint.ds_to_universal checkpoint.universal_checkpoint checkpoint.utils"
-).split()
+_OTHERS = (
+    "checkpoint: constants ds_to_universal universal_checkpoint utils",
+    "compile:",
+    "git_version_info:",
+    "launcher: runner multinode_runner",
+    "linear:",
+    "module_inject: layers tp_shard",
+    "moe: layer utils",
+    "monitor: comet config csv_monitor tensorboard wandb",
+    "ops: op_builder aio",
+    "profiling:",
+    "utils: groups numa nvtx pin_memory pin_memory_tracker timer torch comms_logging",
+    "runtime: bf16_optimizer config_utils constants precision_config",
+    "runtime.activation_checkpointing: checkpointing offload_activations",
+    "runtime.checkpoint_engine: torch_checkpoint_engine",
+    "runtime.comm: coalesced_collectives",
+    "runtime.fp16: fused_optimizer unfused_optimizer",
+    "runtime.pipe: schedule",
+    "runtime.swap_tensor:",
+    "runtime.tensor_parallel: config",
+    "runtime.zero: config leaf_module_config linear offload_config offload_states parameter_offload partition_parameters tiling utils",
+)
+
+
+def _is_other(name: str) -> bool:
+    """Whether DeepSpeed has a module of this name, which zgraph has not."""
+    package, _, last = name.rpartition(".")
+    return any(row.partition(":")[0] == name for row in _OTHERS) or any(
+        row.partition(":")[0] == package and last in row.partition(":")[2].split() for row in _OTHERS
+    )
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -93,7 +109,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not name.startswith("deepspeed."):
             return None
         rest = name.removeprefix("deepspeed.")
-        if _exists(f"{_REAL}.{rest}") or rest in _PACKAGES or rest in _MODULES:
+        if _exists(f"{_REAL}.{rest}") or _is_other(rest):
             return importlib.util.spec_from_loader(name, self, is_package=True)
         raise NotAModule(f"no module named {name!r}")
 
@@ -108,14 +124,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             import torch
 
             module.__dict__["torch_info"] = {
-                "version": ".".join(torch.__version__.split(".")[:2]), "cuda_version": "0.0", "hip_version": "0.0", "bf16_support": True,
+                "version": ".".join(torch.__version__.split(".")[:2]), "cuda_version": "0.0", "hip_version": "0.0",
+                "nccl_version": "2.20", "bf16_support": True,
             }  # fmt: skip
             module.__dict__["version"] = "0.19.6"
         if module.__name__ == "deepspeed.moe.utils":
-            module.__dict__["split_params_into_different_moe_groups_for_optimizer"] = (
-                lambda groups: [groups] if isinstance(groups, dict) else list(groups)
+            module.__dict__["split_params_into_different_moe_groups_for_optimizer"] = lambda groups: (
+                [groups] if isinstance(groups, dict) else list(groups)
             )
             module.__dict__["is_moe_param"] = lambda param: False
+        if module.__name__ == "deepspeed.runtime.config":
+            module.__dict__["ADAM_OPTIMIZER"] = "adam"
         if module.__name__ == "deepspeed.ops":
             module.__dict__["__compatible_ops__"] = {}
         if module.__name__ == "deepspeed.utils.torch":
@@ -156,7 +175,7 @@ def _with_backend(initialize: Any) -> Any:
         for key in ("config", "config_params"):
             given = kwargs.get(key)
             if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
-                given = json.loads(open(given).read())
+                given = json.loads(Path(given).read_text())
             if isinstance(given, dict):
                 kwargs[key] = {"zgraph": {"backend": os.environ.get("ZGRAPH_TEST_BACKEND", "eager")}, **given}
         return initialize(*args, **kwargs)
@@ -165,7 +184,8 @@ def _with_backend(initialize: Any) -> Any:
 
 
 def _without_gpus() -> None:
-    """Tests give torch, and its DistributedDataParallel, the number of a GPU as a device, and gather tensors without dimensions, which gloo does not."""
+    """Tests give torch, and its DistributedDataParallel, the number of a GPU as a device, and gather tensors without dimensions,
+    which gloo does not."""
     import torch
 
     if torch.cuda.is_available():
@@ -179,12 +199,27 @@ def _without_gpus() -> None:
     importlib.import_module(f"{_REAL}.accelerator").Accelerator.current_device = lambda self: "cpu"
     comm = importlib.import_module(f"{_REAL}.comm")
     gather = comm.all_gather_into_tensor
-    comm.all_gather_into_tensor = lambda out, tensor, *args, **kwargs: gather(out, tensor.reshape(-1), *args, **kwargs) if not tensor.dim() else gather(
-        out, tensor, *args, **kwargs
-    )
+
+    def of_one_dimension(out: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return gather(out, tensor if tensor.dim() else tensor.reshape(-1), *args, **kwargs)
+
+    comm.all_gather_into_tensor = of_one_dimension
+
+
+def _fail_as_an_error() -> None:
+    """Let `pytest.raises` fail by an error that a pool of processes hands back: pytest's own ends the process, and the pool waits for it."""
+    raises: Any = importlib.import_module("_pytest.raises")
+    plain = raises.fail
+
+    def fail(reason: str = "", pytrace: bool = True) -> None:
+        raise AssertionError(reason)
+
+    fail.Exception = plain.Exception  # type: ignore[attr-defined]
+    raises.fail = fail
 
 
 _without_gpus()
+_fail_as_an_error()
 sys.meta_path.insert(0, _Finder())
 _whole = _Module(__name__, __doc__)
 _whole.__dict__.update({k: v for k, v in globals().items() if k.startswith("__")})
