@@ -504,3 +504,11 @@ def test_gradients_of_a_script_s_own_move_the_loss_scale_of_stage_0():
     assert seen == [4.0, 2.0, 2.0, 2.0, 4.0, 2.0, 1.0, 1.0, 1.0]
     assert engine.skipped_steps == 6
     assert optimizer.needs_scaler()
+
+
+def test_groups_keep_their_labels():
+    model = net()
+    groups = [{"params": list(model.parameters()), "name": "all", "lr": 0.5, "kind": "dense"}]
+    _, optimizer, *_ = initialized(model, model_parameters=groups)
+    assert (optimizer.param_groups[0]["name"], optimizer.param_groups[0]["kind"]) == ("all", "dense")
+    assert optimizer.param_groups[0]["lr"] == 0.5

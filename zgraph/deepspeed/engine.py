@@ -519,6 +519,11 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
     def is_compiled(self) -> bool:
         return True
 
+    def empty_partition_cache(self) -> None:
+        """Let whole weights go that are kept for the next forward. All ranks must call it."""
+        if self.handle.uncut is None:
+            self.handle.runtime.unsharded.drop()
+
     def destroy(self) -> None:
         """Let what is under way end. The model stays compiled, and can be used and initialized again."""
         self._accumulate(False)

@@ -20,7 +20,7 @@ from zgraph.build.planned_step import Inputs
 from zgraph.deepspeed.translate import plan
 from zgraph.units import shown_bytes
 
-_OPTIONS = {  # what is offloaded, by ZeRO stage
+_OPTIONS: dict[int, tuple[tuple[str, ...], ...]] = {  # what is offloaded, by ZeRO stage
     2: (("optimizer",), ()),
     3: (("parameters", "optimizer"), ("optimizer",), ()),
 }
@@ -79,7 +79,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def _all(model: nn.Module, stage: int, ranks: int, factor: float, inputs: Inputs | None) -> list[Need]:
     total = sum(p.numel() for p in model.parameters())
     largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
-    peaks = {}
+    peaks: dict[tuple[str, ...], int] = {}
     if inputs is not None:
         peaks = {kept: _peak(model, stage, ranks, kept, inputs) for kept in _OPTIONS[stage]}
     return _shown(total, largest, stage, ranks, factor, peaks)

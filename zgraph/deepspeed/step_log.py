@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,10 +21,29 @@ from zgraph.passes.analysis.costs import flops_of
 from zgraph.program.node import info
 
 if TYPE_CHECKING:
-    from zgraph.deepspeed.engine import DeepSpeedEngine
+    from zgraph.api.handle import Handle
     from zgraph.program.program import Program
 
 logger = logging.getLogger("zgraph.deepspeed")
+
+
+class Steps(Protocol):
+    """What of an engine is told."""
+
+    @property
+    def handle(self) -> Handle: ...
+    @property
+    def optimizer(self) -> Any: ...
+    @property
+    def global_steps(self) -> int: ...
+    @property
+    def global_samples(self) -> int: ...
+    @property
+    def skipped_steps(self) -> int: ...
+    def get_lr(self) -> list[float]: ...
+    def get_mom(self) -> list[Any]: ...
+    def gradient_accumulation_steps(self) -> int: ...
+    def train_micro_batch_size_per_gpu(self) -> int: ...
 
 
 class StepLog:
@@ -42,7 +61,7 @@ class StepLog:
         self._profiles = int(profiler.get("profile_step", 1)) if profiler.get("enabled") else None
         self._profiler = profiler
         self._clocked = self._breakdown or self._profiles is not None
-        self._milliseconds: Counter[str] = Counter()
+        self._milliseconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -52,11 +71,11 @@ class StepLog:
             return
         begin = _now()
         yield
-        self._milliseconds[phase] += (_now() - begin) * 1e3
+        self._milliseconds[phase] = self._milliseconds.get(phase, 0.0) + (_now() - begin) * 1e3
 
-    def stepped(self, engine: DeepSpeedEngine, loss: float | None) -> None:
+    def stepped(self, engine: Steps, loss: float | None) -> None:
         """Tell of a step that has ended; `loss` is its mean over this rank's micro-batches, where that is known."""
-        took, self._milliseconds = self._milliseconds, Counter()
+        took, self._milliseconds = self._milliseconds, {}
         steps = engine.global_steps
         due = bool(self._every) and steps % self._every == 0
         if self.monitor.enabled:
@@ -87,18 +106,18 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _events(engine: DeepSpeedEngine, loss: float | None, took: Mapping[str, float]) -> list[Event]:
+def _events(engine: Steps, loss: float | None, took: Mapping[str, float]) -> list[Event]:
     rows = engine.global_samples
     found: list[Event] = [("Train/Samples/train_loss", loss, rows)] if loss is not None else []
     rates = engine.get_lr()
     if rates:
         found.append(("Train/Samples/lr", float(rates[0]), rows))
-    if engine.fp16_enabled():  # type: ignore[attr-defined]
+    if engine.handle.loss_scale is not None:
         found.append(("Train/Samples/loss_scale", float(engine.optimizer.cur_scale), rows))
     return found + [(f"Train/Samples/elapsed_time_ms_{phase}", ms, rows) for phase, ms in took.items()]
 
 
-def profile_of(engine: DeepSpeedEngine, took: Mapping[str, float], section: Mapping[str, Any]) -> str:
+def profile_of(engine: Steps, took: Mapping[str, float], section: Mapping[str, Any]) -> str:
     """The floating-point operations of a step's products (matmuls, convolutions, attention) by module, with the step's times.
 
     From the captured programs of this rank's last micro-batch, by torch's formulas: of all its operators, also where they are fused.

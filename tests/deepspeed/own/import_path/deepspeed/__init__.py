@@ -6,6 +6,7 @@ A module or name of DeepSpeed's that zgraph has not becomes a stand-in, which ca
 
 from __future__ import annotations
 
+import enum
 import importlib
 import importlib.abc
 import importlib.util
@@ -65,6 +66,14 @@ class _Module(types.ModuleType):
             setattr(real, name, value)
         else:
             super().__setattr__(name, value)
+
+
+class OffloadDeviceEnum(enum.StrEnum):
+    """(Tests write it into configurations, as text.)"""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
 
 
 class NotAModule(ImportError):
@@ -133,6 +142,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 [groups] if isinstance(groups, dict) else list(groups)
             )
             module.__dict__["is_moe_param"] = lambda param: False
+        if module.__name__ == "deepspeed.runtime.zero.offload_config":
+            module.__dict__["OffloadDeviceEnum"] = OffloadDeviceEnum
         if module.__name__ == "deepspeed.runtime.config":
             module.__dict__["ADAM_OPTIMIZER"] = "adam"
         if module.__name__ == "deepspeed.ops":
