@@ -703,6 +703,20 @@ def test_what_a_forward_changes_is_changed_at_every_call_compiled(kind):
     same(make, programs, zgraph.Plan(backend="inductor"))
 
 
+@pytest.mark.inductor
+def test_a_number_that_changes_between_calls_is_read_in_a_checkpointed_part_compiled():
+    """It becomes an input, and what reads it can't be computed again, though the checkpoint asks for that."""
+    model = Net(lambda m, y: checkpoint(lambda v: m.a(v) * m.k, y, use_reentrant=False))
+    plain, mine = copy.deepcopy(model), zgraph.compile(model, zgraph.Plan(backend="inductor"))
+    for k in (0.5, 1.5, 2.5, 3.5):
+        mine.k = plain.k = k
+        for each in (mine, plain):
+            each.zero_grad()
+            each(X).backward()
+        torch.testing.assert_close(mine.a.weight.grad, plain.a.weight.grad)
+    assert len(mine.zgraph.programs) == 2
+
+
 def ring():
     seen = []
 

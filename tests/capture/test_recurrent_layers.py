@@ -44,5 +44,6 @@ def test_values_are_dropped_between_layers_as_in_plain_pytorch(options, kind):
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_all_is_dropped_with_inductor_as_in_plain_pytorch():
     compare(lambda: Recurrent("GRU", 1.0, 2), "inductor", 1e-4)

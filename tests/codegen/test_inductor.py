@@ -224,7 +224,7 @@ def test_a_dead_buffer_is_held_within_what_values_take_without_weights(
     monkeypatch.setattr(EfficientPeakEstimate, "__init__", recorded)
     plan = zgraph.Plan(mesh={"dp": WORLD}, zero=0)
     forward = split(programs(Blocks(), plan, (torch.randn(2, 16, WIDTH),), WORLD).program).forward
-    with config.patch(force_disable_caches=True):
+    with config.patch(fx_graph_cache=False):
         compile_inductor(forward, group)
     peak = max(sum(m.values()) for m in memory_of(forward, True)) - sum(size_of(n) for n in forward.placeholders())
     assert abs(estimates[-1] / peak - 1) <= 0.05
@@ -449,8 +449,9 @@ def compare_convolutions(kind: str, zero: int) -> int:
 
 
 @pytest.mark.gloo
-@sweep("zero", [1, 2, 3], quick=(0,))
-@sweep("kind", ["convolutions", "convolutions, channels last"], quick=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["convolutions", "convolutions, channels last"])
 def test_strides_that_inductor_chose_are_those_the_backward_reads(two: Ranks, kind: str, zero: int) -> None:
     """Of two forwards as well, where stages 1 and 2 have one that gathers and one that takes whole weights."""
     assert two.run(compare_convolutions, kind, zero) == [zero in (1, 2)] * 2

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -64,7 +65,7 @@ def run(executable: Executable, given: dict[str, Any]) -> dict[str, torch.Tensor
     return {f"{p.role} {p.name}": v for p, v in zip(executable.program.outputs, results, strict=True)}
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=(0,))
 def test_sums_are_those_of_whole_gradients_bit_for_bit_and_stay_where_they_are(backend: str) -> None:
     model, (forward, backward, onto) = compiled(backend)
     given: dict[str, Any] = {f"parameter {n}": p.detach() for n, p in model.named_parameters()}

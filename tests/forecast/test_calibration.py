@@ -146,7 +146,7 @@ def test_a_tensor_that_the_generated_code_holds_is_there_when_it_is_timed():
 
 
 # -- calibrating ----------------------------------------------------------------------------------------------------------
-@sweep("backend", BACKENDS, quick=1)
+@sweep("backend", BACKENDS, quick=(0,))
 def test_calibrate_leaves_the_model_alone_and_covers_the_step(backend, tmp_path):
     model, inputs, path = net(), batch(), tmp_path / "here.json"
     before = {k: v.clone() for k, v in model.state_dict().items()}

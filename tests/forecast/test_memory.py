@@ -75,8 +75,11 @@ print(model.zgraph.report())
 """
 
 
-@pytest.mark.inductor
-@sweep("fields", [{"backend": "eager"}, {}, {"recompute": "full"}], quick=1)
+@sweep(
+    "fields",
+    [{"backend": "eager"}, *(pytest.param(more, marks=pytest.mark.inductor) for more in ({}, {"recompute": "full"}))],
+    quick=(0,),
+)
 def test_the_forecast_peak_is_within_3_percent_of_the_counted_one(fields):
     code = textwrap.dedent(MEASURED).format(fields=fields)
     done = subprocess.run(

@@ -42,7 +42,7 @@ class Sines(nn.Module):
 def test_a_wrong_lowering_is_named(monkeypatch):
     sin, cos = torch.ops.aten.sin.default, torch.ops.aten.cos.default
     monkeypatch.setitem(lowering.lowerings, sin, lowering.lowerings[cos])
-    with config.patch(force_disable_caches=True):
+    with config.patch(fx_graph_cache=False):
         made = bisect_runtime(Sines(), zgraph.Plan(), (X,))
     first = made.suspects[0]
     assert (first.program, first.operator) == ("train0.forward", "aten.sin.default")

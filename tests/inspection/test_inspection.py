@@ -16,6 +16,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from sweeps import sweep
 from typer.testing import CliRunner
 
 import zgraph
@@ -439,7 +440,7 @@ def test_json_of_a_program_loads_back(inspected):
 # Beside a profile.
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=(0,))
 def test_a_profile_is_set_beside_the_forecast_node_by_node(backend, tmp_path):
     case = models.build("even_mlp")
     plan = PLAN.model_copy(update={"backend": backend, "hardware": "cpu"})

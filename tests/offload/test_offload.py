@@ -504,7 +504,7 @@ def test_a_budget_too_small_names_what_works():
 
 
 def test_weights_gradients_and_states_of_four_times_the_budget_train(tmp_path):
-    case = lambda: models.stack(16, dim=48)  # noqa: E731
+    case = lambda: models.stack(8, dim=48)  # noqa: E731
     _, plain = trained(case=case())
     whole = 4 * sum(p.nbytes for p in case().model.parameters())
     fields = {"memory_budget": whole // 4, "offload": offloaded(f"nvme:{tmp_path}", sub_group_bytes=2**17)}
@@ -636,6 +636,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_nothing_and_starts_again(tmp_path):
     seen = []
     for _ in range(2):

@@ -364,7 +364,7 @@ def test_a_policy_that_is_not_there_is_refused():
 
 
 # -- chains -----------------------------------------------------------------------------------------------------------
-@sweep("depth", [3, 8, 40, 150], quick=(2,))
+@sweep("depth", [3, 8, 40, 150], quick=(1,))
 def test_layers_are_found_without_their_names(depth):
     chain = chain_of(captured(layers([64] * depth)), COSTS)
     assert depth / 2 <= len(chain.segments) <= 2 * depth + 2 or len(chain.segments) >= 60

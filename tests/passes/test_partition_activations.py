@@ -255,6 +255,7 @@ def test_it_is_no_part_of_a_pipeline_that_has_no_backward():
     assert PASS not in names and PASS in [p.name for p in build(plan_of())]
 
 
+@pytest.mark.slow
 def test_a_memory_budget_counts_parts():
     """A smaller one can be met, also where most is computed again; and what it then makes is the model."""
     model, inputs = own("llama")

@@ -382,7 +382,8 @@ def test_models_of_transformers_at_random_lengths(name):
 
 
 @pytest.mark.inductor
-@sweep("name", ["llama", "bert", "gpt2", "t5", "vit", "tagger"], quick=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5", "vit", "tagger"])
 def test_inductor_at_random_lengths(name):
     lengths(name, "inductor", 6, 3e-6)
 

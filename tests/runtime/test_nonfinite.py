@@ -189,7 +189,7 @@ def test_without_the_option_the_weights_are_lost():
             (Attention, 1e7, "parts.1", "forward", "mask"),
         ]
     ],
-    quick=(2, 3, 4, 7),
+    quick=(2, 3, 4),
 )
 def test_the_first_module_is_named_with_its_line_and_micro_batch(
     part, value, module, phase, mark, micro_batches, backend

@@ -35,7 +35,7 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -406,7 +406,8 @@ def test_low_precision_is_that_of_one_process(two, precision):
 
 
 @pytest.mark.inductor
-@sweep("name, pieces", [("a layer", "off"), ("a layer", 2), ("pair", 2)], quick=1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "pieces"), [("a layer", "off"), ("a layer", 2), ("pair", 2)])
 def test_gradients_with_inductor_are_those_of_one_process(two, name, pieces):
     expected, of_one, _ = gradients(ALONE, {}, name)
     for loss, grads, _ in two.run(gradients, TP, {"backend": "inductor", "async_tensor_parallel": pieces}, name):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from models import Net, batch, built, compiled, equal, feed, weights
-from sweeps import product, sweep
+from sweeps import product
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -227,7 +227,8 @@ def test_muon_and_its_companion_are_two_optimizers_of_torchs():
 
 
 @pytest.mark.inductor
-@sweep("name", list(PAIRS), quick=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PAIRS))
 def test_a_hundred_steps_compiled_by_inductor_are_torchs(name):
     record, make = PAIRS[name]
     # Kernels fuse and contract products, so each gradient's rounding is another, and all but SGD divide by its size.

@@ -136,7 +136,7 @@ def test_outputs_of_early_stages_are_given_by_the_last():
     assert_same(it, stages)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "Translator", "Thrice"])
+@sweep("name", ["gpt2", "t5", "Translator", "Thrice"], quick=(0, 2, 3))
 def test_the_gradient_of_a_tied_parameter_crosses_nothing(name):
     """Each use's part of it stays in the stage of that use."""
     it = cutting(name)

@@ -114,9 +114,12 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int, tangents: Sequen
             node.meta.setdefault("desc", None)
             late = names[node.name] in tangents
             node.target = f"{'tangents' if late else 'primals'}_{node.name}"  # (the partitioner knows them by this)
-        drawn = node.args[0] if node.target is operator.getitem else node
-        if isinstance(drawn, fx.Node) and torch.Tag.nondeterministic_seeded in getattr(drawn.target, "tags", ()):
-            node.meta.pop("recompute", None)  # (a checkpoint region asks for it; what was drawn is saved all the same)
+        made = node.args[0] if node.target is operator.getitem else node
+        if isinstance(made, fx.Node) and (
+            torch.Tag.nondeterministic_seeded in getattr(made.target, "tags", ()) or "recompute" not in made.meta
+        ):
+            # A checkpoint region asks for it. What was drawn is saved all the same, and so is a result of what can't be computed again.
+            node.meta.pop("recompute", None)
     with functorch_config.patch(activation_memory_budget=1.0):  # (a plan has a budget of its own, in bytes)
         forward, _ = min_cut_rematerialization_partition(
             lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
