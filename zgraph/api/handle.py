@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -40,7 +41,6 @@ from zgraph.passes.analysis.simulator import StepForecast, simulate_step
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.remark import Remark
-from zgraph.runtime.buckets import Padding
 from zgraph.runtime.compiled_models import Compiled, remember
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import Timings
@@ -68,7 +68,8 @@ _METHODS = (
 )
 # All that stands in its `__dict__`.
 _OWN = (
-    *("zgraph", "forward", "_call_impl", "_ddp_params_and_buffers_to_ignore", "__deepcopy__", "__reduce_ex__"),
+    *("zgraph", "forward", "_call_impl", "_ddp_params_and_buffers_to_ignore", "_is_accelerate_prepared"),
+    *("__deepcopy__", "__reduce_ex__"),
     *_METHODS,
 )
 
@@ -150,12 +151,6 @@ class Handle(Compiled):
         ranks.
         """
         return self.runtime.samples
-
-    @property
-    def padding(self) -> Padding:
-        """How much of what this rank's calls computed with was padding so far (`shapes = {"buckets": …}`): `.share`, `.calls` by bucket. Without
-        buckets it is none."""
-        return self.runtime.buckets.padding if self.runtime.buckets is not None else Padding()
 
     @property
     def programs(self) -> dict[str, StepProgram]:
@@ -319,6 +314,7 @@ class Handle(Compiled):
         averaged: bool = False,
         state_dict: Mapping[str, Any] | None = None,
         is_main_process: bool = True,
+        save_function: Callable[..., Any] | None = None,
     ) -> None:
         """Write the weights as safetensors that `from_pretrained` reads, with the config of a model of transformers'.
 
@@ -327,7 +323,7 @@ class Handle(Compiled):
         the model holds each in; `dtype` ("fp32", "bf16", "fp16", or one of torch's) casts what is floating-point, from the fp32 masters where
         there are some. `averaged`: the plan's moving average (`ema`) instead. `max_shard_size`: bytes of tensors in a file at most, as
         a number or "5GB"; a larger tensor has a file of its own. transformers' Trainer gives `state_dict`, which is that of the model,
-        and `is_main_process`, by which nothing changes: each rank writes its part.
+        and `is_main_process`, and accelerate's users `save_function`: by these nothing changes, since each rank writes its part.
 
         All is written beside what is in `dir`, and then put in place by renames; other files there stay. All ranks must call it. Raises
         `CheckpointError` on every rank if it can't be written, `UnsupportedError` for quantized models and adapters and for tensors in
@@ -480,6 +476,7 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     module.__dict__["forward"] = handle.forward.compiled
     module.__dict__["_call_impl"] = handle.forward
     module.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotForDDP()
+    module.__dict__["_is_accelerate_prepared"] = _ForAccelerate(handle)
     module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
     module.__dict__["__reduce_ex__"] = _refuse_pickle
     if handle.mesh is not None:
@@ -550,6 +547,29 @@ class _NotForDDP:
             why="its programs average gradients over the ranks of the plan's mesh themselves",
             hint="leave it out: model(…), loss.backward() and model.step(), or model.train_step(…)",
         )
+
+
+class _ForAccelerate:
+    """What accelerate asks a model for before it wraps it: whether it is prepared already. On several ranks a compiled model is, but for the
+    autocast that `mixed_precision` asks for: accelerate would leave that out without a word."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __bool__(self) -> bool:
+        everyone = self._handle._runtime.everyone
+        if everyone.mesh is None or everyone.mesh.size() == 1:
+            return False
+        state = sys.modules.get("accelerate.state")
+        asked = "no" if state is None else state.AcceleratorState().mixed_precision
+        if asked != "no" and self._handle.plan.precision == Plan().precision:
+            raise ModelError(
+                f"accelerate's mixed_precision is {asked!r}, and the plan's precision is float32",
+                where="precision",
+                why="a compiled model computes as its plan says",
+                hint=f'precision="{asked}" in the plan, or mixed_precision="no"',
+            )
+        return True
 
 
 def _refuse_pickle(protocol: int) -> Callable[..., Any]:

@@ -145,7 +145,8 @@ def fill(config: dict[str, Any], model: Any, arguments: Any) -> dict[str, str]:
 # Keys whose "auto" is DeepSpeed's own, or follows from other keys.
 _OWN_AUTO = ("pipeline.stages", "train_batch_size")
 
-_FROM_ARGUMENTS = {
+# The field of transformers' TrainingArguments that says what a key says.
+FROM_ARGUMENTS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
@@ -174,9 +175,9 @@ def _filled(key: str, model: Any, arguments: Any) -> Any:
         return 0.0
     if key == "optimizer.params.betas":
         return [_argument(arguments, "adam_beta1"), _argument(arguments, "adam_beta2")]
-    if key not in _FROM_ARGUMENTS:
+    if key not in FROM_ARGUMENTS:
         raise LookupError('nothing says what "auto" stands for here')
-    name = _FROM_ARGUMENTS[key]
+    name = FROM_ARGUMENTS[key]
     value = _argument(arguments, name)
     if name in ("max_steps", "warmup_steps") and value <= 0 and not (name == "warmup_steps" and _no_ratio(arguments)):
         raise LookupError(f"the number of steps is not known before the data is ({name} is {value})")

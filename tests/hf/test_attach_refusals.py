@@ -1,0 +1,185 @@
+"""What `zgraph.hf.attach` can't do is refused before anything is changed, with the way out."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+import torch
+from torch import nn
+from trainers import as_launched, collator, model_of, trainer_of
+
+import zgraph
+from zgraph.errors import ModelError, PlanError, ZgraphError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+PLAN = zgraph.Plan(backend="eager")
+
+
+@pytest.fixture(autouse=True)
+def launched():
+    with as_launched():
+        yield
+
+
+def trainer(tmp_path, **options):
+    return trainer_of("gpt2", str(tmp_path), **options)
+
+
+def plain(tmp_path):
+    return trainer(tmp_path, eval_strategy="no").args
+
+
+def refused(made, plan, kind, *said, **more):
+    """The error of attach, which changed neither trainer nor model."""
+    before, cls = dict(vars(made.model)), type(made)
+    with pytest.raises(kind) as caught:
+        zgraph.hf.attach(made, plan, **more)
+    error = caught.value
+    assert isinstance(error, ZgraphError) and error.hint, error
+    for part in said:
+        assert part in str(error), str(error)
+    assert type(made) is cls and vars(made.model).keys() == before.keys() and not hasattr(made.model, "zgraph")
+
+
+ARGUMENTS = {
+    "torch_compile": ({"torch_compile": True}, "attach compiles the model"),
+    "fp16": ({"fp16": True}, "bf16=True"),
+    "bf16_full_eval": ({"bf16_full_eval": True}, "leave it out"),
+    "fp16_full_eval": ({"fp16_full_eval": True}, "leave it out"),
+}
+
+
+@pytest.mark.parametrize("name", list(ARGUMENTS))
+def test_an_argument_that_clashes(name, tmp_path):
+    options, said = ARGUMENTS[name]
+    made = trainer(tmp_path)
+    for key, value in options.items():
+        setattr(made.args, key, value)  # (some of them need a GPU to be given)
+    refused(made, PLAN, PlanError, f"{name} of TrainingArguments", said)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"optimizer": zgraph.AdamW()}, "learning_rate"),
+        ({"grad_clip": 1.0}, "max_grad_norm"),
+        ({"micro_batches": 2}, "gradient_accumulation_steps"),
+        ({"loss_average": "token"}, "average_tokens_across_devices"),
+    ],
+)
+def test_a_plan_that_says_what_arguments_say(fields, said, tmp_path):
+    refused(trainer(tmp_path), PLAN.model_copy(update=fields), PlanError, f"no {next(iter(fields))}", said)
+
+
+def test_recompute_beside_gradient_checkpointing(tmp_path):
+    made = trainer(tmp_path, gradient_checkpointing=True)
+    refused(made, PLAN.model_copy(update={"recompute": "full"}), PlanError, "both say what is computed again")
+
+
+def test_an_optimizer_that_a_plan_has_not(tmp_path):
+    made = trainer(tmp_path, optim="adafactor")
+    refused(made, PLAN, PlanError, "Adafactor", "adamw_torch")
+    assert made.optimizer is None
+
+
+def test_an_optimizer_that_has_made_steps(tmp_path):
+    model = model_of("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
+    optimizer.step()
+    made = transformers.Trainer(model, plain(tmp_path), optimizers=(optimizer, None))
+    refused(made, PLAN, ZgraphError, "has made steps")
+
+
+def test_a_scheduler_object(tmp_path):
+    model = model_of("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    made = transformers.Trainer(model, plain(tmp_path), optimizers=(optimizer, scheduler))
+    refused(made, PLAN, PlanError, "scheduler object", "create_scheduler")
+
+
+def test_what_is_no_trainer():
+    with pytest.raises(ModelError, match="no Trainer"):
+        zgraph.hf.attach(nn.Linear(2, 2), PLAN)
+
+
+def test_a_trainer_that_makes_models(tmp_path):
+    made = transformers.Trainer(args=plain(tmp_path), model_init=lambda: model_of("gpt2"))
+    refused(made, PLAN, ModelError, "model_init")
+
+
+def test_a_second_attach_and_a_model_that_is_compiled(tmp_path):
+    made = zgraph.hf.attach(trainer(tmp_path), PLAN)
+    with pytest.raises(ModelError, match="attached already"):
+        zgraph.hf.attach(made, PLAN)
+    again = transformers.Trainer(made.model, plain(tmp_path))
+    with pytest.raises(ModelError, match="compiled already"):
+        zgraph.hf.attach(again, PLAN)
+
+
+def test_a_wrapped_model(tmp_path):
+    made = trainer(tmp_path)
+    made.model_wrapped = nn.DataParallel(made.model)
+    refused(made, PLAN, ModelError, "wrapped already, in DataParallel")
+
+
+def test_a_release_without_a_name(tmp_path, monkeypatch):
+    monkeypatch.delattr(transformers.Trainer, "_load_best_model")
+    refused(trainer(tmp_path), PLAN, ModelError, "no _load_best_model", "are known to work")
+
+
+def test_a_plan_file_that_is_not_there(tmp_path):
+    refused(trainer(tmp_path), tmp_path / "plan.toml", PlanError, "plan.toml")
+
+
+DEEPSPEED = {
+    "zero_optimization": {"stage": 2},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"gradient_clipping": 0.5}, "max_grad_norm is 1.0"),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 1"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}, "learning_rate is 0.01"),
+        ({"train_micro_batch_size_per_gpu": 4}, "per_device_train_batch_size is 2"),
+        ({"bf16": {"enabled": True}}, "bf16 is False"),
+        ({"scheduler": {"type": "WarmupLR"}}, "constant_with_warmup"),
+        ({"zero_optimizaton": {"stage": 2}}, "zero_optimization"),
+    ],
+)
+def test_a_deepspeed_configuration_that_says_otherwise(keys, said, tmp_path):
+    refused(trainer(tmp_path), {**DEEPSPEED, **keys}, PlanError, said)
+
+
+def test_a_deepspeed_configuration_is_a_plan(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(DEEPSPEED))
+    plan = zgraph.hf.attach(trainer(tmp_path, weight_decay=0.1), file).model.zgraph.plan
+    assert plan.zero == 2 and plan.micro_batches == 1 and plan.grad_clip is None
+    assert (plan.optimizer.name, plan.optimizer.lr, plan.optimizer.weight_decay) == ("AdamW", 1e-2, 0.1)
+    assert [group.overrides["weight_decay"] for group in plan.optimizer.groups] == [0.0]
+
+
+def test_a_loss_of_the_users_own_and_a_subclass_are_kept(tmp_path):
+    class Mine(transformers.Trainer):
+        """Has a loss of its own."""
+
+        def compute_loss(self, model, inputs, **more):
+            return super().compute_loss(model, inputs, **more)
+
+    made = trainer(tmp_path, cls=Mine)
+    made.callback_handler.callbacks.append(mark := types.SimpleNamespace())
+    assert zgraph.hf.attach(made, PLAN) is made
+    assert isinstance(made, Mine) and type(made).__name__ == "Mine" and mark in made.callback_handler.callbacks
+    assert type(made).compute_loss is Mine.compute_loss and isinstance(made.data_collator, type(collator("gpt2")))

@@ -1,0 +1,176 @@
+"""What of a Trainer and its TrainingArguments goes with a plan, and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from zgraph.errors import ModelError, PlanError
+from zgraph.plan.plan import Plan
+from zgraph.runtime.compiled_models import is_compiled
+
+OLDEST, NEWEST = "5.23", "5.24"
+"""The releases of transformers that this was run with."""
+
+# What `zgraph.hf.trainer` calls or overrides of transformers' Trainer.
+_NAMES = (
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_save",
+    "_save_optimizer_and_scheduler",
+    "_sync_replicated_trainable_parameters",
+    "compute_loss_context_manager",
+    "create_optimizer",
+    "is_distributed_loading_by_transformers",
+)
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Raise `ModelError` for what is no Trainer, or one that `attach` can't change."""
+    import transformers
+
+    if not isinstance(trainer, transformers.Trainer):
+        raise ModelError(
+            f"{type(trainer).__name__} is no Trainer of transformers",
+            hint="zgraph.hf.attach(Trainer(model, arguments, …), plan)",
+        )
+    if getattr(trainer, "attached_by_zgraph", False):
+        raise ModelError(
+            "the trainer is attached already",
+            hint="trainer.model.zgraph.recompile(plan) changes its plan",
+        )
+    missing = [name for name in _NAMES if not hasattr(trainer, name)]
+    if missing:
+        raise ModelError(
+            f"the Trainer of transformers {version('transformers')} has no {missing[0]}",
+            why="attach changes how a Trainer saves, loads and makes its optimizer, and that is no public interface",
+            hint=f"transformers {OLDEST} to {NEWEST} are known to work",
+        )
+    _refuse_model(trainer)
+
+
+def _refuse_model(trainer: Any) -> None:
+    model = trainer.model
+    if trainer.model_init is not None:
+        raise ModelError(
+            "the trainer makes its model anew at each train() (model_init)",
+            why="the new one would train without the plan",
+            hint="give the Trainer the model itself",
+        )
+    if trainer.model_wrapped is not model or trainer.accelerator.unwrap_model(model) is not model:
+        raise ModelError(
+            f"the trainer's model is wrapped already, in {type(trainer.model_wrapped).__name__}",
+            why="train() or another library has prepared it",
+            hint="attach before train(), to a new Trainer with the plain model",
+        )
+    if is_compiled(model):
+        raise ModelError(
+            "the trainer's model is compiled already",
+            why="its optimizer and clipping would be the plan's of that compile",
+            hint="give the Trainer the plain model: attach compiles it",
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the trainer's model is {type(model).__name__}, no module")
+
+
+class _Refused(NamedTuple):
+    argument: str
+    clashes: Callable[[Any], bool]
+    why: str
+    hint: str
+
+
+_REFUSED = (
+    _Refused(
+        "torch_compile",
+        lambda args: args.torch_compile,
+        "the plan's compiler captures the model's whole step, and torch.compile would stand around it",
+        "leave it out: attach compiles the model",
+    ),
+    _Refused(
+        "deepspeed",
+        lambda args: getattr(args, "deepspeed_plugin", None) is not None or bool(args.deepspeed),
+        "DeepSpeed's engine would train in the plan's place",
+        "leave it out, and give the same file to zgraph.hf.attach(trainer, file)",
+    ),
+    _Refused(
+        "fsdp",
+        lambda args: bool(args.fsdp),
+        "FSDP would divide the weights that the plan divides",
+        "leave it out: zero of the plan is 3 for the same division",
+    ),
+    _Refused(
+        "n_gpu",
+        lambda args: args.n_gpu > 1,
+        "one process has several GPUs, over which transformers' DataParallel would copy the model",
+        "start a process for each GPU: torchrun --nproc-per-node N, or zgraph launch",
+    ),
+    _Refused(
+        "fp16",
+        lambda args: args.fp16,
+        "its loss scale is accelerate's, which does not know divided gradients",
+        'bf16=True; or a loop of your own with precision="fp16" in the plan',
+    ),
+    _Refused(
+        "bf16_full_eval",
+        lambda args: args.bf16_full_eval,
+        "it casts the weights for good, and these are divided over the ranks",
+        "leave it out: bf16=True evaluates in bfloat16 as well",
+    ),
+    _Refused(
+        "fp16_full_eval",
+        lambda args: args.fp16_full_eval,
+        "it casts the weights for good, and these are divided over the ranks",
+        "leave it out",
+    ),
+    _Refused(
+        "parallelism_config",
+        lambda args: args.parallelism_config is not None,
+        "accelerate would divide the model that the plan divides",
+        "leave it out, and give the plan a mesh",
+    ),
+)
+
+
+def refuse_arguments(trainer: Any) -> None:
+    """Raise `PlanError` for an argument that can't be had with a plan."""
+    for refused in _REFUSED:
+        if refused.clashes(trainer.args):
+            raise PlanError(
+                f"{refused.argument} of TrainingArguments can't be had with a plan",
+                where=refused.argument,
+                why=refused.why,
+                hint=refused.hint,
+            )
+    scheduler = trainer.lr_scheduler
+    if scheduler is not None:
+        raise PlanError(
+            "the Trainer was given a scheduler object",
+            where="optimizers of the Trainer",
+            why="it moves the rates of an optimizer that attach replaces by the plan's",
+            hint="optimizers=(optimizer, None), and lr_scheduler_type; or override create_scheduler",
+        )
+
+
+def notes_on(trainer: Any, plan: Plan) -> list[str]:
+    """A line for each argument that says something of what a plan can say. Raises `PlanError` where both ask for it."""
+    args, usual = trainer.args, Plan()
+    notes = []
+    checkpoints = getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False)
+    if checkpoints and plan.recompute != usual.recompute:
+        raise PlanError(
+            "gradient_checkpointing of TrainingArguments and recompute of the plan both say what is computed again",
+            where="recompute",
+            hint="leave one of them out",
+        )
+    if checkpoints:
+        notes.append("gradient_checkpointing: layers are computed again as the model marks them")
+    if args.bf16 and plan.precision != usual.precision:
+        notes.append("bf16: the plan's precision, in place of autocast")
+    elif args.bf16:
+        notes.append("bf16: autocast around the model, as the Trainer has it")
+    return notes

@@ -1,0 +1,54 @@
+"""`attach`: a Trainer that was built for a plain model trains it by a plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any, Literal, TypeVar
+
+from zgraph.api.compiler import compile
+from zgraph.hf.arguments import notes_on, refuse_arguments, refuse_trainer
+from zgraph.hf.optimizers import optimizer_of
+from zgraph.hf.plans import plan_of
+from zgraph.hf.trainer import attached_class
+from zgraph.plan.plan import Plan
+from zgraph.plan.shapes import Size
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def attach(
+    trainer: T,
+    plan: Plan | str | PathLike[str] | Mapping[str, Any],
+    *,
+    dynamic: Mapping[str, Mapping[int, str | Size] | Literal["value"]] | None = None,
+) -> T:
+    """Let a built `Trainer` of transformers, or of a subclass, train its model by a plan; returns the trainer.
+
+    `plan`: a `Plan`, the path of a plan's file, or a DeepSpeed configuration (a dict, or the path of a JSON file) whose "auto" is filled by
+    the trainer's arguments, as transformers does. The model is compiled in place, with the sizes of `dynamic` (see `zgraph.compile`). Each
+    rank has rows of its own, as with DistributedDataParallel, and numbers are the same.
+
+    The optimizer is the one that the Trainer would make (its class, groups, learning rate), as the plan's: its states are divided, and its
+    update is compiled. Clipping, accumulation, the scheduler, logs and callbacks are the Trainer's own. `bf16=True` is autocast, as in the
+    Trainer, unless the plan has a `precision`. Checkpoints hold the weights as `from_pretrained` reads them and, in the folder `zgraph`, all
+    that a run needs to go on from, on any number of ranks.
+
+    Call it on every rank, before `train()` or `evaluate()`. Raises `PlanError` for arguments and plans that clash, and `ModelError` for a
+    trainer or a model that can't be attached: then nothing was changed.
+    """
+    refuse_trainer(trainer)
+    refuse_arguments(trainer)
+    chosen = plan_of(trainer, plan)
+    notes = notes_on(trainer, chosen)
+    chosen = chosen.model_copy(update={"optimizer": optimizer_of(trainer)})
+    compile(trainer.model, chosen, dynamic=dynamic)  # type: ignore[attr-defined]
+    kind: Any = type(trainer)
+    trainer.__class__ = attached_class(kind)
+    trainer.after_attach()  # type: ignore[attr-defined]
+    for note in notes:
+        logger.info("%s", note)
+    return trainer

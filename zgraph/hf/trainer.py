@@ -1,0 +1,85 @@
+"""What an attached Trainer does in another way than transformers': its optimizer is the plan's, its files are written by all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from typing import Any
+
+import torch
+
+from zgraph.plan.plan import Plan
+
+FOLDER = "zgraph"
+"""In a checkpoint of the Trainer's: all that a run needs to go on from."""
+_SCHEDULER = "scheduler.pt"  # transformers' name
+
+
+class Attached:
+    """Stands in front of a Trainer's own class (`attached_class`)."""
+
+    attached_by_zgraph = True
+
+    # The Trainer's own.
+    model: Any
+    args: Any
+    lr_scheduler: Any
+    state: Any
+    optimizer: Any
+
+    def after_attach(self) -> None:
+        """Let the Trainer neither wrap the model nor let rank 0 alone save it: transformers' own switch for models that are divided already."""
+        self.is_distributed_loading_by_transformers = True
+        self.model._is_accelerate_prepared = True  # (what accelerate would do besides, autocast, is done below)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The plan's, which is that which the Trainer made before."""
+        self.optimizer = self.model.zgraph.optimizer
+        return self.optimizer
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        """Autocast for `bf16=True`, which accelerate applies to models that it prepares; a plan's precision stands in its place."""
+        stack: contextlib.ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
+        if self.args.bf16 and self.model.zgraph.plan.precision == Plan().precision:
+            stack.enter_context(torch.autocast(self.args.device.type, dtype=torch.bfloat16))
+        return stack
+
+    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
+        """Nothing: programs reduce the gradients of all parameters, whole ones too."""
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.model.save_checkpoint(output_dir, FOLDER)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if _has_all(checkpoint):
+            self.model.load_checkpoint(checkpoint, FOLDER)
+        path = os.path.join(checkpoint, _SCHEDULER)
+        if os.path.isfile(path):
+            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not _has_all(resume_from_checkpoint):  # (else the weights come with the optimizer's states)
+            self.model.load_checkpoint(resume_from_checkpoint, optimizer=False)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if _has_all(best):
+            self.model.load_checkpoint(best, FOLDER, optimizer=False)
+        else:
+            self.model.load_checkpoint(best, optimizer=False)
+
+
+def _has_all(folder: str) -> bool:
+    return os.path.isdir(os.path.join(folder, FOLDER))
+
+
+@functools.cache
+def attached_class(kind: type) -> type:
+    """The class of an attached trainer of this class."""
+    return type(kind.__name__, (Attached, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
