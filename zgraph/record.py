@@ -8,14 +8,41 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean
 
-__all__ = ["Record", "did_you_mean", "joined", "short"]
+__all__ = ["Record", "Table", "did_you_mean", "joined", "short"]
+
+
+_Value = TypeVar("_Value")
+
+
+class Table(dict[str, _Value]):
+    """A dict that can't be changed, as all of a plan."""
+
+    _field = "dynamic"
+
+    def _frozen(self, *_: object, **__: object) -> NoReturn:
+        raise PlanError(f"a plan's {self._field} can't be changed", where=self._field, hint="make another plan")
+
+    __setitem__ = __delitem__ = __ior__ = _frozen  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _frozen  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+    def __reduce__(self) -> tuple[type[Self], tuple[dict[str, _Value]]]:
+        return type(self), (dict(self),)  # the default would fill an empty one item by item
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 class Record(BaseModel, frozen=True, extra="forbid"):

@@ -460,3 +460,55 @@ def on_ranks(order):
 def test_stages_one_after_another_are_plain_pytorchs_steps(two):
     for found in two.run(on_ranks, [(2, 1), (3, 2), (0, 1), (3, 1), (1, 2)]):
         assert max(found) < 2e-6
+
+
+class Losses(nn.Module):
+    """A loss for each of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, inputs):
+        return tuple(self.linear(x).square().mean() for x in inputs)
+
+
+def test_several_losses_of_inputs_that_want_gradients_are_summed_outside():
+    torch.manual_seed(0)
+    plain = Losses()
+    engine, *_ = deepspeed.initialize(model=copy.deepcopy(plain), config=CONFIG | {"gradient_accumulation_steps": 1})
+    for wanted in (sum, lambda losses: losses[1], sum):
+        given = [x.requires_grad_() for x in rows(2)]
+        mine = [x.detach().clone().requires_grad_() for x in given]
+        wanted(plain(given)).backward()
+        engine.backward(wanted(engine(mine)))
+        for x, y in zip(given, mine, strict=True):
+            assert (x.grad is None or not x.grad.any()) == (y.grad is None or not y.grad.any())
+            assert y.grad is None or torch.equal(x.grad, y.grad)
+        assert torch.equal(plain.linear.weight.grad, engine.module.linear.weight.grad.full_tensor())
+        plain.zero_grad()
+        engine.zero_grad()
+
+
+def test_gradients_of_a_script_s_own_move_the_loss_scale_of_stage_0():
+    """(Its own rule: each overflow halves the scale, whatever hysteresis says, and none ends the run.)"""
+    fp16 = {"enabled": True, "initial_scale_power": 3, "loss_scale_window": 2, "hysteresis": 3}
+    config = CONFIG | {"fp16": fp16, "zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 1}
+    engine, optimizer, *_ = deepspeed.initialize(model=net(), config=config)
+    seen = []
+    for value in (float("inf"), float("nan"), 0.5, 0.5, 0.5, *[float("inf")] * 4):
+        for param in engine.module.parameters():
+            param.grad = torch.full_like(param, value)
+        engine.step()
+        seen.append(optimizer.loss_scale_config.cur_scale)
+    assert seen == [4.0, 2.0, 2.0, 2.0, 4.0, 2.0, 1.0, 1.0, 1.0]
+    assert engine.skipped_steps == 6
+    assert optimizer.needs_scaler()
+
+
+def test_groups_keep_their_labels():
+    model = net()
+    groups = [{"params": list(model.parameters()), "name": "all", "lr": 0.5, "kind": "dense"}]
+    _, optimizer, *_ = initialized(model, model_parameters=groups)
+    assert (optimizer.param_groups[0]["name"], optimizer.param_groups[0]["kind"]) == ("all", "dense")
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -201,7 +201,20 @@ def whole_values(precision):
     wanted = nn.functional.linear(
         nn.functional.linear(x, torch.full((3, 5), 0.25, dtype=dtype), low[1]), low[2], low[3]
     )
-    return torch.allclose(shown, wanted.float(), atol=1e-2)
+    near = torch.allclose(shown, wanted.float(), atol=1e-2)
+    rank = dist.get_rank()
+    mine = utils.safe_get_local_fp32_param(weight)
+    utils.safe_set_local_fp32_param(weight, torch.full_like(mine, rank + 0.5))
+    assert utils.safe_get_full_fp32_param(weight).unique().tolist() == [0.5, 1.5]
+    utils.safe_set_local_optimizer_state(weight, torch.full_like(mine, rank + 2.0), "exp_avg")
+    assert utils.safe_get_full_optimizer_state(weight, "exp_avg").unique().tolist() == [2.0, 3.0]
+    engine.backward(engine(x).float().square().mean())
+    utils.safe_set_local_grad(weight, torch.full_like(utils.safe_get_local_grad(weight), rank + 1.0))
+    utils.safe_update_full_grad_vectorized([weight], lambda grad, param: grad * 2)
+    assert utils.safe_get_full_grad(weight).unique().tolist() == [2.0, 4.0]
+    engine.empty_partition_cache()
+    engine.step()
+    return near
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

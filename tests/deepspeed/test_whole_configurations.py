@@ -131,9 +131,16 @@ def test_two_sizes_of_the_batch_give_the_third(given, parts):
 # -- precision ------------------------------------------------------------------------------------------------------------
 def test_fp16_has_its_loss_scale():
     section = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 3, "min_loss_scale": 2}
-    plan = deepspeed.plan({"fp16": section, "optimizer": {"type": "AdamW"}}, world=2).plan
+    whole = {"fp16": section, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
+    plan = deepspeed.plan(whole, world=2).plan
     scale = plan.loss_scale()
     assert (scale.initial_scale_power, scale.hysteresis, scale.min_loss_scale, scale.static) == (12, 3, 2.0, None)
+    assert scale.ends_at_minimum
+    without, told = deepspeed.plan(
+        whole | {"zero_optimization": {"stage": 0}}, world=2
+    )  # (where DeepSpeed's is another)
+    assert (without.loss_scale().hysteresis, without.loss_scale().ends_at_minimum) == (1, False)
+    assert told["fp16.hysteresis"].verdict == "no effect here"
     assert plan.resolved_precision().parameter == "float16" and plan.on_nonfinite == "ignore"
     fixed = deepspeed.plan({"fp16": {"enabled": True, "loss_scale": 128}, "optimizer": {"type": "AdamW"}}, world=2).plan
     assert fixed.loss_scale().static == 128.0

@@ -31,7 +31,7 @@ from zgraph.parameters.replaced import refuse_unmovable
 from zgraph.parameters.sharding import fingerprint, planned_layout, shard
 from zgraph.plan.lr_schedules import TorchSchedule
 from zgraph.plan.plan import Plan
-from zgraph.plan.shapes import Size
+from zgraph.plan.shapes import Size, buckets_of
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM, ParamSpec
 from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.compiled_models import free_dropped_models, is_compiled
@@ -89,7 +89,9 @@ def compile(
     if dynamic is not None:
         plan = plan.model_copy(update={"dynamic": dynamic})
     forward = unbound(model, model.forward)
-    refuse_unknown_arguments(plan.dynamic, forward)
+    refuse_unknown_arguments(plan.dynamic, forward, "dynamic")
+    if (buckets := buckets_of(plan)) is not None:
+        refuse_unknown_arguments(buckets.pad, forward, "shapes.pad")
     agreed = _agree(model, plan, mesh)
     _refuse_unfit(model, agreed)
     if agreed.sizes.get(STAGE_DIM, 1) > 1 or agreed.sizes.get(TENSOR_DIM, 1) > 1:
@@ -104,8 +106,7 @@ def compile(
     runtime = started(Runtime(model, forward, plan, shards, context))
     attach(model, runtime, loss_fn)
     if inputs is not None:
-        args, kwargs = split_inputs(inputs)
-        runtime.entry(args, kwargs)
+        runtime.compile_for(*split_inputs(inputs))
     return model
 
 
@@ -201,7 +202,7 @@ def _attach_deferred(
     if inputs is not None and isinstance(first, PipelineRuntime):
         compile_first(first, *split_inputs(inputs))
     elif inputs is not None and isinstance(first, Runtime):
-        first.entry(*split_inputs(inputs))
+        first.compile_for(*split_inputs(inputs))
 
 
 def moved_parameters(model: nn.Module, specs: dict[str, ParamSpec], mesh: DeviceMesh | None) -> set[str]:

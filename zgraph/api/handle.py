@@ -41,6 +41,7 @@ from zgraph.passes.analysis.simulator import StepForecast, simulate_step
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.remark import Remark
+from zgraph.runtime.buckets import Padding
 from zgraph.runtime.compiled_models import Compiled, remember
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import Timings
@@ -151,6 +152,12 @@ class Handle(Compiled):
         ranks.
         """
         return self.runtime.samples
+
+    @property
+    def padding(self) -> Padding:
+        """How much of what this rank's calls computed with was padding so far (`shapes = {"buckets": …}`): `.share`, `.calls` by bucket. Without
+        buckets it is none."""
+        return self.runtime.buckets.padding if self.runtime.buckets is not None else Padding()
 
     @property
     def programs(self) -> dict[str, StepProgram]:

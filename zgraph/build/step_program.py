@@ -349,6 +349,7 @@ class Entry(Serves):
         # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
         self.settled = self.unsettled = self.unsettled_before = False
         self.only = {}
+        self.follows: Mapping[int, Mapping[int, str]] = {}  # dimensions of flat outputs that have a padded size: which
         self.beside: tuple[Entry, ...] = (self,)  # those that ranks may have in one step, this one included
         self.batch_known = False  # was it seen that what is cut into micro-batches is the batch?
 

@@ -118,6 +118,16 @@ class Trace:
         return {at: frozenset(others) for at, others in found.items()}
 
     @functools.cached_property
+    def reached(self) -> frozenset[int]:
+        """The flat inputs that a gradient of any of the outputs may reach."""
+        graph = self.flat.graph_module.graph
+        nodes: Any = graph.output_node().args[0]
+        before: set[fx.Node] = set()
+        for at in self.differentiable:
+            before |= _followed(nodes[at])
+        return frozenset(i for i, node in enumerate(graph.find_nodes(op="placeholder")) if node in before)
+
+    @functools.cached_property
     def ignored(self) -> set[Ignores]:
         """What the model's classification losses leave out, and those of `loss_fn` as far as they were seen."""
         return ignored_in(self.flat.graph_module)

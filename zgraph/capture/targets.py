@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from zgraph.errors import StepError
 
+TARGETS = ("labels", "label", "targets", "target")  # what arguments are called that hold targets
 IGNORED = -100  # the target that torch's losses leave out, unless they are told another
 LOSSES = {f: inspect.signature(f) for f in (functional.cross_entropy, functional.nll_loss)}
 

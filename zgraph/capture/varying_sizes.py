@@ -161,6 +161,7 @@ class Family:
     whole: tuple[bool, ...]
     sources: tuple[str, ...] = ()  # what captures call the Python numbers
     declared: dict[Place, Size] = field(default_factory=dict)
+    padded: set[Place] = field(default_factory=set)  # dimensions that are padded to buckets: numbers in each program
     first: Shapes = ()  # those of the first call
     differed: set[Place] = field(default_factory=set)  # dimensions that had several sizes
     equal: dict[Place, int] = field(default_factory=dict)  # dimensions that were equal in every call have one number
@@ -201,7 +202,7 @@ class Family:
             numbers: dict[tuple[int, int], int] = {}
             for place, size in sizes.items():
                 self.points[place] = max(size, self.points.get(place, 0))
-                if size != self.first[place[0]][place[1]]:
+                if size != self.first[place[0]][place[1]] and place not in self.padded:
                     self.differed.add(place)
                 self.equal[place] = numbers.setdefault((self.equal.get(place, 0), size), len(numbers))
         self._name(self._open())
@@ -231,7 +232,9 @@ class Family:
         batches = {self.equal[p] for p in rows if p in self.equal}
         presumed = likely | self.alike | {p for p in self.equal if p[1] == 0 and self.equal[p] in batches}
         found = (self.differed | (presumed - self.fixed)) - (self.tied - self.free)
-        return [p for p in self.equal if (p in found or p in self.declared) and p not in self.closed]
+        return [
+            p for p in self.equal if (p in found or p in self.declared) and p not in self.closed.keys() | self.padded
+        ]
 
     def _name(self, places: Sequence[Place]) -> None:
         """One name for all dimensions that were equal in every call: the declared one, else one that says what they are."""
@@ -343,10 +346,15 @@ class Family:
 
 
 class VaryingSizes:
-    """The families of a model's calls."""
+    """The families of a model's calls. Dimensions that are `padded` are numbers in programs."""
 
-    def __init__(self, dynamic: Mapping[str, Mapping[str, Size]], parameters: Sequence[inspect.Parameter]) -> None:
-        self.dynamic, self.parameters = dynamic, tuple(parameters)
+    def __init__(
+        self,
+        dynamic: Mapping[str, Mapping[str, Size]],
+        parameters: Sequence[inspect.Parameter],
+        padded: Mapping[str, Collection[int]] = MappingProxyType({}),
+    ) -> None:
+        self.dynamic, self.parameters, self.padded = dynamic, tuple(parameters), padded
         self.sizes = declared(dict(dynamic))  # type: ignore[arg-type]
         self._families: dict[str, Family] = {}
 
@@ -359,6 +367,7 @@ class VaryingSizes:
             known = self._families[signature.family] = Family(
                 paths, whole, signature.sources(self.parameters), self._declared(signature, paths)
             )
+            known.padded = {(number, dim) for number, path in enumerate(paths) for dim in self.padded.get(path, ())}
         return known
 
     def opened(self, signature: Signature) -> OpenSizes | None:
@@ -381,15 +390,15 @@ class VaryingSizes:
         return found
 
 
-def refuse_unknown_arguments(dynamic: Mapping[str, object], forward: Callable[..., Any]) -> None:
-    """Raise `PlanError` for an argument of `dynamic` that forward does not have."""
+def refuse_unknown_arguments(named: Mapping[str, object], forward: Callable[..., Any], where: str) -> None:
+    """Raise `PlanError` for an argument, `named` by a field of the plan, that forward does not have."""
     parameters = list(signature_of(forward).parameters.values())[1:]
     kinds = inspect.Parameter
     if any(p.kind is kinds.VAR_KEYWORD for p in parameters):
         return
     known = [p.name for p in parameters]
-    for name in dynamic:
+    for name in named:
         if re.split(r"[.\[]", name)[0] not in known:
             raise PlanError(
-                f"forward has no argument {name!r}", where=f"dynamic.{name}", hint=did_you_mean(name, known)
+                f"forward has no argument {name!r}", where=f"{where}.{name}", hint=did_you_mean(name, known)
             )

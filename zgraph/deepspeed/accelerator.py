@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from typing import Any
 
 import torch
+
+from zgraph.deepspeed.utils.memory import most_resident_bytes, resident_bytes
 
 
 class Accelerator:
@@ -33,7 +37,10 @@ class Accelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        return torch.cuda.device_count() if self._cuda else 1
+        """GPUs of this node; on CPUs the ranks that the launcher has started here, else 1."""
+        if self._cuda:
+            return torch.cuda.device_count()
+        return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
     def is_available(self) -> bool:
         return True
@@ -54,6 +61,66 @@ class Accelerator:
 
     manual_seed_all = manual_seed
 
+    def initial_seed(self) -> int:
+        return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._index(device_index)) if self._cuda else torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        if self._cuda:
+            torch.cuda.set_rng_state(new_state, self._index(device_index))
+        else:
+            torch.set_rng_state(new_state)
+
+    def is_synchronized_device(self) -> bool:
+        """Whether a call returns when its work is done."""
+        return not self._cuda
+
+    use_host_timers = resolves_data_dependency = is_synchronized_device
+
+    @property
+    def Stream(self) -> Any:
+        return torch.cuda.Stream if self._cuda else None
+
+    @property
+    def Event(self) -> Any:
+        return torch.cuda.Event if self._cuda else None
+
+    def stream(self, stream: Any) -> Any:
+        """A context in which kernels are put on a stream; nothing on a CPU."""
+        return torch.cuda.stream(stream) if self._cuda else contextlib.nullcontext()
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        return torch.cuda.current_stream(device_index) if self._cuda else None
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        return torch.cuda.default_stream(device_index) if self._cuda else None
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1, **_: Any) -> torch.Tensor:
+        """The tensor in page-locked memory where there is a GPU, else itself."""
+        return tensor.pin_memory() if self._cuda else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device_name()
+
+    def range_push(self, msg: str) -> None:
+        if self._cuda:
+            torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self) -> None:
+        if self._cuda:
+            torch.cuda.nvtx.range_pop()
+
+    def visible_devices_envs(self) -> list[str]:
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def is_triton_supported(self) -> bool:
+        return self._cuda
+
     def is_bf16_supported(self) -> bool:
         return torch.cuda.is_bf16_supported() if self._cuda else True
 
@@ -64,12 +131,20 @@ class Accelerator:
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes."""
-        return torch.cuda.memory_allocated(device_index) if self._cuda else 0
+        """Bytes; on a CPU what the process has in RAM."""
+        return torch.cuda.memory_allocated(device_index) if self._cuda else resident_bytes()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes; on a CPU the most that the process had in RAM."""
+        return torch.cuda.max_memory_allocated(device_index) if self._cuda else most_resident_bytes()
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
         """Bytes."""
-        return torch.cuda.max_memory_allocated(device_index) if self._cuda else 0
+        return torch.cuda.memory_reserved(device_index) if self._cuda else resident_bytes()
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes."""
+        return torch.cuda.max_memory_reserved(device_index) if self._cuda else most_resident_bytes()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         if self._cuda:
@@ -81,8 +156,21 @@ class Accelerator:
             return torch.cuda.get_device_properties(device_index or 0).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free on the device, or the host."""
+        if self._cuda:
+            return torch.cuda.mem_get_info(device_index)[0]
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+    def _index(self, given: int | None) -> int:
+        return torch.cuda.current_device() if given is None else given
+
 
 @functools.cache
 def get_accelerator() -> Accelerator:
     """This process's device."""
     return Accelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    return True

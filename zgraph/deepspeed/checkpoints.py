@@ -52,6 +52,8 @@ class Checkpoints:
 
         See `zgraph.api.handle.Handle.save_checkpoint`. Frozen parameters are saved too. All ranks must call it.
         """
+        if not save_dir:
+            raise ValueError("save_checkpoint needs a folder: save_dir is empty")
         if not save_latest:
             raise UnsupportedError(
                 "save_checkpoint(save_latest=False)",

@@ -14,7 +14,6 @@ loss scale, update. [Note: accumulation] A backward that is not the last of a st
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,10 +28,10 @@ from zgraph.capture.capture import find_loss
 from zgraph.deepspeed import comm
 from zgraph.deepspeed.checkpoints import Checkpoints
 from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader, Share
+from zgraph.deepspeed.monitor import Monitor
 from zgraph.deepspeed.settings import Settings
+from zgraph.deepspeed.step_log import StepLog
 from zgraph.errors import ModelError, StepError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -100,6 +99,8 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
         self._applied = False
         self._norm: torch.Tensor | float | None = None
         self._iterator: Iterator[Any] | None = None
+        self._log = StepLog(config)
+        self._losses: list[torch.Tensor] = []  # of the step that is under way, for monitors
 
     # -- what it stands on --------------------------------------------------------------------------------------------
     @property
@@ -135,6 +136,11 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
     @property
     def training_dataloader(self) -> DeepSpeedDataLoader | None:
         return self._training.loader
+
+    @property
+    def monitor(self) -> Monitor:
+        """What writes to TensorBoard and others: `engine.monitor.write_events([(name, value, position)])`."""
+        return self._log.monitor
 
     @property
     def device(self) -> torch.device:
@@ -212,7 +218,8 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
     # -- a micro-batch --------------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
-        output = self.module(*args, **kwargs)
+        with self._log.timed("forward"):
+            output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._accumulate(self._outer or not self._ends())
         return output
@@ -242,7 +249,10 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
         self._accumulate(self._outer or not self._ends())
         self._refuse_both(direct=runtime.backwards != counters.seen, scaled=scale_wrt_gas)
         shared = loss / self._batch.parts if scale_wrt_gas and self._batch.parts > 1 else loss
-        shared.backward(retain_graph=retain_graph)
+        with self._log.timed("backward"):
+            shared.backward(retain_graph=retain_graph)
+        if self.monitor.enabled:
+            self._losses.append(loss.detach())
         counters.scaled += 1
         counters.seen = runtime.backwards
         return shared
@@ -306,8 +316,15 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
         if self._ends() or not self.managed_gradient_accumulation():  # type: ignore[attr-defined]
             self._accumulate(False)
             self._divide_direct()
-            self._update(lr_kwargs)
+            with self._log.timed("step"):
+                self._update(lr_kwargs)
+            self._tell()
         self._counters.micro_steps += 1
+
+    def _tell(self) -> None:
+        """Log what the configuration asks for of the step that has just ended."""
+        losses, self._losses = self._losses, []
+        self._log.stepped(self, float(torch.stack(losses).float().mean()) if losses else None)
 
     def _divide_direct(self) -> None:
         """Divide the gradients of the script's own `loss.backward()` by the number of micro-batches, as the engine's backward does."""
@@ -338,15 +355,6 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
             self.lr_scheduler.step(**(lr_kwargs or {}))
         counters.global_steps += 1
         counters.global_samples += self._batch.total
-        every = self.steps_per_print()  # type: ignore[attr-defined]
-        if every and counters.global_steps % every == 0 and self.global_rank == 0:
-            logger.info(
-                "step=%d, skipped=%d, lr=%s, mom=%s",
-                counters.global_steps,
-                counters.skipped_steps,
-                self.get_lr(),
-                self.get_mom(),
-            )
 
     def _planned_update(self) -> bool:
         """One update of the plan's optimizer; whether it was not skipped."""
@@ -510,6 +518,11 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
     @property
     def is_compiled(self) -> bool:
         return True
+
+    def empty_partition_cache(self) -> None:
+        """Let whole weights go that are kept for the next forward. All ranks must call it."""
+        if self.handle.uncut is None:
+            self.handle.runtime.unsharded.drop()
 
     def destroy(self) -> None:
         """Let what is under way end. The model stays compiled, and can be used and initialized again."""

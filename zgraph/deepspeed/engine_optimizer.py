@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,14 @@ class LossScaleNow:
     scale_window: int
     min_loss_scale: float
     scale_factor: float = 2.0
+
+    @property
+    def dynamic(self) -> bool:
+        return self.dynamic_loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        return self.cur_scale
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -78,6 +86,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         scaling = self._handle.plan.loss_scale()
         return scaling is not None and scaling.static is None
 
+    def needs_scaler(self) -> bool:
+        """Whether the loss is scaled. (`engine.scale` need not be called: the compiled backward does it.)"""
+        return self._handle.plan.loss_scale() is not None
+
     @property
     def loss_scale_config(self) -> LossScaleNow:
         """The loss scale with its counts. Raises `AttributeError` without one."""
@@ -94,6 +106,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             scaling.loss_scale_window,
             scaling.min_loss_scale,
         )
+
+    loss_scaler = loss_scale_config  # (its name above stage 0)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update of the plan's optimizer. `engine.step()` calls it at the end of an accumulation."""
@@ -125,11 +139,16 @@ class EngineOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
 
+def label(engine: EngineOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Let the engine's groups have what the script's own have besides the optimizer's numbers: names, say."""
+    for mine, theirs in zip(groups, engine.param_groups, strict=True):
+        theirs.update({k: v for k, v in mine.items() if k not in theirs})
+
+
 def follow(user: torch.optim.Optimizer, engine: EngineOptimizer) -> None:
     """Let an optimizer of the script's own be the engine's: what holds it, a scheduler say, moves the engine's groups, and its step is
     the engine's."""
-    for mine, theirs in zip(user.param_groups, engine.param_groups, strict=True):
-        theirs.update({k: v for k, v in mine.items() if k not in theirs})
+    label(engine, user.param_groups)
     user.param_groups = engine.param_groups
 
     def step(closure: Callable[[], Any] | None = None) -> Any:

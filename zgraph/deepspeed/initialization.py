@@ -19,7 +19,7 @@ from zgraph.api.compiler import compile
 from zgraph.deepspeed import comm
 from zgraph.deepspeed.compile_again import compile_again
 from zgraph.deepspeed.engine import Batch, DeepSpeedEngine, Training
-from zgraph.deepspeed.engine_optimizer import EngineOptimizer, follow, rebind
+from zgraph.deepspeed.engine_optimizer import EngineOptimizer, follow, label, rebind
 from zgraph.deepspeed.lr_schedulers import VALID_LR_SCHEDULES, Scheduler
 from zgraph.deepspeed.parameter_groups import freeze_others, groups_of, names_of, of_model_parameters, record_of
 from zgraph.deepspeed.pipe.engine import PipelineEngine
@@ -260,12 +260,16 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
     else:
         compile(model, plan)
     handle: Any = model.__dict__["zgraph"]
+    if value_of(config, "fp16.enabled"):
+        _take_any_gradients(model)
     training = Training(client=given.optimizer, clips=float(value_of(config, "gradient_clipping", 1.0)))
     record = _schedule(config, comm.get_world_size())
     if plan.optimizer is not None:
         training.optimizer = EngineOptimizer(handle, given.names or ())
         if given.optimizer is not None:
             follow(given.optimizer, training.optimizer)
+        elif given.groups is not None:
+            label(training.optimizer, given.groups)
     elif given.optimizer is not None:
         assert given.names is not None
         rebind(given.optimizer, given.names, dict(model.named_parameters()))
@@ -273,6 +277,13 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
         training.skips = bool(value_of(config, "bf16.enabled") and value_of(config, "bf16.check_grad_overflow", True))
     training.scheduler = _scheduler(given.scheduler, record, training.optimizer)
     return training
+
+
+def _take_any_gradients(model: nn.Module) -> None:
+    """Let a script write gradients of the parameters' own dtype (`p.grad = torch.zeros_like(p)`), where programs give wider ones."""
+    for param in model.parameters():
+        if param.requires_grad and param.grad is None:
+            param.grad_dtype = None
 
 
 def _schedule(config: dict[str, Any], world: int) -> AnySchedule | None:

@@ -47,7 +47,7 @@ def _each(section: str, keys: dict[str, Kind], make: Any) -> dict[str, Key]:
 _GRAPH = "the program is one graph: its passes decide this, and the verifier checks it"
 _PLACED = "the run time chooses it; host memory is pinned where the device is a GPU"
 _DISK = "offload.threads and the sub-groups' size say how a disk is read and written"
-_LOGGED = "a plan logs nothing: log what train_step returns, model.zgraph.timings() and report()"
+_LOGGED = "the engine of initialize writes it; a plan alone logs nothing"
 _PROFILED = "model.zgraph.timings(), report() and zgraph timeline show it"
 _GONE = "DeepSpeed has it no more since 0.19.8, and zgraph has nothing like it"
 _LEAVE = "leave it out"
@@ -299,7 +299,7 @@ KEYS: dict[str, Key] = {
     ),
     # -- checkpoints ------------------------------------------------------------------------------------------------------
     "checkpoint": _applied("table"),
-    "checkpoint.tag_validation": _same("text", "ranks compare what they save"),
+    "checkpoint.tag_validation": _applied("text"),
     "checkpoint.load_universal": _same("bool", "which kind a checkpoint is, is found when it is loaded"),
     "checkpoint.use_node_local_storage": _refused(
         "bool", "a checkpoint is one folder, which all ranks write", "save to a folder that all nodes share", False
@@ -308,18 +308,20 @@ KEYS: dict[str, Key] = {
     "checkpoint.parallel_write.pipeline_stage": _same("bool", "each rank writes what it holds"),
     # -- logs and tools ---------------------------------------------------------------------------------------------------
     "steps_per_print": _nothing("int", _LOGGED),
-    "wall_clock_breakdown": _nothing("bool", _PROFILED),
-    "memory_breakdown": _nothing("bool", _PROFILED),
+    "wall_clock_breakdown": _nothing("bool", _LOGGED),
+    "memory_breakdown": _nothing("bool", _LOGGED),
     "dump_state": _nothing("bool", "print(plan) and zgraph dump show it"),
     "log_level": _nothing("text", 'logging.getLogger("zgraph").setLevel(…)'),
     "disable_python_gc": _nothing("bool", "call gc.disable() yourself"),
-    "comms_logger": _nothing("table", _PROFILED),
+    "comms_logger": _nothing(
+        "table", "zgraph.deepspeed.comm measures its own calls; model.zgraph.timings() shows those of a step"
+    ),
     "timers": _nothing("table", _PROFILED),
-    "flops_profiler": _nothing("table", _PROFILED),
+    "flops_profiler": _nothing("table", _LOGGED),
     "tensorboard": _nothing("table", _LOGGED),
     "csv_monitor": _nothing("table", _LOGGED),
     "wandb": _nothing("table", _LOGGED),
-    "comet": _nothing("table", _LOGGED),
+    "comet": _nothing("table", "log what the engine returns, or engine.monitor: CSV, TensorBoard, wandb"),
     "compile": _applied("table"),
     "compile.deepcompile": _same("bool", "every step is compiled"),
     "compile.offload_activation": _applied("bool"),

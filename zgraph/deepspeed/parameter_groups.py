@@ -125,8 +125,8 @@ def _values(kind: type[records.Optimizer], group: Mapping[str, Any]) -> dict[str
     """The fields of a record that a group's numbers are. Raises `PlanError` for one that the record has not."""
     found: dict[str, Any] = {}
     for key, value in group.items():
-        if key in _HOW:
-            continue
+        if key in _HOW or (isinstance(value, str) and (key not in kind.model_fields or key == "name")):
+            continue  # (a text is the group's label)
         if key in kind.model_fields and key not in ("name", "groups", "decay"):
             value = value.item() if isinstance(value, torch.Tensor) else value
             found[key] = tuple(value) if isinstance(value, (list, tuple)) else value

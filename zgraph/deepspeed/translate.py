@@ -332,12 +332,19 @@ _SCALING = {
 
 def _loss_scale(draft: Draft, changes: dict[str, Any]) -> None:
     scale: dict[str, Any] = {}
+    plain = draft.get("zero_optimization.stage", 0) == 0
+    if plain:  # (DeepSpeed's loss scale without ZeRO is another one)
+        scale |= {"hysteresis": 1, "ends_at_minimum": False}
+        draft.origins |= {f"precision.loss_scale.{name}": "fp16.enabled" for name in scale}
     for name, key in _SCALING.items():
         value = draft.get(key)
         if value is None:
             continue
         if name == "static" and value == 0:
             draft.say(key, "applied", "the loss scale follows overflows")
+            continue
+        if plain and "hysteresis" in name:
+            draft.say(key, "no effect here", "at stage 0 DeepSpeed's loss scale is halved by each overflow")
             continue
         whole = name not in ("static", "min_loss_scale", "consecutive_hysteresis")
         scale[name] = int(value) if whole else value if isinstance(value, bool) else float(value)
@@ -516,6 +523,11 @@ _PARTITIONS = {"best": "time", "parameters": "parameters", "uniform": "uniform",
 
 
 def _rest(draft: Draft) -> None:
+    validation = draft.get("checkpoint.tag_validation")
+    if validation is not None and validation.lower() not in ("ignore", "warn", "fail"):
+        draft.refuse("checkpoint.tag_validation", f"{validation!r} is no way of it", '"Ignore", "Warn" or "Fail"')
+    elif validation is not None:
+        draft.say("checkpoint.tag_validation", "equivalent", "ranks that save by different tags are refused")
     for field, value in (draft.get("zgraph") or {}).items():
         draft.apply(f"zgraph.{field}", field, value)
     pipelined = draft.fields.get("mesh", {}).get("pp", 1) > 1

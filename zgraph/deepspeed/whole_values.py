@@ -5,6 +5,7 @@ All ranks must call these. The parameter is one of a compiled model's (`engine.m
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,12 +53,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Write a state of the optimizer. Raises `ModelError` where there is none of this name."""
-    state = _state(param, optim_state_key)
-    if state is None:
-        raise ModelError(
-            f"the optimizer keeps no {optim_state_key!r} of this parameter",
-            hint="states are there after the first step",
-        )
+    state = _required(param, optim_state_key)
     copy_state(state, value.to(state.dtype))
 
 
@@ -76,6 +72,51 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     """This rank's rows of a state of the optimizer; None where there is none."""
     state = _state(param, optim_state_key)
     return None if state is None else _local(state)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write this rank's rows of the parameter, and of its master weight."""
+    master = _state(param, MASTER)
+    if master is not None:
+        _write_local(master, value)
+    _write_local(param.detach(), value)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write this rank's rows of the gradient. Raises `StepError` where there is none yet."""
+    if param.grad is None:
+        raise StepError("the parameter has no gradient to write to", hint="call it between a backward and step()")
+    _write_local(param.grad.detach(), value)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Write this rank's rows of a state of the optimizer. Raises `ModelError` where there is none of this name."""
+    _write_local(_required(param, optim_state_key), value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Write what a function makes of each whole gradient, given the gradient and its parameter; those without one are passed over."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+def _write_local(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        mine.copy_(value.view_as(mine))
+
+
+def _required(param: nn.Parameter, name: str) -> torch.Tensor:
+    state = _state(param, name)
+    if state is None:
+        raise ModelError(
+            f"the optimizer keeps no {name!r} of this parameter", hint="states are there after the first step"
+        )
+    return state
 
 
 def _accurate(param: nn.Parameter) -> torch.Tensor:

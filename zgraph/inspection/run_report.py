@@ -100,6 +100,8 @@ class Report:
                     lines.append(
                         f"  pass {record.name:18} {record.seconds * 1e3:7.1f} ms  {record.nodes:6} nodes  {counts}"
                     )
+        if runtime.buckets is not None:
+            lines += ["", str(runtime.buckets.padding)]
         trained = [s for e in runtime.entries.values() for s in e.programs() if s.differentiated]
         if trained:
             held = max(step.outside.held for step in trained)

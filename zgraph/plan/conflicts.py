@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zgraph.errors import PlanError
-from zgraph.plan.shapes import FIXED_BY, sizes_in
+from zgraph.plan.shapes import FIXED_BY, buckets_of, sizes_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,12 @@ def _wants_symbols(plan: Any) -> bool:
     return bool(sizes_in(plan.dynamic)) or plan.shapes == "dynamic"
 
 
+def _declared_and_padded(plan: Any) -> bool:
+    buckets = buckets_of(plan)
+    padded = {(name, str(dim)) for name, pad in buckets.padded().items() for dim in pad.dims} if buckets else set()
+    return any((name, dim) in padded for name, dims in sizes_in(plan.dynamic).items() for dim in dims)
+
+
 def _fixed(where: str, when: Callable[[Any], bool], why: str) -> Conflict:
     """Sizes that differ from call to call, and a field with which they are numbers."""
     return Conflict(
@@ -115,6 +121,20 @@ CONFLICTS = (
         hint="leave one out",
     ),
     *(_fixed(*row) for row in FIXED_BY),
+    Conflict(
+        "dynamic",
+        _declared_and_padded,
+        "dynamic has a dimension for a symbol that shapes.pad pads",
+        why="what is padded to buckets has one number in each program",
+        hint="leave it out of one of them",
+    ),
+    Conflict(
+        "shapes",
+        lambda plan: buckets_of(plan) is not None and _ranks(plan, "pp") != 1,
+        "shapes has buckets, in a pipeline",
+        why="each stage would have to cut the padding off what it gives",
+        hint='shapes="auto": one program serves all sizes; or pad in the collator',
+    ),
     Conflict(
         "lr_schedule",
         lambda plan: plan.lr_schedule is not None and plan.optimizer is None,

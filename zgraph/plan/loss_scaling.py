@@ -45,7 +45,10 @@ class LossScale(Record, frozen=True):
     consecutive_hysteresis: StrictBool = Field(
         default=False, description="whether a step without an overflow makes that count start again"
     )
-    min_loss_scale: _Scale = Field(default=1.0, description="the smallest scale; an overflow there ends the run")
+    min_loss_scale: _Scale = Field(default=1.0, description="the smallest scale")
+    ends_at_minimum: StrictBool = Field(
+        default=True, description="whether an overflow at the smallest scale ends the run; else its step is skipped"
+    )
     static: _Scale | None = Field(default=None, description="a fixed scale, above 0; None: it follows overflows")
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -43,9 +43,9 @@ from zgraph.plan.offloading import Offload
 from zgraph.plan.optimizers import AnyOptimizer
 from zgraph.plan.pipeline_schedules.make_schedule import check_name
 from zgraph.plan.precision import Precision, precision_of, preset
-from zgraph.plan.shapes import Dynamic, declared
+from zgraph.plan.shapes import Buckets, Dynamic, declared, shapes_of
 from zgraph.plan.watchdog import Watch
-from zgraph.record import Record, joined, short
+from zgraph.record import Record, Table, joined, short
 
 __all__ = ["DATA_DIMENSIONS", "MESH_DIMENSIONS", "Mesh", "Plan", "Record", "UserPass"]
 
@@ -54,32 +54,6 @@ MESH_DIMENSIONS = ("pp", "replicate", "dp", "cp", "tp")
 
 DATA_DIMENSIONS = ("replicate", "dp")
 """Those over which ranks see different rows: `DATA_DIMS` of `zgraph.program.program`, which loads torch."""
-
-_Value = TypeVar("_Value")
-
-
-class Table(dict[str, _Value]):
-    """A dict that can't be changed, as all of a plan."""
-
-    _field = "dynamic"
-
-    def _frozen(self, *_: object, **__: object) -> NoReturn:
-        raise PlanError(f"a plan's {self._field} can't be changed", where=self._field, hint="make another plan")
-
-    __setitem__ = __delitem__ = __ior__ = _frozen  # type: ignore[assignment]
-    clear = pop = popitem = setdefault = update = _frozen  # type: ignore[assignment]
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self.items()))
-
-    def __reduce__(self) -> tuple[type[Self], tuple[dict[str, _Value]]]:
-        return type(self), (dict(self),)  # the default would fill an empty one item by item
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
 
 
 class Mesh(Table[int]):
@@ -404,11 +378,14 @@ class Plan(Record, frozen=True):
         "patterns of module paths, "
         'or "loss" (the classification loss with the matrix product that gives its logits), to numbers of chunks',
     )
-    shapes: Literal["auto", "static", "dynamic"] = Field(
-        examples=["static"],
+    shapes: Annotated[
+        Literal["auto", "static", "dynamic"] | Buckets, Field(union_mode="left_to_right"), BeforeValidator(shapes_of)
+    ] = Field(
+        examples=["static", {"buckets": [256, 512], "pad": {"input_ids": 0, "attention_mask": 0, "labels": -100}}],
         default="auto",
         description="calls that differ only in sizes: auto (the first is a program as it stands; at the second the sizes that differ become "
-        "symbols, and one program serves all), dynamic (symbols from the first call on), static (each is a program of its own)",
+        "symbols, and one program serves all), dynamic (symbols from the first call on), static (each is a program of its own), or a record: "
+        "sizes that inputs are padded to, and with what",
     )
     dynamic: Annotated[Dynamic, AfterValidator(_check_dynamic)] = Field(
         examples=[{"input_ids": {"0": "batch", "1": {"name": "seq", "max": 2048}}, "image_grid_thw": "value"}],

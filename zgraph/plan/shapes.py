@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, StrictInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from zgraph.errors import PlanError
-from zgraph.record import Record, short
+from zgraph.names import did_you_mean
+from zgraph.record import Record, Table, short
 
-__all__ = ["Dynamic", "Size"]
+__all__ = ["Buckets", "Dynamic", "Pad", "Size", "buckets_of", "shapes_of"]
 
 
 FIXED_BY: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -103,3 +104,90 @@ def declared(dynamic: Dynamic) -> dict[str, Size]:
                 raise PlanError(f"size {size.name!r} is given twice, and differently", where=f"dynamic.{argument}")
             found[size.name] = told[0] if told else size
     return found
+
+
+UNPADDED = "none"
+"""Of an input that is given as it is, though a dimension of it may have the padded size by chance."""
+
+
+class Pad(Record, frozen=True):
+    """With what an input is padded, at the end of which dimensions, and which size these are of: those of one name are equal in every call."""
+
+    value: StrictBool | StrictInt | StrictFloat = Field(description="what is put behind its own values")
+    dims: tuple[Annotated[StrictInt, Field(ge=0)], ...] = Field(
+        default=(1,), min_length=1, description="the dimensions that are padded, counted from 0"
+    )
+    size: Annotated[str, AfterValidator(_name)] = Field(
+        default="length", description="the name of the size: inputs of one name are padded to one bucket"
+    )
+
+
+def _pad(given: Any) -> Any:
+    if isinstance(given, str) and given != UNPADDED:
+        raise PlanError(
+            f"{short(given)} is no padding",
+            hint='a number, a record with value, dims and size, or "none": it is not padded',
+        )
+    if isinstance(given, (Pad, str)):
+        return given
+    return Pad.model_validate(dict(given) if isinstance(given, Mapping) else {"value": given})
+
+
+def _ascending(buckets: tuple[int, ...]) -> tuple[int, ...]:
+    wrong = next((b for a, b in zip((0, *buckets), buckets, strict=False) if b <= a), None)
+    if not buckets or wrong is not None:
+        why = (
+            "there is none"
+            if wrong is None
+            else f"{wrong} is not larger than {'0' if wrong < 1 else 'the one before it'}"
+        )
+        raise PlanError("buckets are positive sizes in ascending order", why=why, hint="such as [256, 512, 1024]")
+    return buckets
+
+
+class Buckets(Record, frozen=True):
+    """Sizes that inputs are padded to inside of a call: the next of the `buckets` that holds the batches of all ranks."""
+
+    buckets: Annotated[tuple[StrictInt, ...], AfterValidator(_ascending)] = Field(
+        description="the sizes, in ascending order"
+    )
+    pad: Annotated[
+        dict[str, Annotated[Pad | Literal["none"], BeforeValidator(_pad)]],
+        AfterValidator(Table),
+    ] = Field(
+        description="a table from arguments of forward to what they are padded with: a number, or a record with value, dims and size; "
+        '"none" for one that is not padded'
+    )
+
+    @model_validator(mode="after")
+    def _pads(self) -> Self:
+        if not self.padded():
+            raise PlanError(
+                "no input is padded", where="pad", hint='such as {"input_ids": 0, "attention_mask": 0, "labels": -100}'
+            )
+        return self
+
+    def padded(self) -> dict[str, Pad]:
+        """The inputs that are padded."""
+        return {name: pad for name, pad in self.pad.items() if isinstance(pad, Pad)}
+
+
+def shapes_of(given: Any) -> Any:
+    """A word as it is, a table as `Buckets`."""
+    words = ("auto", "static", "dynamic")
+    if isinstance(given, Buckets):
+        return given
+    if isinstance(given, Mapping):
+        return Buckets.model_validate(dict(given))
+    if given not in words:
+        near = f"{did_you_mean(given, words)}; or " if isinstance(given, str) else ""
+        raise PlanError(
+            f"{short(given)} can't be the value of shapes",
+            hint=f'{near}"auto", "static", "dynamic", or a record of buckets: {{"buckets": [256, 512], "pad": {{"input_ids": 0}}}}',
+        )
+    return given
+
+
+def buckets_of(plan: Any) -> Buckets | None:
+    """What a plan pads to; None where it pads nothing."""
+    return plan.shapes if isinstance(plan.shapes, Buckets) else None

@@ -42,6 +42,14 @@ class Saved(list[Any]):
         tensor_storage.land(self.in_flight)
 
 
+class Cuts(Protocol):
+    """How an output is cut to the size of the batch."""
+
+    def of(self, value: torch.Tensor) -> torch.Tensor: ...
+
+    def filled(self, gradient: torch.Tensor) -> torch.Tensor: ...
+
+
 class Runs(Protocol):
     """Who runs the programs of a forward and its backward."""
 
@@ -54,6 +62,8 @@ class Runs(Protocol):
     nonfinite: Any
 
     def prepare(self, step: StepProgram) -> None: ...
+
+    def cuts(self, entry: Entry, outputs: Sequence[Any]) -> Mapping[int, Cuts]: ...
 
     def run_forward(
         self, entry: Entry, step: StepProgram, flat: Sequence[Any], *, mutate: bool = True
@@ -101,6 +111,9 @@ class Step(torch.autograd.Function):
         nonfinite = runtime.nonfinite
         ctx.evidence = nonfinite.forward(entry, flat, ctx.before, ctx.random) if nonfinite is not None else None
         outputs, ctx.saved = runtime.run_forward(entry, step, flat)
+        ctx.cuts = runtime.cuts(entry, outputs)
+        for at, cut in ctx.cuts.items():
+            outputs[at] = cut.of(outputs[at])
         ctx.kept = dict(runtime.unsharded.weights) if step.keeps else {}
         ctx.versions = Versions(entry.trace, step, ctx.saved.sharing, runtime.shards.version)
         ctx.versions.note(flat, outputs)
@@ -123,6 +136,7 @@ class Step(torch.autograd.Function):
             )
         runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
         tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
+        tangents |= {i: cut.filled(tangents[i]) for i, cut in ctx.cuts.items() if i in tangents}
         refuse_partial(entry, ctx.seen, tangents.keys())
         runtime.acts.backward(step.shared_name, sorted(tangents), accumulates=runtime.accumulating)
         if ctx.saved is None:

@@ -19,6 +19,7 @@ from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.value_inputs import ValueInputs, warn_of_unknown, with_values
 from zgraph.capture.varying_sizes import Signature
 from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
+from zgraph.plan.shapes import buckets_of
 from zgraph.runtime.rank import Rank
 from zgraph.runtime.same_on_all_ranks import INPUTS
 from zgraph.runtime.sizes_of_calls import CallSizes, SizesOfCalls
@@ -125,7 +126,7 @@ class Calls:
         """Let the ranks vote once on the forwards of these calls, the micro-batches of a step. Where one of them has no program yet, or ranks have
         to learn from it, each votes later."""
         rank = self.rank
-        if not rank.acts.by_steps():
+        if not rank.acts.by_steps() or buckets_of(rank.plan) is not None:  # (what is padded is known call by call)
             return
         own = rank.shards.refresh()
         rank.shards.fetch()
@@ -332,7 +333,8 @@ class Calls:
                 ", ".join(values),
                 values[0],
             )
-        self._storms.made(sizes.call, many=entry.open, tell=rank.everyone.first())
+        many = entry.open or buckets_of(rank.plan) is not None
+        self._storms.made(sizes.call, many=many, tell=rank.everyone.first())
         if rank.recorder is not None:
             rank.recorder.compiled()
 

@@ -21,7 +21,7 @@ from zgraph.build.context import BuildContext
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows, brief
-from zgraph.capture.capture import trace
+from zgraph.capture.capture import Trace, trace
 from zgraph.capture.former_memory import former_memory
 from zgraph.capture.inputs import resolved
 from zgraph.capture.open_sizes import OpenSizes
@@ -31,10 +31,12 @@ from zgraph.codegen.executable import Executable
 from zgraph.errors import SignatureError
 from zgraph.parameters.sharding import Shards, Sums, with_requires_grad
 from zgraph.plan.plan import Plan
-from zgraph.program.program import InputRole, OutputRole
+from zgraph.plan.shapes import buckets_of
+from zgraph.program.program import InputRole, OutputRole, ParamSpec
 from zgraph.program.remark import Remark
 from zgraph.ranks import heartbeat, progress
 from zgraph.runtime.autograd import Saved, Step
+from zgraph.runtime.buckets import Cut, Padded, PaddedCalls
 from zgraph.runtime.calls import Calls
 from zgraph.runtime.explain_nonfinite import NonFinite
 from zgraph.runtime.fit import fit
@@ -64,6 +66,8 @@ class Runtime(Rank):
         agreement, device = self.agreement, self.device
         self.forward_function = forward
         self.entered: Entry | None = None  # that of the last forward
+        buckets = buckets_of(plan)
+        self.buckets = PaddedCalls(self, buckets) if buckets is not None else None
         self.calls = Calls(self, self._compile, self._execute)
         self.unsharded = UnshardedWeights(shards, device)
         reduces = plan.zero > 1 or self.mesh is None or self.mesh.size() == 1
@@ -112,18 +116,30 @@ class Runtime(Rank):
         """The module's forward."""
         self.end_own_step()
         self.tell_place(self.forwards)
-        with self.calls.lock:
+        padded, given = self.buckets.padded(args, kwargs) if self.buckets is not None else None, (args, kwargs)
+        args, kwargs = padded.call if padded is not None else given
+        with self.calls.lock, self._padded_by(padded):
             key, entry = self.entry(args, kwargs)
         self.entered = entry
         trains = entry.program().differentiated and torch.is_grad_enabled()
         self.forwards += trains
-        with self.clock.timed("forward") if trains else contextlib.nullcontext():
+        with self.clock.timed("forward") if trains else contextlib.nullcontext(), self._padded_by(padded):
             result = self.calls.run(key, args, kwargs)
         if trains:
-            self.samples += (batch_rows(args, kwargs) if entry.open else entry.rows) * self.data_ranks()
+            self.samples += (batch_rows(*given) if entry.open or padded is not None else entry.rows) * self.data_ranks()
         if not entry.settled:
             self.settle(entry, args, kwargs)
         return result
+
+    def compile_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile the program for calls like this one."""
+        padded = self.buckets.padded(args, kwargs) if self.buckets is not None else None
+        with self._padded_by(padded):
+            self.entry(*(padded.call if padded is not None else (args, kwargs)))
+
+    def _padded_by(self, padded: Padded | None) -> contextlib.AbstractContextManager[None]:
+        """While a call runs that was padded, if it was."""
+        return contextlib.nullcontext() if padded is None or self.buckets is None else self.buckets.runs(padded)
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
         """The program for these inputs, with its key; see `Calls.entry`."""
@@ -139,24 +155,25 @@ class Runtime(Rank):
         shown = brief(self.module, args, kwargs)
         name = self.calls.name_new(shown)
         specs = with_requires_grad(self.shards.specs, self.shards.params())
-        traced = trace(
-            self.module,
-            self.forward_function,
-            args,
-            kwargs,
-            specs,
-            self.sizes,
-            self.device,
-            self.plan.resolved_precision(),
-            open_sizes,
-        )
+        traced = self._trace((args, kwargs), specs, open_sizes)
         residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares)
         context = BuildContext(self.plan, self.costs, residents, groups=self.groups, agree=self.votes.program)
         entry = Entry(name, shown, traced, batch_rows(args, kwargs), context)
+        if self.buckets is not None:
+            entry.follows = self.buckets.follows(traced, (args, kwargs), lambda call: self._trace(call, specs))
         if entry.program().differentiated:
             self.updater.refuse_unscaled()
         self.prepare(entry.program())
         return entry
+
+    def _trace(
+        self,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        specs: dict[str, ParamSpec],
+        open_sizes: OpenSizes | None = None,
+    ) -> Trace:
+        precision = self.plan.resolved_precision()
+        return trace(self.module, self.forward_function, *call, specs, self.sizes, self.device, precision, open_sizes)
 
     def prepare(self, step: StepProgram) -> None:
         """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.) Raises what `fit` does."""
@@ -172,19 +189,31 @@ class Runtime(Rank):
         if step.mutated:
             entry.trace.refuse_overlap(step.mutated, flat, whole=not step.apart)
             step.apart = True
+        if self.buckets is not None:
+            self.buckets.refuse_written(step.mutated, flat)
         self.votes.batch(entry, step, flat)
         self.votes.random(step)
         _refuse_offsets(entry, flat)
         if not (entry.trace.differentiable and torch.is_grad_enabled()):
             outputs, _ = self.run_forward(entry, step, flat)
-            return tuple(outputs)
+            cuts = self.cuts(entry, outputs)
+            return tuple(cuts[at].of(value) if at in cuts else value for at, value in enumerate(outputs))
         params = self.shards.params()
         names = [n for n in entry.trace.parameters if params[n].requires_grad]
         tensors = [params[n] for n in names]
         # (What has no gradient here would still hold the graph that it came of: that of the call before, and so of all calls.)
         others = [i for i in entry.trace.others if isinstance(flat[i], torch.Tensor) and flat[i].requires_grad]
-        loose = [i for i in others if i in step.reached]
+        loose = [i for i in others if i in step.reached or i in entry.trace.reached]
         return tuple(Step.apply(self, entry, flat, names, loose, *tensors, *(flat[i] for i in loose)))
+
+    def cuts(self, entry: Entry, outputs: Sequence[Any]) -> dict[int, Cut]:
+        """How the flat outputs of the call that runs are cut, by which are. Where the model gives no loss of its own they are what one is computed
+        of, by code that may want them in one piece."""
+        return (
+            self.buckets.cuts(entry.follows, outputs, copied=entry.trace.loss is None)
+            if self.buckets is not None
+            else {}
+        )
 
     # -- forward ----------------------------------------------------------------------------------------------------
     def run_forward(

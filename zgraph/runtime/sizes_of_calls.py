@@ -11,7 +11,7 @@ from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.replaced_forward import signature_of
 from zgraph.capture.varying_sizes import Family, Numbers, Shapes, Signature, Value, VaryingSizes
 from zgraph.errors import CaptureError, RankMismatchError, SignatureError, SizeError, ZgraphError
-from zgraph.plan.shapes import fixed_by, sizes_in
+from zgraph.plan.shapes import buckets_of, fixed_by, sizes_in
 from zgraph.runtime.rank import Rank
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,9 @@ class SizesOfCalls:
             return CallSizes(self, call, None)
         if self._varying is None:
             parameters = list(signature_of(self.rank.forward_function).parameters.values())[1:]
-            self._varying = VaryingSizes(sizes_in(self.rank.plan.dynamic), parameters)
+            buckets = buckets_of(self.rank.plan)
+            padded = {name: pad.dims for name, pad in buckets.padded().items()} if buckets is not None else {}
+            self._varying = VaryingSizes(sizes_in(self.rank.plan.dynamic), parameters, padded)
         return CallSizes(self, call, self._varying.family(call))
 
     def _tell_fixed(self, call: Signature) -> None:

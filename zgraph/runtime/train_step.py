@@ -23,14 +23,12 @@ from zgraph.capture.batch import LossOperators, refuse_other_dimensions, tensors
 from zgraph.capture.cache_key import batch_size
 from zgraph.capture.capture import find_loss
 from zgraph.capture.replaced_forward import signature_of
-from zgraph.capture.targets import IGNORED, Ignores, LossesSeen, ignored_of
+from zgraph.capture.targets import IGNORED, TARGETS, Ignores, LossesSeen, ignored_of
 from zgraph.errors import StepError
 from zgraph.plan.elasticity import Elastic
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS
 from zgraph.runtime.runtime import Runtime
-
-TARGETS = ("labels", "label", "targets", "target")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

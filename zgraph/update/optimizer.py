@@ -82,7 +82,7 @@ class PlanOptimizer(torch.optim.Optimizer):
         groups = []
         for number, record in self._records.items():
             names = [m.name for m in members if m.group == number]
-            values = {k: v for k, v in record.model_dump().items() if k not in ("groups", "decay", "companion")}
+            values = {k: v for k, v in record.model_dump().items() if k not in ("name", "groups", "decay", "companion")}
             held = [params[n] for n in names if own is None or n in own]
             groups.append({"params": held, "names": names, **values})
             inputs = {path.partition(".")[0] for path in RULES[record.name].scalars}

@@ -43,8 +43,8 @@ def advance(record: LossScale, state: Mapping[str, Tensor], overflow: Tensor) ->
     Without one, the scale is doubled and `hysteresis` filled up when the steps since the last overflow, not counting
     this one, are a multiple of the window above 0; with `consecutive_hysteresis` every such step fills it up.
 
-    DeepSpeed raises at an overflow with the scale at its minimum: here `exhausted` becomes true and stays so, and the
-    rest goes on as if DeepSpeed had been told not to raise. A fixed scale only counts.
+    DeepSpeed raises at an overflow with the scale at its minimum: here `exhausted` becomes true and stays so (unless the
+    record does not end there), and the rest goes on as if DeepSpeed had been told not to raise. A fixed scale only counts.
     """
     scale, hysteresis = state["scale"], state["hysteresis"]
     iteration, last_overflow = state["iteration"], state["last_overflow"]
@@ -68,6 +68,6 @@ def advance(record: LossScale, state: Mapping[str, Tensor], overflow: Tensor) ->
     return {
         "scale": torch.where(halves, torch.maximum(scale / 2, floor), grown),
         "hysteresis": torch.where(overflow & halves.logical_not(), hysteresis - 1, refilled),
-        "exhausted": state["exhausted"] | (halves & (scale == floor)),
+        "exhausted": state["exhausted"] | (halves & (scale == floor)) if record.ends_at_minimum else state["exhausted"],
         **counted,
     }

@@ -41,11 +41,15 @@ class PipelineEngine(DeepSpeedEngine):
         elif data_iter is not None:
             raise StepError("train_batch(data_iter, data=…)", hint="give one of them")
         self._fit_parts()
-        loss = self.handle.train_step(data, targets)
+        with self._log.timed("train_batch"):
+            loss = self.handle.train_step(data, targets)
         self._norm = self.handle.runtime.updater.grad_norm
         self._stepped(self._settle())
         self._counters.micro_steps += self._batch.parts
-        return self._over_ranks(loss)
+        mean = self._over_ranks(loss)
+        self._losses = [mean] if self.monitor.enabled else []
+        self._tell()
+        return mean
 
     def eval_batch(  # type: ignore[override]
         self,

@@ -173,10 +173,6 @@ class PipelineModule(nn.Module):
     def num_pipeline_stages(self) -> int:
         return int(self.num_stages)
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._layer_specs)
-
 
 def _set_seed(seed: int) -> None:
     random.seed(seed)

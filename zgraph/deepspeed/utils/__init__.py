@@ -20,6 +20,10 @@ from zgraph.deepspeed.whole_values import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
 )
 
 __all__ = [
@@ -37,6 +41,10 @@ __all__ = [
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "see_memory_usage",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",

@@ -28,7 +28,7 @@ def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] =
     if not force or comm.get_rank() not in ranks:
         return
     gc.collect()
-    host = f"host {shown_bytes(resident_bytes())}, at most {shown_bytes(_most())}"
+    host = f"host {shown_bytes(resident_bytes())}, at most {shown_bytes(most_resident_bytes())}"
     if torch.cuda.is_available():
         now, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         host = f"device {shown_bytes(now)}, at most {shown_bytes(most)}; {host}"
@@ -42,7 +42,7 @@ def memory_status(message: str = "", print_rank: int = -1, reset_max: bool = Fal
         "allocated": torch.cuda.memory_allocated() if cuda else 0,
         "max_allocated": torch.cuda.max_memory_allocated() if cuda else 0,
         "resident": resident_bytes(),
-        "max_resident": _most(),
+        "max_resident": most_resident_bytes(),
     }
     if print_rank in (-1, comm.get_rank()):
         logger.info("%s %s", message, ", ".join(f"{name} {shown_bytes(size)}" for name, size in found.items()))
@@ -51,5 +51,6 @@ def memory_status(message: str = "", print_rank: int = -1, reset_max: bool = Fal
     return found
 
 
-def _most() -> int:
+def most_resident_bytes() -> int:
+    """The most that this process has had in RAM, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,173 @@
+"""What an engine tells of its steps: monitors, the time of each phase, operations by module; estimates of memory; whole weights of a checkpoint."""
+
+import csv
+import importlib.machinery
+import logging
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zgraph.deepspeed as deepspeed
+from zgraph.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from zgraph.deepspeed.runtime.config import DeepSpeedConfigError
+from zgraph.deepspeed.runtime.zero.stage3 import (
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from zgraph.deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_live
+from zgraph.deepspeed.utils.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from zgraph.errors import PlanError, StepError
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zgraph": {"backend": "eager"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def run(config, steps=2):
+    """An engine after some steps, and the mean losses of these."""
+    engine, *_ = deepspeed.initialize(model=net(), config=CONFIG | config)
+    means = []
+    for step in range(steps):
+        losses = []
+        for part in range(2):
+            rows = torch.randn(2, 8, generator=torch.Generator().manual_seed(2 * step + part))
+            loss = engine(rows.to(engine.module[0].weight.dtype)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        means.append(sum(losses) / 2)
+    return engine, means
+
+
+def test_csv_files_have_a_row_for_each_step(tmp_path):
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine, means = run({"csv_monitor": section, "fp16": {"enabled": True, "initial_scale_power": 4}})
+    engine.monitor.write_events([("Own/number", 3.5, 7)])
+
+    def rows(name):
+        with (tmp_path / "job" / f"{name}.csv").open() as file:
+            return [[float(v) for v in row] for row in list(csv.reader(file))[1:]]
+
+    assert [row[0] for row in rows("Train_Samples_lr")] == [4.0, 8.0]
+    assert rows("Train_Samples_train_loss") == [[4.0, pytest.approx(means[0])], [8.0, pytest.approx(means[1])]]
+    assert rows("Train_Samples_loss_scale") == [[4.0, 16.0], [8.0, 16.0]]
+    assert rows("Own_number") == [[7.0, 3.5]]
+
+
+def test_wandb_is_written_by_its_library(monkeypatch):
+    written = []
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    fake.init = lambda **options: written.append(options)
+    fake.log = lambda row, step: written.append((row, step))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run({"wandb": {"enabled": True, "project": "mine", "team": "us"}}, steps=1)
+    assert written[0] == {"project": "mine", "group": None, "entity": "us"}
+    assert ({"Train/Samples/lr": 0.01}, 4) in written[1:]
+
+
+def test_a_monitor_without_its_library_is_refused(monkeypatch):
+    monkeypatch.setattr("zgraph.deepspeed.monitor._LIBRARIES", {"tensorboard": ("no_such_library",)})
+    with pytest.raises(PlanError, match="no_such_library is not installed") as error:
+        run({"tensorboard": {"enabled": True}})
+    assert error.value.where == "tensorboard.enabled"
+    run({"tensorboard": {"enabled": False}}, steps=1)
+
+
+def test_the_time_of_each_phase_is_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="zgraph.deepspeed"):
+        run({"wall_clock_breakdown": True, "steps_per_print": 2})
+    lines = [r.getMessage() for r in caplog.records if "time (ms)" in r.getMessage()]
+    assert len(lines) == 1 and lines[0].startswith("step 2, ")
+    assert all(f" {phase}: " in lines[0] for phase in ("forward", "backward", "step"))
+    assert any(r.getMessage().startswith("step=2, skipped=0, lr=[0.01]") for r in caplog.records)
+
+
+def test_operations_are_told_by_module(tmp_path):
+    file = tmp_path / "profile.txt"
+    run({"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(file)}})
+    text = file.read_text()
+    forward = 2 * 2 * (8 * 16 + 16 * 4)  # two rows, a product and a sum for each weight
+    assert f"products of a forward: {forward} FLOP, of a backward: 1.02 kFLOP" in text
+    assert f"  0: {2 * 2 * 8 * 16} FLOP" in text and f"  2: {2 * 2 * 16 * 4} FLOP" in text
+    assert "parameters of the model: 212" in text and "FLOP/s" in text
+
+
+def test_a_plain_model_is_profiled():
+    model = net()
+    flops, macs, parameters = get_model_profile(model, input_shape=(3, 8), print_profile=False, as_string=False)
+    assert (flops, macs, parameters) == (2 * 3 * 192, 3 * 192, 212)
+    assert model.training
+    with pytest.raises(StepError, match="needs an input"):
+        get_model_profile(model)
+    with pytest.raises(StepError, match="nothing was counted"):
+        FlopsProfiler(model).get_total_flops()
+
+
+def test_estimates_count_states_and_forecast_a_step(capsys):
+    model = net()
+    two = {need.offloaded: need for need in estimate_zero2_model_states_mem_needs_all_live(model, 4)}
+    assert two[()].gpu == 2 * 212 + 16 * 53 and two[()].host == 0
+    assert two["optimizer",].gpu == 2 * 212 + 4 * 53 and two["optimizer",].host == int(12 * 53 * 1.5)
+    three = {n.offloaded: n for n in estimate_zero3_model_states_mem_needs_all_live(model, 2, 2)}
+    assert three[()].gpu == 4 * 144 + 16 * 53
+    assert estimate_zero3_model_states_mem_needs_all_cold(212, 144, 4) == list(three.values())
+    assert "nothing" in capsys.readouterr().out
+
+
+def test_an_estimate_with_inputs_has_the_peak_of_a_step():
+    """(More where less is in the host's memory; with what is gathered, and activations.)"""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    few, many = (
+        estimate_zero3_model_states_mem_needs_all_live(model, 2, inputs=(torch.randn(n, 64),)) for n in (1, 512)
+    )
+    assert few[0].peak < few[1].peak < few[2].peak
+    assert all(more.peak > less.peak + 512 * 256 * 2 for more, less in zip(many, few, strict=True))
+
+
+def test_whole_weights_come_out_of_a_checkpoint(tmp_path):
+    engine, _ = run({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
+    engine.save_checkpoint(tmp_path, tag="one")
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    for name, param in engine.module.named_parameters():
+        assert state[name].dtype is torch.float32
+        assert torch.equal(state[name].bfloat16(), param.full_tensor())
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in state.values())  # (those of the masters)
+    plain = load_state_dict_from_zero_checkpoint(net(), tmp_path, "one")
+    assert all(torch.equal(p, state[n]) for n, p in plain.named_parameters())
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "whole")
+    loaded = torch.load(tmp_path / "whole" / "pytorch_model.bin")
+    assert all(torch.equal(loaded[n], v) for n, v in state.items())
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "safe", safe_serialization=True)
+    assert [p.suffix for p in (tmp_path / "safe").iterdir()] == [".safetensors"]
+
+
+def test_a_configuration_error_is_caught_by_deepspeeds_name():
+    with pytest.raises(DeepSpeedConfigError, match="tag_validation"):
+        run({"checkpoint": {"tag_validation": "foo"}})
+    engine, *_ = deepspeed.initialize(model=net(), config=CONFIG | {"checkpoint": {"tag_validation": "Warn"}})
+    with pytest.raises(ValueError, match="save_dir"):
+        engine.save_checkpoint("")

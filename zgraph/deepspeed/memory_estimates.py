@@ -1,0 +1,134 @@
+"""DeepSpeed's estimates of the memory that a model's states take, for what zgraph keeps.
+
+    estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=8, num_nodes=1)
+    estimate_zero3_model_states_mem_needs_all_live(model, 8, inputs=(batch,))   # and the peak of a step, activations too
+
+States are those of bf16 with Adam: weights and gradients of 2 bytes, fp32 master weights and two moments. With `inputs`, the batch of one rank, the
+forecast of the compiled step says the peak: it knows activations, gathered weights and buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zgraph.build.planned_step import Inputs
+from zgraph.deepspeed.translate import plan
+from zgraph.units import shown_bytes
+
+_OPTIONS: dict[int, tuple[tuple[str, ...], ...]] = {  # what is offloaded, by ZeRO stage
+    2: (("optimizer",), ()),
+    3: (("parameters", "optimizer"), ("optimizer",), ()),
+}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of a GPU, and of the host for each of its GPUs, with what is in the host's memory. `peak` is that of a step, where inputs were given."""
+
+    offloaded: tuple[str, ...]
+    gpu: int
+    host: int
+    peak: int | None = None
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    inputs: Inputs | None = None,
+) -> list[Need]:
+    """Print, and return, what a model's states take at stage 2, by what is offloaded."""
+    return _all(model, 2, num_gpus_per_node * num_nodes, additional_buffer_factor, inputs)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    inputs: Inputs | None = None,
+) -> list[Need]:
+    """Print, and return, what a model's states take at stage 3, by what is offloaded."""
+    return _all(model, 3, num_gpus_per_node * num_nodes, additional_buffer_factor, inputs)
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> list[Need]:
+    """The same of a model of which only the number of parameters is known."""
+    return _shown(total_params, 0, 2, num_gpus_per_node * num_nodes, additional_buffer_factor)
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> list[Need]:
+    """The same of a model of which only the number of parameters, and that of its largest layer, is known."""
+    return _shown(total_params, largest_layer_params, 3, num_gpus_per_node * num_nodes, additional_buffer_factor)
+
+
+def _all(model: nn.Module, stage: int, ranks: int, factor: float, inputs: Inputs | None) -> list[Need]:
+    total = sum(p.numel() for p in model.parameters())
+    largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
+    peaks: dict[tuple[str, ...], int] = {}
+    if inputs is not None:
+        peaks = {kept: _peak(model, stage, ranks, kept, inputs) for kept in _OPTIONS[stage]}
+    return _shown(total, largest, stage, ranks, factor, peaks)
+
+
+def _shown(
+    total: int, largest: int, stage: int, ranks: int, factor: float, peaks: dict[tuple[str, ...], int] | None = None
+) -> list[Need]:
+    needs = [_need(total, largest, stage, ranks, kept, factor, (peaks or {}).get(kept)) for kept in _OPTIONS[stage]]
+    print(
+        f"{total / 1e6:.0f} M parameters at stage {stage} on {ranks} GPU(s): weights, gradients, Adam's states in bf16"
+    )
+    print(f"{'a GPU':>12}{'its host':>12}{'  peak of a step' if peaks else ''}  in the host's memory")
+    for need in needs:
+        peak = f"{shown_bytes(need.peak):>16}" if need.peak is not None else ""
+        print(
+            f"{shown_bytes(need.gpu):>12}{shown_bytes(need.host):>12}{peak}  {', '.join(need.offloaded) or 'nothing'}"
+        )
+    return needs
+
+
+def _need(
+    total: int, largest: int, stage: int, ranks: int, kept: tuple[str, ...], factor: float, peak: int | None
+) -> Need:
+    share = -(-total // ranks)
+    # whole weights where a step keeps them, else the largest layer's, with its gradient
+    gpu = 2 * total if stage < 3 else 4 * largest
+    gpu += 2 * share  # gradients
+    gpu += 0 if "parameters" in kept else 2 * share
+    states = 12 * share
+    host = states * ("optimizer" in kept) + 2 * share * ("parameters" in kept)
+    gpu += 0 if "optimizer" in kept else states
+    return Need(kept, gpu, int(host * factor), peak)
+
+
+def _peak(model: nn.Module, stage: int, ranks: int, kept: tuple[str, ...], inputs: Inputs) -> int:
+    """The peak of a step of one micro-batch, by the forecast."""
+    from zgraph.inspection.assemble import of_model
+    from zgraph.inspection.memory import peak_of
+    from zgraph.plan.plan import Plan
+
+    section: dict[str, Any] = {"stage": stage}
+    section |= {f"offload_{'param' if name == 'parameters' else name}": {"device": "cpu"} for name in kept}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": section,
+    }
+    made: Plan = plan(config, world=ranks).plan
+    inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, inputs)
+    return peak_of(of_model(model, made, inputs, ranks)).bytes

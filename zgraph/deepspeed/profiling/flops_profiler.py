@@ -1,0 +1,142 @@
+"""DeepSpeed's `flops_profiler`: the operations of a plain model's forward, counted by torch's FlopCounterMode.
+
+What is counted are products (matmuls, convolutions, attention), whose operations a model consists of; DeepSpeed counts elementwise operators too.
+Of a compiled model the engine itself tells: `"flops_profiler": {"enabled": true}`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from zgraph.errors import StepError
+
+logger = logging.getLogger("zgraph.deepspeed")
+
+__all__ = ["FlopsProfiler", "get_model_profile"]
+
+
+class FlopsProfiler:
+    """Counts what a model's calls between `start_profile` and `stop_profile` compute."""
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model = model
+        self._counter: FlopCounterMode | None = None
+        self._begin = self._seconds = 0.0
+
+    def start_profile(self, ignore_list: Any = None) -> None:
+        """Begin to count."""
+        self._counter = FlopCounterMode(display=False)
+        self._counter.__enter__()
+        self._begin = time.perf_counter()
+
+    def stop_profile(self) -> None:
+        """End to count. What was counted stays to be read."""
+        if self._counter is None:
+            raise StepError("stop_profile() before start_profile()")
+        self._seconds = time.perf_counter() - self._begin
+        self._counter.__exit__(None, None, None)
+
+    def reset_profile(self) -> None:
+        """Forget what was counted."""
+        self._counter = None
+
+    end_profile = reset_profile
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        return _text(self._counted().get_total_flops(), "FLOPS", as_string)
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiplications with their additions: half of the floating-point operations."""
+        return _text(self._counted().get_total_flops() // 2, "MACs", as_string)
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds."""
+        return f"{self._seconds * 1e3:.2f} ms" if as_string else self._seconds
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        return _text(sum(p.numel() for p in self.model.parameters()), "", as_string)
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Tell what was counted: of the whole model, and `detailed` of its modules down to a depth."""
+        head = (
+            f"parameters {self.get_total_params(True)}, {self.get_total_flops(True)}, {self.get_total_duration(True)}"
+        )
+        depth = module_depth if module_depth >= 0 else 999
+        text = f"{head}\n{self._counted().get_table(depth)}" if detailed else head
+        if output_file:
+            Path(output_file).write_text(text + "\n")
+        else:
+            logger.info("%s", text)
+
+    def _counted(self) -> FlopCounterMode:
+        if self._counter is None:
+            raise StepError("nothing was counted", hint="start_profile(), a call of the model, stop_profile()")
+        return self._counter
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: Sequence[int] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Any = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """(floating-point operations, multiply-adds, parameters) of one forward of a plain model, with `args` or random input of `input_shape`.
+
+    Raises `StepError` for a call without either, and for another `mode` than "forward" and "generate".
+    """
+    if mode not in ("forward", "generate"):
+        raise StepError(f"there is no mode {mode!r}", hint='"forward" or "generate"')
+    if input_shape is not None:
+        first = next(model.parameters(), torch.empty(0))
+        args = [torch.ones(tuple(input_shape), dtype=first.dtype, device=first.device)]
+    if not args and not kwargs:
+        raise StepError("get_model_profile needs an input", hint="input_shape=…, args=… or kwargs=…")
+    call: Any = model if mode == "forward" else model.generate
+    was = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for _ in range(warm_up):
+                call(*args, **(kwargs or {}))
+            profiler = FlopsProfiler(model)
+            profiler.start_profile()
+            call(*args, **(kwargs or {}))
+            profiler.stop_profile()
+    finally:
+        model.train(was)
+    if print_profile:
+        profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
+    return profiler.get_total_flops(as_string), profiler.get_total_macs(as_string), profiler.get_total_params(as_string)
+
+
+def _text(number: float, unit: str, as_string: bool) -> Any:
+    if not as_string:
+        return number
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if number >= factor:
+            return f"{number / factor:.2f} {letter}{unit}"
+    return f"{number} {unit}".strip()

@@ -1,0 +1,73 @@
+"""Whole fp32 weights from a checkpoint of an engine's, or of DeepSpeed's own: `zero_to_fp32` by its functions. (`zgraph ckpt export` writes
+safetensors.)"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zgraph.checkpoint.detect_format import open_checkpoint
+from zgraph.checkpoint.master_precision import is_current_in
+from zgraph.checkpoint.publish import export
+from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
+from zgraph.update.build import MASTER
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+
+Path_ = str | os.PathLike[str]
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Path_, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, torch.Tensor]:
+    """The whole weights of a checkpoint, floating-point ones in float32, from their masters where there are some. One process holds all of them.
+
+    Raises `CheckpointError` where there is none.
+    """
+    source = open_checkpoint(Path(checkpoint_dir), tag)
+    trained = {name for group in source.known.groups for name in group["names"]}
+    names = [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
+    if exclude_frozen_parameters and trained:
+        names = [name for name in names if name in trained]
+    return {name: _wide(source, name) for name in names}
+
+
+def _wide(source: Source, name: str) -> torch.Tensor:
+    master, held = f"{OPTIMIZER}{name}.{MASTER}", MODEL + name
+    current = master in source.tensors and is_current_in(source, master, held)
+    value = source.whole(master if current else held)
+    return value.float() if value.is_floating_point() else value
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Path_, tag: str | None = None) -> nn.Module:
+    """A plain model on the CPU, with the checkpoint's weights."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Path_,
+    output_dir: Path_,
+    max_shard_size: str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the whole fp32 weights: with `safe_serialization` as safetensors of at most `max_shard_size`, else as one `pytorch_model.bin`."""
+    folder = Path(output_dir)
+    if safe_serialization:
+        export(
+            open_checkpoint(Path(checkpoint_dir), tag), folder, dtype="fp32", max_shard_size=max_shard_size or 1 << 62
+        )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    torch.save(state, folder / "pytorch_model.bin")
