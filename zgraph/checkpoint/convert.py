@@ -1,4 +1,4 @@
-"""A checkpoint of any system, written as one of zgraph's, or as a plain folder of torch.distributed.checkpoint: in one process.
+"""A checkpoint of any system, written as one of zgraph's, as a plain folder of torch.distributed.checkpoint, or as DeepSpeed's: in one process.
 
 Tensors are read and written one after another, into files of about a gigabyte, so that the memory of the host need not hold the model.
 """
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from zgraph.checkpoint import folder, manifest
+from zgraph.checkpoint.formats.write_deepspeed import Layout, write_deepspeed
 from zgraph.checkpoint.manifest import FileEntry, Manifest
 from zgraph.checkpoint.native import Checkpoint
 from zgraph.checkpoint.saving import failed
@@ -32,17 +33,30 @@ logger = logging.getLogger(__name__)
 FILE_BYTES = 1 << 30
 
 
-def convert(source: Source, path: Path, tag: str, to: Literal["zgraph", "dcp"] = "zgraph") -> Path:
+SYSTEMS = ("zgraph", "dcp", "deepspeed")
+
+
+def convert(
+    source: Source,
+    path: Path,
+    tag: str,
+    to: Literal["zgraph", "dcp", "deepspeed"] = "zgraph",
+    *,
+    layout: Layout = "universal",
+    ranks: int | None = None,
+) -> Path:
     """Write a checkpoint anew, as `tag` in the folder `path`, and return its folder. Needs no process group.
 
     "zgraph": as `save_checkpoint` does, named by `latest` then. "dcp": as torch.distributed.checkpoint's default writer does, of
     {"model": {NAME: tensor}, "optimizer": {"state": {NAME: {KEY: tensor}}, "param_groups": […]}}, for `dcp.load`; what users added to a
-    checkpoint and counts of steps are not in it. What is written is verified first. Raises `CheckpointError` for a source that is damaged,
+    checkpoint and counts of steps are not in it. "deepspeed": as DeepSpeed 0.19 saves, in a `layout`: partitions of ZeRO stage 1, 2 or 3 for as many
+    data-parallel `ranks` (by default those that saved the checkpoint), or universal, which it loads on any number (`"checkpoint": {"load_universal":
+    true}`); without what users added. What is written is verified first. Raises `CheckpointError` for a source that is damaged,
     for a folder that can't be written, and where the tag is there already; nothing is then changed.
     """
-    if to not in ("zgraph", "dcp"):
+    if to not in SYSTEMS:
         raise CheckpointError(
-            f"a checkpoint can't be written as {to!r}", why='checkpoints are written as "zgraph" or as "dcp"'
+            f"a checkpoint can't be written as {to!r}", why=f"they are written as {', '.join(SYSTEMS)}"
         )
     chosen = folder.checked_tag(tag)
     if os.path.lexists(path / chosen):
@@ -58,9 +72,15 @@ def convert(source: Source, path: Path, tag: str, to: Literal["zgraph", "dcp"] =
             _write_native(source, unfinished.path, serial)
             unfinished.commit()
         else:
-            _write_plain(source, unfinished.path)
+            if to == "dcp":
+                _write_plain(source, unfinished.path)
+            else:
+                _tell_left(source)
+                write_deepspeed(source, unfinished.path, layout, ranks or source.known.world)
             folder.sync(unfinished.path)
             unfinished.path.rename(path / chosen)
+            if to == "deepspeed":
+                (path / ("latest_universal" if layout == "universal" else folder.LATEST)).write_text(chosen)
             folder.sync(path)
     except OSError as error:
         raise failed(path, error) from error
@@ -121,9 +141,7 @@ def _write_plain(source: Source, partial: Path) -> None:
         elif name.startswith(OPTIMIZER):
             owner, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
             states.setdefault(owner, {})[key] = empty
-    left = [n for n in source.tensors if not n.startswith((MODEL, OPTIMIZER))]
-    if left or (isinstance(source, Checkpoint) and source.manifest.client):
-        logger.warning("%s: what was added to the checkpoint (client_state) is left out", source.folder)
+    _tell_left(source)
     described: dict[str, Any] = {"model": model}
     if states or source.known.groups:
         groups = [{("params" if k == "names" else k): v for k, v in g.items()} for g in source.known.groups]
@@ -132,6 +150,12 @@ def _write_plain(source: Source, partial: Path) -> None:
         save(described, storage_writer=FileSystemWriter(partial), planner=_WhenWritten(source), no_dist=True)
     except CheckpointException as error:
         raise failed(partial, error) from error
+
+
+def _tell_left(source: Source) -> None:
+    left = [n for n in source.tensors if not n.startswith((MODEL, OPTIMIZER))]
+    if left or (isinstance(source, Checkpoint) and source.manifest.client):
+        logger.warning("%s: what was added to the checkpoint (client_state) is left out", source.folder)
 
 
 class _WhenWritten(DefaultSavePlanner):

@@ -24,7 +24,8 @@ ckpt = typer.Typer(
     pretty_exceptions_enable=False,
 )
 SHOWN = 20  # tensors that differ, in the text
-SYSTEMS = ("zgraph", "dcp")
+SYSTEMS = ("zgraph", "dcp", "deepspeed")
+LAYOUTS = {"universal": "universal", "1": 1, "2": 2, "3": 3}
 
 PathArgument = Annotated[
     Path,
@@ -216,22 +217,38 @@ def convert(
     to: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.", show_default=False)],
     tag: TagOption = None,
     system: Annotated[
-        str, typer.Option("--to", metavar="SYSTEM", help="zgraph, or dcp: torch.distributed.checkpoint's own.")
+        str,
+        typer.Option("--to", metavar="SYSTEM", help="zgraph, dcp (torch.distributed.checkpoint's own) or deepspeed."),
     ] = SYSTEMS[0],
+    layout: Annotated[
+        str,
+        typer.Option("--layout", metavar="LAYOUT", help="Of DeepSpeed's: universal, or the ZeRO stage 1, 2 or 3."),
+    ] = "universal",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            min=1,
+            help="Of DeepSpeed's stages: for how many data-parallel ranks. [default: those that saved it]",
+        ),
+    ] = None,
     named: Annotated[
         str | None, typer.Option("--as", metavar="TAG", help="The tag to write. [default: stepN]", show_default=False)
     ] = None,
 ) -> None:
-    """Make a checkpoint of zgraph's, or of torch.distributed.checkpoint's, of one of any system: weights, optimizer, counts."""
+    """Make a checkpoint of zgraph's, torch.distributed.checkpoint's or DeepSpeed's of one of any system: weights, optimizer, counts."""
     if system not in SYSTEMS:
         raise TargetError(f"nothing is converted to {system!r}", where="--to", hint=did_you_mean(system, SYSTEMS))
+    if layout not in LAYOUTS:
+        raise TargetError(f"DeepSpeed has no layout {layout!r}", where="--layout", hint=", ".join(LAYOUTS))
     from zgraph.checkpoint.convert import convert as run
     from zgraph.checkpoint.detect_format import open_checkpoint
 
     source = open_checkpoint(path, tag)
     chosen = named or f"step{source.known.steps or 0}"
     with progress(f"converting {source.folder}"):
-        made = run(source, to, chosen, to="dcp" if system == "dcp" else "zgraph")
+        made = run(source, to, chosen, to=system, layout=LAYOUTS[layout], ranks=ranks)  # type: ignore[arg-type]
     typer.echo(f"wrote {made}", err=True)
 
 

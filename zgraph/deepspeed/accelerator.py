@@ -61,6 +61,10 @@ class Accelerator:
 
     manual_seed_all = manual_seed
 
+    def random(self) -> Any:
+        """torch's module of this name."""
+        return torch.random
+
     def initial_seed(self) -> int:
         return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
 

@@ -216,7 +216,8 @@ class Checkpoints:
 
 def _names_one(folder: Path) -> bool:
     """Whether a folder says which checkpoint is the latest, or is one itself."""
-    return (folder / "latest").exists() or any(folder.glob("*model_states.pt")) or (folder / ".metadata").exists()
+    named = any((folder / name).exists() for name in ("latest", "latest_universal"))
+    return named or any(folder.glob("*model_states.pt")) or (folder / ".metadata").exists()
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,28 +12,40 @@ from zgraph.update.optimizer import PlanOptimizer
 
 if TYPE_CHECKING:
     from zgraph.api.handle import Handle
+    from zgraph.plan.loss_scaling import LossScale
 
 
-@dataclass(frozen=True)
 class LossScaleNow:
-    """fp16's loss scale and what moves it, by DeepSpeed's names, as they are after the last step."""
+    """fp16's loss scale and what moves it, by DeepSpeed's names: always as they are after the last step."""
 
-    cur_scale: float
-    cur_iter: int
-    last_overflow_iter: int
-    cur_hysteresis: int
-    dynamic_loss_scale: bool
-    scale_window: int
-    min_loss_scale: float
-    scale_factor: float = 2.0
+    scale_factor = 2.0
 
-    @property
-    def dynamic(self) -> bool:
-        return self.dynamic_loss_scale
+    def __init__(self, handle: Handle, scaling: LossScale) -> None:
+        self._handle = handle
+        self.dynamic_loss_scale = self.dynamic = scaling.static is None
+        self.scale_window = scaling.loss_scale_window
+        self.min_loss_scale = self.min_scale = scaling.min_loss_scale
+
+    def _now(self, name: str) -> float:
+        return float(self._handle.runtime.updater.states.of_scale()[name])
 
     @property
-    def loss_scale(self) -> float:
-        return self.cur_scale
+    def cur_scale(self) -> float:
+        return self._now("scale")
+
+    loss_scale = cur_scale
+
+    @property
+    def cur_iter(self) -> int:
+        return int(self._now("iteration"))
+
+    @property
+    def last_overflow_iter(self) -> int:
+        return int(self._now("last_overflow"))
+
+    @property
+    def cur_hysteresis(self) -> int:
+        return int(self._now("hysteresis"))
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -44,8 +55,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     (1.0 without one), `overflow` tells whether the last update was skipped. Everything else is the plan's optimizer's.
     """
 
-    def __init__(self, handle: Handle, groups: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(
+        self, handle: Handle, groups: Sequence[Sequence[str]] = (), labels: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self._handle = handle
+        self._labels = labels  # what the script's groups have besides the optimizer's numbers, names say
         self._order = [list(names) for names in groups]
         self.overflow = False
         self._groups: list[dict[str, Any]] = []
@@ -67,6 +81,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             ordered = [by_name[names[0]] for names in self._order if names]
             rest = [g for g in inner.param_groups if not any(g is o for o in ordered)]
             self._groups[:] = ordered + rest
+            for mine, theirs in zip(self._labels, ordered, strict=False):
+                theirs.update({k: v for k, v in mine.items() if k not in theirs})
             self._of = inner
         return self._groups
 
@@ -92,20 +108,11 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale_config(self) -> LossScaleNow:
-        """The loss scale with its counts. Raises `AttributeError` without one."""
+        """The loss scale with its counts, as they are from now on. Raises `AttributeError` without one."""
         scaling = self._handle.plan.loss_scale()
         if scaling is None:
             raise AttributeError("loss_scale_config: the plan scales no loss")
-        now = self._handle.runtime.updater.states.of_scale()
-        return LossScaleNow(
-            float(now["scale"]),
-            int(now["iteration"]),
-            int(now["last_overflow"]),
-            int(now["hysteresis"]),
-            scaling.static is None,
-            scaling.loss_scale_window,
-            scaling.min_loss_scale,
-        )
+        return LossScaleNow(self._handle, scaling)
 
     loss_scaler = loss_scale_config  # (its name above stage 0)
 
@@ -139,16 +146,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
 
-def label(engine: EngineOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Let the engine's groups have what the script's own have besides the optimizer's numbers: names, say."""
-    for mine, theirs in zip(groups, engine.param_groups, strict=True):
-        theirs.update({k: v for k, v in mine.items() if k not in theirs})
-
-
 def follow(user: torch.optim.Optimizer, engine: EngineOptimizer) -> None:
     """Let an optimizer of the script's own be the engine's: what holds it, a scheduler say, moves the engine's groups, and its step is
     the engine's."""
-    label(engine, user.param_groups)
     user.param_groups = engine.param_groups
 
     def step(closure: Callable[[], Any] | None = None) -> Any:

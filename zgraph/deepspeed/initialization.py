@@ -19,7 +19,7 @@ from zgraph.api.compiler import compile
 from zgraph.deepspeed import comm
 from zgraph.deepspeed.compile_again import compile_again
 from zgraph.deepspeed.engine import Batch, DeepSpeedEngine, Training
-from zgraph.deepspeed.engine_optimizer import EngineOptimizer, follow, label, rebind
+from zgraph.deepspeed.engine_optimizer import EngineOptimizer, follow, rebind
 from zgraph.deepspeed.lr_schedulers import VALID_LR_SCHEDULES, Scheduler
 from zgraph.deepspeed.parameter_groups import freeze_others, groups_of, names_of, of_model_parameters, record_of
 from zgraph.deepspeed.pipe.engine import PipelineEngine
@@ -265,11 +265,9 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
     training = Training(client=given.optimizer, clips=float(value_of(config, "gradient_clipping", 1.0)))
     record = _schedule(config, comm.get_world_size())
     if plan.optimizer is not None:
-        training.optimizer = EngineOptimizer(handle, given.names or ())
+        training.optimizer = EngineOptimizer(handle, given.names or (), given.groups or ())
         if given.optimizer is not None:
             follow(given.optimizer, training.optimizer)
-        elif given.groups is not None:
-            label(training.optimizer, given.groups)
     elif given.optimizer is not None:
         assert given.names is not None
         rebind(given.optimizer, given.names, dict(model.named_parameters()))

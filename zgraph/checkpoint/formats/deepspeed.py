@@ -27,6 +27,7 @@ from zgraph.update.resume import Known
 logger = logging.getLogger(__name__)
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})(_\d+)?_model_states\.pt")
+WHOLE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})(_\d+)?_optim_states\.pt")
 ELSEWHERE = re.compile(r"layer_\d.*\.pt|expp_rank_\d.*\.pt|.*_expert_\d.*\.pt")
 
@@ -46,6 +47,8 @@ class DeepSpeed(Source):
         names = sorted(p.name for p in folder.iterdir())
         self._refuse_others(names)
         self._files: list[TorchFile] = []
+        if (folder / FOLDER).is_dir() and WHOLE in names:  # (one for any stage has stage 3's files beside it)
+            names = [n for n in names if n == WHOLE or not MODEL_FILE.fullmatch(n)]
         models = self._ranked(names, MODEL_FILE)
         self._held: dict[str, Gathered | Stored | torch.Tensor] = {}
         try:

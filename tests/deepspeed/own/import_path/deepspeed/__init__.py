@@ -234,7 +234,13 @@ _fail_as_an_error()
 sys.meta_path.insert(0, _Finder())
 _whole = _Module(__name__, __doc__)
 _whole.__dict__.update({k: v for k, v in globals().items() if k.startswith("__")})
-_whole.__dict__.update(_real=importlib.import_module(_REAL), NotHere=NotHere, StandIn=StandIn, stand_in=stand_in)
+_whole.__dict__.update(
+    _real=importlib.import_module(_REAL),
+    NotHere=NotHere,
+    OffloadDeviceEnum=OffloadDeviceEnum,
+    StandIn=StandIn,
+    stand_in=stand_in,
+)
 for _name in ("__path__", "__spec__", "__file__"):
     _whole.__dict__[_name] = globals()[_name]
 _whole.__dict__["initialize"] = _with_backend(_whole._real.initialize)
