@@ -54,11 +54,11 @@ class _Pickler(pickle._Pickler):
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if not isinstance(obj, Object):
-            super().save(obj, save_persistent_id)
+            super().save(obj, save_persistent_id)  # type: ignore[misc]
             return
         self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())  # type: ignore[attr-defined]
         self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)  # type: ignore[attr-defined]
-        super().save(obj.state)
+        super().save(obj.state)  # type: ignore[misc]
         self.write(pickle.BUILD)  # type: ignore[attr-defined]
 
 
