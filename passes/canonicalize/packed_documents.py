@@ -1,0 +1,364 @@
+"""Rows of several documents: attention by a mask that is made of the documents' numbers is computed document by document, without the mask.
+
+*Contract.* Looked at are the CPU's attention operators with a mask. The mask is taken apart: it must say "of the same document", two rows of one
+[rows, length] (or [length]) tensor of whole numbers compared, and may say "not behind", by place or by one such tensor; nothing else.
+transformers makes such masks of `position_ids` that start again, models of their own make them of cumulated lengths. What the numbers are
+is looked at when the operator runs (`zgraph.program.packed_attention`), which gives the same whatever they are. A mask that is made of
+constants is left to who knows what it is (`known_masks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.passes.contract import graph_pass
+from zgraph.program.node import Phase, info, tensor
+from zgraph.program.packed_attention import PACKED, PACKED_BACKWARD
+from zgraph.program.program import Fact, Program
+from zgraph.torch_compat.symbols import expression
+
+aten = torch.ops.aten
+
+_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_TENSORS = {_FORWARD: 3, _BACKWARD: 6}  # the first arguments, which stay
+_TAKEN = {_FORWARD: PACKED, _BACKWARD: PACKED_BACKWARD}
+
+_KEYS, _QUERIES, _ROWS = -1, -2, -4  # dimensions of a mask
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places along a dimension (counted from behind): 0, 1, 2, …"""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """A tensor of whole numbers [rows, length], or [length], with these dimensions as its own (counted from behind)."""
+
+    of: fx.Node
+    rows: int | None
+    dim: int
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A mask: true where all that is said holds, or (if it is `hidden`) where not. ("same", tensor): of one number; ("before", tensor or None): the
+    keys' are no greater than the queries'. `rows` is the dimension that is the batch's; None: it is for all rows."""
+
+    said: frozenset[tuple[str, fx.Node | None]]
+    rows: int | None = None
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class _Scalar:
+    value: float
+
+
+_Meaning = _Places | _Numbers | _Shown | _Scalar | None
+
+
+@graph_pass(
+    "packed_documents",
+    "attention inside of packed documents is computed without a mask",
+    requires=(Fact.CLEAN,),
+    bitwise=False,
+)
+def packed_documents(program: Program) -> dict[str, int]:
+    meanings, in_rows = _Meanings(), _InRows(program)
+    count = 0
+    for node in list(program.nodes):
+        mask = node.kwargs.get("attn_mask")
+        if node.target not in _TAKEN or not isinstance(mask, fx.Node) or _drops(node):
+            continue
+        found = meanings.of(mask)
+        if not isinstance(found, _Shown) or found.hidden or not _fits(found, node, mask):
+            continue
+        same = [of for kind, of in found.said if kind == "same"]
+        before = [of for kind, of in found.said if kind == "before"]
+        if len(same) != 1 or len(before) > 1 or not _is_given(same[0]):
+            continue
+        with program.graph.inserting_before(node):
+            documents, order = (in_rows.of(x, node) for x in (same[0], before[0] if before else None))
+            kept = node.args[: _TENSORS[node.target]]
+            args = (*kept, documents, order, bool(before), node.kwargs.get("scale"))
+            made = program.call(_TAKEN[node.target], args, info(node), name=_TAKEN[node.target].__name__.split(".")[0])
+        node.replace_all_uses_with(made)
+        program.graph.erase_node(node)
+        count += 1
+    if count:
+        program.graph.eliminate_dead_code()
+    return {"attentions": count}
+
+
+def _drops(node: fx.Node) -> bool:
+    """Has it dropout, or is it causal besides its mask?"""
+    first = _TENSORS[node.target]  # type: ignore[index]
+    return any(node.args[first : first + 2])
+
+
+def _fits(found: _Shown, node: fx.Node, mask: fx.Node) -> bool:
+    """Is the mask for as many keys as queries, and are its rows those of the batch?"""
+    at = 0 if node.target is _FORWARD else 1
+    queries, keys = (_size(node.args[i], _QUERIES) for i in (at, at + 1))
+    if tensor(mask).dim() not in (2, 4) or not queries == keys == _size(mask, _KEYS) == _size(mask, _QUERIES):
+        return False
+    return found.rows in (None, _ROWS)
+
+
+def _size(node: Any, dim: int) -> Any:
+    """A size as it can be compared without asking for it."""
+    return expression(tensor(node).shape[dim])
+
+
+def _is_given(numbers: fx.Node | None) -> bool:
+    """Is it computed of an input?"""
+    stack, seen = [numbers], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+            return True
+        seen.add(node)
+        stack += node.all_input_nodes
+    return False
+
+
+class _InRows:
+    """Numbers as [rows or 1, length]."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._made: dict[fx.Node, fx.Node] = {}
+
+    def of(self, numbers: fx.Node | None, beside: fx.Node) -> fx.Node | None:
+        if numbers is None or tensor(numbers).dim() == 2:
+            return numbers
+        if numbers not in self._made:  # (the first that asks is in the forward)
+            record = info(beside).replace(phase=Phase.FORWARD)
+            self._made[numbers] = self.program.call(
+                aten.unsqueeze.default, (numbers, 0), record, name=f"{numbers.name}_row"
+            )
+        return self._made[numbers]
+
+
+class _Meanings:
+    """What nodes mean, as far as masks of documents are made of it."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, _Meaning] = {}
+
+    def of(self, node: Any) -> _Meaning:
+        """None where it is anything else."""
+        if isinstance(node, bool | int | float):
+            return _Scalar(node)
+        if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            return None
+        if node not in self._known:
+            self._known[node] = None  # (a graph has no circles; it is asked for once)
+            rule = _RULES.get(node.target)
+            found = rule(self, node) if rule is not None else None
+            self._known[node] = found if found is not None else _leaf(node)
+        return self._known[node]
+
+
+def _leaf(node: fx.Node) -> _Meaning:
+    """Any tensor of whole numbers with one or two dimensions is numbers in rows."""
+    kind = tensor(node)
+    if kind.dtype.is_floating_point or kind.dtype.is_complex or kind.dtype is torch.bool or kind.dim() not in (1, 2):
+        return None
+    return _Numbers(node, -2 if kind.dim() == 2 else None, -1)
+
+
+def _moved(found: _Meaning, to: Callable[[int], int | None]) -> _Meaning:
+    """What has its dimensions elsewhere."""
+    if isinstance(found, _Places):
+        dim = to(found.dim)
+        return _Places(dim) if dim is not None else None
+    if isinstance(found, _Numbers):
+        dim, rows = to(found.dim), to(found.rows) if found.rows is not None else None
+        return _Numbers(found.of, rows, dim) if dim is not None and (rows is None) == (found.rows is None) else None
+    return None
+
+
+def _arange(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    start: Any = node.kwargs.get("start", 0)
+    step: Any = node.kwargs.get("step", 1)
+    if node.target in (aten.arange.start, aten.arange.start_step):
+        start, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
+    whole = not tensor(node).dtype.is_floating_point
+    return _Places(-1) if whole and start == 0 and step == 1 else None
+
+
+def _unsqueeze(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    found = meanings.of(node.args[0])
+    at: int = node.args[1]  # type: ignore[assignment]
+    new = at if at < 0 else at - tensor(node).dim()  # counted from behind
+    to: Callable[[int], int] = lambda dim: dim if dim > new else dim - 1  # noqa: E731
+    if isinstance(found, _Shown):
+        rows = to(found.rows) if found.rows is not None else None
+        return replace(found, rows=rows) if new < _QUERIES else None
+    return found if isinstance(found, _Scalar) else _moved(found, to)
+
+
+def _same_value(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    return meanings.of(node.args[0])
+
+
+def _converted(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    before, after = tensor(node.args[0]).dtype, tensor(node).dtype  # type: ignore[arg-type]
+    found = meanings.of(node.args[0])
+    widened = not after.is_floating_point and after.itemsize >= before.itemsize
+    return found if before is after or (isinstance(found, _Places | _Numbers) and widened) else None
+
+
+def _expand(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    found = meanings.of(node.args[0])
+    if isinstance(found, _Numbers) and found.of is node.args[0]:
+        return None  # (rows that are the same: numbers themselves)
+    return found
+
+
+def _slice(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    before, after = ([expression(n) for n in tensor(x).shape] for x in (node.args[0], node))  # type: ignore[arg-type]
+    return meanings.of(node.args[0]) if before == after else None
+
+
+def _tril(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    found = meanings.of(node.args[0])
+    if not isinstance(found, _Shown) or found.hidden or node.args[1:] not in ((), (0,)):
+        return None
+    return replace(found, said=found.said | {("before", None)})
+
+
+def _plus_nothing(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    return meanings.of(node.args[0]) if node.args[1] == 0 and type(node.args[1]) is int else None
+
+
+def _filled(at: int) -> Callable[[_Meanings, fx.Node], _Meaning]:
+    """A tensor of one number, which is argument `at` (or 1 or 0, by its operator)."""
+
+    def rule(meanings: _Meanings, node: fx.Node) -> _Meaning:
+        number = node.args[at] if at >= 0 else float(at == -1)
+        if tensor(node).dtype is torch.bool:
+            return _Shown(frozenset()) if number else None
+        return _Scalar(float(number)) if isinstance(number, bool | int | float) else None
+
+    return rule
+
+
+def _index(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    """numbers[rows, places]: the numbers themselves, with dimensions where their indices have them."""
+    source, indices = node.args[0], node.args[1]
+    of = tensor(source)  # type: ignore[arg-type]
+    found = [meanings.of(i) for i in indices]  # type: ignore[union-attr]
+    if not isinstance(_leaf(source), _Numbers) or len(found) != of.dim():  # type: ignore[arg-type]
+        return None
+    dims = []
+    for size, mine, index in zip(of.shape, found, indices, strict=True):  # type: ignore[arg-type]
+        if not isinstance(mine, _Places) or _size(index, mine.dim) != expression(size):
+            return None
+        dims.append(mine.dim)
+    return _Numbers(source, dims[0] if len(dims) == 2 else None, dims[-1])  # type: ignore[arg-type]
+
+
+def _comparison(*, hidden: bool, keys: int | None = None) -> Callable[[_Meanings, fx.Node], _Meaning]:
+    """What two rows of the same numbers say that are compared: where they are equal, or where those of argument `keys` are no greater."""
+
+    def rule(meanings: _Meanings, node: fx.Node) -> _Meaning:
+        given = node.args[1::-1] if keys == 1 else node.args[:2]
+        one, other = (meanings.of(x) for x in given)
+        if not isinstance(one, _Places | _Numbers) or not isinstance(other, _Places | _Numbers):
+            return None
+        dims = (one.dim, other.dim)
+        if dims != (_KEYS, _QUERIES) and not (keys is None and dims == (_QUERIES, _KEYS)):
+            return None
+        if any(_size(x, at) != _size(node, at) for x, at in zip(given, dims, strict=True)):
+            return None  # (a place that is alone is that of all)
+        if isinstance(one, _Places) or isinstance(other, _Places):
+            both = keys is not None and isinstance(one, _Places) and isinstance(other, _Places)
+            return _Shown(frozenset([("before", None)]), None, hidden) if both else None
+        rows = {None if _size(x.of, 0) == 1 else x.rows for x in (one, other)}
+        if one.of is not other.of or len(rows) != 1:
+            return None
+        return _Shown(frozenset([("same" if keys is None else "before", one.of)]), rows.pop(), hidden)
+
+    return rule
+
+
+def _joined(*, hidden: bool) -> Callable[[_Meanings, fx.Node], _Meaning]:
+    """Of two masks what both show, or what one hides."""
+
+    def rule(meanings: _Meanings, node: fx.Node) -> _Meaning:
+        one, other = (meanings.of(x) for x in node.args[:2])
+        if not isinstance(one, _Shown) or not isinstance(other, _Shown) or tensor(node).dtype is not torch.bool:
+            return None
+        rows = {one.rows, other.rows} - {None}
+        if one.hidden != hidden or other.hidden != hidden or len(rows) > 1:
+            return None
+        return _Shown(one.said | other.said, rows.pop() if rows else None, hidden)
+
+    return rule
+
+
+def _negated(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    found = meanings.of(node.args[0])
+    return (
+        replace(found, hidden=not found.hidden)
+        if isinstance(found, _Shown) and tensor(node).dtype is torch.bool
+        else None
+    )
+
+
+def _added(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    """A mask that is added: 0 where it shows, and so little where it hides that nothing is left."""
+    if node.target is aten.where.self:
+        mask, shown, hidden = (meanings.of(x) for x in node.args)
+    else:
+        hidden_by = meanings.of(node.args[1])
+        mask = replace(hidden_by, hidden=not hidden_by.hidden) if isinstance(hidden_by, _Shown) else None
+        shown, hidden = meanings.of(node.args[0]), meanings.of(node.args[2])
+    if isinstance(mask, _Shown) and mask.hidden:
+        mask, shown, hidden = replace(mask, hidden=False), hidden, shown
+    if not isinstance(mask, _Shown) or shown != _Scalar(0.0) or not isinstance(hidden, _Scalar):
+        return None
+    return mask if hidden.value <= torch.finfo(tensor(node).dtype).min else None
+
+
+_RULES: dict[Any, Callable[[_Meanings, fx.Node], _Meaning]] = {
+    **dict.fromkeys(
+        (aten.arange.default, aten.arange.start, aten.arange.start_step, torch.ops.prims.iota.default), _arange
+    ),
+    aten.unsqueeze.default: _unsqueeze,
+    **dict.fromkeys((aten.alias.default, aten.clone.default, aten.detach.default), _same_value),
+    **dict.fromkeys((aten._to_copy.default, torch.ops.prims.convert_element_type.default), _converted),
+    aten.expand.default: _expand,
+    aten.slice.Tensor: _slice,
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), _plus_nothing),
+    **dict.fromkeys((aten.ones.default, aten.new_ones.default, aten.ones_like.default), _filled(-1)),
+    **dict.fromkeys((aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default), _filled(-2)),
+    **dict.fromkeys((aten.full.default, aten.full_like.default), _filled(1)),
+    aten.new_full.default: _filled(2),
+    aten.scalar_tensor.default: _filled(0),
+    aten.index.Tensor: _index,
+    aten.tril.default: _tril,
+    aten.eq.Tensor: _comparison(hidden=False),
+    aten.ne.Tensor: _comparison(hidden=True),
+    aten.le.Tensor: _comparison(hidden=False, keys=0),
+    aten.ge.Tensor: _comparison(hidden=False, keys=1),
+    aten.gt.Tensor: _comparison(hidden=True, keys=0),
+    aten.lt.Tensor: _comparison(hidden=True, keys=1),
+    **dict.fromkeys((aten.bitwise_and.Tensor, aten.logical_and.default), _joined(hidden=False)),
+    **dict.fromkeys((aten.bitwise_or.Tensor, aten.logical_or.default), _joined(hidden=True)),
+    **dict.fromkeys((aten.bitwise_not.default, aten.logical_not.default), _negated),
+    **dict.fromkeys((aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor), _added),
+}

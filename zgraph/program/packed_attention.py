@@ -1,0 +1,127 @@
+"""Attention inside of documents that are packed into rows, without a mask of rows x rows: an operator, and its backward.
+
+`zgraph::packed_attention(query, key, value, documents, order, is_causal, scale) -> (out, logsumexp)` is what attention gives whose mask shows a
+query the keys of its own document: those that have the same number in `documents` [rows or 1, length], and, if it `is_causal`, of these those
+that do not come behind it: by their place, or by `order` [rows or 1, length]. Each document is computed by itself, by the same kernel that would
+compute it alone, so what it takes is the sum of the documents' squares. Documents that do not lie in one piece, and an order that does not
+ascend in them, are computed with a mask, of one row or of one document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zgraph.program.ops import library
+
+aten = torch.ops.aten
+_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+_DOCUMENTS = "Tensor documents, Tensor? order, bool is_causal, float? scale"
+library.define(f"packed_attention(Tensor query, Tensor key, Tensor value, {_DOCUMENTS}) -> (Tensor, Tensor)")
+library.define(
+    "packed_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    f"{_DOCUMENTS}) -> (Tensor, Tensor, Tensor)"
+)
+PACKED = torch.ops.zgraph.packed_attention.default
+PACKED_BACKWARD = torch.ops.zgraph.packed_attention_backward.default
+
+_Block = tuple[slice, slice, Tensor | None]
+"""Rows, a part of their length, and what shows there (None: all, or all that does not come behind)."""
+
+
+def _blocks(documents: Tensor, order: Tensor | None, is_causal: bool, like: Tensor) -> Iterator[_Block]:
+    """What is computed by itself, of rows such as those of `like` [rows, heads, length, width]."""
+    rows, length = like.shape[0], like.shape[2]
+    new = (documents[:, 1:] != documents[:, :-1]).tolist()
+    firsts = [[0, *(at + 1 for at, is_new in enumerate(row) if is_new)] for row in new]
+    in_pieces = [len(set(ids)) < len(first) for ids, first in zip(documents.tolist(), firsts, strict=True)]
+    steps = order[:, 1:] > order[:, :-1] if is_causal and order is not None else None
+    found: dict[tuple[int, int], list[int]] = {}
+    for row in range(rows):
+        mine = row % len(firsts)
+        lasts = [*firsts[mine][1:], length]
+        for first, last in [(0, length)] if in_pieces[mine] else zip(firsts[mine], lasts, strict=True):
+            ascends = steps is None or bool(steps[row % len(steps), first : last - 1].all())
+            if ascends and not in_pieces[mine]:
+                found.setdefault((first, last), []).append(row)
+                continue
+            yield slice(row, row + 1), slice(first, last), _mask(documents, order, is_causal, like, row, first, last)
+    for (first, last), those in found.items():
+        for some in [slice(0, rows)] if len(those) == rows else [slice(row, row + 1) for row in those]:
+            yield some, slice(first, last), None
+
+
+def _mask(
+    documents: Tensor, order: Tensor | None, is_causal: bool, like: Tensor, row: int, first: int, last: int
+) -> Tensor:
+    """The mask of a part of a row, to be added."""
+    ids = documents[row % len(documents), first:last]
+    shown = ids.unsqueeze(1) == ids
+    if is_causal:
+        places = torch.arange(last - first) if order is None else order[row % len(order), first:last]
+        shown &= places <= places.unsqueeze(1)
+    return torch.zeros(shown.shape, dtype=like.dtype).masked_fill_(~shown, -torch.inf)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    order: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    out, sums = _like_forward(query, key, value, documents, order, is_causal, scale)
+    for rows, part, mask in _blocks(documents, order, is_causal, query):
+        given = (x[rows, :, part] for x in (query, key, value))
+        found = _FORWARD(*given, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
+        out[rows, :, part], sums[rows, :, part] = found
+    return out, sums
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    documents: Tensor,
+    order: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = _like_backward(grad_out, query, key, value)
+    for rows, part, mask in _blocks(documents, order, is_causal, query):
+        given = (x[rows, :, part] for x in (grad_out, query, key, value, out, logsumexp))
+        found = _BACKWARD(*given, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
+        for grad, mine in zip(grads, found, strict=True):
+            grad[rows, :, part] = mine
+    return grads
+
+
+def _like_forward(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    rows, heads, length = query.shape[:3]
+    kept = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
+    sums = torch.empty((rows, length, heads), dtype=kept, device=query.device).transpose(1, 2)
+    return torch.empty_like(query), sums
+
+
+def _like_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, third = (
+        torch.empty_permuted(x.size(), (0, 2, 1, 3), dtype=x.dtype, device=x.device) for x in (query, key, value)
+    )
+    return first, second, third
+
+
+library.impl("packed_attention", _forward, "CPU")
+library.impl("packed_attention_backward", _backward, "CPU")
+torch.library.register_fake("zgraph::packed_attention", _like_forward, lib=library)
+torch.library.register_fake("zgraph::packed_attention_backward", _like_backward, lib=library)
