@@ -18,6 +18,8 @@ from zgraph.passes.canonicalize.cleanup import cleanup
 from zgraph.passes.canonicalize.packed_documents import packed_documents
 from zgraph.program.packed_attention import PACKED
 from zgraph.program.program import Program
+from zgraph.verification.virtual_stages import VirtualPipeline
+from zgraph.verification.virtual_step import virtual_step
 
 warnings.filterwarnings("ignore")
 LENGTH, WIDTH, ROWS = 12, 8, 2
@@ -285,6 +287,16 @@ def test_the_rest_of_a_plan_works_with_it(fields):
         assert torch.allclose(loss.float(), known, rtol=2e-2)
     else:
         assert torch.allclose(loss, known, rtol=2e-6) and apart(mine, plain) < 2e-6
+
+
+def test_each_stage_of_a_pipeline_has_its_own():
+    lengths = [[5, 9], [14], [3, 11], [7, 7]]
+    plan = zgraph.Plan(mesh={"pp": 2}, micro_batches=2, backend="eager", partition=("model.layers.1",))
+    with virtual_step(llama(), plan, 2, packed(lengths)) as virtual:
+        pipeline = VirtualPipeline(virtual)
+        assert all(difference.ok for difference in pipeline.differences)
+        for step in pipeline.planned.steps:
+            assert sum(n.target is PACKED for n in step.history().program.graph.nodes) == 1
 
 
 def on_ranks(mesh: dict[str, int]) -> float:

@@ -578,6 +578,49 @@ def test_the_argument_that_makes_program_after_program_is_named(caplog):
     assert "'temperature' differs from call to call (1.0, 1.125, 1.25, 1.375)" in told and "torch.tensor" in told
 
 
+class Told(Scaled):
+    """Depends on a text, on an object, on a number that is a size, and on an attribute."""
+
+    mode = "none"
+
+    def forward(self, x, text="", options=None, times=1):
+        y = self.mix(x) * (2 if text == "twice" else 1)
+        y = y * options.rate if options is not None else y
+        return (y.sin() if self.mode == "3" else y).repeat(1, times).square().mean()
+
+
+class Options:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+
+def _in_mode(model: nn.Module, x: torch.Tensor, step: int) -> None:
+    model.mode = str(step)
+    model(x)
+
+
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        (lambda m, x, step: m(x, text=str(step)), "argument 'text' differs from call to call ('0', '1', '2', '3')"),
+        (lambda m, x, step: m(x, str(step)), "argument 'text' differs from call to call ('0', '1', '2', '3')"),
+        (lambda m, x, step: m(x, options=Options(step / 2)), "argument 'options' differs from call to call (Options{'rate': 0.0}"),
+        (lambda m, x, step: m(x, times=step + 1), "argument 'times' differs from call to call (1, 2, 3, 4)"),
+        (_in_mode, "attributes of the model differ from call to call (no longer so: "),
+    ],
+    ids=["a text", "by place", "an object", "a size", "an attribute"],
+)  # fmt: skip
+def test_what_makes_program_after_program_is_told_with_the_way_out(call, said, caplog):
+    mine, _ = pair(Told, shapes="static", max_programs=5)
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        for step in range(7):
+            call(mine, torch.randn(3, 4), step)
+    (told,) = [r.getMessage() for r in caplog.records if "calls of one structure" in r.getMessage()]
+    assert said in told and ("outside of forward" in told or "register_buffer" in told)
+    assert "mode" in told or "attributes" not in told
+    assert len(mine.zgraph.programs) == 5  # (the others were let go)
+
+
 @sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
 def test_a_python_number_that_differs_from_call_to_call_is_given_to_one_program(backend):
     mine, plain = pair(Scaled, backend=backend)

@@ -70,7 +70,7 @@ class Calls:
         self._bound: dict[str, Callable[..., Any]] = {}
         self._sizes = SizesOfCalls(rank)
         self._values = ValueInputs(rank.plan.dynamic, rank.forward_function)
-        self._storms = Storms()
+        self._storms = Storms(rank.forward_function)
         self._states: dict[str, list[str]] = {}  # keys of programs that differ in Python state, by the key without it
         self._made: dict[str, int] = {}  # how many such programs there ever were
         self._programs = 0  # that there ever were
@@ -334,7 +334,9 @@ class Calls:
                 values[0],
             )
         many = entry.open or buckets_of(rank.plan) is not None
-        self._storms.made(sizes.call, many=many, tell=rank.everyone.first())
+        before = rank.entries.get(found.before or "")
+        stale = before.trace.flat.stale(rank.module, args, kwargs) if before is not None else None
+        self._storms.made(sizes.call, stale.what if stale else None, many=many, tell=rank.everyone.first())
         if rank.recorder is not None:
             rank.recorder.compiled()
 

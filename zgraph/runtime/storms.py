@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch.utils import _pytree as pytree
-
-from zgraph.capture.varying_sizes import MARK, Signature
+from zgraph.capture.replaced_forward import signature_of
+from zgraph.capture.varying_sizes import MARK, Signature, inputs_by_path
 
 logger = logging.getLogger(__name__)
 
@@ -17,12 +17,14 @@ MANY = 4  # programs of one structure, after which it is said
 class Storms:
     """The calls that programs were made for, by the structure of their arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.positional = list(signature_of(forward).parameters)[1:]
         self._calls: dict[str, list[tuple[tuple[str, ...], str]]] = {}
 
-    def made(self, call: Signature, *, many: bool, tell: bool) -> None:
+    def made(self, call: Signature, changed: str | None, *, many: bool, tell: bool) -> None:
         """Note that a program was made for a call, and warn at the fourth for calls of one structure, where this rank is to `tell`. One for `many`
-        sizes, made because sizes differ, does not count: there are few of these."""
+        sizes, made because sizes differ, does not count: there are few of these. `changed` is what the last program for such calls depends on,
+        and is no more so."""
         structure = call.form.removeprefix(call.inputs)
         calls = self._calls.setdefault(structure, [])
         text = call.text()
@@ -31,25 +33,26 @@ class Storms:
             return
         calls.append((call.leaves, text))
         if len(calls) == MANY and tell:
-            logger.warning("%d programs were compiled for calls of one structure: %s", MANY, _why(call, calls))
+            logger.warning(
+                "%d programs were compiled for calls of one structure: %s",
+                MANY,
+                _why(call, calls, self.positional, changed),
+            )
 
 
-def _why(call: Signature, calls: Sequence[tuple[tuple[str, ...], str]]) -> str:
+def _why(
+    call: Signature, calls: Sequence[tuple[tuple[str, ...], str]], positional: Sequence[str], changed: str | None
+) -> str:
     """What differs, and what to do."""
-    args, kwargs = call.call
-    paths = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path((list(args), kwargs))]
-    for at, path in enumerate(paths):
+    for at, path in enumerate(inputs_by_path(positional, *call.call)):
         values = list(dict.fromkeys(leaves[at] for leaves, _ in calls))
         if len(values) > 1:
-            name = (
-                "argument " + path.replace("[1]['", "'", 1).replace("']", "'", 1)
-                if path.startswith("[1]")
-                else f"argument {path[3:]}"
-            )
+            name = f"argument {path!r}"
             if MARK in values[-1]:
                 return f"{name} has another form from call to call; give it one dtype and number of dimensions"
             hint = "give a number that changes as a tensor (torch.tensor(x)), and text or objects outside of forward"
             return f"{name} differs from call to call ({', '.join(values)}), and each value is a constant of its program; {hint}"
     if len({text for _, text in calls}) > 1:
         return "sizes of the inputs differ, and could not be symbols of one program; pad batches to few lengths, or see shapes in the plan"
-    return "attributes of the model differ from call to call; keep what changes in a buffer"
+    told = f" (no longer so: {changed})" if changed is not None else ""
+    return f"attributes of the model differ from call to call{told}; keep what changes in a buffer (register_buffer)"
