@@ -110,7 +110,26 @@ def as_launched() -> Iterator[None]:
             state._reset_state()
 
 
-def trainer_of(kind: str, folder: str, steps: int = 6, cls: Any = None, **options: Any) -> Any:
+def adapted(kind: str, adapter: str) -> Any:
+    """The model with an adapter of PEFT's."""
+    import peft
+
+    model, task = model_of(kind), {"task_type": "CAUSAL_LM"}
+    torch.manual_seed(1)
+    if adapter == "lora":
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian", **task)
+    elif adapter == "lora, and the head":
+        config = peft.LoraConfig(r=4, target_modules=["down_proj"], modules_to_save=["lm_head"], **task)
+    elif adapter == "ia3":
+        config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **task)
+    else:
+        config = peft.PromptTuningConfig(num_virtual_tokens=3, **task)
+    return peft.get_peft_model(model, config)
+
+
+def trainer_of(
+    kind: str, folder: str, steps: int = 6, cls: Any = None, adapter: str | None = None, **options: Any
+) -> Any:
     import transformers
 
     arguments = transformers.TrainingArguments(
@@ -132,7 +151,7 @@ def trainer_of(kind: str, folder: str, steps: int = 6, cls: Any = None, **option
         },
     )
     return (cls or transformers.Trainer)(
-        model_of(kind),
+        model_of(kind) if adapter is None else adapted(kind, adapter),
         arguments,
         train_dataset=Rows(kind, 28),
         eval_dataset=Rows(kind, 9),

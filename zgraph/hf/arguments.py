@@ -6,9 +6,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from zgraph.errors import ModelError, PlanError
+from zgraph.hf.adapters import is_adapted
 from zgraph.plan.plan import Plan
 from zgraph.runtime.compiled_models import is_compiled
 
@@ -73,8 +72,12 @@ def _refuse_model(trainer: Any) -> None:
             why="its optimizer and clipping would be the plan's of that compile",
             hint="give the Trainer the plain model: attach compiles it",
         )
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"the trainer's model is {type(model).__name__}, no module")
+    if is_adapted(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise ModelError(
+            "the trainer's model has an adapter of prompt learning",
+            why="PEFT saves it by running a part of the model, whose weights are divided over the ranks",
+            hint="LoRA or IA3; or a loop of your own",
+        )
 
 
 class _Refused(NamedTuple):

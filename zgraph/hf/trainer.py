@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zgraph.hf.adapters import FILE, is_adapted, load_adapter, whole_state
 from zgraph.plan.plan import Plan
 
 FOLDER = "zgraph"
@@ -49,6 +50,11 @@ class Attached:
         """Nothing: programs reduce the gradients of all parameters, whole ones too."""
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and is_adapted(self.model):
+            state_dict = whole_state(self.model)
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.model.save_checkpoint(output_dir, FOLDER)
         if self.args.should_save:
@@ -65,18 +71,25 @@ class Attached:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not _has_all(resume_from_checkpoint):  # (else the weights come with the optimizer's states)
-            self.model.load_checkpoint(resume_from_checkpoint, optimizer=False)
+            _load_weights(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if _has_all(best):
             self.model.load_checkpoint(best, FOLDER, optimizer=False)
         else:
-            self.model.load_checkpoint(best, optimizer=False)
+            _load_weights(self.model, best)
 
 
 def _has_all(folder: str) -> bool:
     return os.path.isdir(os.path.join(folder, FOLDER))
+
+
+def _load_weights(model: Any, folder: str) -> None:
+    if is_adapted(model) and os.path.isfile(os.path.join(folder, FILE)):
+        load_adapter(model, folder)
+    else:
+        model.load_checkpoint(folder, optimizer=False)
 
 
 @functools.cache

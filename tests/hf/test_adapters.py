@@ -1,0 +1,59 @@
+"""A Trainer with a model of PEFT's, attached: adapters train and are saved as over DistributedDataParallel; the base stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file
+from sweeps import sweep
+from trainers import as_launched, trained, trainer_of
+
+import zgraph
+from zgraph.errors import ModelError
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+
+def run(folder: str, plan: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    return trained("llama", folder, plan, **options)[0]
+
+
+@pytest.mark.gloo
+@sweep(
+    "adapter, zero, options",
+    [
+        ("lora, and the head", 2, {"gradient_accumulation_steps": 2}),
+        ("ia3", 1, {}),
+        ("lora", 0, {"bf16": True}),
+        ("lora", 3, {"load_best_model_at_end": True, "save_only_model": True}),
+    ],
+    quick=1,
+)
+def test_adapters_train_as_over_ddp(two: Ranks, tmp_path: Path, adapter: str, zero: int, options: dict[str, Any]):
+    options = {"adapter": adapter, **options}
+    plain = two.run(run, str(tmp_path / "plain"), None, options)
+    mine = two.run(run, str(tmp_path / "mine"), {"zero": zero}, options)
+    for one, other in zip(mine, plain, strict=True):
+        for entry, expected in zip(one, other, strict=True):
+            assert entry == pytest.approx(expected, rel=5e-3 if "bf16" in options else 1e-5, abs=1e-6)
+    ours, theirs = (
+        load_file(tmp_path / run / "checkpoint-6" / "adapter_model.safetensors") for run in ("mine", "plain")
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        # Adam divides by the gradient's size, so that of one that is nearly zero makes a whole step of its rounding.
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=5e-3 if "bf16" in options else 2e-5, msg=name)
+
+
+def test_what_prompt_learning_saves_is_refused(tmp_path: Path):
+    with as_launched():
+        trainer = trainer_of("llama", str(tmp_path), adapter="prompt")
+        with pytest.raises(ModelError, match="prompt learning") as caught:
+            zgraph.hf.attach(trainer, zgraph.Plan(backend="eager"))
+    assert "LoRA" in str(caught.value)
