@@ -377,6 +377,30 @@ def test_ranks_pad_to_one_bucket(two, zero, backend):
         assert share == pytest.approx(1 - sum(lengths) / (16 + 8 + 16 + 16))
 
 
+def steps_on_ranks() -> tuple[float, int, int]:
+    """(the largest difference of a weight to plain PyTorch's after steps of two micro-batches, the programs, the samples)."""
+    warnings.filterwarnings("ignore")
+    mine, plain = pair(zero=3, micro_batches=2, optimizer=zgraph.SGD(lr=0.1), loss_average="token")
+    for number, lengths in enumerate([(5, 12), (7, 3), (6, 7), (9, 10)]):
+        mine.train_step(**batch(4, lengths[dist.get_rank()], number))
+        calls = [batch(4, length, number) for length in lengths]
+        counts = [(call["targets"] != -100).sum() for call in calls]
+        for call, count in zip(calls, counts, strict=True):
+            (plain(**call)["loss"] * (count / sum(counts))).backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= 0.1 * p.grad
+        plain.zero_grad()
+    pairs = zip(mine.parameters(), plain.parameters(), strict=True)
+    return max(float((whole(a) - b).abs().max()) for a, b in pairs), len(mine.zgraph.programs), mine.zgraph.samples
+
+
+@pytest.mark.gloo
+def test_steps_of_ranks_with_different_lengths(two):
+    for worst, programs, samples in two.run(steps_on_ranks):
+        assert worst < 1e-6 and programs == 2 and samples == 32
+
+
 def too_long_on_one_rank() -> None:
     mine, _ = pair()
     mine(**batch(2, 5 + 20 * dist.get_rank()))

@@ -546,8 +546,17 @@ def test_what_torch_can_not_trace_with_a_symbol_is_compiled_for_each_size():
         {"offload": {"parameters": "cpu"}},
         {"on_nonfinite": "skip", "optimizer": zgraph.SGD(lr=0.0)},
         {"precision": "bf16"},
+        {
+            "precision": {
+                "parameter": "float32",
+                "compute": "float16",
+                "output": "float32",
+                "loss_scale": {"static": 128.0},
+            },
+            "optimizer": zgraph.SGD(lr=0.0),
+        },
     ],
-    ids=lambda plan: next(iter(plan)),
+    ids=lambda plan: str(next(iter(plan.values())))[:40],
 )
 def test_the_rest_of_a_plan_works_with_sizes(plan):
     mine, plain = pair(Square, **plan)
@@ -558,6 +567,20 @@ def test_the_rest_of_a_plan_works_with_sizes(plan):
         if "optimizer" in plan:
             mine.step()
     assert len(mine.zgraph.programs) == 2
+
+
+def test_tiles_have_a_program_for_each_length():
+    class Loss(Tagger):
+        def forward(self, ids, labels):
+            return nn.functional.cross_entropy(self.out(self.norm(self.embed(ids))).flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    plain = Loss()
+    del plain.qkv
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager", tiles={"loss": 2}))
+    for rows, length in ((3, 12), (3, 7), (2, 5), (3, 12)):
+        assert difference(mine, plain, batch(rows, length)) < 1e-6
+    assert len(mine.zgraph.programs) == 3
 
 
 class Scaled(nn.Module):

@@ -2,6 +2,7 @@
 
     python tests/support/lengths_campaign.py llama t5 --batches 200 --ranks 2 --zero 3
 
+(That of images and words has 2 or 3 images, of two formats.)
 Each rank has other sizes in each step; plain PyTorch computes all of them in one process. A line is printed for each run.
 """
 
@@ -26,7 +27,7 @@ sys.path[:0] = [p for p in (str(HERE), str(HERE.parent / "runtime")) if p not in
 
 import zgraph  # noqa: E402
 
-MODELS = ("llama", "gpt2", "bert", "t5", "vit", "whisper")
+MODELS = ("llama", "gpt2", "bert", "t5", "vit", "whisper", "qwen2_vl")
 TOLERANCE = {
     "eager": 2e-6,
     "inductor": 5e-6,
@@ -51,12 +52,22 @@ def _bytes() -> int:
 
 def _sizes(name: str, number: int, rank: int) -> tuple[int, int]:
     draw = random.Random(f"{name} {number} {rank}")
+    if name == "qwen2_vl":  # (each number of images is a program of its own)
+        return draw.randint(2, 3), draw.randint(12, 200)
     return draw.randint(1, 8), draw.randint(3, 200)
+
+
+def _call(name: str, plain: nn.Module, rows: int, length: int) -> dict[str, object]:
+    from test_lengths import _batch, images_and_words
+
+    return (
+        images_and_words(plain, rows, length, (4, 8)[length % 2]) if name == "qwen2_vl" else _batch(name, rows, length)
+    )
 
 
 def run(name: str, zero: int, backend: str, batches: int) -> Outcome:
     """Run the campaign for one model on this rank; of all ranks each must call it."""
-    from test_lengths import _batch, _model
+    from test_lengths import _model
 
     warnings.filterwarnings("ignore")
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -68,10 +79,10 @@ def run(name: str, zero: int, backend: str, batches: int) -> Outcome:
     for number in range(batches):
         sizes = [_sizes(name, number, rank) for rank in range(ranks)]
         ones += any(1 in size for size in sizes)
-        mine = model(**_batch(name, *sizes[here])).loss
+        mine = model(**_call(name, plain, *sizes[here])).loss
         mine.backward()
         for rank, size in enumerate(sizes):
-            theirs = plain(**_batch(name, *size)).loss
+            theirs = plain(**_call(name, plain, *size)).loss
             (theirs / ranks).backward()
             if rank == here:
                 worst_loss = max(worst_loss, float((mine - theirs).detach().abs() / theirs.detach().abs()))
