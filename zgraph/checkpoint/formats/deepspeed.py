@@ -1,7 +1,9 @@
 """A folder of DeepSpeed's: weights in float32, the optimizer's states by parameter, buffers, counts and the loss scale.
 
-Of ZeRO's stages 0 to 3 and universal. What each file says besides tensors is a pickle of DeepSpeed's objects, of which none is made
-(`zgraph.checkpoint.formats.torchfile`). Tensor parallelism, pipelines and experts are refused: what they cut is not in these files.
+Of ZeRO's stages 0 to 3, universal, and of pipelines with ZeRO. What each file says besides tensors is a pickle of DeepSpeed's objects,
+of which none is made (`zgraph.checkpoint.formats.torchfile`). Tensor parallelism and experts are refused: what they cut is not in these
+files. [Note: pipelines] Each stage has its own model file (mp_rank_01 is the second stage's) and the partitions of its parameters; what
+is no parameter is in a file of its layer.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})(_\d+)?_model_states\.pt")
 WHOLE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})(_\d+)?_optim_states\.pt")
+LAYER_FILE = re.compile(r"layer_(\d{1,6})(?:-model_00)?-model_states\.pt")
 ELSEWHERE = re.compile(r"layer_\d.*\.pt|expp_rank_\d.*\.pt|.*_expert_\d.*\.pt")
 
 
@@ -49,25 +52,69 @@ class DeepSpeed(Source):
         self._files: list[TorchFile] = []
         if (folder / FOLDER).is_dir() and WHOLE in names:  # (one for any stage has stage 3's files beside it)
             names = [n for n in names if n == WHOLE or not MODEL_FILE.fullmatch(n)]
-        models = self._ranked(names, MODEL_FILE)
         self._held: dict[str, Gathered | Stored | torch.Tensor] = {}
         try:
-            states = [self._table(models[0])] if models else [{}]
-            if states[0].get("frozen_param_fragments") and len(models) > 1:
-                states += [self._table(name) for name in models[1:]]
-            ranks = [self._table(name)["optimizer_state_dict"] for name in self._ranked(names, OPTIMIZER_FILE)]
-            read = self._read(states, ranks)
-            self._hold(states[0], read)
-            self.known = self._known(states[0], ranks, read)
+            if any(LAYER_FILE.fullmatch(n) for n in names):
+                state, ranks, read = self._of_stages(names)
+            else:
+                state, ranks, read = self._of_one(self._ranked(names, MODEL_FILE), self._ranked(names, OPTIMIZER_FILE))
+            self._hold(state, read)
+            self.known = self._known(state, ranks, read)
         except MALFORMED as error:
             damaged(folder, f"{type(error).__name__}: {error}"[:300])
         self.tensors = {n: TensorInfo.whole(t.dtype, tuple(t.shape)) for n, t in self._held.items()}
 
+    def _of_one(self, models: list[str], optimizers: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
+        """What the files of a model, or of one stage of it, say: of the first rank, of each rank's optimizer, and all tensors."""
+        states = [self._table(models[0])] if models else [{}]
+        if states[0].get("frozen_param_fragments") and len(models) > 1:
+            states += [self._table(name) for name in models[1:]]
+        ranks = [self._table(name)["optimizer_state_dict"] for name in optimizers]
+        return states[0], ranks, self._read(states, ranks)
+
+    def _of_stages(self, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
+        """The same of a pipeline: see the module's note."""
+        stages = sorted({int(m[2]) for n in names if (m := MODEL_FILE.fullmatch(n))})
+        whole, first, every = Read(), {}, []
+        for stage in stages:
+            mine = [n for n in names if f"mp_rank_{stage:02d}_" in n]
+            state, ranks, read = self._of_one(self._ranked(mine, MODEL_FILE), self._ranked(mine, OPTIMIZER_FILE))
+            first, every = first or state, every or ranks
+            whole.weights |= {
+                n: w for n, w in read.weights.items() if n not in whole.weights
+            }  # (tied ones are on several)
+            whole.states |= {k: v for k, v in read.states.items() if k not in whole.states}
+            for at, group in enumerate(read.groups):
+                if at == len(whole.groups):
+                    whole.groups.append(group | {"names": []})
+                seen = whole.groups[at]["names"]
+                seen += [n for n in group["names"] if n not in seen]
+        return {**first, "module": self._of_layers(names, whole)}, every, whole
+
+    def _of_layers(self, names: list[str], read: Read) -> dict[str, Any]:
+        """What is no parameter of a pipeline's layers, by its name. (A tied layer's file names it once more.)"""
+        found: dict[str, Any] = {}
+        for name in names:
+            if match := LAYER_FILE.fullmatch(name):
+                held = {f"{int(match[1])}.{key}": value for key, value in self._table(name).items()}
+                if not held.keys().isdisjoint(read.weights):
+                    found |= held
+        return found
+
     def _refuse_others(self, names: list[str]) -> None:
-        matches = [m for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))]
-        if any(int(m[2]) or m[3] for m in matches) or any(ELSEWHERE.fullmatch(n) for n in names):
+        layers = any(LAYER_FILE.fullmatch(n) for n in names)
+        names = [n for n in names if not LAYER_FILE.fullmatch(n)]
+        if layers and not any(OPTIMIZER_FILE.fullmatch(n) for n in names) and not (self.folder / FOLDER).is_dir():
             raise UnsupportedError(
-                "a DeepSpeed checkpoint of tensor parallelism, of a pipeline or of experts can't be read",
+                "a DeepSpeed checkpoint of a pipeline without ZeRO can't be read",
+                where=str(self.folder),
+                why="which state belongs to which parameter is not in its files",
+                hint="save it with ZeRO stage 1, which changes no numbers; or convert it with DeepSpeed's ds_to_universal",
+            )
+        matches = [m for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))]
+        if any((int(m[2]) and not layers) or m[3] for m in matches) or any(ELSEWHERE.fullmatch(n) for n in names):
+            raise UnsupportedError(
+                "a DeepSpeed checkpoint of tensor parallelism or of experts can't be read",
                 where=str(self.folder),
                 why="its parameters are cut in ways that these files do not say",
                 hint="convert it with DeepSpeed's ds_to_universal, and load that",
