@@ -14,7 +14,7 @@ import zgraph.deepspeed as deepspeed
 from zgraph.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zgraph.deepspeed.ops.lamb import FusedLamb
 from zgraph.deepspeed.ops.lion import FusedLion
-from zgraph.deepspeed.runtime.lr_schedules import WarmupLR
+from zgraph.deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
 from zgraph.errors import CheckpointError, ModelError, PlanError, StepError, UnsupportedError
 
 CONFIG = {
@@ -512,3 +512,25 @@ def test_groups_keep_their_labels():
     _, optimizer, *_ = initialized(model, model_parameters=groups)
     assert (optimizer.param_groups[0]["name"], optimizer.param_groups[0]["kind"]) == ("all", "dense")
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_schedule_writes_into_a_rate_that_is_a_tensor():
+    optimizer = torch.optim.AdamW(net().parameters(), lr=torch.tensor(0.1))
+    rate = optimizer.param_groups[0]["lr"]
+    schedule = WarmupLR(optimizer, warmup_max_lr=0.5, warmup_num_steps=4, warmup_type="linear")
+    seen = [rate.item()]
+    for _ in range(4):
+        schedule.step()
+        seen.append(rate.item())
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert seen == pytest.approx([0.0, 0.0, 0.125, 0.25, 0.375])
+
+
+def test_one_cycle_says_the_betas_it_sets():
+    optimizer = torch.optim.AdamW(net().parameters(), lr=0.1)
+    schedule = OneCycle(optimizer, cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_first_step_size=4)
+    for _ in range(6):
+        assert schedule.get_mom() == [optimizer.param_groups[0]["betas"]]
+        schedule.step()
+    still = OneCycle(optimizer, cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_momentum=False)
+    assert still.get_mom() is None

@@ -42,7 +42,7 @@ class Scheduler:
                 f"{type(self).__name__} has no argument {name!r}", where=name, hint=did_you_mean(name, fields)
             )
         self._records = [self._of_group(given, at) for at in range(len(optimizer.param_groups))]
-        self._base = [(g["lr"], _momentum(g)) for g in optimizer.param_groups]
+        self._base = [(float(g["lr"]), _momentum(g)) for g in optimizer.param_groups]
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] = [g["lr"] for g in optimizer.param_groups]
         if last_batch_iteration == -1:
@@ -84,7 +84,10 @@ class Scheduler:
 
     def _set(self) -> None:
         for group, point in zip(self.optimizer.param_groups, self._points(), strict=True):
-            group["lr"] = point.lr
+            if isinstance(group["lr"], torch.Tensor):  # (which an optimizer may have captured)
+                group["lr"].fill_(point.lr)
+            else:
+                group["lr"] = point.lr
             self._move(group, point.momentum)
         self._last_lr = [g["lr"] for g in self.optimizer.param_groups]
 
@@ -127,6 +130,11 @@ class OneCycle(Scheduler):
     the momentum of other optimizers alone."""
 
     record = records.OneCycle
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Adam's betas of the groups for the next update; None where the schedule moves none."""
+        cycles = self._records[0].cycle_momentum
+        return [(point.momentum, 0.99) for point in self._points()] if cycles else None
 
     def _move(self, group: dict[str, Any], momentum: float) -> None:
         if "betas" in group and self._records[0].cycle_momentum:

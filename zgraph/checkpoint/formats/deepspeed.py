@@ -75,7 +75,8 @@ class DeepSpeed(Source):
     def _of_stages(self, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
         """The same of a pipeline: see the module's note."""
         stages = sorted({int(m[2]) for n in names if (m := MODEL_FILE.fullmatch(n))})
-        whole, first, every = Read(), {}, []
+        whole, every = Read(), list[dict[str, Any]]()
+        first: dict[str, Any] = {}
         for stage in stages:
             mine = [n for n in names if f"mp_rank_{stage:02d}_" in n]
             state, ranks, read = self._of_one(self._ranked(mine, MODEL_FILE), self._ranked(mine, OPTIMIZER_FILE))
