@@ -491,3 +491,28 @@ def piped(stage, method, parts):
 def test_a_pipeline_trains_as_its_layers_do(two, stage, method, parts):
     for mine, theirs in two.run(piped, stage, method, parts):
         assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def test_modules_are_built_on_a_device_and_in_a_dtype():
+    before = torch.get_default_dtype()
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        made = nn.Linear(2, 3)
+    assert made.weight.is_meta and made.weight.dtype is torch.bfloat16
+    assert torch.get_default_dtype() is before and not nn.Linear(2, 2).weight.is_meta
+    with deepspeed.OnDevice(dtype=torch.bfloat16, enabled=False):
+        assert nn.Linear(2, 2).weight.dtype is before
+
+
+@pytest.mark.parametrize("name", ["init_inference", "tp_model_init"])
+def test_what_is_for_inference_is_refused(name):
+    with pytest.raises(UnsupportedError, match=name):
+        getattr(deepspeed, name)(nn.Linear(2, 2))
+
+
+def test_names_of_deepspeeds_are_there_without_imports_of_their_own():
+    assert deepspeed.__version__ == deepspeed.version
+    assert deepspeed.runtime.lr_schedules.WarmupLR is not None
+    assert deepspeed.get_accelerator().device_name() in ("cpu", "cuda")
+    assert issubclass(deepspeed.DeepSpeedConfigError, ValueError)
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = deepspeed.runtime.nothing

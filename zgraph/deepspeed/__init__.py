@@ -17,25 +17,37 @@ from zgraph.deepspeed.translate import plan, report, usual_world
 
 if TYPE_CHECKING:
     from zgraph.deepspeed import accelerator, checkpointing, comm, ops, pipe, runtime, utils, zero
+    from zgraph.deepspeed.accelerator import get_accelerator
     from zgraph.deepspeed.arguments import add_config_arguments
     from zgraph.deepspeed.comm import init_distributed
     from zgraph.deepspeed.engine import DeepSpeedEngine
     from zgraph.deepspeed.initialization import initialize
+    from zgraph.deepspeed.on_device import OnDevice, init_inference, tp_model_init
     from zgraph.deepspeed.pipe.engine import PipelineEngine
     from zgraph.deepspeed.pipe.module import PipelineModule
+    from zgraph.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+    from zgraph.deepspeed.runtime.config import DeepSpeedConfigError
+    from zgraph.deepspeed.utils.logging import log_dist
 
 __all__ = [
+    "DeepSpeedConfigError",
     "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "OnDevice",
     "PipelineEngine",
     "PipelineModule",
+    "ZeROOptimizer",
     "accelerator",
     "add_config_arguments",
     "checkpointing",
     "comm",
     "communication",
     "elastic",
+    "get_accelerator",
     "init_distributed",
+    "init_inference",
     "initialize",
+    "log_dist",
     "offloading",
     "ops",
     "pipe",
@@ -43,12 +55,23 @@ __all__ = [
     "publishing",
     "report",
     "runtime",
+    "tp_model_init",
     "usual_world",
     "utils",
     "zero",
 ]
 
+__version__ = version = "0.19.8"  # of the DeepSpeed whose interface this is
+
 _NAMES = {
+    "DeepSpeedConfigError": "zgraph.deepspeed.runtime.config",
+    "DeepSpeedOptimizer": "zgraph.deepspeed.runtime.base_optimizer",
+    "OnDevice": "zgraph.deepspeed.on_device",
+    "ZeROOptimizer": "zgraph.deepspeed.runtime.base_optimizer",
+    "get_accelerator": "zgraph.deepspeed.accelerator",
+    "init_inference": "zgraph.deepspeed.on_device",
+    "log_dist": "zgraph.deepspeed.utils.logging",
+    "tp_model_init": "zgraph.deepspeed.on_device",
     "DeepSpeedEngine": "zgraph.deepspeed.engine",
     "PipelineEngine": "zgraph.deepspeed.pipe.engine",
     "PipelineModule": "zgraph.deepspeed.pipe.module",

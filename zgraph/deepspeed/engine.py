@@ -519,6 +519,9 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
     def is_compiled(self) -> bool:
         return True
 
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing to do: the backward of a step's last micro-batch reduces."""
+
     def empty_partition_cache(self) -> None:
         """Let whole weights go that are kept for the next forward. All ranks must call it."""
         if self.handle.uncut is None:

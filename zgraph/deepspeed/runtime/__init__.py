@@ -1,1 +1,12 @@
-"""DeepSpeed's places of what is called `deepspeed.runtime`."""
+"""DeepSpeed's `runtime`, where scripts import schedulers and helpers from."""
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = ("base_optimizer", "config", "dataloader", "engine", "lr_schedules", "pipe", "utils", "zero")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
