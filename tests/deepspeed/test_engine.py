@@ -529,8 +529,9 @@ def test_a_schedule_writes_into_a_rate_that_is_a_tensor():
 def test_one_cycle_says_the_betas_it_sets():
     optimizer = torch.optim.AdamW(net().parameters(), lr=0.1)
     schedule = OneCycle(optimizer, cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_first_step_size=4)
+    assert schedule.get_mom() == [(0.9, 0.99)]  # (and the first update has 0.8, as DeepSpeed's)
     for _ in range(6):
-        assert schedule.get_mom() == [optimizer.param_groups[0]["betas"]]
         schedule.step()
+        assert schedule.get_mom() == [optimizer.param_groups[0]["betas"]]
     still = OneCycle(optimizer, cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_momentum=False)
     assert still.get_mom() is None

@@ -132,9 +132,13 @@ class OneCycle(Scheduler):
     record = records.OneCycle
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Adam's betas of the groups for the next update; None where the schedule moves none."""
-        cycles = self._records[0].cycle_momentum
-        return [(point.momentum, 0.99) for point in self._points()] if cycles else None
+        """Adam's betas of the groups at this point of the cycle; None where the schedule moves none. (DeepSpeed's first update has the least
+        momentum all the same.)"""
+        if not self._records[0].cycle_momentum:
+            return None
+        if self.last_batch_iteration == -1:
+            return [(record.cycle_max_mom, 0.99) for record in self._records]
+        return [(point.momentum, 0.99) for point in self._points()]
 
     def _move(self, group: dict[str, Any], momentum: float) -> None:
         if "betas" in group and self._records[0].cycle_momentum:
