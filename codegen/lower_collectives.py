@@ -6,7 +6,8 @@ Over gloo the functional gather and reduce-scatter are coalesced ones of one ten
 corrupt memory when another is in flight beside them (torch 2.13: of two ranks that kept eight gathers in flight one died
 within 40 s, twice out of twice; see also pytorch#65231). Its other ones do not: 186,000 gathers into a tensor of the caller's and 441,000
 all-reduces side by side ended well. So over gloo no bucket is joined, a gather is into a tensor made for it, and a reduce-scatter is written
-as what it is there, an all-reduce of which a rank keeps its part.
+as what it is there, an all-reduce of which a rank keeps its part. Code that uses memory again (Inductor's) has a gather of its own only of what
+the program was given; of casts it is the functional one still.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from zgraph.torch_compat import fx_graphs, process_groups
 aten = torch.ops.aten
 
 
-def fit(program: Program, groups: dict[str, str]) -> None:
+def fit(program: Program, groups: dict[str, str], *, reuses: bool) -> None:
     """Put the names of the process groups (by mesh dimension, or part of one) and of the stores (by tier) into a program that is about to be
     compiled, and rewrite what their backends need otherwise. Nodes keep their names: errors and the order read back speak of
-    the same ones."""
+    the same ones. `reuses`: the code that is made writes other values where one was that nothing reads any more."""
     for start in [n for n in program.graph.nodes if collectives.is_start(n)]:
         if start._erased:
             continue
@@ -45,7 +46,7 @@ def fit(program: Program, groups: dict[str, str]) -> None:
             for member in bucket:
                 if member.target is collectives.REDUCE_SCATTER:
                     _as_all_reduce(program, member, rank)
-                elif member.target is collectives.ALL_GATHER and _is_input(member.all_input_nodes[0]):
+                elif member.target is collectives.ALL_GATHER and (not reuses or _is_input(member.all_input_nodes[0])):
                     _into_a_tensor(program, member)
         elif len(bucket) > 1:
             _coalesce(program, bucket)
