@@ -4,6 +4,7 @@ many workers, and processes over gloo."""
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
@@ -75,3 +76,12 @@ def two(kept_ranks: dict[int, Ranks]) -> Iterator[Ranks]:
 def four(kept_ranks: dict[int, Ranks]) -> Iterator[Ranks]:
     yield kept_ranks[4]
     kept_ranks[4].renew()
+
+
+@pytest.fixture(scope="module")
+def deepspeeds() -> Iterator[Ranks]:
+    """Ranks for DeepSpeed, which leaves groups and hooks behind: none of zgraph's."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: pip install deepspeed")
+    with Ranks(2) as ranks:
+        yield ranks

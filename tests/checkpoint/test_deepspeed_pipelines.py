@@ -1,11 +1,8 @@
 """A checkpoint of a DeepSpeed pipeline is loaded with any plan, and goes on with its numbers."""
 
-import importlib.util
-
 import deepspeed_scripts
 import pytest
 import torch
-from ranks import Ranks
 from torch import nn
 
 import zgraph
@@ -99,14 +96,6 @@ def undivided(folder, first):
         rows = [torch.cat(parts) for parts in zip(*batches(step), strict=True)]
         losses.append(float(model.train_step(*rows)))
     return losses
-
-
-@pytest.fixture(scope="module")
-def deepspeeds():
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install deepspeed")
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def test_a_pipelines_checkpoint_goes_on(two, deepspeeds, tmp_path):

@@ -1,13 +1,11 @@
 """DeepSpeed itself loads what `zgraph ckpt convert --to deepspeed` writes, and goes on with the numbers that zgraph would."""
 
-import importlib.util
 from pathlib import Path
 
 import deepspeed_scripts
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 from typer.testing import CliRunner
 
@@ -17,15 +15,6 @@ from zgraph.cli.app import app
 from zgraph.errors import CheckpointError
 
 BEFORE, AFTER = 3, 3
-
-
-@pytest.fixture(scope="module")
-def deepspeeds():
-    """Ranks for DeepSpeed, which leaves groups and hooks behind: none of zgraph's."""
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install deepspeed")
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Net(nn.Module):

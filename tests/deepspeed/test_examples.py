@@ -1,24 +1,13 @@
 """The scripts in examples/deepspeed give DeepSpeed's own numbers: by both systems, on two ranks, with one import changed."""
 
-import importlib.util
 import json
 
 import deepspeed_scripts
 import pytest
 from deepspeed_scripts import EXAMPLES
-from ranks import Ranks
 from sweeps import sweep
 
 WITHOUT_ARGUMENTS = sorted({p.stem for p in EXAMPLES.glob("*.py")} - {"checkpoint_by_tag", "training_data"})
-
-
-@pytest.fixture(scope="module")
-def deepspeeds():
-    """Ranks for DeepSpeed, which leaves groups and hooks behind: none of zgraph's."""
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install deepspeed")
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def hold(mine, theirs):

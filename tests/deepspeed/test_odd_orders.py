@@ -4,25 +4,13 @@ DeepSpeed's stage 2 loses all but one of several backward passes of a micro-batc
 away, and moves weights that were frozen between steps; its stage 0 does as PyTorch.
 """
 
-import importlib.util
-
 import deepspeed_scripts
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 
 LR, CLIP = 3e-2, 0.3
-
-
-@pytest.fixture(scope="module")
-def deepspeeds():
-    """Ranks for DeepSpeed, which leaves groups and hooks behind: none of zgraph's."""
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install deepspeed")
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Net(nn.Module):

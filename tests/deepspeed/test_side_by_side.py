@@ -7,7 +7,6 @@ import itertools
 import deepspeed_scripts
 import pytest
 import torch
-from ranks import Ranks
 from torch import nn
 
 STEPS = 10
@@ -91,14 +90,6 @@ def hold(mine, theirs, low, blown=()):
                 assert norm == pytest.approx(theirs_norm, rel=2e-2 if low else 1e-5)
         assert one["rate"] == pytest.approx(other["rate"], rel=1e-9, abs=1e-12)
         assert (one["scale"], one["skipped"], one["applied"]) == (other["scale"], other["skipped"], other["applied"])
-
-
-@pytest.fixture(scope="module")
-def deepspeeds():
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install deepspeed")
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def configuration(stage, parts, clip, precision, schedule, optimizer, **others):

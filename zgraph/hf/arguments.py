@@ -11,8 +11,8 @@ from zgraph.hf.adapters import is_adapted
 from zgraph.plan.plan import Plan
 from zgraph.runtime.compiled_models import is_compiled
 
-OLDEST, NEWEST = "5.23", "5.24"
-"""The releases of transformers that this was run with."""
+KNOWN = "5.24"
+"""The release of transformers that this was run with."""
 
 # What `zgraph.hf.trainer` calls or overrides of transformers' Trainer.
 _NAMES = (
@@ -47,7 +47,7 @@ def refuse_trainer(trainer: Any) -> None:
         raise ModelError(
             f"the Trainer of transformers {version('transformers')} has no {missing[0]}",
             why="attach changes how a Trainer saves, loads and makes its optimizer, and that is no public interface",
-            hint=f"transformers {OLDEST} to {NEWEST} are known to work",
+            hint=f"transformers {KNOWN} is known to work",
         )
     _refuse_model(trainer)
 
@@ -149,8 +149,7 @@ def refuse_arguments(trainer: Any) -> None:
                 why=refused.why,
                 hint=refused.hint,
             )
-    scheduler = trainer.lr_scheduler
-    if scheduler is not None:
+    if trainer.lr_scheduler is not None:
         raise PlanError(
             "the Trainer was given a scheduler object",
             where="optimizers of the Trainer",

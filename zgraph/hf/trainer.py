@@ -33,6 +33,7 @@ class Attached:
         """Let the Trainer neither wrap the model nor let rank 0 alone save it: transformers' own switch for models that are divided already."""
         self.is_distributed_loading_by_transformers = True
         self.model._is_accelerate_prepared = True  # (what accelerate would do besides, autocast, is done below)
+        self.create_optimizer()
 
     def create_optimizer(self, model: Any = None) -> Any:
         """The plan's, which is that which the Trainer made before."""
