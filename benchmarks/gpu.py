@@ -1,8 +1,9 @@
 """Every check and measurement that needs a GPU, on one process: `python benchmarks/gpu.py [--quick] [--only PART …]`.
 
 A Llama of random weights, plain against compiled, without a process group and on a mesh of one rank:
-loss and gradients in float32, the kernels that Inductor made, whole training steps in float32 (against AdamW), with all that
-can be in the host's memory, and in fp16 (that no step waits for the device, and that an overflow is skipped), checkpoints
+loss and gradients in float32, the kernels that Inductor made, ordinary models beside plain ones (`gpu_models.py`), whole training
+steps in float32 (against AdamW), with all that can be in the host's memory, and in fp16 (that no step waits for the device, and that
+an overflow is skipped), checkpoints
 saved beside steps, a step that is not finite, and in bfloat16 the time and peak memory of a step, with activations in the host's
 memory too, against plain PyTorch and `torch.compile`. The update of 100 M parameters in 3 and in 300 tensors
 against torch's fused and foreach AdamW, as a share of the copy bandwidth of the same run.
@@ -47,6 +48,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # (else its sums ar
 
 import torch
 import torch.distributed as dist
+from gpu_models import CASES, ON_CUDA, Compared, difference, gradients
 from link import one_gpu
 from link.one_gpu import measure, synchronize
 from torch import nn
@@ -54,8 +56,7 @@ from torch import nn
 import zgraph
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("numbers", "steps", "checkpoints", "updates", "times", "fit", "link")
-BOUND = 1e-5  # norm-wise relative error of a float32 gradient
+PARTS = ("numbers", "models", "steps", "checkpoints", "updates", "times", "fit", "link")
 
 
 @dataclass(frozen=True)
@@ -137,40 +138,6 @@ def step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss.detach()
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {n: (g.full_tensor() if hasattr(g, "full_tensor") else g).detach().clone() for n, g in grads.items()}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of tensors by name: the largest norm-wise relative error, and whether all are within `BOUND` (of their own norm,
-    and of 3e-7 of the norm of all: a gradient that is zero in exact arithmetic is nothing but rounding)."""
-
-    exact: bool
-    within: bool
-    error: float
-    name: str
-
-    def __str__(self) -> str:
-        return "bit for bit" if self.exact else f"at most {self.error:.1e} ({self.name})"
-
-
-def difference(mine: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> Difference:
-    if mine.keys() != plain.keys():
-        raise AssertionError(f"other tensors: {sorted(mine.keys() ^ plain.keys())}")
-    norms = {n: float(g.double().norm()) for n, g in plain.items()}
-    apart = {n: float((mine[n].double() - g.double()).norm()) for n, g in plain.items()}
-    total = sum(norm**2 for norm in norms.values()) ** 0.5
-    worst = max(apart, key=lambda n: apart[n] / max(norms[n], 1e-300))
-    return Difference(
-        exact=all(torch.equal(mine[n], g) for n, g in plain.items()),
-        within=all(apart[n] <= BOUND * norms[n] + 3e-7 * total for n in plain),
-        error=apart[worst] / max(norms[worst], 1e-300),
-        name=worst,
-    )
-
-
 # -- checks -------------------------------------------------------------------------------------------------------
 def check_numbers(results: Results, size: Size, device: torch.device, where: str) -> None:
     """Loss and gradients in float32 against plain PyTorch, whose own spread from run to run is a row too."""
@@ -191,6 +158,14 @@ def check_numbers(results: Results, size: Size, device: torch.device, where: str
             results.check(what, found.within, str(found))
             if backend == "inductor" and not results.kernels:
                 results.kernels = kernel_lines(model)
+
+
+def check_models(results: Results, device: torch.device) -> None:
+    """Ordinary models, sizes, streams and precisions, against plain PyTorch on the same device."""
+    for (name, case), backend in itertools.product(CASES.items(), ("eager", "inductor")):
+        if device.type == "cuda" or name not in ON_CUDA:
+            with results.attempt(f"{name}, backend {backend}"):
+                results.check(f"{name}, backend {backend}", *case(Compared(device, backend)))
 
 
 def check_steps(results: Results, size: Size, device: torch.device) -> None:
@@ -753,6 +728,8 @@ def main() -> int:
             check_numbers(results, check, device, "no process group")
         with results.attempt("a mesh of one rank"), one_rank(device):
             check_numbers(results, check, device, "a mesh of one rank")
+    if "models" in args.only:
+        check_models(results, device)
     if "steps" in args.only:
         with results.attempt("whole steps"):
             check_steps(results, check, device)

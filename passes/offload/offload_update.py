@@ -106,12 +106,13 @@ class _Places:
     def arrive(self, nodes: list[fx.Node], on_host: bool, number: int) -> dict[fx.Node, fx.Node]:
         """What these need, after its waits."""
         found: dict[fx.Node, fx.Node] = {}
-        for value, place in self._needs(nodes, on_host).items():
+        needs = self._needs(nodes, on_host)
+        for value, place in needs.items():  # (all before the first wait: the waits are a group, which runs as one)
+            self._fetch(value, place, nodes[0], f"late{number}")
+        for value, place in needs.items():
             if (value, place) in self.shared:
                 found[value] = self.shared[value, place]
                 continue
-            if value not in self.begun:
-                self._fetch(value, place, nodes[0], f"late{number}")
             start = self.begun.pop(value)
             record = info(start).replace(role=Role.WAIT, group=f"here{number}")
             found[value] = self._call(nodes[0], transfers_to_host.MOVED, (start, value), record, f"here_{value.name}")

@@ -18,6 +18,7 @@ from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import H100, Costs
 from zgraph.passes.analysis.memory import memory_of
 from zgraph.passes.analysis.simulator import simulate
+from zgraph.passes.update.group_updates import groups_of
 from zgraph.plan.offloading import KINDS
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import info, tensors
@@ -72,6 +73,10 @@ def devices_of(node: fx.Node) -> set[str]:
 def check_places(program: Program) -> None:
     """Each operator runs where its operands are; nothing of a disk is read but by its fetch."""
     verify_program(program)
+    held = set(program.placeholders())
+    for nodes in groups_of(program):  # (each runs as one)
+        held.update(nodes)
+        assert all(a in held or a.op == "get_attr" for n in nodes for a in n.all_input_nodes)
     for node in program.graph.nodes:
         if node.op == "call_function" and not transfers_to_host.is_move(node):
             assert len(devices_of(node)) == 1, f"{node.format_node()} mixes {devices_of(node)}"
@@ -134,6 +139,13 @@ def test_a_share_stays_on_the_device_and_is_updated_there(ratio):
     assert where == ({"cuda"} if ratio == 0 else {"cpu", "cuda"})  # (new weights arrive on the device)
     kept = zgraph.Plan(zero=3, backend="eager", optimizer=RECORDS["AdamW"])
     assert same(stepped(program, plan, 1), stepped(built(kept, 1), kept, 1))
+
+
+def test_what_a_group_on_the_host_waits_for_was_begun_before_it():
+    """Weights come in ahead and numbers late: the waits for both are one group."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))
+    plan = plan_of(RECORDS["AdamW"], "cpu", zero=0, away={"update_on": "host", "sub_group_bytes": None})
+    check_places(whole_update(model, planned_layout(model, {"dp": 1}, plan), plan, {"dp": 1}, THERE).program)
 
 
 def test_parameters_of_one_shape_stay_apart_where_some_are_elsewhere():

@@ -767,6 +767,7 @@ def _annotate(graph: fx.Graph) -> None:
 
 
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TWO_DEVICES = re.compile(r"found two different devices (\S+), (\w+(?::\d+)?)")
 
 
 def _capture_error(error: BaseException) -> CaptureError:
@@ -780,6 +781,8 @@ def _capture_error(error: BaseException) -> CaptureError:
     hint = "write this part without control flow that depends on tensor values (torch.where, masks) or calls that can't be traced"
     if hints:
         hint += f"; torch says: {hints[0]}"
+    if devices := _TWO_DEVICES.search(text):
+        hint = f"move one of what meets here, on {devices[1]} and on {devices[2]}, to the other's device: an input is not moved to the model's (x.to(device))"
     return CaptureError(
         "the model can't be captured as one graph",
         where=where,

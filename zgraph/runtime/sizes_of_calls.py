@@ -183,7 +183,8 @@ class CallSizes:
             return
         for names, error in reasons:
             where = f" ({error.where})" if error.where else ""
-            logger.warning("each %s is a program of its own: %s%s", names, error.why or error.what, where)
+            why = f"{error.what}: {error.why}" if error.why else error.what
+            logger.warning("each %s is a program of its own: %s%s", names, why, where)
         if entry.open:
             sizes = entry.program().captured.sizes.every
             ranges = "; ".join(f"{s.name} is {s.range}{f' ({s.where})' if s.where else ''}" for s in sizes)

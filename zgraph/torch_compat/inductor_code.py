@@ -13,11 +13,15 @@ from torch._guards import TracingContext, tracing
 
 
 def inductor_joint_passes(module: fx.GraphModule, fake_mode: Any) -> None:
-    """Inductor's own passes over a joint graph (random operators become functions of seeds, patterns are replaced)."""
+    """Inductor's own passes over a joint graph (random operators become functions of seeds, patterns are replaced).
+
+    But for the one that pads products on CUDA: it decides by the clock, which differs between ranks, and asks of sizes that are symbols.
+    """
+    from torch._inductor import config
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
-    with V.set_fake_mode(fake_mode):
+    with V.set_fake_mode(fake_mode), config.patch(shape_padding=False):
         joint_graph_passes(module)
 
 
