@@ -782,7 +782,8 @@ def _capture_error(error: BaseException) -> CaptureError:
     if hints:
         hint += f"; torch says: {hints[0]}"
     if devices := _TWO_DEVICES.search(text):
-        hint = f"move one of what meets here, on {devices[1]} and on {devices[2]}, to the other's device: an input is not moved to the model's (x.to(device))"
+        here, there = devices.groups()
+        hint = f"what meets here is on {here} and on {there}; move one: an input is not moved to the model's device (x.to(device))"
     return CaptureError(
         "the model can't be captured as one graph",
         where=where,
