@@ -32,6 +32,7 @@ import argparse
 import contextlib
 import copy
 import datetime
+import gc
 import itertools
 import os
 import platform
@@ -131,6 +132,14 @@ def batch(size: Size, device: torch.device) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def free(device: torch.device) -> None:
+    """Let go of what models before held (they are cycles), also in torch's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     model.zero_grad(set_to_none=True)
     loss = model(**inputs).loss
@@ -209,9 +218,7 @@ def check_offload(results: Results, size: Size, device: torch.device) -> None:
                 away = {**dict.fromkeys(("activations", "optimizer", "parameters"), place), "update_on": on}
                 plan = zgraph.Plan(backend=backend, optimizer=zgraph.AdamW(lr=1e-3), grad_clip=1.0, offload=away)
                 model = zgraph.compile(llama(size, device, torch.float32), plan)
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats(device)
+                free(device)
                 for _ in range(5):
                     model.train_step(**inputs)
                 peaks.append(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
@@ -351,8 +358,7 @@ def measure_steps(results: Results, size: Size, device: torch.device, skip: list
                 (name, f"{first:.1f} s", f"{median:.2f} ms (fastest {fastest:.2f})", f"{peak:.2f} GiB")
             )
             del model
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free(device)
 
 
 class Weights(nn.Module):
@@ -416,8 +422,7 @@ def measure_updates(results: Results, parameters: int, device: torch.device, rep
                 if name == "zgraph" and device.type == "cuda":
                     results.check(f"update of {tensors} tensors at 85% of copy_", share >= 0.85, f"{share:.0%}")
                 del model, grads, run, step
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+                free(device)
 
 
 # -- what does not fit ----------------------------------------------------------------------------------------------
@@ -440,6 +445,7 @@ def measure_hidden(results: Results, size: Size, device: torch.device) -> None:
         moved = model.zgraph.forecast().moved
         results.fit.append((f"activations: {place}", f"{times[place]:.2f} ms", f"{peak:.2f} GiB", str(moved)))
         del model
+        free(device)
     ratio = times["cpu"] / times["none"]
     copies = max(moved.get(way, 0) / rate * 1e3 for way, rate in zip(("d2h", "h2d"), host_rates(device), strict=True))
     what = "activations go and come behind computing: at most 1.10 of keeping them, where copies take no longer"
@@ -475,14 +481,15 @@ def measure_host_updates(results: Results, parameters: int, device: torch.device
                 )
             )
             del model, grads, step
+            free(device)
 
 
 def measure_large(results: Results, size: Size, device: torch.device, bound: int) -> None:
     """A model of ten times the bound on the allocator's bytes: plain PyTorch runs out of memory, zgraph trains within it."""
     inputs = batch(size, device)
     cuda = device.type == "cuda"
+    free(device)
     if cuda:
-        torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(
             bound / torch.cuda.get_device_properties(device).total_memory, device
         )
@@ -498,7 +505,7 @@ def measure_large(results: Results, size: Size, device: torch.device, bound: int
                 except torch.OutOfMemoryError:
                     ran = False
                 model = optimizer = None
-                torch.cuda.empty_cache()
+                free(device)
                 results.check(
                     "a model of ten times the memory: plain PyTorch can't",
                     not ran,

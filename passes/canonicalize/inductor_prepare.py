@@ -53,12 +53,13 @@ class _Before:
 )
 def inductor_prepare(program: Program) -> dict[str, int]:
     before = _Before.of(program)
-    inductor_code.inductor_joint_passes(program.module, program.fake_mode)
+    inductor_code.inductor_joint_passes(program.module, program.fake_mode, pads=not program.sizes)
     made = 0
+    forms: dict[Any, fx.Node] = {}
     for node in program.nodes:
         if node in before.meta:
             node.meta = before.meta[node]
-            _keep_operands(program, node, before.operands[node])
+            _keep_operands(program, node, before.operands[node], forms)
         else:
             _tell(node)
             node.meta["val"] = program.evaluate(node) if node.op == "call_function" else value(node)
@@ -88,23 +89,28 @@ def _tell(node: fx.Node) -> None:
     )
 
 
-def _keep_operands(program: Program, node: fx.Node, forms: list[_Form]) -> None:
-    """Let a node read each value with the dtype and the strides that it was captured for."""
+def _keep_operands(program: Program, node: fx.Node, wanted: list[_Form], made: dict[Any, fx.Node]) -> None:
+    """Let a node read each value with the dtype and the strides that it was captured for; `made` are those made so far."""
     operands = _operands(node)
-    if len(operands) != len(forms):  # (it is another call now)
+    if len(operands) != len(wanted):  # (it is another call now)
         if node.op == "call_function":
             node.meta["val"] = program.evaluate(node)
         return
-    for operand, (dtype, strides) in dict(zip(operands, forms, strict=True)).items():
-        read = operand
-        phase = Phase.BACKWARD if has_info(operand) and info(operand).phase is Phase.BACKWARD else info(node).phase
+    for operand, (dtype, strides) in dict(zip(operands, wanted, strict=True)).items():
+        phase = info(operand if has_info(operand) and (_backward(operand) or node.op == "output") else node).phase
+        read = made.get((operand, dtype, strides, phase), operand)
         with program.graph.inserting_before(node):
             if dtype is not None and tensor(read).dtype is not dtype:
                 read = _cast(program, read, dtype, phase)
             if strides is not None and not lies_as(tensor(read), strides):
                 read = _laid_out(program, read, strides, phase)
         if read is not operand:
+            made[operand, dtype, strides, phase] = read
             node.replace_input_with(operand, read)
+
+
+def _backward(node: fx.Node) -> bool:
+    return has_info(node) and info(node).phase is Phase.BACKWARD
 
 
 def _cast(program: Program, node: fx.Node, dtype: torch.dtype, phase: Phase) -> fx.Node:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 from sweeps import sweep
 from torch import nn
@@ -115,7 +118,7 @@ def test_a_gradient_that_is_a_value_of_the_forward_is_its_own():
 def test_what_torch_replaces_by_a_value_of_another_dtype_is_cast(monkeypatch):
     """(As torch 2.11 does with what a loss scatters its gradient into.)"""
 
-    def replaced(module, mode):
+    def replaced(module, mode, pads):
         for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default):
             with module.graph.inserting_after(node), mode:
                 wide = module.graph.call_function(torch.ops.prims.convert_element_type.default, (node, torch.float32))
@@ -127,3 +130,25 @@ def test_what_torch_replaces_by_a_value_of_another_dtype_is_cast(monkeypatch):
     history = zgraph.programs(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), plan, (X,), 1)
     casts = [n for n in history.program.nodes if n.name.endswith("_cast")]
     assert casts and all(n.meta["val"].dtype is torch.bfloat16 for n in casts)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_products_are_padded_by_their_sizes(monkeypatch, dynamic):
+    """(On CUDA; pretended of this machine.) The products of the head are, those of the first layer are not, and none with sizes that are symbols."""
+    from torch._inductor.fx_passes import pad_mm
+
+    monkeypatch.setattr(pad_mm, "check_device", lambda one, other: True)
+    monkeypatch.setattr(pad_mm, "has_triton", lambda: True)
+    model = nn.Sequential(nn.Linear(3, 512), nn.ReLU(), nn.Linear(512, 2001, bias=False))
+    inputs = (torch.randn(512, 3),)
+    sizes = {"input": {0: zgraph.Size("rows", max=1024)}} if dynamic else {}
+    plan = zgraph.Plan(mesh={"dp": 1}, dynamic=sizes)
+    program = zgraph.programs(model, plan, inputs, 1).program
+    pads = program.graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default)
+    assert len(pads) == (0 if dynamic else 4), [n.format_node() for n in pads]
+    mine, plain = copy.deepcopy(model), model
+    zgraph.compile(mine, plan)
+    for module in (mine, plain):
+        module(*inputs).square().mean().backward()
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,17 +13,27 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 
-def inductor_joint_passes(module: fx.GraphModule, fake_mode: Any) -> None:
+def inductor_joint_passes(module: fx.GraphModule, fake_mode: Any, *, pads: bool) -> None:
     """Inductor's own passes over a joint graph (random operators become functions of seeds, patterns are replaced).
 
-    But for the one that pads products on CUDA: it decides by the clock, which differs between ranks, and asks of sizes that are symbols.
+    With `pads` products on CUDA whose rows don't begin at multiples of 16 bytes are padded (of a head of 50,257 words, say). Torch decides that
+    by the clock, which would differ between ranks; here their sizes decide. It asks of sizes that are symbols, too: these programs are not padded.
     """
     from torch._inductor import config
+    from torch._inductor.fx_passes import pad_mm
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
-    with V.set_fake_mode(fake_mode), config.patch(shape_padding=False):
+    by_sizes = unittest.mock.patch.object(pad_mm, "_should_pad", _worth_padding)
+    with V.set_fake_mode(fake_mode), config.patch(shape_padding=pads), by_sizes:
         joint_graph_passes(module)
+
+
+def _worth_padding(match: Any, one: torch.Tensor, other: torch.Tensor, *rest: Any) -> bool:
+    """Whether a product computes longer than it reads and writes, on accelerators with about 100 operations to an element: a padded copy is
+    of the order of the latter."""
+    rows, inner, columns = *one.shape[-2:], other.shape[-1]
+    return bool(rows * inner * columns > 100 * (rows * inner + inner * columns + rows * columns))
 
 
 @contextlib.contextmanager
