@@ -212,11 +212,11 @@ def _node_at(lines: list[str], at: int, by_name: dict[str, fx.Node]) -> fx.Node 
     return None
 
 
-def lowered(program: Program, groups: dict[str, str], *, reuses: bool = False) -> Program:
-    """A copy for code generation: collectives as their transport takes them, no release marks. `reuses`: see `fit`."""
+def lowered(program: Program, groups: dict[str, str]) -> Program:
+    """A copy for code generation: collectives as their transport takes them, no release marks."""
     copy = program.snapshot()
     for node in copy.graph.find_nodes(op="call_function", target=ops.RELEASE):
         copy.graph.erase_node(node)
-    fit(copy, groups, reuses=reuses)
+    fit(copy, groups)
     copy.recompile()
     return copy

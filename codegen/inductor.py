@@ -112,7 +112,7 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
     groups = how.groups
     decided = remade(program, point) if program.sizes else program
     known = symbols.known(decided.fake_mode.shape_env) if program.sizes else 0
-    ready = lowered(decided, groups, reuses=True)
+    ready = lowered(decided, groups)
     inductor_code.name_origins(ready.graph)
     inductor_code.name_held([n for p, n in ready.input_items() if p.role not in _LET_GO])
     inputs = [node.meta["val"] for node in ready.placeholders()]

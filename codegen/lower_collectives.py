@@ -5,9 +5,8 @@ A bucket becomes one coalesced collective: one launch over NCCL, and no tensor i
 Over gloo the functional gather and reduce-scatter are coalesced ones of one tensor, and gloo's coalesced collectives
 corrupt memory when another is in flight beside them (torch 2.13: of two ranks that kept eight gathers in flight one died
 within 40 s, twice out of twice; see also pytorch#65231). Its other ones do not: 186,000 gathers into a tensor of the caller's and 441,000
-all-reduces side by side ended well. So over gloo no bucket is joined, a gather is into a tensor made for it, and a reduce-scatter is written
-as what it is there, an all-reduce of which a rank keeps its part. Code that uses memory again (Inductor's) has a gather of its own only of what
-the program was given; of casts it is the functional one still.
+all-reduces side by side ended well. So over gloo no bucket is joined, a gather is zgraph's own operator, and a reduce-scatter is written
+as what it is there, an all-reduce of which a rank keeps its part.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch import fx
 
 from zgraph.passes.analysis.simulator import bucket_of
 from zgraph.program import collectives, transfers_to_host
-from zgraph.program.aliases import root_of
 from zgraph.program.node import info, set_info, tensor
 from zgraph.program.program import Program
 from zgraph.torch_compat import fx_graphs, process_groups
@@ -27,10 +25,10 @@ from zgraph.torch_compat import fx_graphs, process_groups
 aten = torch.ops.aten
 
 
-def fit(program: Program, groups: dict[str, str], *, reuses: bool) -> None:
+def fit(program: Program, groups: dict[str, str]) -> None:
     """Put the names of the process groups (by mesh dimension, or part of one) and of the stores (by tier) into a program that is about to be
     compiled, and rewrite what their backends need otherwise. Nodes keep their names: errors and the order read back speak of
-    the same ones. `reuses`: the code that is made writes other values where one was that nothing reads any more."""
+    the same ones."""
     for start in [n for n in program.graph.nodes if collectives.is_start(n)]:
         if start._erased:
             continue
@@ -46,8 +44,8 @@ def fit(program: Program, groups: dict[str, str], *, reuses: bool) -> None:
             for member in bucket:
                 if member.target is collectives.REDUCE_SCATTER:
                     _as_all_reduce(program, member, rank)
-                elif member.target is collectives.ALL_GATHER and (not reuses or _is_input(member.all_input_nodes[0])):
-                    _into_a_tensor(program, member)
+                elif member.target is collectives.ALL_GATHER:
+                    member.target = collectives.GATHER_APART
         elif len(bucket) > 1:
             _coalesce(program, bucket)
     for node in program.nodes:
@@ -69,12 +67,6 @@ def _in_place(program: Program, wait: fx.Node) -> None:
     landed.name = name
 
 
-def _is_input(node: fx.Node) -> bool:
-    """Does a value lie in memory that the program was given? (Inductor would use that of another again while the transfer reads it: of a
-    gather into a tensor it does not know what is on its way.)"""
-    return root_of(node).op == "placeholder"
-
-
 def _as_all_to_all(program: Program, start: fx.Node, group: str, rank: int) -> None:
     """A transfer to the next rank: all that is sent is sent there, all that comes is of the one before."""
     given, ranks = start.args[:2]
@@ -88,20 +80,6 @@ def _as_all_to_all(program: Program, start: fx.Node, group: str, rank: int) -> N
     name = start.name
     program.graph.erase_node(start)
     made.name = name
-
-
-def _into_a_tensor(program: Program, start: fx.Node) -> None:
-    whole = tensor(start)
-    with program.graph.inserting_before(start):
-        made = program.call(
-            aten.empty.memory_format,
-            (list(whole.shape),),
-            info(start),
-            kwargs={"dtype": whole.dtype, "device": whole.device},
-            name=f"{start.name}_whole",
-        )
-    start.target = collectives.ALL_GATHER_INTO
-    start.kwargs = {"out": made}
 
 
 def _as_all_reduce(program: Program, start: fx.Node, rank: int) -> None:

@@ -93,9 +93,7 @@ class _Bench:
         rows = max(size // self.ranks // 4, 1)
         part = torch.zeros(rows, device=self.device)
         if self.gloo:
-            return lambda: collectives.ALL_GATHER_INTO(  # type: ignore[no-any-return]
-                part, self.ranks, self.group, out=torch.empty(rows * self.ranks, device=self.device)
-            )
+            return lambda: collectives.GATHER_APART(part, self.ranks, self.group)  # type: ignore[no-any-return]
         return lambda: collectives.ALL_GATHER(part, self.ranks, self.group)  # type: ignore[no-any-return]
 
     def scatter(self, size: int) -> Callable[[], torch.Tensor]:

@@ -15,7 +15,7 @@ from zgraph.program import ops
 _functional = torch.ops._c10d_functional
 
 ALL_GATHER = _functional.all_gather_into_tensor.default
-ALL_GATHER_INTO = _functional.all_gather_into_tensor_out.default  # (into `out`; only in what is compiled for gloo)
+GATHER_APART = ops.GATHER  # (into memory made for it; only in what is compiled for gloo)
 REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
 ALL_REDUCE = _functional.all_reduce.default
 ALL_TO_ALL = _functional.all_to_all_single.default
@@ -23,12 +23,12 @@ SHIFT = ops.SHIFT  # (to the next rank; an all_to_all once its groups are known)
 WAIT = _functional.wait_tensor.default
 
 # Where the group's name and size stand among the arguments of each start.
-_GROUP_ARG = {ALL_GATHER: 2, ALL_GATHER_INTO: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2, ALL_TO_ALL: 3, SHIFT: 2}
-_SIZE_ARG = {ALL_GATHER: 1, ALL_GATHER_INTO: 1, REDUCE_SCATTER: 2, SHIFT: 1}
+_GROUP_ARG = {ALL_GATHER: 2, GATHER_APART: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2, ALL_TO_ALL: 3, SHIFT: 2}
+_SIZE_ARG = {ALL_GATHER: 1, GATHER_APART: 1, REDUCE_SCATTER: 2, SHIFT: 1}
 _REDUCE_ARG = {REDUCE_SCATTER: 1, ALL_REDUCE: 1}
 _KINDS = {
     ALL_GATHER: "all_gather",
-    ALL_GATHER_INTO: "all_gather",
+    GATHER_APART: "all_gather",
     REDUCE_SCATTER: "reduce_scatter",
     ALL_REDUCE: "all_reduce",
     ALL_TO_ALL: "all_to_all",

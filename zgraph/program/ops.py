@@ -1,10 +1,12 @@
-"""zgraph's own operators. They stand in a graph until code generation: none but the last is run.
+"""zgraph's own operators. Those of which it is not said that they run stand in a graph until code generation.
 
 `zgraph::output(x) -> y` stands before each output while the joint graph is traced. To AOTAutograd it makes a fresh
 tensor, so that every output has a tangent of its own, also where the model returns views of one tensor or its inputs.
 `zgraph::release(x)` says that a gathered buffer may not be read after this point; the verifier holds programs to it.
 `zgraph::shift(x, ranks, group) -> y` starts a transfer: each rank sends x to the next one of the group, the last one to the first, and
 gets that of the one before. Which ranks these are differs from rank to rank, and programs do not.
+`zgraph::gather(x, ranks, group) -> y` starts an all-gather into memory made for it, and runs: torch's functional form of it over gloo
+corrupts memory (see `zgraph.codegen.lower_collectives`).
 `zgraph::check(x, message) -> y` raises `AssertionError` with the message unless x is true, in code that runs too; y is a copy of x.
 `zgraph::region(inputs, program) -> outputs` is a part of the program whose sizes depend on values (see `zgraph.program.regions`). It runs.
 """
@@ -20,6 +22,7 @@ library = torch.library.Library("zgraph", "DEF")
 library.define("output(Tensor x) -> Tensor")
 library.define("release(Tensor x) -> ()")
 library.define("shift(Tensor x, int ranks, str group) -> Tensor")
+library.define("gather(Tensor x, int ranks, str group) -> Tensor")
 library.define("check(Tensor x, str message) -> Tensor")
 library.define("region(Tensor[] inputs, str program) -> Tensor[]")
 library.impl("output", lambda x: x.clone(), "CompositeExplicitAutograd")
@@ -35,6 +38,18 @@ def _check(x: torch.Tensor, message: str) -> torch.Tensor:
 library.impl("check", _check, "CompositeExplicitAutograd")
 
 
+def _whole(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return x.new_empty((x.shape[0] * ranks, *x.shape[1:]))
+
+
+def _gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    into = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+    return into(x, ranks, group, out=_whole(x, ranks, group))  # type: ignore[no-any-return]
+
+
+library.impl("gather", _gather, "CompositeExplicitAutograd")
+
+
 def _fresh(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
@@ -44,6 +59,7 @@ torch.library.register_fake(
 )  # (with memory of its own for each element)
 torch.library.register_fake("zgraph::check", lambda x, message: _fresh(x), lib=library)
 torch.library.register_fake("zgraph::release", lambda x: None, lib=library)
+torch.library.register_fake("zgraph::gather", _whole, lib=library)
 torch.library.register_fake("zgraph::shift", lambda x, ranks, group: torch.empty_like(x), lib=library)
 torch.library.register_autograd("zgraph::output", lambda ctx, grad: grad, lib=library)
 
@@ -51,6 +67,7 @@ OUTPUT = torch.ops.zgraph.output.default
 RELEASE = torch.ops.zgraph.release.default
 REGION = torch.ops.zgraph.region.default
 SHIFT = torch.ops.zgraph.shift.default
+GATHER = torch.ops.zgraph.gather.default
 CHECK = torch.ops.zgraph.check.default
 
 fx.node.has_side_effect(RELEASE)

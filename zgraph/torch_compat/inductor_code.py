@@ -207,6 +207,7 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    _lower_gathers()
     keep = {
         "reorder_for_locality": False,
         "reorder_for_peak_memory": False,
@@ -236,6 +237,20 @@ def compile_with_inductor(
         for s in compiled.output_strides
     ]
     return compiled, compiled.source_code, strides  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _lower_gathers() -> None:
+    """Let Inductor know that zgraph's gather is a collective: what it reads is not used again before its wait."""
+    from torch._inductor import ir, lowering
+
+    gather = torch.ops.zgraph.gather
+
+    @lowering.register_lowering(gather, type_promotion_kind=None)
+    def lowered(part: Any, ranks: int, group: str) -> Any:
+        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(gather.default, part, ranks, group))  # type: ignore[arg-type]
+
+    lowering.add_layout_constraint(gather, lowering.constrain_to_fx_strides)
 
 
 @contextlib.contextmanager

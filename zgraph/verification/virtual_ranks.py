@@ -133,7 +133,7 @@ class _Runner:
 
     def _combine(self, node: fx.Node, parts: list[torch.Tensor]) -> Any:
         """One tensor for all ranks of the group, or a list with one for each."""
-        if node.target in (collectives.ALL_GATHER, collectives.ALL_GATHER_INTO):
+        if node.target in (collectives.ALL_GATHER, collectives.GATHER_APART):
             return torch.cat(parts)
         if node.target is collectives.ALL_TO_ALL:
             sent = [part.split(list(node.args[2])) for part in parts]  # type: ignore[arg-type]
