@@ -16,6 +16,7 @@ from torch import fx
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import compile_inductor
+from zgraph.codegen.kept_code import KeptCode
 from zgraph.passes.update.group_updates import groups_of, type_of
 from zgraph.program import transfers_to_host
 from zgraph.program.aliases import is_write
@@ -123,14 +124,15 @@ def compile_chunks(
     return UpdateExecutable(program, chunks, late)
 
 
-def compile_chunk(part: Program, groups: dict[str, str]) -> Executable:
-    """Compile a chunk with Inductor, but for moves. On CUDA the updates of several parameters become one kernel; numbers do not (torch
-    2.13 fails to combine those of half precision). Muon's iteration in bfloat16 rounds as torch's does: what a kernel
+def compile_chunk(part: Program, groups: dict[str, str], kept: KeptCode | None = None) -> Executable:
+    """Compile a chunk with Inductor, or take its code from where it is `kept`, but for moves.
+    On CUDA the updates of several parameters become one kernel; numbers do not (torch 2.13 fails to combine those of half precision).
+    Muon's iteration in bfloat16 rounds as torch's does: what a kernel
     keeps in float32 would be another 1% of an update."""
     if any(transfers_to_host.is_move(n) for n in part.graph.nodes):
         return compile_eager(part, groups)
     own = any(info(n).param is not None for n in part.graph.nodes if n.op == "call_function")
-    return compile_inductor(part, groups, fix_saved=True, combine=own, round_each=True)
+    return compile_inductor(part, groups, fix_saved=True, combine=own, round_each=True, kept=kept)
 
 
 def canonical(part: Program) -> str:

@@ -15,6 +15,7 @@ from zgraph.codegen.lower_collectives import fit
 from zgraph.errors import AssertionError
 from zgraph.program import collectives, ops, transfers_to_host
 from zgraph.program.aliases import mutates, root_of
+from zgraph.program.kept import LateProgram
 from zgraph.program.layout import Strides, laid_out, promised, promised_at
 from zgraph.program.node import info, place_of
 from zgraph.program.program import InputRole, OutputRole, Program
@@ -50,6 +51,45 @@ class Kernel:
     calls: int = 1
 
 
+@dataclass(frozen=True)
+class Edge:
+    """What runs of a program need to know of its graph: the names of saved values that are on their way when it ends, positions of the outputs that
+    have left the device then, and of those that are what a collective gave, or a part of it; and positions of the inputs whose strides others
+    decide, with those that the program was made for. (What it writes to must be what was given, and not a copy.)"""
+
+    flying: tuple[str, ...]
+    away: frozenset[int]
+    transferred: frozenset[int]
+    from_outside: tuple[tuple[int, Strides], ...]
+
+    def said(self) -> dict[str, Any]:
+        """As JSON."""
+        rest = {"away": sorted(self.away), "transferred": sorted(self.transferred)}
+        return {"flying": list(self.flying), **rest, "from_outside": [[at, list(s)] for at, s in self.from_outside]}
+
+
+def edge_of(program: Program) -> Edge:
+    """What is known of a program's edge: from its graph, or from what was said of it when it was kept."""
+    if isinstance(program, LateProgram) and not program.is_made and program.said:
+        said = program.said
+        outside = tuple((at, tuple(strides)) for at, strides in said["from_outside"])
+        return Edge(tuple(said["flying"]), frozenset(said["away"]), frozenset(said["transferred"]), outside)
+    outputs = list(program.output_items())
+    flying = [p.name for p, node in outputs if p.role is OutputRole.SAVED and collectives.is_start(node)]
+    away = [at for at, (_, node) in enumerate(outputs) if info(node).home is not None]
+    transferred = [at for at, (_, node) in enumerate(outputs) if collectives.is_wait(root_of(node))]
+    outside = ((at, promised(node)) for at, node in _given_by_others(program))
+    known = tuple((at, strides) for at, strides in outside if strides is not None)
+    return Edge(tuple(flying), frozenset(away), frozenset(transferred), known)
+
+
+def _given_by_others(program: Program) -> Iterator[tuple[int, fx.Node]]:
+    """The inputs whose strides others decide, by position, but for those that the program writes to."""
+    for at, (port, node) in enumerate(program.input_items()):
+        if port.role in _OTHERS_DECIDE and not any(mutates(u) for u in node.users):
+            yield at, node
+
+
 @dataclass
 class Executable:
     """`run(values)` takes the inputs as one list, which it empties, and returns the outputs, in the program's order.
@@ -75,29 +115,24 @@ class Executable:
         return Bindings(self.program)
 
     @functools.cached_property
+    def edge(self) -> Edge:
+        """What of its graph runs need to know."""
+        return edge_of(self.program)
+
+    @property
     def flying(self) -> tuple[str, ...]:
         """Names of the saved values that are still on their way when this program ends: the next one waits for them."""
-        items = self.program.output_items()
-        return tuple(port.name for port, node in items if port.role is OutputRole.SAVED and collectives.is_start(node))
+        return self.edge.flying
 
-    @functools.cached_property
+    @property
     def away(self) -> frozenset[int]:
         """Positions of the outputs that have left the device when this program is over."""
-        items = self.program.output_items()
-        return frozenset(at for at, (_, node) in enumerate(items) if info(node).home is not None)
+        return self.edge.away
 
-    @functools.cached_property
+    @property
     def transferred(self) -> frozenset[int]:
         """Positions of the outputs that are what a collective gave, or a part of it."""
-        items = self.program.output_items()
-        return frozenset(at for at, (_, node) in enumerate(items) if collectives.is_wait(root_of(node)))
-
-    @functools.cached_property
-    def _from_outside(self) -> tuple[tuple[int, Strides], ...]:
-        """Positions of the inputs whose strides others decide, with those that the program was made for. (What it writes to must be what
-        was given, and not a copy.)"""
-        found = ((at, promised(node)) for at, node in self._given_by_others())
-        return tuple((at, strides) for at, strides in found if strides is not None)
+        return self.edge.transferred
 
     @functools.cached_property
     def sized(self) -> tuple[int, ...]:
@@ -106,16 +141,10 @@ class Executable:
 
     @functools.cached_property
     def _sized_from_outside(self) -> tuple[tuple[int, Callable[..., Strides]], ...]:
-        """As `_from_outside`, of the inputs whose strides depend on the call's sizes."""
+        """As `Edge.from_outside`, of the inputs whose strides depend on the call's sizes."""
         names = tuple(s.name for s in self.program.sizes.symbols)
-        found = ((at, promised_at(node, names)) for at, node in self._given_by_others())
+        found = ((at, promised_at(node, names)) for at, node in _given_by_others(self.program))
         return tuple((at, strides) for at, strides in found if strides is not None)
-
-    def _given_by_others(self) -> Iterator[tuple[int, fx.Node]]:
-        """The inputs whose strides others decide, by position, but for those that the program writes to."""
-        for at, (port, node) in enumerate(self.program.input_items()):
-            if port.role in _OTHERS_DECIDE and not any(mutates(u) for u in node.users):
-                yield at, node
 
     def _lay_out_sized(self, values: list[Any]) -> None:
         point = [values[at] for at in self.sized]
@@ -139,7 +168,7 @@ class Executable:
 
     def run(self, values: list[Any]) -> Sequence[Any]:
         """Run the program: inputs come in as the program was made for them, whatever their strides."""
-        for at, strides in self._from_outside:
+        for at, strides in self.edge.from_outside:
             if values[at].stride() != strides:
                 values[at] = laid_out(values[at], strides)
         if self.program.sizes:

@@ -11,7 +11,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import fx
 
 from zgraph.codegen.cpu_gemm import library
 from zgraph.codegen.executable import Executable, Kernel, lowered
+from zgraph.codegen.kept_code import Code, KeptCode
 from zgraph.errors import LayoutError, LoweringError
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.layout import laid_out
@@ -42,8 +43,9 @@ def compile_inductor(
     combine: bool = False,
     round_each: bool = False,
     hold: bool = True,
+    kept: KeptCode | None = None,
 ) -> Executable:
-    """Compile `program`; `groups` gives each mesh dimension's process group by name.
+    """Compile `program`, or take its code from where it is `kept`; `groups` gives each mesh dimension's process group by name.
 
     With `fix_saved` saved values keep the strides that they have in the program; else Inductor chooses. With `combine`
     kernels that do not depend on each other are launched as one (on CUDA), with `round_each` low dtypes are rounded to as
@@ -53,11 +55,17 @@ def compile_inductor(
     communicates in another order than the program: nothing falls back.
     """
     how = _How(groups, is_backward, fix_saved, combine, round_each, hold)
+    key = kept.key(program, asdict(how)) if kept is not None else None
+    code = kept.take(key) if kept is not None and key is not None else None
+    if code is not None and (loaded := _loaded(program, code)) is not None:
+        return loaded
     made = _compiled(program, how)
-    if not program.sizes:
-        return made.executable
-    names = tuple(s.name for s in program.sizes.symbols)
     executable = made.executable
+    if kept is not None and key is not None and made.record is not None:
+        kept.keep(key, Code.of(executable, made.record))
+    if not program.sizes:
+        return executable
+    names = tuple(s.name for s in program.sizes.symbols)
     executable.function = SizedFunction(program, how, executable.sized, names, [(made.fits, executable.function)])
     return executable
 
@@ -78,6 +86,7 @@ class _How:
 class _Compiled:
     executable: Executable
     fits: Callable[..., bool]  # at which sizes its kernels are right
+    record: inductor_code.CodeRecord | None  # what another process needs to run its code; None where that can't be
 
 
 class SizedFunction:
@@ -155,7 +164,21 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
         tuple((line, at[node]) for line, node in launch_lines(source, program)),
         rebuild,
     )
-    return _Compiled(made, _fits(decided, known))
+    return _Compiled(made, _fits(decided, known), inductor_code.record_of(function))
+
+
+def _loaded(program: Program, code: Code) -> Executable | None:
+    """What runs code that was compiled of a program like this one before; None, with a warning, where it can't be loaded here."""
+    rebuild = functools.partial(_rebuild, code.record)
+    try:
+        with inductor_code.libraries_are_there():
+            function = rebuild(code.source, {})
+    except Exception as error:  # (a missing library of the system, a folder that nothing may be run from)
+        logger.warning("the kept code of %s can't be loaded, and is compiled anew: %s", program.name, error)
+        return None
+    return Executable(
+        program, function, code.source, code.kernels, code.library, list(code.strides), code.calls, rebuild
+    )
 
 
 def _fits(program: Program, known: int) -> Callable[..., bool]:

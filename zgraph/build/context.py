@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, Variant
 from zgraph.passes.analysis.costs import Costs
@@ -47,11 +48,18 @@ class ResidentMemoryByShare:
         return self._made(self.shares[0] if share is None else share)
 
 
+class Keeper(Protocol):
+    """Where programs are kept for other processes."""
+
+    def step(self, trace: Any, pattern: frozenset[int], name: str, context: BuildContext) -> Any:
+        """What is kept of a step (a `zgraph.build.kept.KeptStep`); None for one that can't be."""
+
+
 def _tell_nobody(program: Program) -> None:
     """Where no other rank compiles the program."""
 
 
-def _own_order(variant: Variant) -> tuple[Start, ...]:
+def own_order(variant: Variant) -> tuple[Start, ...]:
     """Where a program's transfers start in the order that is best for it."""
     return ()
 
@@ -67,5 +75,6 @@ class BuildContext:
     groups: dict[str, str] = field(default_factory=dict)  # the names of process groups, by mesh dimension
     agree: Callable[[Program], None] = _tell_nobody  # is told of each program before it is compiled
     order: Callable[[Variant], tuple[Start, ...]] = (
-        _own_order  # of a variant's transfers, where another program's is followed
+        own_order  # of a variant's transfers, where another program's is followed
     )
+    keeper: Keeper | None = None  # None: nothing is kept

@@ -11,13 +11,14 @@ import abc
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from zgraph.build.context import BuildContext, ResidentMemory
+from zgraph.build.kept import KeptStep, StepFacts
 from zgraph.build.meetings import lacking
 from zgraph.build.memory_search import SearchResult, run_passes
 from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant
@@ -31,9 +32,12 @@ from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import Parts, split
 from zgraph.errors import SignatureError
 from zgraph.passes import History, verify_program
+from zgraph.passes.analysis.costs import most_bytes
 from zgraph.passes.analysis.memory import idle_bytes
 from zgraph.passes.overlap.follow import order_of
+from zgraph.program import transfers_to_host
 from zgraph.program.aliases import is_random, is_view
+from zgraph.program.digest import digest
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.torch_compat import inductor_code, lock
@@ -74,24 +78,33 @@ class StepProgram:
         context: BuildContext,
         decide: Callable[[], SearchResult] | None = None,
         pattern: frozenset[int] = frozenset(),
+        kept: KeptStep | None = None,
+        from_start: Collection[int] = (),
     ) -> None:
         self.name = captured.name
+        self.from_start = from_start  # see `Trace.from_start`
+        self.kept = (
+            kept  # what of it is kept for other processes, and of what these have kept; None where nothing can be
+        )
+        known = kept.facts if kept is not None else None
+        self.known = known
         self.pattern = pattern  # the flat outputs that are differentiated
         self.beside: tuple[StepProgram, ...] = (self,)  # those that ranks may run in one step, this one included
         self.captured = captured
         self.context = context
         self.plan = context.plan
         self.decide = decide
-        self.random = any(is_random(n) for n in captured.graph.nodes)
+        self.random = known.random if known is not None else any(is_random(n) for n in captured.graph.nodes)
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
-        self._choice: MemoryDecision | None = None
+        self._choice: MemoryDecision | None = known.choice if known is not None else None
         self._parts: dict[tuple[Variant, bool], Parts] = {}
         self._first_gathers: list[Executable] | None = None
         self._forwards: dict[bool, Executable] = {}
         self._backwards: dict[tuple[bool, bool], Executable] = {}
         self._apart: dict[tuple[bool, bool], tuple[Executable | None, Executable | None]] = {}
         self._summing: dict[tuple[bool, bool], Executable] = {}
+        self._keeps_more = False  # is what is made from now on kept at once?
         self.sharing: dict[bool, Sharing] = {}  # of its forwards, from their first runs
         self.apart = False  # has it run with tensors of the model that were seen to be apart in memory?
 
@@ -125,7 +138,38 @@ class StepProgram:
     @functools.cached_property
     def keeps(self) -> bool:
         """Whether whole weights outlive the program."""
+        if self.known is not None:
+            return self.known.keeps
         return any(p.role is OutputRole.UNSHARDED for p in self.history().program.outputs)
+
+    @functools.cached_property
+    def offloaded(self) -> int:
+        """Bytes of activations that are stored elsewhere from the forward to the backward."""
+        if self.known is not None:
+            return self.known.offloaded
+        nodes = self.history().program.graph.find_nodes(op="call_function", target=transfers_to_host.OFFLOAD)
+        return sum(most_bytes(n) for n in nodes if info(n).param is None)
+
+    def facts(self) -> StepFacts:
+        """What another process would have to know of its graphs."""
+        made = self.history().program
+        backward = _read_by_backward(self.captured)
+        return StepFacts(
+            self.random,
+            self.keeps,
+            self.offloaded,
+            backward,
+            frozenset(self.from_start),
+            self._choice,
+            digest(made),
+        )
+
+    def keep(self) -> None:
+        """Keep what was made so far for other processes, and what is made later when that is made."""
+        self._keeps_more = True
+        if self.kept is not None:
+            facts = self.known or self.facts()
+            self.kept.keep(self.captured, facts, self._parts, self.kept.code.words)
 
     @functools.cached_property
     def unsharded(self) -> list[str]:
@@ -145,8 +189,10 @@ class StepProgram:
                 self.context,
                 variant,
                 training=self.differentiated,
-                choice=self._choice,
+                choice=self._choice if variant != PLAIN else None,  # (that of the plain one is for all)
             )
+            if variant == PLAIN and self.kept is not None and self.known is not None:
+                self.kept.refuse_another(self._histories[variant].program, self.known.made)
         return self._histories[variant]
 
     @property
@@ -194,12 +240,16 @@ class StepProgram:
 
     def parts(self, variant: Variant = PLAIN, *, apart: bool = False) -> Parts:
         if (variant, apart) not in self._parts:
-            parts = split(self.history(variant).program, apart=apart)
-            for part in (*parts.ahead, parts.forward, parts.backward, parts.weights):
-                if part is not None:
-                    verify_program(part)
-            self._parts[variant, apart] = parts
+            kept = self.kept.parts(variant, apart=apart) if self.kept is not None else None
+            self._parts[variant, apart] = kept or self._split(variant, apart=apart)
         return self._parts[variant, apart]
+
+    def _split(self, variant: Variant, *, apart: bool) -> Parts:
+        parts = split(self.history(variant).program, apart=apart)
+        for part in (*parts.ahead, parts.forward, parts.backward, parts.weights):
+            if part is not None:
+                verify_program(part)
+        return parts
 
     @functools.cached_property
     def read_late(self) -> tuple[frozenset[int], frozenset[str]]:
@@ -211,7 +261,8 @@ class StepProgram:
         others = (*weights, InputRole.TANGENT)
         return (
             frozenset(p.index for p in ports if p.index is not None and p.role not in others),
-            frozenset(p.name for p in ports if p.role in weights) | _read_by_backward(self.captured),
+            frozenset(p.name for p in ports if p.role in weights)
+            | (self.known.read_by_backward if self.known is not None else _read_by_backward(self.captured)),
         )
 
     def forward(self, gathered_before: bool = False) -> Executable:
@@ -300,8 +351,11 @@ class StepProgram:
                     is_backward=is_backward,
                     fix_saved=self.keeps,
                     hold=self.plan.memory_budget is None,
+                    kept=self.kept.code if self.kept is not None else None,
                 )
         logger.info("%s: %s compiled in %.2f s", program.name, self.plan.backend, time.perf_counter() - start)
+        if self._keeps_more:
+            self.keep()
         return checked(made, self.context.groups)
 
 
@@ -379,11 +433,22 @@ class Entry(Serves):
 
     def _made(self, chosen: frozenset[int]) -> StepProgram:
         if chosen not in self._programs:
-            decompositions = inductor_code.inductor_decompositions() if self.context.plan.backend == "inductor" else {}
             name = self.name if not self._programs else f"{self.name}.{len(self._programs) + 1}"
-            captured = self.trace.joint(chosen, decompositions, name)
-            self._programs[chosen] = StepProgram(captured, self.context, pattern=chosen)
+            self._programs[chosen] = self._step(chosen, name)
         return self._programs[chosen]
+
+    def _step(self, chosen: frozenset[int], name: str) -> StepProgram:
+        def make() -> Program:
+            inductor = self.context.plan.backend == "inductor"
+            decompositions = inductor_code.inductor_decompositions() if inductor else {}
+            return self.trace.joint(chosen, decompositions, name)
+
+        keeper = self.context.keeper
+        kept = keeper.step(self.trace, chosen, name, self.context) if keeper is not None else None
+        if kept is None or kept.facts is None:
+            return StepProgram(make(), self.context, pattern=chosen, kept=kept, from_start=self.trace.from_start)
+        self.trace.from_start |= kept.facts.from_start
+        return StepProgram(kept.captured(make), self.context, pattern=chosen, kept=kept)
 
     def programs(self) -> list[StepProgram]:
         return list(self._programs.values())

@@ -12,10 +12,11 @@ A value that JSON has no form for is an object with one key, its tag: `{"node": 
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +87,16 @@ def to_json(program: Program, *, constants: bool = True) -> dict[str, Any]:
     an operator, a constant of more than `MAX_CONSTANT_BYTES`.
     """
     return {
+        **frame_to_json(program),
+        "constants": _encode_constants(program, constants),
+        "nodes": [_encode_node(node) for node in program.graph.nodes],
+        **({"sizes": _encode_sizes(program.sizes)} if program.sizes else {}),
+    }
+
+
+def frame_to_json(program: Program) -> dict[str, Any]:
+    """What `to_json` says of a program besides its graph and its sizes."""
+    return {
         "format": FORMAT,
         "zgraph": __version__,
         "torch": str(torch.__version__),
@@ -97,9 +108,6 @@ def to_json(program: Program, *, constants: bool = True) -> dict[str, Any]:
         "params": [_encode_record(spec) for spec in program.params.values()],
         "inputs": [_encode_record(port) for port in program.inputs],
         "outputs": [_encode_record(port) for port in program.outputs],
-        "constants": _encode_constants(program, constants),
-        "nodes": [_encode_node(node) for node in program.graph.nodes],
-        **({"sizes": _encode_sizes(program.sizes)} if program.sizes else {}),
     }
 
 
@@ -132,8 +140,15 @@ def from_json(data: dict[str, Any]) -> Program:
             why=f"zgraph {data.get('zgraph', 'of an unknown version')} wrote it",
             hint="write it again with this version",
         )
-    try:
+    with _said_in_words():
         return _Loader(data).program()
+
+
+@contextlib.contextmanager
+def _said_in_words() -> Iterator[None]:
+    """What reading raises in here, as a `ZgraphError`."""
+    try:
+        yield
     except ZgraphError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
@@ -142,6 +157,12 @@ def from_json(data: dict[str, Any]) -> Program:
             why=f"{type(error).__name__}: {error}",
             hint="write it again",
         ) from error
+
+
+def frame_from_json(data: dict[str, Any]) -> dict[str, Any]:
+    """All fields of the program that `to_json` wrote but those of its graph. Raises what `from_json` does."""
+    with _said_in_words():
+        return _Loader(data).frame()
 
 
 def nodes_to_json(nodes: Iterable[fx.Node]) -> list[dict[str, Any]]:
@@ -323,23 +344,27 @@ class _Loader:
             self.node(graph, row)
         module = fx_graphs.lazy_module(root, graph)
         graph.lint()
-        specs = [ParamSpec(**self.fields(spec)) for spec in data["params"]]
-        program = Program(
-            name=data["name"],
-            module=module,
-            inputs=[self.port(p, InputRole) for p in data["inputs"]],
-            outputs=[self.port(p, OutputRole) for p in data["outputs"]],
-            mesh={name: size for name, size in data["mesh"]},
-            params={spec.name: spec for spec in specs},
-            fake_mode=self.fake_mode,
-            level=Level[data["level"].upper()],
-            facts=set(data["facts"]),
-            aliases={n: tuple(names) for names in data.get("aliases", ()) for n in names},
-            sizes=self.sizes,
-        )
+        program = Program(module=module, fake_mode=self.fake_mode, **self.frame())
         if not any("transfer" in row.get("info", ()) for row in data["nodes"]):
             mark_by_graph(program)
         return program
+
+    def frame(self) -> dict[str, Any]:
+        """The fields of the program that are not its graph's."""
+        data = self.data
+        specs = [ParamSpec(**self.fields(spec)) for spec in data["params"]]
+        return {
+            "name": data["name"],
+            "inputs": [self.port(p, InputRole) for p in data["inputs"]],
+            "outputs": [self.port(p, OutputRole) for p in data["outputs"]],
+            "mesh": {name: size for name, size in data["mesh"]},
+            "params": {spec.name: spec for spec in specs},
+            "level": Level[data["level"].upper()],
+            "facts": set(data["facts"]),
+            "remarks": [],
+            "aliases": {n: tuple(names) for names in data.get("aliases", ()) for n in names},
+            "sizes": self.sizes,
+        }
 
     def node(self, graph: fx.Graph, row: dict[str, Any]) -> None:
         name, op = row["name"], row["op"]

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from zgraph.build.step_program import StepProgram
 from zgraph.errors import OffloadError
-from zgraph.passes.analysis.costs import most_bytes
-from zgraph.program import transfers_to_host
-from zgraph.program.node import info
 from zgraph.runtime.rank import Rank
 
 
 def fit(rank: Rank, step: StepProgram) -> None:
     """Make the programs that a step takes by the passes. Raises `PlanError` if one does not fit into the plan's memory budget, `SizeError` for a
     size that nothing bounds beside such a budget, `OffloadError` if the disk has no room for the activations that go there."""
-    if rank.plan.memory_budget is not None and step.differentiated:
+    if rank.plan.memory_budget is not None and step.differentiated and step.known is None:
         for variant in step.variants():
             step.history(variant)  # (what does not fit is refused now, not in the middle of a step)
-    nodes = step.history().program.nodes
-    offloaded = [n for n in nodes if n.target is transfers_to_host.OFFLOAD and info(n).param is None]
-    _require(rank, "activations", sum(map(most_bytes, offloaded)))
+    _require(rank, "activations", step.offloaded)
     if step.differentiated and step.states is not None and len(rank.shares) > 1:
         rank.agreement.vote("the share of the optimizer's states that is offloaded", str(step.states))
         options = rank.updater.options_with(step.states)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zgraph.build.kept import kept_programs
 from zgraph.build.step_program import Entry
 from zgraph.build.update_program import away_bytes, shares_of
 from zgraph.errors import ModelError, OffloadError
@@ -128,6 +129,7 @@ class Rank(abc.ABC):
         self.votes = Votes(plan, self.mesh, self.sizes, self.device, self.agreement, self.everyone)
         self.acts = Acts(self.agreement, updates=plan.optimizer is not None)
         self.recorder: Recorder | None = None
+        self.keeper = kept_programs(module, self.device)  # where programs are kept for other processes
         self.steps = 0  # steps that it has run
 
     def changed_here(self, *, again: bool = False) -> int:

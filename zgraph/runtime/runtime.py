@@ -157,7 +157,9 @@ class Runtime(Rank):
         specs = with_requires_grad(self.shards.specs, self.shards.params())
         traced = self._trace((args, kwargs), specs, open_sizes)
         residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares)
-        context = BuildContext(self.plan, self.costs, residents, groups=self.groups, agree=self.votes.program)
+        context = BuildContext(
+            self.plan, self.costs, residents, groups=self.groups, agree=self.votes.program, keeper=self.keeper
+        )
         entry = Entry(name, shown, traced, batch_rows(args, kwargs), context)
         if self.buckets is not None:
             entry.follows = self.buckets.follows(traced, (args, kwargs), lambda call: self._trace(call, specs))
@@ -182,6 +184,7 @@ class Runtime(Rank):
         step.forward()
         if step.parts().backward is not None:
             step.backward()
+        step.keep()
 
     def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         step = entry.program()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zgraph.build.update_program import update_history
@@ -90,16 +90,17 @@ class UpdatePrograms:
             rank.first_gathers.order(),
         )
         rank.votes.program(history.program)
-        compiler = self._compile if rank.plan.backend == "inductor" else self._run_eagerly
-        executable = compile_chunks(history.program, compiler, options.late())
+        executable = compile_chunks(history.program, self._compiler(history.program.name), options.late())
         refuse_late_collectives(executable)
         for chunk in executable.chunks:
             verify_program(chunk.executable.program)
         clipped = tuple(m.name for m in members if m.record is None)
         return CompiledUpdate(history, executable, scalar_names(members, options), clipped)
 
-    def _compile(self, part: Program) -> Executable:
-        return checked(compile_chunk(part, self.rank.groups), self.rank.groups)
-
-    def _run_eagerly(self, part: Program) -> Executable:
-        return checked(compile_eager(part, self.rank.groups), self.rank.groups)
+    def _compiler(self, name: str) -> Callable[[Program], Executable]:
+        """Compiles the chunks of the update program of this name, or takes them from where they are kept."""
+        rank = self.rank
+        if rank.plan.backend != "inductor":
+            return lambda part: checked(compile_eager(part, rank.groups), rank.groups)
+        kept = rank.keeper.code(name) if rank.keeper is not None else None
+        return lambda part: checked(compile_chunk(part, rank.groups, kept), rank.groups)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -357,6 +359,55 @@ def rebuild_inductor(
     module.__dict__["extern_kernels"] = library(module.__dict__["extern_kernels"])
     written = OrderedSet(getattr(compiled, "mutated_input_idxs", ()))
     return align_inputs_from_check_idxs(module.call, getattr(compiled, "inputs_to_check", ()), written)
+
+
+@dataclass(frozen=True)
+class CodeRecord:
+    """What the callable of generated code needs besides its source: positions of the inputs whose alignment it looks at, of those that it writes
+    to, and the `libraries` of its C++ kernels, as paths within Inductor's cache folder."""
+
+    inputs_to_check: tuple[int, ...]
+    mutated_input_idxs: tuple[int, ...]
+    libraries: tuple[str, ...] = ()
+
+
+def record_of(compiled: Any) -> CodeRecord | None:
+    """The record of what `compile_with_inductor` gave; None where its code can't be run by another process (it holds tensors, say)."""
+    runner = getattr(compiled, "compiled_fn_runner", None)
+    held = ("constants", "frozen_param_names", "torchbind_constants", "opaque_value_type_classes", "cudagraph_info")
+    others = ("guards_expr", "disabled_cudagraphs_reason", "_defers_input_alignment", "_wrap_compiled_regions")
+    if runner is None or any(getattr(compiled, name, None) for name in (*held, *others)):
+        return None
+    folder = os.path.realpath(inductor_folder())
+    paths = []
+    for value in type(runner).call.__globals__.values():
+        of = getattr(getattr(value, "__self__", None), "__file__", None)
+        if isinstance(of, str) and of.endswith(".so"):
+            path = os.path.relpath(os.path.realpath(of), folder)
+            if path.startswith(os.pardir):
+                return None
+            paths.append(path)
+    return CodeRecord(
+        tuple(int(at) for at in compiled.inputs_to_check),
+        tuple(int(at) for at in compiled.mutated_input_idxs),
+        tuple(sorted(set(paths))),
+    )
+
+
+def inductor_folder() -> str:
+    """Where Inductor keeps what it has made."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+@contextlib.contextmanager
+def libraries_are_there() -> Iterator[None]:
+    """Inductor precompiles no headers for kernels whose libraries are there already (else it does, before it looks for them)."""
+    import torch._inductor.config as inductor_config
+
+    with inductor_config.patch({"cpp_cache_precompile_headers": False}):
+        yield
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

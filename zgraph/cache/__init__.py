@@ -1,0 +1,1 @@
+"""What was compiled, kept for later processes: the store, and what its entries depend on."""

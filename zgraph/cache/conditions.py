@@ -1,0 +1,162 @@
+"""What compiled programs depend on besides what they are made of: versions, sources, variables of the environment, settings, the processor.
+
+An entry of the cache is for one state of all of this. What is in here by mistake costs a compilation; what is missing would be a wrong program:
+so all variables of a kind are taken, and not the ones that are known to matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zgraph._version import __version__
+from zgraph.cache.store import hashed
+from zgraph.ranks.host import text_of
+from zgraph.torch_compat import settings
+
+Unknown = settings.Unknown
+
+# Variables that torch's compilers read: all that begin like this, and these by name.
+PREFIXES = (
+    "AOT",
+    "CUDA_",
+    "CUTEDSL_",
+    "CUTLASS_",
+    "ENABLE_",
+    "HALIDE_",
+    "INDUCTOR_",
+    "KMP_",
+    "LEVEL_ZERO_",
+    "MKL_",
+    "OMP_",
+    "ONEAPI_",
+    "PARTITIONER_",
+    "PYTORCH_",
+    "TORCH",
+    "TRITON_",
+    "XPU_",
+    "ZGRAPH_",
+)
+NAMES = frozenset(
+    {
+        "ATEN_CPU_CAPABILITY",
+        "CC",
+        "CPLUS_INCLUDE_PATH",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "CUDACXX",
+        "CXX",
+        "FAKE_ALLOW_META",
+        "PT2_COMPILE_ID_PREFIX",
+        "UNSAFE_SKIP_FSDP_MODULE_GUARDS",
+        "_TORCHINDUCTOR_TEST",
+    }
+)
+# Of those, and of others that are read: where files are put, who takes part, what is written down. Programs do not depend on them.
+IGNORED = frozenset(
+    {
+        "CI",
+        "CONDA_EXE",
+        "CONDA_PREFIX",
+        "CUDA_VISIBLE_DEVICES",  # (the device's own name and number of processors are looked at)
+        "LD_LIBRARY_PATH",
+        "LOG_AUTOTUNE_RESULTS",
+        "MAST_HPC_JOB_NAME",
+        "ProgramFiles",
+        "ROLE_RANK",
+        "TORCHELASTIC_ERROR_FILE",
+        "TORCHELASTIC_MAX_RESTARTS",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "TORCH_TRACE",
+        "TRITON_CACHE_DIR",
+        "WINDOWS_CUDA_HOME",
+        "ZGRAPH_BUNDLE",
+        "ZGRAPH_CACHE",
+        "ZGRAPH_HARDWARE",  # (what it names is in the costs)
+        "ZGRAPH_REPRO_DIR",
+        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # (torch sets it itself)
+    }
+)
+
+
+def is_read(name: str) -> bool:
+    """Whether a variable of the environment is one that programs may depend on."""
+    return name not in IGNORED and (name in NAMES or name.startswith(PREFIXES))
+
+
+def conditions(device: torch.device) -> dict[str, Any]:
+    """All of it as it is now, as JSON values. Raises `Unknown`, with what it is, where that can't be said."""
+    return {
+        "versions": _versions(),
+        "source": source(),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if is_read(name)},
+        "settings": settings.settings(),
+        "processor": _processor(),
+        "device": _device(device),
+    }
+
+
+def key_of(found: dict[str, Any]) -> str:
+    """The hash of conditions."""
+    return hashed(json.dumps(found, sort_keys=True))
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {
+        "zgraph": __version__,
+        "torch": f"{torch.__version__} {torch.version.git_version} {torch.version.cuda}",
+        "python": f"{platform.python_implementation()} {sys.version}",
+    }
+    for package in ("triton", "pytorch-triton", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+@functools.cache
+def source() -> str:
+    """The hash of zgraph's own source, of passes and code generation with it."""
+    import zgraph.codegen
+    import zgraph.passes
+
+    texts = []
+    for package in (zgraph, zgraph.passes, zgraph.codegen):
+        root = Path(str(package.__file__)).parent
+        for path in sorted(root.rglob("*.py")):
+            texts += [f"{package.__name__}/{path.relative_to(root)}", path.read_text(encoding="utf-8")]
+    return hashed(*texts)
+
+
+@functools.cache
+def _processor() -> dict[str, Any]:
+    """The processor as compilers see it."""
+    lines = text_of("/proc/cpuinfo").splitlines()
+    said = {
+        key: next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags", "Features")
+    }
+    return {
+        "machine": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "said": hashed(*said.values()),
+    }
+
+
+def _device(device: torch.device) -> list[Any]:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return [device.type]
+    found = torch.cuda.get_device_properties(device)
+    return ["cuda", found.name, found.major, found.minor, found.multi_processor_count, found.total_memory]

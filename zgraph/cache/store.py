@@ -1,0 +1,200 @@
+"""Entries of the cache folder: each is one file, read only if it is whole, of the very key that is asked for, and nobody else can have written it.
+
+A file begins with a line of JSON: its kind, the whole key (a file's name is a part of it), words for who lists the folder, and the SHA-256 of all of
+this and of the body behind it. What does not fit is as good as none, and a warning says so: whoever asked makes the entry anew. Entries say what is
+run later, so a folder that somebody else can write to is not used at all. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zgraph.ranks.host import cache_folder
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+SUFFIX = ".kept"
+_LONGEST_LINE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Found:
+    """An entry on disk: what its first line says, and what is wrong with it ("" if nothing is)."""
+
+    path: Path
+    size: int
+    kind: str
+    words: Mapping[str, str]
+    fault: str
+
+
+class Damaged(ValueError):
+    """An entry that is not what was written."""
+
+
+class Store:
+    """The entries of one folder. What can't be read is missing, what can't be written is not kept: neither raises."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.read_only = False  # could the last entry not be written?
+
+    def get(self, kind: str, key: str) -> bytes | None:
+        """The body of the entry with this key; None where there is none, or none that can be believed."""
+        path = self._path(kind, key)
+        try:
+            return _body(path.read_bytes(), kind, key)
+        except FileNotFoundError:
+            return None
+        except (OSError, Damaged) as error:
+            logger.warning("%s can't be used (%s): made again", path, error)
+            return None
+
+    def get_json(self, kind: str, key: str) -> Any:
+        """The same, of an entry that `put_json` wrote."""
+        body = self.get(kind, key)
+        return None if body is None else json.loads(body)
+
+    def has(self, kind: str, key: str) -> bool:
+        """Whether there is a file for this key. (Whether it can be believed is seen when it is read.)"""
+        return self._path(kind, key).exists()
+
+    def put(self, kind: str, key: str, body: bytes, words: Mapping[str, str]) -> None:
+        """Keep a body, at once or not at all. Where that can't be done, a warning says so."""
+        path = self._path(kind, key)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part.write_bytes(_entry(kind, key, body, words))
+            os.replace(part, path)
+            self.read_only = False
+        except OSError as error:
+            if not self.read_only:
+                logger.warning("what was compiled can't be kept: %s", error)
+            self.read_only = True
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+
+    def put_json(self, kind: str, key: str, value: Any, words: Mapping[str, str]) -> None:
+        """Keep a JSON value."""
+        self.put(kind, key, json.dumps(value, separators=(",", ":")).encode(), words)
+
+    def entries(self) -> Iterator[Found]:
+        """All that is there, each one read and checked."""
+        for path in sorted(self.folder.glob(f"*/*{SUFFIX}")):
+            yield _examined(path)
+
+    def clear(self) -> tuple[int, int]:
+        """Delete all entries, and what an interrupted writer left; (how many files these were, their bytes)."""
+        files = [p for p in self.folder.glob("*/*") if p.name.endswith(SUFFIX) or p.name.endswith(".part")]
+        size = 0
+        for path in files:
+            with contextlib.suppress(OSError):
+                size += path.stat().st_size
+                path.unlink()
+        for folder in {p.parent for p in files}:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        return len(files), size
+
+    def _path(self, kind: str, key: str) -> Path:
+        return self.folder / key[:2] / f"{key[:32]}-{kind}{SUFFIX}"
+
+
+def opened(folder: Path | None = None) -> Store | None:
+    """The store of programs in the cache folder (by default the user's). None, with a warning, where others could have written to it."""
+    folder = (folder or cache_folder()) / "programs"
+    if (why := writable_by_others(folder)) is not None:
+        logger.warning("nothing compiled is kept in %s, nor taken from it: %s", folder, why)
+        return None
+    return Store(folder)
+
+
+def writable_by_others(folder: Path) -> str | None:
+    """Why somebody else than this user and root could have put something into a folder, also by moving one that it is in; None if nobody could."""
+    at = Path(os.path.abspath(os.path.realpath(folder)))
+    for path in (at, *at.parents):
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            continue  # (it is made by this user, in a folder that is looked at next)
+        except OSError as error:
+            return f"{path}: {error}"
+        if found.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to another user (number {found.st_uid})"
+        others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if others and (not found.st_mode & stat.S_ISVTX or path == at):
+            return f"others can write to {path} (chmod go-w)"
+    return None
+
+
+def hashed(*texts: str) -> str:
+    """A key: the SHA-256 of texts, in hex."""
+    made = hashlib.sha256()
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        made.update(f"{len(data)}:".encode())
+        made.update(data)
+    return made.hexdigest()
+
+
+def _entry(kind: str, key: str, body: bytes, words: Mapping[str, str]) -> bytes:
+    packed = zlib.compress(body, 1)
+    head = {"format": FORMAT, "kind": kind, "key": key, "words": dict(words)}
+    head["sum"] = _sum(head, packed)
+    return json.dumps(head).encode() + b"\n" + packed
+
+
+def _sum(head: Mapping[str, Any], packed: bytes) -> str:
+    said = {name: value for name, value in head.items() if name != "sum"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode() + b"\n" + packed).hexdigest()
+
+
+def _opened(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """(the first line, the body) of an entry. Raises `Damaged`."""
+    line, newline, packed = data.partition(b"\n")
+    if not newline or len(line) > _LONGEST_LINE:
+        raise Damaged("it is no entry of a cache, or is cut off")
+    try:
+        head = json.loads(line)
+        if head["format"] != FORMAT:
+            raise Damaged(f"it is of format {head['format']!r}, and this zgraph reads {FORMAT}")
+        if head["sum"] != _sum(head, packed):
+            raise Damaged("its sum is another")
+        return head, zlib.decompress(packed)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, zlib.error) as error:
+        if isinstance(error, Damaged):
+            raise
+        raise Damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _body(data: bytes, kind: str, key: str) -> bytes:
+    head, body = _opened(data)
+    if (head["kind"], head["key"]) != (kind, key):
+        raise Damaged("it is of another key")
+    return body
+
+
+def _examined(path: Path) -> Found:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return Found(path, 0, "", {}, str(error))
+    try:
+        head, _ = _opened(data)
+        if path.name != f"{head['key'][:32]}-{head['kind']}{SUFFIX}":
+            raise Damaged("its name is that of another key")
+        return Found(path, len(data), head["kind"], head["words"], "")
+    except Damaged as error:
+        return Found(path, len(data), "", {}, str(error))
