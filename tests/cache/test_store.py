@@ -106,3 +106,9 @@ def test_clear_deletes_entries_and_what_a_writer_left(store):
     (files(store)[0].parent / "z.kept.1.part").write_bytes(b"abc")
     count, size = store.clear()
     assert count == 3 and size > 3 and files(store) == []
+
+
+def test_all_who_look_into_a_folder_read_the_same_words(store, tmp_path):
+    first = store.identity()
+    assert first and Store(store.folder).identity() == first
+    assert Store(tmp_path / "other").identity() not in ("", first)

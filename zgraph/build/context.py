@@ -55,7 +55,7 @@ class Keeper(Protocol):
         """What is kept of a step (a `zgraph.build.kept.KeptStep`); None for one that can't be."""
 
 
-def _tell_nobody(program: Program) -> None:
+def tell_nobody(program: Program) -> None:
     """Where no other rank compiles the program."""
 
 
@@ -73,7 +73,7 @@ class BuildContext:
     residents: ResidentMemoryByShare = field(default_factory=ResidentMemoryByShare)
     pass_filter: PassFilter = EVERY_PASS  # fewer passes are for programs that are looked at, and not run by ranks
     groups: dict[str, str] = field(default_factory=dict)  # the names of process groups, by mesh dimension
-    agree: Callable[[Program], None] = _tell_nobody  # is told of each program before it is compiled
+    agree: Callable[[Program], None] = tell_nobody  # is told of each program before it is compiled
     order: Callable[[Variant], tuple[Start, ...]] = (
         own_order  # of a variant's transfers, where another program's is followed
     )

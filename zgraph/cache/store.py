@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import stat
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 SUFFIX = ".kept"
+IDENTITY = "identity"
 _LONGEST_LINE = 1 << 16
 
 
@@ -89,6 +91,21 @@ class Store:
     def put_json(self, kind: str, key: str, value: Any, words: Mapping[str, str]) -> None:
         """Keep a JSON value."""
         self.put(kind, key, json.dumps(value, separators=(",", ":")).encode(), words)
+
+    def identity(self) -> str:
+        """Some words that everybody who looks into this folder reads, from wherever, and nobody who looks into another; "" where it can't be
+        written to."""
+        path = self.folder / IDENTITY
+        part = path.with_name(f"{IDENTITY}.{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            if not path.exists():
+                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                part.write_text(uuid.uuid4().hex, encoding="ascii")
+                with contextlib.suppress(FileExistsError):
+                    os.link(part, path)  # (at once, and by one alone)
+                part.unlink()
+            return path.read_text(encoding="ascii")
+        return ""
 
     def entries(self) -> Iterator[Found]:
         """All that is there, each one read and checked."""

@@ -40,6 +40,7 @@ from zgraph.runtime.buckets import Cut, Padded, PaddedCalls
 from zgraph.runtime.calls import Calls
 from zgraph.runtime.explain_nonfinite import NonFinite
 from zgraph.runtime.fit import fit
+from zgraph.runtime.made_once import make_all, make_once
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.prefetch import FirstGathers
 from zgraph.runtime.rank import Rank, RankContext
@@ -161,6 +162,7 @@ class Runtime(Rank):
             self.plan, self.costs, residents, groups=self.groups, agree=self.votes.program, keeper=self.keeper
         )
         entry = Entry(name, shown, traced, batch_rows(args, kwargs), context)
+        make_once(self, entry)
         if self.buckets is not None:
             entry.follows = self.buckets.follows(traced, (args, kwargs), lambda call: self._trace(call, specs))
         if entry.program().differentiated:
@@ -179,12 +181,7 @@ class Runtime(Rank):
 
     def prepare(self, step: StepProgram) -> None:
         """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.) Raises what `fit` does."""
-        fit(self, step)
-        step.first_gathers()
-        step.forward()
-        if step.parts().backward is not None:
-            step.backward()
-        step.keep()
+        make_all(step, lambda: fit(self, step))
 
     def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         step = entry.program()
