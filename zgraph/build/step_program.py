@@ -38,6 +38,7 @@ from zgraph.passes.overlap.follow import order_of
 from zgraph.program import transfers_to_host
 from zgraph.program.aliases import is_random, is_view
 from zgraph.program.digest import digest
+from zgraph.program.kept import is_unseen
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.torch_compat import inductor_code, lock
@@ -313,7 +314,10 @@ class StepProgram:
         if missing:
             raise AssertionError(f"{self.name}: {part.name} takes {missing}, which nothing before it saves")
         for executable in earlier:
-            adopt_strides(part, executable)
+            if not (
+                is_unseen(part) and is_unseen(executable.program)
+            ):  # (else they were kept together: with these strides)
+                adopt_strides(part, executable)
         return self._compile(part, is_backward=True)
 
     def first_gathers(self) -> list[Executable]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -30,6 +31,7 @@ PREFIXES = (
     "CUDA_",
     "CUTEDSL_",
     "CUTLASS_",
+    "DUMP_",
     "ENABLE_",
     "HALIDE_",
     "INDUCTOR_",
@@ -67,6 +69,7 @@ IGNORED = frozenset(
         "CONDA_PREFIX",
         "CUDA_VISIBLE_DEVICES",  # (the device's own name and number of processors are looked at)
         "LD_LIBRARY_PATH",
+        "LOG_TLPARSE",
         "LOG_AUTOTUNE_RESULTS",
         "MAST_HPC_JOB_NAME",
         "ProgramFiles",
@@ -130,14 +133,11 @@ def _versions() -> dict[str, str]:
 @functools.cache
 def source() -> str:
     """The hash of zgraph's own source, of passes and code generation with it."""
-    import zgraph.codegen
-    import zgraph.passes
-
     texts = []
-    for package in (zgraph, zgraph.passes, zgraph.codegen):
-        root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*.py")):
-            texts += [f"{package.__name__}/{path.relative_to(root)}", path.read_text(encoding="utf-8")]
+    for package in ("zgraph", "zgraph.passes", "zgraph.codegen"):
+        for place in getattr(importlib.util.find_spec(package), "submodule_search_locations", None) or ():
+            for path in sorted(Path(place).rglob("*.py")):
+                texts += [f"{package}/{path.relative_to(place)}", path.read_text(encoding="utf-8")]
     return hashed(*texts)
 
 

@@ -43,9 +43,14 @@ class LateProgram(Program):
         return "module" in self.__dict__
 
 
+def is_unseen(program: Program) -> bool:
+    """Whether a program's graph is yet to be made: it is as it was kept."""
+    return isinstance(program, LateProgram) and not program.is_made
+
+
 def text_of(program: Program) -> str:
     """A program's JSON form, as text. Raises `UnsupportedError` for what has none."""
-    if isinstance(program, LateProgram) and not program.is_made and program._text is not None:
+    if isinstance(program, LateProgram) and is_unseen(program) and program._text is not None:
         return program._text
     return json.dumps(to_json(program), separators=(",", ":"))
 

@@ -7,6 +7,20 @@ from typing import Any
 
 import torch
 
+# Where somebody can put code of his own into Inductor.
+_OWN_CODE = (
+    "cudagraph_policy",
+    "custom_partitioner_fn",
+    "inductor_choices_class",
+    "joint_custom_post_pass",
+    "joint_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "pre_grad_custom_pass",
+    "_post_fusion_custom_pass",
+    "_pre_fusion_custom_pass",
+)
+
 
 class Unknown(Exception):
     """Something that compiling depends on has no text that says what it does."""
@@ -22,6 +36,9 @@ def settings() -> dict[str, Any]:
     for name, config in (("inductor", inductor_config), ("functorch", functorch_config)):
         values = config.save_config_portable(ignore_private_configs=False)  # type: ignore[attr-defined]
         found[name] = {key: _text(value, f"{name}.{key}") for key, value in sorted(values.items())}
+        for key in _OWN_CODE:  # (torch leaves them out of what it has of its configuration)
+            if getattr(config, key, None) is not None:
+                raise Unknown(f"{name}.{key} is set")
     found["tag"] = str(torch.compiler.config.cache_key_tag)  # type: ignore[attr-defined]
     refuse_own_tables()
     return found
