@@ -78,8 +78,8 @@ def edge_of(program: Program) -> Edge:
     flying = [p.name for p, node in outputs if p.role is OutputRole.SAVED and collectives.is_start(node)]
     away = [at for at, (_, node) in enumerate(outputs) if info(node).home is not None]
     transferred = [at for at, (_, node) in enumerate(outputs) if collectives.is_wait(root_of(node))]
-    outside = ((at, promised(node)) for at, node in _given_by_others(program))
-    known = tuple((at, strides) for at, strides in outside if strides is not None)
+    others = ((at, promised(node)) for at, node in _given_by_others(program))
+    known = tuple((at, strides) for at, strides in others if strides is not None)
     return Edge(tuple(flying), frozenset(away), frozenset(transferred), known)
 
 

@@ -99,7 +99,7 @@ class KeptCode:
             if not self.store.has(LIBRARY, total):
                 self.store.put(LIBRARY, total, data, {})
             paths.append([path, total])
-        data = {
+        said = {
             **asdict(code.record),
             "source": code.source,
             "strides": code.strides,
@@ -108,7 +108,7 @@ class KeptCode:
             "calls": code.calls,
             "libraries": paths,
         }
-        self.store.put_json(CODE, key, data, self.words)
+        self.store.put_json(CODE, key, said, self.words)
 
     def _put_there(self, path: str, total: str) -> bool:
         """Whether a library is in Inductor's folder, as it was compiled; it is put there if need be."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import hashlib
 import operator
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from torch import fx
 from zgraph.capture.capture import Trace
 from zgraph.errors import UnsupportedError
 from zgraph.program.node import module_of, source_of
+from zgraph.torch_compat import fx_graphs
 
 _META = ("seq_nr", "partitioner_tag", "recompute", "ac_graph_id", "has_backward_hook", "custom")
 _LIBRARIES = ("aten", "prims", "prim", "zgraph", "_c10d_functional", "inductor")
@@ -87,28 +87,9 @@ def _function(target: Any) -> str:
         raise UnsupportedError(f"{name} is an operator of somebody else than torch")
     home, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     known = home in ("_operator", "operator", "builtins", "math") or home.partition(".")[0] == "torch"
-    if name and "<" not in name and (known or _is_torchs(target)):
+    if name and "<" not in name and (known or fx_graphs.is_torchs(target)):
         return f"function {home}.{name}"
     raise UnsupportedError(f"{home}.{name or target!r} is no function of torch's")
-
-
-@functools.cache
-def _builtins() -> frozenset[int]:
-    """The functions that torch gives without saying whose they are (`torch.add`, `torch._C._nn.linear`)."""
-    places = (
-        torch,
-        torch._C._nn,
-        torch._C._VariableFunctions,
-        torch._C._fft,
-        torch._C._linalg,
-        torch._C._special,
-        torch.Tensor,
-    )
-    return frozenset(id(getattr(place, name, None)) for place in places for name in dir(place))
-
-
-def _is_torchs(target: Any) -> bool:
-    return type(target).__name__ in ("builtin_function_or_method", "method_descriptor") and id(target) in _builtins()
 
 
 def _constant(held: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import fx
 
 
@@ -19,6 +21,21 @@ def lazy_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
+
+
+@functools.cache
+def _builtins() -> frozenset[int]:
+    """The functions that torch gives without saying whose they are (`torch.add`, `torch._C._nn.linear`)."""
+    of_c: Any = torch._C
+    inner = ("_nn", "_VariableFunctions", "_fft", "_linalg", "_special")
+    places = (torch, torch.Tensor, *(getattr(of_c, name) for name in inner if hasattr(of_c, name)))
+    return frozenset(id(getattr(place, name, None)) for place in places for name in dir(place))
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether this is one of torch's own functions that are written in C++."""
+    kinds = ("builtin_function_or_method", "method_descriptor")
+    return type(function).__name__ in kinds and id(function) in _builtins()
 
 
 def fix_strides(node: fx.Node) -> None:
