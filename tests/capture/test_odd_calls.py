@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import zgraph
-from zgraph.errors import ModelError, PlanError, UnsupportedError
+from zgraph.errors import CaptureError, ModelError, PlanError, UnsupportedError
 
 X = torch.arange(8.0).view(2, 4) / 10
 
@@ -247,3 +248,15 @@ def test_what_torch_compile_is_told_of_sizes_changes_nothing(mark, held):
                 MARKS[mark](x)
             assert torch.equal(model(x), plain(x))
     assert len(model.zgraph.runtime.entries) == 2
+
+
+def test_what_meets_on_two_devices_is_refused_with_both():
+    """(An input that is not on the model's device, say.)"""
+
+    class Two(Net):
+        def forward(self, x):
+            return super().forward(x + torch.ones(4, device="meta"))
+
+    with pytest.raises(CaptureError, match=r"is on \w+ and on \w+; move one: .*x\.to\(device\)") as found:
+        compiled(Two())(X)
+    assert {"cpu", "meta"} <= set(re.findall(r"\w+", str(found.value)))

@@ -767,7 +767,9 @@ def _annotate(graph: fx.Graph) -> None:
 
 
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_TWO_DEVICES = re.compile(r"found two different devices (\S+), (\w+(?::\d+)?)")
+_TWO_DEVICES = re.compile(
+    r"found (?:two different devices|at least two devices,) (\w+(?::\d+)?),? (?:and )?(\w+(?::\d+)?)"
+)
 
 
 def _capture_error(error: BaseException) -> CaptureError:
