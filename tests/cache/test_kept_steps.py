@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import models
 import pytest
 import torch
 from torch import nn
 
 import zgraph
+from zgraph.build import step_program
 from zgraph.capture.capture import Trace
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.kept import LateProgram
@@ -132,6 +135,41 @@ def test_a_kept_program_that_is_another_is_refused_when_somebody_looks(cache, mo
     monkeypatch.setattr(Trace, "joint", other)
     with pytest.raises(zgraph.errors.ZgraphError, match="another than the one that was kept"):
         step.history()
+
+
+def test_warnings_are_given_again(cache, monkeypatch, caplog):
+    run_passes = step_program.run_passes
+
+    def warns(*args, **kwargs):
+        logging.getLogger("zgraph.passes.some").warning("slow: %s", "a pass")
+        return run_passes(*args, **kwargs)
+
+    monkeypatch.setattr(step_program, "run_passes", warns)
+    trained(*net())
+    assert caplog.messages.count("slow: a pass") == 1
+    monkeypatch.setattr(step_program, "run_passes", run_passes)
+    trained(*net())
+    assert caplog.messages.count("slow: a pass") == 2
+
+
+def test_what_is_refused_is_refused_again(cache, joints):
+    class Doubles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            self.weight.data = self.weight * 2
+            return (x * self.weight).sum()
+
+    for _ in range(2):
+        with pytest.raises(zgraph.errors.ZgraphError):
+            trained(Doubles(), (torch.ones(2),))
+    with pytest.raises(zgraph.errors.PlanError):
+        trained(*net(), memory_budget=1)
+    with pytest.raises(zgraph.errors.PlanError):
+        trained(*net(), memory_budget=1)
+    assert not list(cache.glob("programs/*/*-step.kept"))
 
 
 def test_nothing_is_kept_where_no_folder_is_named(tmp_path, monkeypatch, joints):

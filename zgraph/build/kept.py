@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -48,12 +49,13 @@ class StepFacts:
     from_start: frozenset[int]  # see `Trace.from_start`
     choice: MemoryDecision | None
     made: str  # the digest of the program after all passes
+    warnings: tuple[tuple[str, str], ...]  # that were given while it was made: by whom, and what
 
     def said(self) -> dict[str, Any]:
         """As JSON."""
         sets = {name: sorted(getattr(self, name)) for name in ("read_by_backward", "from_start")}
         choice = None if self.choice is None else asdict(self.choice) | {"keep": sorted(self.choice.keep)}
-        return {**dataclasses.asdict(self), **sets, "choice": choice}
+        return {**dataclasses.asdict(self), **sets, "choice": choice, "warnings": [list(w) for w in self.warnings]}
 
     @staticmethod
     def of(said: Mapping[str, Any]) -> StepFacts:
@@ -62,7 +64,34 @@ class StepFacts:
         if choice is not None:
             choice = MemoryDecision(**{**choice, "keep": frozenset(choice["keep"])})
         sets = {name: frozenset(said[name]) for name in ("read_by_backward", "from_start")}
-        return StepFacts(**{**said, **sets, "choice": choice})
+        warnings = tuple((logger, message) for logger, message in said["warnings"])
+        return StepFacts(**{**said, **sets, "choice": choice, "warnings": warnings})
+
+    def warn(self) -> None:
+        """Give the warnings that whoever made it got."""
+        for name, message in self.warnings:
+            logging.getLogger(name).warning("%s", message)
+
+
+class Heard(logging.Handler):
+    """Notes the warnings of zgraph's loggers that this thread gives while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[tuple[str, str]] = []
+        self._thread = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._thread:
+            self.warnings.append((record.name, record.getMessage()))
+
+    def __enter__(self) -> Heard:
+        self._thread = threading.get_ident()
+        logging.getLogger("zgraph").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("zgraph").removeHandler(self)
 
 
 class KeptStep:

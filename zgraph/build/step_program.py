@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from zgraph.build.context import BuildContext, ResidentMemory
-from zgraph.build.kept import KeptStep, StepFacts
+from zgraph.build.kept import Heard, KeptStep, StepFacts
 from zgraph.build.meetings import lacking
 from zgraph.build.memory_search import SearchResult, run_passes
 from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant
@@ -105,6 +105,7 @@ class StepProgram:
         self._backwards: dict[tuple[bool, bool], Executable] = {}
         self._apart: dict[tuple[bool, bool], tuple[Executable | None, Executable | None]] = {}
         self._summing: dict[tuple[bool, bool], Executable] = {}
+        self._heard = Heard()
         self._keeps_more = False  # is what is made from now on kept at once?
         self.sharing: dict[bool, Sharing] = {}  # of its forwards, from their first runs
         self.apart = False  # has it run with tensors of the model that were seen to be apart in memory?
@@ -163,6 +164,7 @@ class StepProgram:
             frozenset(self.from_start),
             self._choice,
             digest(made),
+            tuple(dict.fromkeys(self._heard.warnings)),
         )
 
     def keep(self) -> None:
@@ -185,13 +187,14 @@ class StepProgram:
             if self.decide is not None:
                 self._histories[variant] = self.decide().history(variant)
                 return self._histories[variant]
-            self._histories[variant], self._choice = run_passes(
-                self.captured.snapshot(),
-                self.context,
-                variant,
-                training=self.differentiated,
-                choice=self._choice if variant != PLAIN else None,  # (that of the plain one is for all)
-            )
+            with self._heard:
+                self._histories[variant], self._choice = run_passes(
+                    self.captured.snapshot(),
+                    self.context,
+                    variant,
+                    training=self.differentiated,
+                    choice=self._choice if variant != PLAIN else None,  # (that of the plain one is for all)
+                )
             if variant == PLAIN and self.kept is not None and self.known is not None:
                 self.kept.refuse_another(self._histories[variant].program, self.known.made)
         return self._histories[variant]
@@ -452,6 +455,7 @@ class Entry(Serves):
         if kept is None or kept.facts is None:
             return StepProgram(make(), self.context, pattern=chosen, kept=kept, from_start=self.trace.from_start)
         self.trace.from_start |= kept.facts.from_start
+        kept.facts.warn()
         return StepProgram(kept.captured(make), self.context, pattern=chosen, kept=kept)
 
     def programs(self) -> list[StepProgram]:

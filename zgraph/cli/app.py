@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from zgraph._version import __version__
 from zgraph.cli.bisect import bisect
+from zgraph.cli.cache import cache
 from zgraph.cli.calibrate import calibrate
 from zgraph.cli.check import check
 from zgraph.cli.ckpt import ckpt
@@ -81,6 +82,7 @@ app.command()(repro)
 app.command()(env)
 app.command()(forecast)
 app.command()(calibrate)
+app.command()(cache)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 )(launch)
