@@ -20,6 +20,9 @@ from zgraph._version import __version__
 if TYPE_CHECKING:
     from zgraph.api.calibration import calibrate
     from zgraph.api.compiler import compile
+    from zgraph.api.full_state_dict import full_state_dict
+    from zgraph.api.full_weights import full_weights
+    from zgraph.api.stream_weights import stream_weights
     from zgraph.api.verify import verify
     from zgraph.build.planned_step import programs
     from zgraph.plan.clipping_and_ema import EMA, GradClip
@@ -74,7 +77,10 @@ __all__ = [
     "calibrate",
     "compile",
     "errors",
+    "full_state_dict",
+    "full_weights",
     "programs",
+    "stream_weights",
     "verify",
 ]
 
@@ -102,7 +108,10 @@ _LAZY = {
     "Watch": "zgraph.plan.watchdog",
     "calibrate": "zgraph.api.calibration",
     "compile": "zgraph.api.compiler",
+    "full_state_dict": "zgraph.api.full_state_dict",
+    "full_weights": "zgraph.api.full_weights",
     "programs": "zgraph.build.planned_step",
+    "stream_weights": "zgraph.api.stream_weights",
     "verify": "zgraph.api.verify",
     **dict.fromkeys(_OPTIMIZERS, "zgraph.plan.optimizers"),
     **dict.fromkeys(_SCHEDULES, "zgraph.plan.lr_schedules"),

@@ -64,3 +64,77 @@ def test_a_mixed_precision_that_the_plan_has_not_is_refused(two: Ranks):
         assert isinstance(outcome.error, ModelError), outcome.traceback
         assert "mixed_precision is 'bf16'" in str(outcome.error) and 'precision="bf16"' in str(outcome.error)
     assert len(two.run(loop, zgraph.Plan(backend="eager", precision="bf16"), "bf16")) == 2
+
+
+def saved_and_loaded(folder: str, plan: zgraph.Plan | None, load: str | None, save: str | None) -> list[float]:
+    """Losses over all ranks, of three steps from a state or from the beginning; and the state saved after them."""
+    from accelerate import Accelerator
+
+    with as_launched():
+        accelerator = Accelerator(cpu=True)
+        made = model() if plan is None else zgraph.compile(model(), plan)
+        own = None if plan is None else made.zgraph.optimizer
+        optimizer = own or torch.optim.AdamW(made.parameters(), lr=1e-2, foreach=False)
+        loader = torch.utils.data.DataLoader(rows(), batch_size=4 // accelerator.num_processes)
+        made, optimizer, loader = accelerator.prepare(made, optimizer, loader)
+        if load is not None:
+            accelerator.load_state(f"{folder}/{load}")
+        found = []
+        for x in [next(iter(loader))] * 3:
+            loss = made(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(accelerator.gather(loss.detach()).mean()))
+        if save is not None:
+            accelerator.save_state(f"{folder}/{save}")
+            accelerator.wait_for_everyone()
+        return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("optimizer", [None, zgraph.AdamW(lr=1e-2)], ids=["the user's optimizer", "the plan's"])
+def test_a_state_goes_on_on_other_ranks(two: Ranks, tmp_path, optimizer):
+    plain = [
+        saved_and_loaded(str(tmp_path), None, None, "plain"),
+        saved_and_loaded(str(tmp_path), None, "plain", "plain2"),
+    ]
+    plain.append(saved_and_loaded(str(tmp_path), None, "plain2", None))
+    plan = zgraph.Plan(backend="eager", zero=3, optimizer=optimizer)
+    mine = [
+        two.run(saved_and_loaded, str(tmp_path), plan, None, "one")[1],
+        saved_and_loaded(str(tmp_path), plan, "one", "two"),
+        two.run(saved_and_loaded, str(tmp_path), plan, "two", None)[0],
+    ]
+    for one, other in zip(mine, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def whole(folder: str) -> tuple[int, bool]:
+    """What `get_state_dict` gives, and what of it is written by accelerate's own means, of a model and of one of transformers'."""
+    from accelerate import Accelerator
+    from safetensors.torch import load_file
+    from trainers import model_of
+
+    with as_launched():
+        accelerator = Accelerator(cpu=True)
+        plan = zgraph.Plan(backend="eager", zero=3)
+        made, other = accelerator.prepare(zgraph.compile(model(), plan), zgraph.compile(model_of("llama"), plan))
+        state = accelerator.get_state_dict(made)
+        accelerator.save_model(made, f"{folder}/model")
+        inner = accelerator.unwrap_model(other)
+        inner.save_pretrained(
+            f"{folder}/llama",
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=accelerator.get_state_dict(other),
+        )
+        accelerator.wait_for_everyone()
+        saved = [load_file(f"{folder}/{name}/model.safetensors") for name in ("model", "llama")]
+        plain = [model().state_dict(), model_of("llama").state_dict()]
+        return len(state), all(torch.equal(s[n], p[n]) for s, p in zip(saved, plain, strict=True) for n in s)
+
+
+@pytest.mark.gloo
+def test_whole_weights_are_saved_by_accelerates_own_means(two: Ranks, tmp_path):
+    assert two.run(whole, str(tmp_path)) == [(4, True), (0, True)]

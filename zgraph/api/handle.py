@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,6 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zgraph.api.accelerators import ForAccelerate
+from zgraph.api.full_weights import generate_of
 from zgraph.build.resolve_offload import placed_as
 from zgraph.build.step_program import StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
@@ -70,7 +71,7 @@ _METHODS = (
 # All that stands in its `__dict__`.
 _OWN = (
     *("zgraph", "forward", "_call_impl", "_ddp_params_and_buffers_to_ignore", "_is_accelerate_prepared"),
-    *("__deepcopy__", "__reduce_ex__"),
+    *("__deepcopy__", "__reduce_ex__", "generate"),
     *_METHODS,
 )
 
@@ -82,10 +83,18 @@ class Handle(Compiled):
         self._runtime = runtime
         self.loss_fn = loss_fn
         self.forward: Forward  # (set by `attach`)
+        self.whole: bool | None = None  # inside `full_weights`: whether this rank has the weights
 
     @property
     def runtime(self) -> Runtime:
-        """What runs it. Raises `StepError` for a model in stages, or with divided weights, that was not called yet: how is not known."""
+        """What runs it. Raises `StepError` for a model in stages, or with divided weights, that was not called yet: how is not known; and
+        inside `zgraph.full_weights`."""
+        if self.whole is not None:
+            raise StepError(
+                "a step, a checkpoint or a question about the compiled model inside full_weights",
+                why="the model's parameters are whole tensors there, which its programs know nothing of",
+                hint="leave the with block first",
+            )
         if isinstance(self._runtime, DeferredPipeline):
             staged = self._runtime.staged
             raise StepError(
@@ -117,7 +126,22 @@ class Handle(Compiled):
         call it."""
         if isinstance(self._runtime, DeferredPipeline):
             self._runtime = started(self._runtime.runtime(args, kwargs))
-        return self._runtime
+        return self.runtime
+
+    def divides(self) -> bool:
+        """Is the model one over several ranks?"""
+        mesh = self._runtime.everyone.mesh
+        return mesh is not None and mesh.size() > 1
+
+    def eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's own forward with whole weights. Raises `StepError` on a rank that has none."""
+        if not self.whole:
+            raise StepError(
+                "a call of the model inside full_weights on a rank that has no whole weights",
+                where="ranks",
+                hint="name this rank in full_weights(model, ranks=…), or call the model on those that are named",
+            )
+        return self.forward.captured(self._runtime.module, *args, **kwargs)
 
     def adopt_forward(self, function: Callable[..., Any]) -> None:
         """Capture another forward (which takes the module first) from the next call on. Raises `ModelError` for a model that was cut into stages."""
@@ -467,6 +491,8 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     handle = Handle(runtime, loss_fn)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if handle.whole is not None:
+            return handle.eager(args, kwargs)
         if handle.uncut is not None and handle.uncut.staged:
             refuse_gradients()
         runtime = handle.cut(args, kwargs)
@@ -483,7 +509,10 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     module.__dict__["forward"] = handle.forward.compiled
     module.__dict__["_call_impl"] = handle.forward
     module.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotForDDP()
-    module.__dict__["_is_accelerate_prepared"] = _ForAccelerate(handle)
+    module.__dict__["_is_accelerate_prepared"] = ForAccelerate(handle)
+    generate = generate_of(module)
+    if generate is not None and "generate" not in module.__dict__:
+        module.__dict__["generate"] = generate
     module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module)
     module.__dict__["__reduce_ex__"] = _refuse_pickle
     if handle.mesh is not None:
@@ -554,29 +583,6 @@ class _NotForDDP:
             why="its programs average gradients over the ranks of the plan's mesh themselves",
             hint="leave it out: model(…), loss.backward() and model.step(), or model.train_step(…)",
         )
-
-
-class _ForAccelerate:
-    """What accelerate asks a model for before it wraps it: whether it is prepared already. On several ranks a compiled model is, but for the
-    autocast that `mixed_precision` asks for: accelerate would leave that out without a word."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def __bool__(self) -> bool:
-        everyone = self._handle._runtime.everyone
-        if everyone.mesh is None or everyone.mesh.size() == 1:
-            return False
-        state = sys.modules.get("accelerate.state")
-        asked = "no" if state is None else state.AcceleratorState().mixed_precision
-        if asked != "no" and self._handle.plan.precision == Plan().precision:
-            raise ModelError(
-                f"accelerate's mixed_precision is {asked!r}, and the plan's precision is float32",
-                where="precision",
-                why="a compiled model computes as its plan says",
-                hint=f'precision="{asked}" in the plan, or mixed_precision="no"',
-            )
-        return True
 
 
 def _refuse_pickle(protocol: int) -> Callable[..., Any]:

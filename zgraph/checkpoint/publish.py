@@ -236,12 +236,19 @@ def _told(folder: Path, hint: str = _WRITING) -> Iterator[None]:
         raise CheckpointError("the model could not be published", where=str(folder), why=why, hint=hint) from error
 
 
-def _refuse_other_tensors(module: nn.Module, given: Mapping[str, Any] | None) -> None:
-    """Raise `UnsupportedError` unless tensors by name, where some are given to be written, are all of those that the model has."""
-    if given is None:
+def _refuse_other_tensors(runtime: Runtime, given: Mapping[str, Any] | None) -> None:
+    """Raise `UnsupportedError` unless tensors by name, where some are given to be written, are all of those that the model has, or its whole
+    state dict. (One that was gathered on another rank is empty here.)"""
+    if given is None or (not given and runtime.everyone.ranks):
         return
-    own = module.state_dict()
-    other = [n for n in sorted(own.keys() | given.keys()) if not _same_memory(own.get(n), given.get(n))]
+    names = {id(p): n for n, p in runtime.shards.params().items()}
+    own = runtime.module.state_dict(keep_vars=True)
+    other = [
+        n
+        for n in sorted(own.keys() | given.keys())
+        if not _same_memory(own.get(n), given.get(n))
+        and not _same_values(runtime, names.get(id(own.get(n))), own.get(n), given.get(n))
+    ]
     if other:
         raise UnsupportedError(
             f"state_dict is not that of the model: {len(other)} tensors are others, {other[0]!r} first",
@@ -257,6 +264,16 @@ def _same_memory(one: Any, other: Any) -> bool:
         return one is other
     first, second = local
     return first.data_ptr() == second.data_ptr() and first.shape == second.shape and first.dtype is second.dtype
+
+
+def _same_values(runtime: Runtime, name: str | None, own: Any, whole: Any) -> bool:
+    """Does a whole tensor have this rank's numbers of the model's tensor, which is the parameter of this name if it is one?"""
+    if not isinstance(own, torch.Tensor) or type(whole) is not torch.Tensor:
+        return False
+    if whole.shape != own.shape or whole.dtype is not own.dtype:
+        return False
+    mine, held = runtime.shards.own_part(name, whole) if name is not None else whole, local_of(own).detach()
+    return same_bits(mine.to(held.device), held)
 
 
 # -- from a running model ---------------------------------------------------------------------------------------------
@@ -286,7 +303,7 @@ def publish(
         if averaged:
             runtime.updater.make_states()
         pretrained.refuse_special(module)
-        _refuse_other_tensors(module, state_dict)
+        _refuse_other_tensors(runtime, state_dict)
         views = pretrained.views(module)
         dtypes = {n: _written(t.dtype, wanted) for n, t in pretrained.tensors(module).items()}
         return views, dtypes, Files.of(views, dtypes, most), list(_parts(runtime, views, dtypes, averaged))

@@ -333,6 +333,10 @@ class Shards:
         first = spec.rows * self.index(spec)
         return whole[first : first + self.rows(spec)]
 
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of a parameter as the user's model has it, in the shape of its local tensor."""
+        return self.mine_of(name, self._divided(self.specs[name], whole) if self.mesh is not None else whole)
+
     def equals(self, name: str, words: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether this rank's rows, in this dtype, have these bits (see `words_of`)."""
         mine = local_of(self._params[name])

@@ -1,0 +1,175 @@
+"""accelerate's Accelerator, which knows nothing of compiled models: what it asks of one that it prepares, and what it saves and loads of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from zgraph.api.full_state_dict import full_optimizer_state, full_state_dict
+from zgraph.errors import CheckpointError, ModelError
+from zgraph.plan.plan import Plan
+from zgraph.runtime.compiled_models import is_compiled
+from zgraph.update.optimizer import PlanOptimizer
+
+if TYPE_CHECKING:
+    from zgraph.api.handle import Handle
+
+FOLDER = "zgraph"
+"""In a folder of `save_state`: the checkpoint of a compiled model. (That of the second is "zgraph_1".)"""
+
+
+class ForAccelerate:
+    """What accelerate asks a model for before it wraps it: whether it is prepared already. On several ranks a compiled model is, but for the
+    autocast that `mixed_precision` asks for: accelerate would leave that out without a word."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __bool__(self) -> bool:
+        asker = sys._getframe(1).f_locals.get("self")
+        library = sys.modules.get("accelerate")
+        if library is not None and isinstance(asker, library.Accelerator):
+            _watch(asker)
+        if not self._handle.divides():
+            return False
+        state = sys.modules.get("accelerate.state")
+        asked = "no" if state is None else state.AcceleratorState().mixed_precision
+        if asked != "no" and self._handle.plan.precision == Plan().precision:
+            raise ModelError(
+                f"accelerate's mixed_precision is {asked!r}, and the plan's precision is float32",
+                where="precision",
+                why="a compiled model computes as its plan says",
+                hint=f'precision="{asked}" in the plan, or mixed_precision="no"',
+            )
+        return True
+
+
+def _watch(accelerator: Any) -> None:
+    """Let an accelerator that prepares a compiled model save and load it by all ranks together."""
+    if "get_state_dict" not in accelerator.__dict__:
+        for name, does in (
+            ("get_state_dict", _get_state_dict),
+            ("save_state", _save_state),
+            ("load_state", _load_state),
+        ):
+            setattr(accelerator, name, functools.partial(does, accelerator, getattr(accelerator, name)))
+
+
+def _compiled(accelerator: Any) -> list[nn.Module]:
+    return [m for m in accelerator._models if is_compiled(m)]
+
+
+def _get_state_dict(accelerator: Any, own: Callable[..., Any], model: nn.Module, unwrap: bool = True) -> Any:
+    """Whole tensors on the main process, and an empty dict on the others, as of a model of FSDP's."""
+    inner = accelerator.unwrap_model(model)
+    if not is_compiled(inner) or not inner.__dict__["zgraph"].divides():
+        return own(model, unwrap=unwrap)
+    return full_state_dict(inner, ranks=[0])
+
+
+def _parted(accelerator: Any) -> list[tuple[Any, nn.Module]]:
+    """The optimizers, as accelerate has them, that are over a compiled model's parameters, each with the model."""
+    found = []
+    for optimizer in accelerator._optimizers:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found += [(optimizer, m) for m in _compiled(accelerator) if any(id(p) in held for p in m.parameters())][:1]
+    return found
+
+
+def _without(accelerator: Any, does: Callable[[], Any]) -> Any:
+    """Call something while the accelerator has neither compiled models nor their optimizers."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    ours = {id(o) for o, _ in _parted(accelerator)}
+    accelerator._models = [m for m in models if not is_compiled(m)]
+    accelerator._optimizers = [o for o in optimizers if id(o) not in ours]
+    try:
+        return does()
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
+
+
+def _name(kind: str, number: int) -> str:
+    return kind if number == 0 else f"{kind}_{number}"
+
+
+def _save_state(accelerator: Any, own: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """As accelerate's own; of each compiled model a checkpoint lies beside the other files, to be loaded on any number of ranks."""
+    models, parted = _compiled(accelerator), _parted(accelerator)
+
+    def save(others: Any, weights: Any, folder: str) -> None:
+        for number, model in enumerate(models):
+            model.zgraph.save_checkpoint(folder, _name(FOLDER, number))  # type: ignore[union-attr]
+        for number, (optimizer, model) in enumerate(parted):
+            inner = _inner(optimizer)
+            if not isinstance(inner, PlanOptimizer):
+                state = full_optimizer_state(model, inner, ranks=[0])
+                if accelerator.is_main_process:
+                    torch.save(state, os.path.join(folder, _name(f"{FOLDER}_optimizer", number)))
+
+    hook = accelerator.register_save_state_pre_hook(save)
+    try:
+        return _without(accelerator, lambda: own(output_dir, *args, **kwargs))
+    finally:
+        hook.remove()
+
+
+def _load_state(accelerator: Any, own: Callable[..., Any], input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """As accelerate's own; of each compiled model the checkpoint that `save_state` wrote on whatever number of ranks."""
+    models, parted = _compiled(accelerator), _parted(accelerator)
+
+    def load(others: Any, folder: str) -> None:
+        for number, model in enumerate(models):
+            if not os.path.isdir(os.path.join(folder, _name(FOLDER, number))):
+                raise CheckpointError(
+                    "no state of a compiled model",
+                    where=str(folder),
+                    why=f"it has no folder {_name(FOLDER, number)}: it was saved of a model that was not compiled",
+                    hint="model.load_checkpoint(folder, optimizer=False) for its weights; or save_state of the compiled model",
+                )
+            model.zgraph.load_checkpoint(folder, _name(FOLDER, number))  # type: ignore[union-attr]
+        for number, (optimizer, _) in enumerate(parted):
+            inner = _inner(optimizer)
+            if not isinstance(inner, PlanOptimizer):
+                path = os.path.join(folder, _name(f"{FOLDER}_optimizer", number))
+                inner.load_state_dict(_as_held(torch.load(path, mmap=True, weights_only=True), inner))
+
+    hook = accelerator.register_load_state_pre_hook(load)
+    try:
+        return _without(accelerator, lambda: own(input_dir, *args, **kwargs))
+    finally:
+        hook.remove()
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    while not isinstance(getattr(optimizer, "optimizer", None), type(None)):
+        optimizer = optimizer.optimizer
+    return optimizer  # type: ignore[no-any-return]
+
+
+def _as_held(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's whole state dict, with each tensor of a parameter's shape cut as the parameter is."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [n for group in state["param_groups"] for n in group["params"]]
+    of = dict(zip(numbers, params, strict=True))
+    made = {
+        n: {
+            k: _as_cut(v, of[n]) if torch.is_tensor(v) and v.dim() and v.shape == of[n].shape else v
+            for k, v in kept.items()
+        }
+        for n, kept in state["state"].items()
+    }
+    return {**state, "state": made}
+
+
+def _as_cut(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor that this rank has read, as one that is divided like a parameter."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

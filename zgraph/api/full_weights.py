@@ -1,0 +1,224 @@
+"""Whole plain weights in the places of a compiled model's parameters, for as long as something eager needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zgraph.api.gatherable import bytes_of, handle_of, ready
+from zgraph.checkpoint.publish import dtype_of
+from zgraph.errors import ModelError, PlanError
+from zgraph.parameters.sharding import local_of, owners
+from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
+from zgraph.program.tolerance import same_bits
+
+if TYPE_CHECKING:
+    from zgraph.runtime.runtime import Runtime
+
+
+@contextlib.contextmanager
+def full_weights(
+    model: nn.Module,
+    *,
+    ranks: Collection[int] | None = None,
+    dtype: str | torch.dtype | None = None,
+    max_bytes: int | str | None = None,
+    by_block: bool = False,
+    write: bool = False,
+) -> Iterator[nn.Module]:
+    """Inside, the model's parameters are whole plain tensors, and a call of it, or of any of its parts, is the model's own eager code.
+
+    For what is no training step: an evaluation by other code, a merge of adapters, a look at weights. Gives the model. `ranks`: those (by their
+    global numbers) that need whole weights, by default all; on others the model can't be called inside. `dtype` of floating-point weights ("fp32",
+    "bf16", …, or "compute" for what programs compute with); else as they are held. `max_bytes`: raise `ModelError` if whole weights take more.
+
+    With `by_block` the blocks of the model (members of its `nn.ModuleList`s) are gathered when each is called, and let go when it returns: only
+    one is there at a time beside what lies outside of blocks. All ranks must then call the same blocks in the same order.
+
+    Weights that were written to inside raise `ModelError` on all ranks when the block ends, and are as they were; with `write` each rank takes
+    its part of its own whole weights instead. Gradients are refused. All ranks must enter it; it may be entered again inside. Inside,
+    steps and checkpoints of the model raise `StepError`. Raises `UnsupportedError` for a model in stages.
+    """
+    handle = handle_of(model)
+    if handle.whole is not None:
+        yield model
+        return
+    if handle.uncut is not None and not handle.uncut.staged:  # (nothing is divided before its first call)
+        handle.whole = True
+        try:
+            yield model
+        finally:
+            handle.whole = None
+        return
+    if write and dtype is not None:
+        raise PlanError("full_weights with write=True and a dtype", hint="leave dtype out: weights are written as held")
+    runtime = ready(model, "whole weights")
+    asked = f"{sorted(ranks) if ranks is not None else None} {dtype} {max_bytes} {by_block} {write}"
+    runtime.everyone.vote("whole weights", asked)
+    here = ranks is None or not runtime.everyone.ranks or dist.get_rank() in ranks
+    places = _Places(runtime, dtype, keeps=here, write=write)
+    blocks = _blocks(model) if by_block else []
+    if max_bytes is not None:
+        places.refuse_above(bytes_of(max_bytes), blocks)
+    within = {name for block in blocks for name in places.names(block)}
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(_when_called(block, places))
+        stack.callback(places.restore)
+        places.put([n for n in runtime.shards.params() if n not in within])
+        handle.whole = here
+        try:
+            yield model
+        finally:
+            handle.whole = None
+        places.take_back()
+        places.settle()
+
+
+class _Places:
+    """The places of a model's parameters, which wholes are put in for a while."""
+
+    def __init__(self, runtime: Runtime, dtype: str | torch.dtype | None, *, keeps: bool, write: bool) -> None:
+        self.runtime = runtime
+        self.keeps, self.write = keeps, write
+        self._given = dtype if dtype == "compute" else dtype_of(dtype)
+        self._params = dict(runtime.shards.params())
+        self._names = {id(p): n for n, p in self._params.items()}
+        self._held: dict[str, tuple[nn.Parameter, list[tuple[dict[str, Any], str]], int]] = {}
+        self._wrong: list[tuple[str, str]] = []  # (parameter, what was done to it)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What its whole has."""
+        held = self._params[name].dtype
+        if self._given is None or not held.is_floating_point:
+            return held
+        return self._given if isinstance(self._given, torch.dtype) else self.runtime.shards.specs[name].compute_dtype
+
+    def names(self, block: nn.Module) -> list[str]:
+        """Of a part of the model the parameters that are not whole now."""
+        return list(dict.fromkeys(self._names[id(p)] for p in block.parameters() if id(p) in self._names))
+
+    def refuse_above(self, limit: int, blocks: list[nn.Module]) -> None:
+        """Raise `ModelError` if whole weights take more bytes than `limit`."""
+        sizes = {n: p.numel() * self.dtype(n).itemsize for n, p in self._params.items()}
+        of_block = [sum(sizes[n] for n in self.names(block)) for block in _blocks(self.runtime.module)]
+        whole = sum(sizes.values())
+        least = whole - sum(of_block) + max(of_block, default=0)
+        takes = least if blocks else whole
+        if takes > limit:
+            less = f"; or by_block=True, which takes {_mib(least)}" if not blocks and least < whole else ""
+            raise ModelError(
+                f"whole weights take {_mib(takes)}, and max_bytes is {_mib(limit)}",
+                where="full_weights",
+                hint="a larger max_bytes, or a narrower dtype" + less,
+            )
+
+    def put(self, names: Collection[str]) -> None:
+        """Put the wholes of these parameters in their places. All ranks must call it."""
+        wanted = [Wanted(self._params[n], self.dtype(n)) for n in names]
+        for name, whole in zip(names, gathered(wanted, self.runtime.device, BUCKET), strict=True):
+            if self.keeps:
+                param = self._params[name]
+                fresh = nn.Parameter(whole, requires_grad=param.requires_grad)
+                places = owners(self.runtime.module, param)
+                for table, key in places:
+                    table[key] = fresh
+                self._held[name] = fresh, places, fresh._version
+
+    def take_back(self, names: Collection[str] | None = None) -> None:
+        """Put parameters back in their places, with what was written to their wholes where that is to stay."""
+        for name in list(self._held) if names is None else [n for n in names if n in self._held]:
+            fresh, places, version = self._held[name]
+            mine = self.runtime.shards.own_part(name, fresh.detach())
+            own = local_of(self._params[name]).detach()
+            changed = fresh._version != version or not same_bits(mine, own.to(mine.device, mine.dtype))
+            if any(table.get(key) is not fresh for table, key in places):
+                self._wrong.append((name, "replaced"))
+            elif fresh.grad is not None:
+                self._wrong.append((name, "given a gradient"))
+            elif changed and not self.write:
+                self._wrong.append((name, "written to"))
+            elif changed:
+                own.copy_(mine)
+        self.restore(names)
+
+    def settle(self) -> None:
+        """Raise `ModelError` on every rank if something was done to wholes on any that can't stay."""
+        worst = self.runtime.everyone.most("what was done to whole weights", len(self._wrong))
+        if worst:
+            name, done = self._wrong[0] if self._wrong else ("a weight", "changed on another rank")
+            raise ModelError(
+                f"{name} was {done} inside full_weights",
+                why="ranks hold parts of it, which are as they were",
+                hint="a backward belongs outside, and torch.no_grad() around calls inside"
+                if done == "given a gradient"
+                else "write to weights in place, in full_weights(model, write=True)",
+            )
+        if self.write:
+            self.runtime.weights_changed(list(self._params))  # (all, so that ranks do alike)
+
+    def restore(self, names: Collection[str] | None = None) -> None:
+        """Put parameters back in their places, whatever was done to their wholes."""
+        for name in list(self._held) if names is None else [n for n in names if n in self._held]:
+            _, places, _ = self._held.pop(name)
+            for table, key in places:
+                table[key] = self._params[name]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of a model's lists of modules, the outermost ones, that have no parameter in common with anything else."""
+    found: list[nn.Module] = []
+    inner: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and id(module) not in inner:
+            found += [member for member in module if not isinstance(member, nn.ModuleList | nn.ModuleDict)]
+            inner.update(id(m) for member in module for m in member.modules())
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            uses[id(param)] = uses.get(id(param), 0) + 1
+    return [block for block in dict.fromkeys(found) if all(uses[id(p)] == 1 for p in block.parameters())]
+
+
+@contextlib.contextmanager
+def _when_called(block: nn.Module, places: _Places) -> Iterator[None]:
+    """Let a block's weights be whole while it runs."""
+    own = places.names(block)
+    handles = [
+        block.register_forward_pre_hook(lambda *_: places.put(own), prepend=True),
+        block.register_forward_hook(lambda *_: places.take_back(own), always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def generate_of(model: nn.Module) -> Callable[..., Any] | None:
+    """What stands on a model of transformers' or PEFT's for its `generate`; None for one that has none, or is of another library.
+
+    It runs eager code with whole weights: the model's own programs would be compiled for each number of tokens, and communicate for each token.
+    With `synced_gpus=True`, where transformers lets all ranks go on until the last has its tokens, blocks are gathered one at a time.
+    """
+    libraries = ("transformers.", "peft.")
+    own = getattr(type(model), "generate", None)
+    if own is None or not any(c.__module__.startswith(libraries) for c in type(model).__mro__):
+        return None
+
+    @functools.wraps(own)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with full_weights(model, dtype="compute", by_block=bool(kwargs.get("synced_gpus"))):
+            return own(model, *args, **kwargs)
+
+    return generate

@@ -1,0 +1,51 @@
+"""Compiled models whose weights can be gathered now, and what else whole weights need to know."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from zgraph.errors import ModelError, PlanError, UnsupportedError
+from zgraph.plan.communication import parse_bytes
+from zgraph.runtime.compiled_models import is_compiled
+
+if TYPE_CHECKING:
+    from zgraph.api.handle import Handle
+    from zgraph.runtime.runtime import Runtime
+
+
+def handle_of(model: nn.Module) -> Handle:
+    """Raises `ModelError` for a model that is not compiled."""
+    if not is_compiled(model):
+        raise ModelError(
+            f"{type(model).__name__} is no compiled model",
+            why="its weights are whole, or it holds the compiled model, or is a part of one",
+            hint="give the very module that zgraph.compile was given",
+        )
+    handle: Handle = model.__dict__["zgraph"]
+    return handle
+
+
+def ready(model: nn.Module, what: str) -> Runtime:
+    """The run time of a model whose weights can be gathered now. All ranks must call it. Raises `UnsupportedError` for a model in stages."""
+    handle = handle_of(model)
+    runtime = handle.runtime
+    if runtime.held is not None:
+        raise UnsupportedError(
+            f"{what} of a model in stages",
+            where="mesh.pp",
+            why="each rank holds the weights of its own stages",
+            hint="model.save_pretrained(folder), from which a plain model is loaded",
+        )
+    runtime.updater.finish()
+    runtime.shards.refresh()
+    runtime.refuse_unset()
+    return runtime
+
+
+def bytes_of(value: int | str) -> int:
+    found = parse_bytes(value)
+    if type(found) is not int or found < 1:
+        raise PlanError(f"max_bytes={value!r} is no size", hint='a number and a unit: "256MiB"')
+    return found

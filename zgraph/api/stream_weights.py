@@ -1,0 +1,45 @@
+"""A compiled model's weights, one whole tensor after another: for engines of inference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from zgraph.api.gatherable import bytes_of, ready
+from zgraph.checkpoint import pretrained
+from zgraph.checkpoint.publish import dtype_of
+from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
+
+
+def stream_weights(
+    model: nn.Module, *, max_bytes: int | str = BUCKET, dtype: str | torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of every weight of a compiled model, on its device: for an engine of inference, say.
+
+    Names and tensors are those that `save_pretrained` writes (a checkpoint's of transformers, ties once), in one order on all ranks. `dtype`
+    ("bf16", say) of what is floating-point. Weights are gathered in buckets: at most `max_bytes` are held at a time, or the largest tensor where
+    that is larger, unless you keep them. All ranks must take all of it.
+    """
+    runtime = ready(model, "a stream of weights")
+    wanted, most = dtype_of(dtype), bytes_of(max_bytes)
+    pretrained.refuse_special(model)
+    views: dict[str, list[pretrained.View]] = {}
+    for view in pretrained.views(model):
+        views.setdefault(view.source, []).append(view)
+    held = pretrained.tensors(model)
+    runtime.everyone.vote("a stream of weights", f"{most} {wanted} {len(views)} tensors")
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        cast = lambda t: wanted if wanted is not None and t.is_floating_point() else t.dtype  # noqa: E731
+        tensors = [Wanted(held[name], cast(held[name])) for name in views]
+        for name, whole in zip(views, gathered(tensors, runtime.device, most), strict=True):
+            for view in views[name]:
+                if view.sizes == tuple(whole.shape) and not view.offset:
+                    yield view.name, whole
+                else:
+                    flat = whole.contiguous().view(-1)
+                    yield view.name, flat.as_strided(view.sizes, view.strides, view.offset + flat.storage_offset())
+
+    return stream()
