@@ -296,6 +296,7 @@ def generated(kind: str, plan: dict[str, Any] | None, adapter: str | None, optio
     return made.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5 + 4 * rank, **options).tolist()
 
 
+# (gpt2 and llama have other numbers of heads, norms and caches; t5 has an encoder, which runs once)
 WAYS: list[tuple[str, dict[str, Any], str | None, dict[str, Any]]] = [
     ("gpt2", {"zero": 3}, None, {"do_sample": True}),
     ("llama", {"zero": 3}, "lora", {"num_beams": 2}),
@@ -309,8 +310,10 @@ WAYS: list[tuple[str, dict[str, Any], str | None, dict[str, Any]]] = [
 @pytest.mark.parametrize("kind, plan, adapter, options", WAYS, ids=str)
 def test_generate_gives_the_plain_models_tokens(two: Ranks, kind, plan, adapter, options):
     plain = two.run(generated, kind, None, adapter, options)
-    if "numerics" not in plan:
+    if "numerics" not in plan:  # (else weights are low, and the plain model's are not)
         assert two.run(generated, kind, plan, adapter, options) == plain
+    if "cache_implementation" in options:  # (a rank that is done would go on beyond its cache)
+        return
     synced = {**options, "synced_gpus": True}
     assert two.run(generated, kind, plan, adapter, synced) == two.run(generated, kind, plan, adapter, options)
 

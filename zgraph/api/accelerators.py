@@ -105,7 +105,7 @@ def _save_state(accelerator: Any, own: Callable[..., Any], output_dir: Any = Non
 
     def save(others: Any, weights: Any, folder: str) -> None:
         for number, model in enumerate(models):
-            model.zgraph.save_checkpoint(folder, _name(FOLDER, number))  # type: ignore[union-attr]
+            model.zgraph.save_checkpoint(folder, _name(FOLDER, number))  # type: ignore[union-attr, operator]
         for number, (optimizer, model) in enumerate(parted):
             inner = _inner(optimizer)
             if not isinstance(inner, PlanOptimizer):
@@ -133,7 +133,7 @@ def _load_state(accelerator: Any, own: Callable[..., Any], input_dir: Any = None
                     why=f"it has no folder {_name(FOLDER, number)}: it was saved of a model that was not compiled",
                     hint="model.load_checkpoint(folder, optimizer=False) for its weights; or save_state of the compiled model",
                 )
-            model.zgraph.load_checkpoint(folder, _name(FOLDER, number))  # type: ignore[union-attr]
+            model.zgraph.load_checkpoint(folder, _name(FOLDER, number))  # type: ignore[union-attr, operator]
         for number, (optimizer, _) in enumerate(parted):
             inner = _inner(optimizer)
             if not isinstance(inner, PlanOptimizer):
