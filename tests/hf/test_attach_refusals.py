@@ -47,7 +47,6 @@ def refused(made, plan, kind, *said, **more):
 
 ARGUMENTS = {
     "torch_compile": ({"torch_compile": True}, "attach compiles the model"),
-    "fp16": ({"fp16": True}, "bf16=True"),
     "bf16_full_eval": ({"bf16_full_eval": True}, "leave it out"),
     "fp16_full_eval": ({"fp16_full_eval": True}, "leave it out"),
 }

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ from zgraph.plan.plan import Plan
 from zgraph.runtime.compiled_models import is_compiled
 from zgraph.update.optimizer import PlanOptimizer
 
-if TYPE_CHECKING:
-    from zgraph.api.handle import Handle
-
 FOLDER = "zgraph"
 """In a folder of `save_state`: the checkpoint of a compiled model. (That of the second is "zgraph_1".)"""
 
@@ -29,7 +26,7 @@ class ForAccelerate:
     """What accelerate asks a model for before it wraps it: whether it is prepared already. On several ranks a compiled model is, but for the
     autocast that `mixed_precision` asks for: accelerate would leave that out without a word."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     def __bool__(self) -> bool:

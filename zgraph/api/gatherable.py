@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,26 +11,24 @@ from zgraph.plan.communication import parse_bytes
 from zgraph.runtime.compiled_models import is_compiled
 
 if TYPE_CHECKING:
-    from zgraph.api.handle import Handle
     from zgraph.runtime.runtime import Runtime
 
 
-def handle_of(model: nn.Module) -> Handle:
-    """Raises `ModelError` for a model that is not compiled."""
+def handle_of(model: nn.Module) -> Any:
+    """`model.zgraph`. Raises `ModelError` for a model that is not compiled."""
     if not is_compiled(model):
         raise ModelError(
             f"{type(model).__name__} is no compiled model",
             why="its weights are whole, or it holds the compiled model, or is a part of one",
             hint="give the very module that zgraph.compile was given",
         )
-    handle: Handle = model.__dict__["zgraph"]
-    return handle
+    return model.__dict__["zgraph"]
 
 
 def ready(model: nn.Module, what: str) -> Runtime:
     """The run time of a model whose weights can be gathered now. All ranks must call it. Raises `UnsupportedError` for a model in stages."""
     handle = handle_of(model)
-    runtime = handle.runtime
+    runtime: Runtime = handle.runtime
     if runtime.held is not None:
         raise UnsupportedError(
             f"{what} of a model in stages",

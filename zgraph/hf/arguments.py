@@ -113,12 +113,6 @@ _REFUSED = (
         "start a process for each GPU: torchrun --nproc-per-node N, or zgraph launch",
     ),
     _Refused(
-        "fp16",
-        lambda args: args.fp16,
-        "its loss scale is accelerate's, which does not know divided gradients",
-        'bf16=True; or a loop of your own with precision="fp16" in the plan',
-    ),
-    _Refused(
         "bf16_full_eval",
         lambda args: args.bf16_full_eval,
         "it casts the weights for good, and these are divided over the ranks",
@@ -171,8 +165,9 @@ def notes_on(trainer: Any, plan: Plan) -> list[str]:
         )
     if checkpoints:
         notes.append("gradient_checkpointing: layers are computed again as the model marks them")
-    if args.bf16 and plan.precision != usual.precision:
-        notes.append("bf16: the plan's precision, in place of autocast")
-    elif args.bf16:
-        notes.append("bf16: autocast around the model, as the Trainer has it")
+    for asked in ("bf16", "fp16"):
+        if getattr(args, asked) and plan.precision != usual.precision:
+            notes.append(f"{asked}: the plan's precision, in place of autocast")
+        elif getattr(args, asked):
+            notes.append(f"{asked}: autocast around the model, as the Trainer has it")
     return notes

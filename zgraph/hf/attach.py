@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from zgraph.api.compiler import compile
 from zgraph.hf.arguments import notes_on, refuse_arguments, refuse_trainer
+from zgraph.hf.loss_scaling import PlanScaler, loss_scale_of
 from zgraph.hf.optimizers import optimizer_of
 from zgraph.hf.plans import plan_of
 from zgraph.hf.trainer import attached_class
 from zgraph.plan.plan import Plan
+from zgraph.plan.precision import Precision
 from zgraph.plan.shapes import Size
 
 logger = logging.getLogger(__name__)
@@ -33,9 +37,9 @@ def attach(
     rank has rows of its own, as with DistributedDataParallel, and numbers are the same.
 
     The optimizer is the one that the Trainer would make (its class, groups, learning rate), as the plan's: its states are divided, and its
-    update is compiled. Clipping, accumulation, the scheduler, logs and callbacks are the Trainer's own. `bf16=True` is autocast, as in the
-    Trainer, unless the plan has a `precision`. Checkpoints hold the weights as `from_pretrained` reads them and, in the folder `zgraph`, all
-    that a run needs to go on from, on any number of ranks.
+    update is compiled. Clipping, accumulation, the scheduler, logs and callbacks are the Trainer's own. `bf16=True` and `fp16=True` are autocast,
+    as in the Trainer, the latter with its loss scaling, unless the plan has a `precision`. Checkpoints hold the weights as `from_pretrained` reads
+    them and, in the folder `zgraph`, all that a run needs to go on from, on any number of ranks.
 
     Call it on every rank, before `train()` or `evaluate()`. Raises `PlanError` for arguments and plans that clash, and `ModelError` for a
     trainer or a model that can't be attached: then nothing was changed.
@@ -44,11 +48,20 @@ def attach(
     refuse_arguments(trainer)
     chosen = plan_of(trainer, plan)
     notes = notes_on(trainer, chosen)
+    args: Any = trainer.args  # type: ignore[attr-defined]
+    autocast = None
+    if chosen.precision == Plan().precision:
+        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    if autocast is torch.float16:
+        scale = loss_scale_of(trainer.accelerator.scaler)  # type: ignore[attr-defined]
+        chosen = chosen.model_copy(update={"precision": Precision(loss_scale=scale)})
     chosen = chosen.model_copy(update={"optimizer": optimizer_of(trainer)})
     compile(trainer.model, chosen, dynamic=dynamic)  # type: ignore[attr-defined]
     kind: Any = type(trainer)
     trainer.__class__ = attached_class(kind)
-    trainer.after_attach()  # type: ignore[attr-defined]
+    trainer.after_attach(autocast)  # type: ignore[attr-defined]
+    scaler = PlanScaler(trainer) if autocast is torch.float16 else None
+    trainer.accelerator.scaler = scaler  # type: ignore[attr-defined]
     for note in notes:
         logger.info("%s", note)
     return trainer

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from zgraph.hf.adapters import FILE, is_adapted, load_adapter, whole_state
-from zgraph.plan.plan import Plan
 
 FOLDER = "zgraph"
 """In a checkpoint of the Trainer's: all that a run needs to go on from."""
@@ -29,8 +28,11 @@ class Attached:
     state: Any
     optimizer: Any
 
-    def after_attach(self) -> None:
+    autocast_dtype: torch.dtype | None
+
+    def after_attach(self, autocast_dtype: torch.dtype | None) -> None:
         """Let the Trainer neither wrap the model nor let rank 0 alone save it: transformers' own switch for models that are divided already."""
+        self.autocast_dtype = autocast_dtype
         self.is_distributed_loading_by_transformers = True
         self.model._is_accelerate_prepared = True  # (what accelerate would do besides, autocast, is done below)
         self.create_optimizer()
@@ -41,10 +43,10 @@ class Attached:
         return self.optimizer
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        """Autocast for `bf16=True`, which accelerate applies to models that it prepares; a plan's precision stands in its place."""
+        """Autocast for `bf16=True` and `fp16=True`, which accelerate applies to models that it prepares; a plan's precision stands in its place."""
         stack: contextlib.ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
-        if self.args.bf16 and self.model.zgraph.plan.precision == Plan().precision:
-            stack.enter_context(torch.autocast(self.args.device.type, dtype=torch.bfloat16))
+        if self.autocast_dtype is not None:
+            stack.enter_context(torch.autocast(self.args.device.type, dtype=self.autocast_dtype))
         return stack
 
     def _sync_replicated_trainable_parameters(self, model: Any) -> None:

@@ -45,6 +45,10 @@ class LossScale(Record, frozen=True):
     consecutive_hysteresis: StrictBool = Field(
         default=False, description="whether a step without an overflow makes that count start again"
     )
+    doubles_within_window: StrictBool = Field(
+        default=False,
+        description="whether the last step of a window without overflow doubles the scale (torch's GradScaler), or the one after it (DeepSpeed)",
+    )
     min_loss_scale: _Scale = Field(default=1.0, description="the smallest scale")
     ends_at_minimum: StrictBool = Field(
         default=True, description="whether an overflow at the smallest scale ends the run; else its step is skipped"

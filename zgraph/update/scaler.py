@@ -41,7 +41,8 @@ def advance(record: LossScale, state: Mapping[str, Tensor], overflow: Tensor) ->
     The rule is `DynamicLossScaler.update_scale` of deepspeed/runtime/fp16/loss_scaler.py (0.19.6) with its factor of 2.
     An overflow takes one from `hysteresis`, or halves the scale once only 1 is left, though not below the minimum.
     Without one, the scale is doubled and `hysteresis` filled up when the steps since the last overflow, not counting
-    this one, are a multiple of the window above 0; with `consecutive_hysteresis` every such step fills it up.
+    this one (unless the record `doubles_within_window`, as torch's GradScaler does), are a multiple of the window above 0; with
+    `consecutive_hysteresis` every such step fills it up.
 
     DeepSpeed raises at an overflow with the scale at its minimum: here `exhausted` becomes true and stays so (unless the
     record does not end there), and the rest goes on as if DeepSpeed had been told not to raise. A fixed scale only counts.
@@ -60,7 +61,7 @@ def advance(record: LossScale, state: Mapping[str, Tensor], overflow: Tensor) ->
     floor = scale.new_full((), record.min_loss_scale)
     ceiling = scale.new_full((), 2.0**MAX_POWER)
     halves = overflow & (hysteresis == 1)
-    stable = iteration - last_overflow - 1
+    stable = iteration - last_overflow - (0 if record.doubles_within_window else 1)
     doubles = overflow.logical_not() & (stable > 0) & (stable % record.loss_scale_window == 0)
     grown = torch.where(doubles, torch.minimum(scale * 2, ceiling), scale)
     refills = overflow.logical_not() if record.consecutive_hysteresis else doubles

@@ -1,0 +1,69 @@
+"""fp16 in a Trainer: the rule of torch's GradScaler, followed by the update program, and what stands in the GradScaler's place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from zgraph.errors import PlanError
+from zgraph.plan.loss_scaling import MAX_POWER, LossScale
+
+
+def loss_scale_of(scaler: torch.amp.GradScaler | None) -> LossScale:
+    """What a GradScaler does from its beginning on, or one with torch's defaults. Raises `PlanError` for what a plan can't say."""
+    first, window, factors = 2.0**16, 2000, (2.0, 0.5)
+    if scaler is not None:
+        first, window = float(scaler.get_scale()), scaler.get_growth_interval()
+        factors = scaler.get_growth_factor(), scaler.get_backoff_factor()
+    power = math.log2(first)
+    if factors != (2.0, 0.5) or not power.is_integer() or not 0 <= power <= MAX_POWER:
+        raise PlanError(
+            f"a plan can't scale losses by {first}, with factors {factors[0]} and {factors[1]}",
+            where="the accelerator's GradScaler",
+            why="its scales are powers of two",
+            hint="init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, or other powers of two",
+        )
+    return LossScale(
+        initial_scale_power=int(power),
+        loss_scale_window=window,
+        hysteresis=1,
+        doubles_within_window=True,
+        min_loss_scale=2.0**-MAX_POWER,
+        ends_at_minimum=False,
+    )
+
+
+class PlanScaler:
+    """What accelerate asks for in place of a GradScaler: programs scale losses and gradients, and the update decides whether a step is skipped."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as it is: the backward's program multiplies its tangents."""
+        return loss
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Nothing: `.grad` is the true gradient."""
+
+    def step(self, optimizer: Any, closure: Any = None) -> None:
+        """Update, and tell accelerate whether the step was skipped: then the Trainer's scheduler waits, as after a GradScaler's."""
+        before = int(self._trainer.model.zgraph.skipped_steps)
+        optimizer.step(closure)
+        self._trainer.optimizer._accelerate_step_called = int(self._trainer.model.zgraph.skipped_steps) == before
+
+    def update(self) -> None:
+        """Nothing: the update has done it."""
+
+    def get_scale(self) -> float:
+        """The scale of the next step's loss."""
+        return float(self._trainer.model.zgraph.loss_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the scale is in the model's checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
