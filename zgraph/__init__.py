@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zgraph.api.compiler import compile
     from zgraph.api.full_state_dict import full_state_dict
     from zgraph.api.full_weights import full_weights
+    from zgraph.api.load_pretrained import load_pretrained
     from zgraph.api.stream_weights import stream_weights
     from zgraph.api.verify import verify
     from zgraph.build.planned_step import programs
@@ -79,6 +80,7 @@ __all__ = [
     "errors",
     "full_state_dict",
     "full_weights",
+    "load_pretrained",
     "programs",
     "stream_weights",
     "verify",
@@ -110,6 +112,7 @@ _LAZY = {
     "compile": "zgraph.api.compiler",
     "full_state_dict": "zgraph.api.full_state_dict",
     "full_weights": "zgraph.api.full_weights",
+    "load_pretrained": "zgraph.api.load_pretrained",
     "programs": "zgraph.build.planned_step",
     "stream_weights": "zgraph.api.stream_weights",
     "verify": "zgraph.api.verify",

@@ -20,7 +20,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 
 from zgraph.checkpoint import state
 from zgraph.checkpoint.detect_format import candidates, open_checkpoint
+from zgraph.checkpoint.formats.as_model import AsModel
+from zgraph.checkpoint.formats.huggingface import Safetensors
 from zgraph.checkpoint.native import Checkpoint
+from zgraph.checkpoint.pretrained import is_pretrained
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.checkpoint.values import PerRank, decode
 from zgraph.errors import CheckpointError
@@ -52,6 +55,7 @@ class Loading:
     counts: dict[str, float] = field(default_factory=dict)
     begun: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    missing: frozenset[str] = frozenset()  # what stays as it is
 
     def read(self, name: str, into: torch.Tensor) -> None:
         self.tensors.setdefault(name, []).append(into)
@@ -65,8 +69,9 @@ def load(
     fallback: bool,
     optimizer: bool,
     client_state: dict[str, Any] | None,
+    partial: bool = False,
 ) -> dict[str, Any]:
-    """See `zgraph.api.handle.Handle.load_checkpoint`."""
+    """See `zgraph.api.handle.Handle.load_checkpoint`. `partial`: of a model of transformers', tensors that its files lack stay as they are."""
     agreement = runtime.everyone
     agreement.vote("a checkpoint to load", f"{path} {tag} {fallback} {optimizer}")
     agreement.relax()  # (disks differ)
@@ -75,7 +80,7 @@ def load(
         return CheckpointError(f"rank {rank} can't load the checkpoint", where=str(path), why=said)
 
     def prepared(wanted: str | None) -> tuple[Source, _Parts]:
-        source = agreement.together("the checkpoint", lambda: _opened(runtime, path, wanted), refused)
+        source = agreement.together("the checkpoint", lambda: _opened(runtime, path, wanted, partial), refused)
         said = source.manifest.checksum if isinstance(source, Checkpoint) else ""
         agreement.vote("the checkpoint's manifest", f"{source.kind} {source.folder} {said}")
         agreement.relax()
@@ -116,8 +121,12 @@ class _Parts:
     programs: dict[str, str]  # the hashes of those that this rank ran
 
 
-def _opened(runtime: Runtime, path: Path, tag: str | None) -> Source:
+def _opened(runtime: Runtime, path: Path, tag: str | None, partial: bool) -> Source:
     source = open_checkpoint(path, tag)
+    if isinstance(source, Safetensors) and is_pretrained(runtime.module):
+        own = {MODEL + n for n in runtime.module.state_dict()}
+        if partial or not own >= source.tensors.keys():  # (files of torch's writer have the model's own names)
+            source = AsModel(source, runtime.module, partial=partial)
     ranks = max(1, len(runtime.everyone.ranks))
     source.verify(runtime.everyone.rank(), ranks)
     return source
@@ -202,6 +211,8 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
     buffers = state.persistent_buffers(module)
     known = {n.removeprefix(MODEL) for n in source.tensors if n.startswith(MODEL)}
     missing = [ns[0] for ns in names.values() if not known & set(ns)] + [n for n in buffers if n not in known]
+    if isinstance(source, AsModel) and source.partial:
+        loading.missing, missing = frozenset(missing), []
     beyond = known - every - {n for n, _ in module.named_buffers(remove_duplicate=False)}
     if missing or beyond:
         parts = [
@@ -216,6 +227,8 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
             hint="build the model that it was saved of",
         )
     for name, buffer in buffers.items():
+        if name in loading.missing:
+            continue
         _check(source, MODEL + name, buffer)
         if buffer.numel() > 1 and 0 in buffer.stride() and not buffer.is_sparse:
             raise CheckpointError(
@@ -235,6 +248,8 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
         loading.notes.append("the checkpoint has an optimizer's states, and the plan no optimizer: they are left out")
         optimizer = False
     for name, param in shards.params().items():
+        if name in loading.missing:
+            continue
         found, *others = (n for n in names[id(param)] if n in known)
         _check_tied(runtime, source, MODEL + found, [MODEL + n for n in others])
         of_param: dict[str, str] = next((saved.pop(n) for n in names[id(param)] if n in saved), {})
@@ -394,7 +409,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
     for param in runtime.shards.params().values():
         param.grad = None
     runtime.weights_changed(list(runtime.shards.params()))
-    runtime.shards.pending.clear()
+    runtime.shards.pending &= loading.missing
     steps = source.known.steps
     if steps is None:
         steps = agreement.most("the steps of a checkpoint", int(max(loading.counts.values(), default=0.0)))

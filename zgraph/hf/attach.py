@@ -11,6 +11,7 @@ import torch
 
 from zgraph.api.compiler import compile
 from zgraph.hf.arguments import notes_on, refuse_arguments, refuse_trainer
+from zgraph.hf.fused_heads import capturable_heads
 from zgraph.hf.loss_scaling import PlanScaler, loss_scale_of
 from zgraph.hf.optimizers import optimizer_of
 from zgraph.hf.plans import plan_of
@@ -55,12 +56,19 @@ def attach(
     if autocast is torch.float16:
         scale = loss_scale_of(trainer.accelerator.scaler)  # type: ignore[attr-defined]
         chosen = chosen.model_copy(update={"precision": Precision(loss_scale=scale)})
-    chosen = chosen.model_copy(update={"optimizer": optimizer_of(trainer)})
-    compile(trainer.model, chosen, dynamic=dynamic)  # type: ignore[attr-defined]
+    optimizer, decides = optimizer_of(trainer)
+    chosen = chosen.model_copy(update={"optimizer": optimizer})
+    heads = capturable_heads(trainer.model)  # type: ignore[attr-defined]
+    try:
+        compile(trainer.model, chosen, dynamic=dynamic)  # type: ignore[attr-defined]
+    except BaseException:
+        for module, forward in heads.items():
+            module.forward = forward  # type: ignore[method-assign]
+        raise
     kind: Any = type(trainer)
     trainer.__class__ = attached_class(kind)
     trainer.after_attach(autocast)  # type: ignore[attr-defined]
-    scaler = PlanScaler(trainer) if autocast is torch.float16 else None
+    scaler = PlanScaler(trainer, told=not decides) if autocast is torch.float16 else None
     trainer.accelerator.scaler = scaler  # type: ignore[attr-defined]
     for note in notes:
         logger.info("%s", note)

@@ -36,10 +36,15 @@ def loss_scale_of(scaler: torch.amp.GradScaler | None) -> LossScale:
 
 
 class PlanScaler:
-    """What accelerate asks for in place of a GradScaler: programs scale losses and gradients, and the update decides whether a step is skipped."""
+    """What accelerate asks for in place of a GradScaler: programs scale losses and gradients, and the update decides whether a step is skipped.
 
-    def __init__(self, trainer: Any) -> None:
+    `told`: whether the Trainer's scheduler waits at a skipped step. It does, but with torch's fused optimizers, transformers' default: these are
+    called and skip themselves, which accelerate does not see.
+    """
+
+    def __init__(self, trainer: Any, *, told: bool) -> None:
         self._trainer = trainer
+        self._told = told
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as it is: the backward's program multiplies its tangents."""
@@ -49,10 +54,12 @@ class PlanScaler:
         """Nothing: `.grad` is the true gradient."""
 
     def step(self, optimizer: Any, closure: Any = None) -> None:
-        """Update, and tell accelerate whether the step was skipped: then the Trainer's scheduler waits, as after a GradScaler's."""
-        before = int(self._trainer.model.zgraph.skipped_steps)
+        """Update, and tell accelerate whether the step was skipped."""
+        before = self._trainer.model.zgraph.skipped_steps.clone() if self._told else None
         optimizer.step(closure)
-        self._trainer.optimizer._accelerate_step_called = int(self._trainer.model.zgraph.skipped_steps) == before
+        if before is not None:
+            done = bool(self._trainer.model.zgraph.skipped_steps == before)
+            self._trainer.optimizer._accelerate_step_called = done
 
     def update(self) -> None:
         """Nothing: the update has done it."""

@@ -9,8 +9,9 @@ from zgraph.errors import PlanError
 from zgraph.plan.optimizers import Optimizer
 
 
-def optimizer_of(trainer: Any) -> Optimizer:
-    """The record of `trainer.optimizer`, or of what `create_optimizer` makes, with its groups. The trainer is left as it was.
+def optimizer_of(trainer: Any) -> tuple[Optimizer, bool]:
+    """(the record of `trainer.optimizer`, or of what `create_optimizer` makes, with its groups; whether it decides itself that a step with fp16's
+    overflow is skipped, as torch's fused ones do). The trainer is left as it was.
 
     Raises `PlanError` for a class that a plan has not, `ModelError` for parameters that are not the model's, `StepError` for an optimizer that has
     made steps."""
@@ -29,4 +30,4 @@ def optimizer_of(trainer: Any) -> Optimizer:
             why="its update would have to be compiled, and its states divided over the ranks",
             hint='optim="adamw_torch", "sgd" or "adagrad"; or train without attach',
         )
-    return record
+    return record, bool(getattr(made, "_step_supports_amp_scaling", False))

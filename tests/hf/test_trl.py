@@ -1,0 +1,63 @@
+"""TRL's trainers, attached: losses, gradient norms, metrics and completions are those over DistributedDataParallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from sweeps import sweep
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+from trl_trainers import trained
+
+
+@pytest.mark.gloo
+@sweep(
+    "kind, plan, adapter, options",
+    [
+        ("sft", {"zero": 3}, None, {}),
+        ("grpo", {"zero": 3}, None, {"beta": 0.1}),
+        ("dpo", {"zero": 3}, None, {}),
+        ("sft, completions", {"zero": 2}, None, {"gradient_accumulation_steps": 2}),
+        ("sft", {"zero": 3}, "lora", {}),
+        ("dpo", {"zero": 2}, "lora", {}),
+        ("grpo", {"zero": 2}, "lora", {}),
+    ],
+    quick=1,
+)
+def test_a_run_of_trl_is_that_of_ddp(
+    two: Ranks, tmp_path: Path, kind: str, plan: dict[str, Any], adapter: str | None, options: dict[str, Any]
+):
+    plain = two.run(trained, kind, str(tmp_path / "plain"), None, adapter, options)
+    mine = two.run(trained, kind, str(tmp_path / "mine"), plan, adapter, options)
+    for (one, programs), (other, _) in zip(mine, plain, strict=True):
+        assert programs
+        for entry, expected in zip(one, other, strict=True):
+            assert entry == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("softcap, scale, temperature", [(None, 1.0, 1.0), (20.0, 0.5, 0.7)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_head_has_the_numbers_of_trls(softcap, scale, temperature, bias):
+    from trl.kernels import ChunkedLogProbFunction
+
+    from zgraph.hf.fused_heads import LogProbabilities
+
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    torch.manual_seed(0)
+    tensors = [torch.randn(7, 8), torch.randn(33, 8), torch.randn(33) if bias else None]
+    targets, found = torch.randint(0, 33, (7,)), []
+    targets[0] = (tensors[0] @ tensors[1].T)[0].argmax()
+    for function in (ChunkedLogProbFunction, LogProbabilities):
+        given = [t.clone().requires_grad_() if t is not None else None for t in tensors]
+        made = function.apply(*given, targets, temperature, 8, softcap, scale, outputs)
+        (made[0].sum() * 2 + made[1].square().sum()).backward()
+        found.append([*made, *(t.grad for t in given if t is not None)])
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert not any(value.requires_grad for value in found[1][2:5])

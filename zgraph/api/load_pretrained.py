@@ -1,0 +1,70 @@
+"""A model of transformers' from its folder into shards: no rank holds more than its part and one tensor."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zgraph.api.compiler import compile
+from zgraph.checkpoint.loading import load
+from zgraph.errors import ModelError
+from zgraph.plan.plan import Plan
+
+
+def load_pretrained(
+    model: Any,
+    folder: str | PathLike[str],
+    plan: Plan | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    **options: Any,
+) -> Any:
+    """Build a model of transformers' without memory, compile it by a plan, and read its weights from a folder, each rank its own.
+
+    `model`: its class (`LlamaForCausalLM`, `AutoModelForCausalLM`), which takes the config that lies in the folder, or a config. `folder`: what
+    `save_pretrained` or a download of the Hub has: safetensors in one file or several. `dtype` of its weights: by default what the config says.
+    `options` are those of `zgraph.compile`. Weights that the files lack are initialised by the model's own rules, others are left out, and a
+    warning names both. The model is in eval mode, as `from_pretrained` leaves it.
+
+    All ranks must call it. A rank reads its rows of each tensor, and holds these and one module's whole weights at a time. Raises
+    `CheckpointError` for a folder of another model, and `ModelError` for what is no model of transformers'.
+    """
+    import transformers
+
+    place = Path(folder).absolute()
+    made, config = _class_and_config(transformers, model, place)
+    kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "", None) or config.dtype
+    with torch.device("meta"):
+        built = made(config, dtype=kind or torch.float32)
+    if built.can_generate() and (place / "generation_config.json").is_file():
+        built.generation_config = transformers.GenerationConfig.from_pretrained(place)
+    built.eval()
+    compiled: Any = compile(built, plan, **options)
+    runtime = compiled.zgraph.runtime
+    load(runtime, place, None, fallback=False, optimizer=False, client_state=None, partial=True)
+    return compiled
+
+
+def _class_and_config(transformers: Any, model: Any, folder: Path) -> tuple[Any, Any]:
+    """(what makes the model of a config and a dtype, the config). Raises `ModelError`."""
+    if isinstance(model, transformers.PreTrainedConfig):
+        names = model.architectures or []
+        known = [getattr(transformers, n) for n in names if hasattr(transformers, n)]
+        if not known:
+            raise ModelError(
+                f"the config names no class of transformers' ({', '.join(names) or 'architectures is empty'})",
+                hint="load_pretrained(LlamaForCausalLM, folder, plan), say",
+            )
+        return known[0]._from_config, model
+    if not isinstance(model, type) or not (hasattr(model, "_from_config") or hasattr(model, "from_config")):
+        raise ModelError(
+            f"{model!r} is no class of transformers', nor a config",
+            where="load_pretrained",
+            hint="load_pretrained(AutoModelForCausalLM, folder, plan); other models: torch.device('meta'), zgraph.compile, load_checkpoint",
+        )
+    if hasattr(model, "_from_config"):
+        return model._from_config, model.config_class.from_pretrained(folder)
+    return model.from_config, transformers.AutoConfig.from_pretrained(folder)

@@ -1,0 +1,83 @@
+"""TRL's fused head as operators that can be captured.
+
+TRL replaces the forward of a causal language model by one that gives log-probabilities of labels. It computes them in tiles, in an autograd
+function that writes into its buffers: no graph can hold that. The same numbers are computed here of the whole logits by plain operators.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_FUNCTION = "_ChunkedLogProbFunction"  # TRL's names, in the globals of the forward that it gives a model
+_MODULE = "zgraph.hf.trl_forward"
+_COMPACT = "_use_triton"  # whether labels that are ignored are left out, which makes sizes depend on data
+
+
+class LogProbabilities:
+    """Stands in the place of TRL's `ChunkedLogProbFunction`."""
+
+    @staticmethod
+    def apply(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = (),
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Of each position, all in float32 of shape [N]: the log-probability of its target; and, where asked for, the entropy, the log of the sum
+        of squared probabilities, the mean logit, and whether the target is the likeliest. `hidden` is [N, H], `weight` [V, H]."""
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        logits = F.linear(hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None)
+        z = logits.float() * logit_scale
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        z = z * (1 / temperature)
+        log_z = torch.logsumexp(z, -1)
+        target = z.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        entropy = log_z - (torch.softmax(z, -1) * z).sum(-1) if "entropy" in outputs else None
+        with torch.no_grad():
+            squares = torch.logsumexp(2 * z, -1) - 2 * log_z if "log_sum_sq_probs" in outputs else None
+            mean = z.mean(-1) if "mean_logits" in outputs else None
+            top = z.argmax(-1) == targets if "is_top1" in outputs else None
+        return target - log_z, entropy, squares, mean, top
+
+
+def capturable_heads(model: nn.Module) -> dict[nn.Module, Any]:
+    """Give each module of a model that has TRL's forward one that is captured; returns what they had, by module."""
+    before = {}
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        function = getattr(forward, "__func__", None)
+        if isinstance(forward, types.MethodType) and _FUNCTION in getattr(function, "__globals__", {}):
+            before[module] = forward
+            module.forward = types.MethodType(_with_plain_operators(forward.__func__), module)  # type: ignore[method-assign, arg-type]
+    return before
+
+
+def _with_plain_operators(function: types.FunctionType) -> types.FunctionType:
+    """TRL's forward, whose own globals stay as they are."""
+    names = vars(_module(function.__globals__))
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _module(names: dict[str, Any]) -> types.ModuleType:
+    """A module with TRL's globals and our head: dynamo looks a function's globals up in the module that they name."""
+    if _MODULE not in sys.modules:
+        made = types.ModuleType(_MODULE, "TRL's fused forward on plain operators (zgraph.hf.fused_heads).")
+        vars(made).update({**names, _FUNCTION: LogProbabilities, _COMPACT: lambda device: False, "__name__": _MODULE})
+        sys.modules[_MODULE] = made
+    return sys.modules[_MODULE]
