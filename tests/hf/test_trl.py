@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from sweeps import sweep
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -16,8 +15,9 @@ pytest.importorskip("datasets")
 from trl_trainers import trained
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@sweep(
+@pytest.mark.parametrize(
     "kind, plan, adapter, options",
     [
         ("sft", {"zero": 3}, None, {}),
@@ -28,7 +28,6 @@ from trl_trainers import trained
         ("dpo", {"zero": 2}, "lora", {}),
         ("grpo", {"zero": 2}, "lora", {}),
     ],
-    quick=1,
 )
 def test_a_run_of_trl_is_that_of_ddp(
     two: Ranks, tmp_path: Path, kind: str, plan: dict[str, Any], adapter: str | None, options: dict[str, Any]

@@ -65,6 +65,7 @@ def _class_and_config(transformers: Any, model: Any, folder: Path) -> tuple[Any,
             where="load_pretrained",
             hint="load_pretrained(AutoModelForCausalLM, folder, plan); other models: torch.device('meta'), zgraph.compile, load_checkpoint",
         )
-    if hasattr(model, "_from_config"):
-        return model._from_config, model.config_class.from_pretrained(folder)
-    return model.from_config, transformers.AutoConfig.from_pretrained(folder)
+    made: Any = model
+    if hasattr(made, "_from_config"):
+        return made._from_config, made.config_class.from_pretrained(folder)
+    return made.from_config, transformers.AutoConfig.from_pretrained(folder)
