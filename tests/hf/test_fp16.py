@@ -25,7 +25,7 @@ def run(folder: str, plan: dict[str, Any] | None, optim: str, resume: str | None
     with as_launched():
         options = {"fp16": True, "eval_strategy": "no", "save_steps": 4, "lr_scheduler_type": "linear", "optim": optim}
         trainer = trainer_of("gpt2", folder, steps, **options)
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
         trainer.accelerator.native_amp = True
         if plan is not None:
             zgraph.hf.attach(trainer, zgraph.Plan(**EAGER, **plan))
