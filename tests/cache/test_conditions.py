@@ -13,6 +13,7 @@ import torch._inductor.config
 import zgraph
 from zgraph.cache import conditions
 from zgraph.cache.store import Store
+from zgraph.torch_compat import inductor_code, settings
 
 MODEL = """
 import torch
@@ -166,3 +167,9 @@ def test_every_variable_that_inductor_reads_is_known():
     assert len(found) > 100
     theirs = {"CUDA_HOME", "HOME", "PATH", "USERNAME", "TMPDIR", *conditions.IGNORED}
     assert sorted(n for n in found if not conditions.is_read(n) and n not in theirs) == []
+
+
+def test_zgraphs_own_lowering_is_no_stranger():
+    """(That of gathers over gloo, which Inductor knows once something was compiled.)"""
+    inductor_code.lower_gathers()
+    settings.refuse_own_tables()

@@ -209,7 +209,7 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    _lower_gathers()
+    lower_gathers()
     keep = {
         "reorder_for_locality": False,
         "reorder_for_peak_memory": False,
@@ -242,7 +242,7 @@ def compile_with_inductor(
 
 
 @functools.cache
-def _lower_gathers() -> None:
+def lower_gathers() -> None:
     """Let Inductor know that zgraph's gather is a collective: what it reads is not used again before its wait."""
     from torch._inductor import ir, lowering
 

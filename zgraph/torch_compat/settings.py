@@ -45,20 +45,20 @@ def settings() -> dict[str, Any]:
 
 
 def refuse_own_tables() -> None:
-    """Raise `Unknown` if somebody else than torch has given an operator a decomposition or a lowering."""
+    """Raise `Unknown` if somebody else than torch and zgraph (of whose source the sum is in keys) has given an operator a decomposition or a lowering."""
     from torch._inductor.decomposition import decompositions
     from torch._inductor.lowering import lowerings
 
     for what, table in (("decomposition", decompositions), ("lowering", lowerings)):
         for target, function in table.items():
-            if not _of_torch(function):
+            if not _is_known(function):
                 raise Unknown(f"the {what} of {target} is not torch's own")
 
 
-def _of_torch(function: Any) -> bool:
+def _is_known(function: Any) -> bool:
     while (inner := getattr(function, "func", None) or getattr(function, "__wrapped__", None)) is not None:
         function = inner
-    return str(getattr(function, "__module__", None)).partition(".")[0] in ("torch", "functools")
+    return str(getattr(function, "__module__", None)).partition(".")[0] in ("torch", "functools", "zgraph")
 
 
 def _modes() -> dict[str, Any]:
