@@ -45,7 +45,7 @@ def settings() -> dict[str, Any]:
 
 
 def refuse_own_tables() -> None:
-    """Raise `Unknown` if somebody else than torch and zgraph (of whose source the sum is in keys) has given an operator a decomposition or a lowering."""
+    """Raise `Unknown` if an operator has a decomposition or a lowering of somebody else than torch and zgraph (whose source is in keys)."""
     from torch._inductor.decomposition import decompositions
     from torch._inductor.lowering import lowerings
 
