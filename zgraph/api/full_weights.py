@@ -14,7 +14,7 @@ from torch import nn
 from zgraph.api.gatherable import bytes_of, handle_of, ready
 from zgraph.checkpoint.publish import dtype_of
 from zgraph.errors import ModelError, PlanError
-from zgraph.parameters.sharding import local_of, owners
+from zgraph.parameters.sharding import local_of
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 from zgraph.program.tolerance import same_bits
 
@@ -90,7 +90,12 @@ class _Places:
         self._given = dtype if dtype == "compute" else dtype_of(dtype)
         self._params = dict(runtime.shards.params())
         self._names = {id(p): n for n, p in self._params.items()}
-        self._held: dict[str, tuple[nn.Parameter, list[tuple[dict[str, Any], str]], int]] = {}
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {n: [] for n in self._params}
+        for module in runtime.module.modules():
+            for key, param in module._parameters.items():
+                if param is not None:
+                    self._places[self._names[id(param)]].append((module._parameters, key))
+        self._held: dict[str, tuple[nn.Parameter, int]] = {}
         self._wrong: list[tuple[str, str]] = []  # (parameter, what was done to it)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -126,19 +131,18 @@ class _Places:
             if self.keeps:
                 param = self._params[name]
                 fresh = nn.Parameter(whole, requires_grad=param.requires_grad)
-                places = owners(self.runtime.module, param)
-                for table, key in places:
+                for table, key in self._places[name]:
                     table[key] = fresh
-                self._held[name] = fresh, places, fresh._version
+                self._held[name] = fresh, fresh._version
 
     def take_back(self, names: Collection[str] | None = None) -> None:
         """Put parameters back in their places, with what was written to their wholes where that is to stay."""
         for name in list(self._held) if names is None else [n for n in names if n in self._held]:
-            fresh, places, version = self._held[name]
+            fresh, version = self._held[name]
             mine = self.runtime.shards.own_part(name, fresh.detach())
             own = local_of(self._params[name]).detach()
             changed = fresh._version != version or not same_bits(mine, own.to(mine.device, mine.dtype))
-            if any(table.get(key) is not fresh for table, key in places):
+            if any(table.get(key) is not fresh for table, key in self._places[name]):
                 self._wrong.append((name, "replaced"))
             elif fresh.grad is not None:
                 self._wrong.append((name, "given a gradient"))
@@ -166,8 +170,8 @@ class _Places:
     def restore(self, names: Collection[str] | None = None) -> None:
         """Put parameters back in their places, whatever was done to their wholes."""
         for name in list(self._held) if names is None else [n for n in names if n in self._held]:
-            _, places, _ = self._held.pop(name)
-            for table, key in places:
+            del self._held[name]
+            for table, key in self._places[name]:
                 table[key] = self._params[name]
 
 
