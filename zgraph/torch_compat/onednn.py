@@ -11,8 +11,11 @@ import torch
 
 def onednn_product() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None] | None:
     """product(a, b, into, beta): into = beta * into + a @ b by the oneDNN that torch comes with, for float32 matrices on the CPU. None where
-    this torch has none. (torch itself calls it for other dtypes alone; it raises nothing that could be caught.)"""
+    this torch has none, or one that ends the process on these processors: it asks of all dtypes what bfloat16 needs (AVX-512, say), and what
+    it raises can't be caught here. (torch itself calls it for other dtypes alone.)"""
     if not torch.backends.mkldnn.is_available() or torch.__version__ < "2.13":
+        return None
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     try:
         function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))[
