@@ -5,14 +5,13 @@ A pass that raises, or that leaves a program which the verifier refuses, writes 
 
 from __future__ import annotations
 
+import functools
 import logging
-import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
 from torch.autograd.profiler import record_function
 
 from zgraph.errors import ContractError, PassError, PlanError
@@ -21,7 +20,7 @@ from zgraph.passes.contract import Contract, Pass
 from zgraph.passes.verifier import ValueCache, verify_program
 from zgraph.program.printer import render
 from zgraph.program.program import Program
-from zgraph.torch_compat import inductor_code
+from zgraph.torch_compat import fx_graphs, inductor_code
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class PassRecord:
     """What one pass did: seconds of its own and of the verifier, its counts, and the program after it; its contract and its
     options (None for the capture, which is no pass).
 
-    Without snapshots `program` is the one that later passes went on to change.
+    Without snapshots `program` is the one that later passes went on to change. (With them it is copied when somebody asks for it.)
     """
 
     name: str
@@ -39,9 +38,13 @@ class PassRecord:
     seconds: float
     verify_seconds: float
     stats: dict[str, int]
-    program: Program
+    kept: Callable[[], Program]
     contract: Contract | None = None
     options: Any = None
+
+    @functools.cached_property
+    def program(self) -> Program:
+        return self.kept()
 
     @property
     def nodes(self) -> int:
@@ -88,7 +91,7 @@ class PassManager:
         self.snapshots = snapshots
         self.recipe = recipe
         self._values = ValueCache()
-        self._kept: tuple[list[tuple[Any, ...]], Program] | None = None  # the nodes of the last copy, and the copy
+        self._kept: fx_graphs.FrozenGraph | None = None  # the last one
 
     def check(self, facts: frozenset[str] = frozenset()) -> None:
         """Do the passes' contracts fit, one after another, from these facts on?"""
@@ -136,7 +139,7 @@ class PassManager:
             )
         )
         for at, step in enumerate(self.passes):
-            before = history.records[-1].program if self.snapshots else None
+            before = history.records[-1] if self.snapshots else None
             start = time.perf_counter()
             try:
                 with record_function(f"zgraph:pass {step.name}"):
@@ -177,20 +180,13 @@ class PassManager:
             )
         return history
 
-    def _keep(self, program: Program, at: int, name: str) -> Program:
+    def _keep(self, program: Program, at: int, name: str) -> Callable[[], Program]:
         if not self.snapshots:
-            return program
+            return lambda: program
         inductor_code.trace_artifact(f"zgraph_{program.name}_{at:02}_{name}", lambda: render(program))
-        nodes = [_parts(node) for node in program.graph.nodes]
-        if self._kept is not None:
-            before, copy = self._kept
-            if len(before) == len(nodes) and all(
-                all(map(operator.is_, *pair)) for pair in zip(before, nodes, strict=True)
-            ):
-                return program.snapshot_like(copy)  # (many passes have nothing to do in a program)
-        made = program.snapshot()
-        self._kept = nodes, made
-        return made
+        if self._kept is None or not self._kept.is_of(program.module):  # (many passes have nothing to do in a program)
+            self._kept = fx_graphs.FrozenGraph(program.module)
+        return program.frozen(self._kept)
 
     def _verify(self, program: Program) -> float:
         start = time.perf_counter()
@@ -198,16 +194,11 @@ class PassManager:
             verify_program(program, self._values)
         return time.perf_counter() - start
 
-    def _reproducer(self, before: Program | None, at: int, error: Exception) -> str:
+    def _reproducer(self, before: PassRecord | None, at: int, error: Exception) -> str:
         """Write what is needed to replay the failure; never let this hide the failure itself."""
         if before is None:
             return "none (snapshots are off)"
         try:
-            return str(reproducer.write(before, [p.name for p in self.passes[at:]], error, self.recipe))
+            return str(reproducer.write(before.program, [p.name for p in self.passes[at:]], error, self.recipe))
         except Exception as problem:
             return f"could not be written ({problem})"
-
-
-def _parts(node: fx.Node) -> tuple[Any, ...]:
-    """What a copy has of a node. (Another pass may put another object there, and none changes one.)"""
-    return (node, node.name, node.target, node.args, node.kwargs, *node.meta, *node.meta.values())

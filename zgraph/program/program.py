@@ -7,7 +7,7 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -450,9 +450,15 @@ class Program:
         graph.output_node().meta = dict(self.output_node().meta)
         return self._with(fx_graphs.lazy_module(self.module, graph))
 
-    def snapshot_like(self, earlier: Program) -> Program:
-        """The same, where the graph has not changed since an `earlier` snapshot: that one's graph is shared."""
-        return self._with(earlier.module)
+    def frozen(self, graph: fx_graphs.FrozenGraph) -> Callable[[], Program]:
+        """The same, where `graph` is this program's graph: what makes the copy, of which all such share the graph."""
+        other = self._with(self.module)
+
+        def made() -> Program:
+            other.module = graph.module
+            return other
+
+        return made
 
     def _with(self, module: fx.GraphModule) -> Program:
         return Program(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -36,6 +37,42 @@ def is_torchs(function: Any) -> bool:
     """Whether this is one of torch's own functions that are written in C++."""
     kinds = ("builtin_function_or_method", "method_descriptor")
     return type(function).__name__ in kinds and id(function) in _builtins()
+
+
+class FrozenGraph:
+    """A module's graph as it is now. A copy of it, which takes thirty times as long, is made when one is asked for first: it holds what the
+    nodes have, of which nobody changes anything in place."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._root = module
+        self._nodes = [_parts(node) for node in module.graph.nodes]
+        if any(node.op == "get_attr" for node, *_ in self._nodes):  # (the module may have other attributes later)
+            _ = self.module
+
+    def is_of(self, module: fx.GraphModule) -> bool:
+        """Has nothing been changed in the graph since?"""
+        nodes = module.graph.nodes
+        return len(nodes) == len(self._nodes) and all(
+            len(held) == len(parts) and all(map(operator.is_, held, parts))
+            for held, parts in zip(self._nodes, map(_parts, nodes), strict=True)
+        )
+
+    @functools.cached_property
+    def module(self) -> fx.GraphModule:
+        """A graph module with the copy."""
+        graph = fx.Graph()
+        memo: dict[fx.Node, fx.Node] = {}
+        for node, name, target, args, kwargs, *meta in self._nodes:
+            copied: Any = [fx.map_arg(part, memo.__getitem__) for part in (args, kwargs)]
+            name = "output" if node.op == "output" else name  # (as torch's own copies have it)
+            made = memo[node] = graph.create_node(node.op, target, *copied, name=name, type_expr=node.type)
+            made.meta.update(zip(meta[: len(meta) // 2], meta[len(meta) // 2 :], strict=True))
+        return lazy_module(self._root, graph)
+
+
+def _parts(node: fx.Node) -> tuple[Any, ...]:
+    """What a copy has of a node, and the node."""
+    return (node, node.name, node.target, node.args, node.kwargs, *node.meta, *node.meta.values())
 
 
 def fix_strides(node: fx.Node) -> None:
