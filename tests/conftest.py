@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import Ranks
+from ranks import Ranks, measure_disks_briefly
 from shards import Shard, longest_first
 
 # (as `pythonpath` in pyproject.toml has it for this process)
@@ -55,6 +55,11 @@ def pytest_collection_finish() -> None:
     """Let the collector leave alone what there is by now, and stays: modules, and all tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def brief_disks() -> None:
+    measure_disks_briefly()
 
 
 @pytest.fixture(scope="session")

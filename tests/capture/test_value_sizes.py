@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 
 import zgraph
@@ -112,7 +112,7 @@ def check(name: str, backend: str) -> None:
     assert len(mine.zgraph.programs) == 1  # (however many rows are selected)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@sweep("name", LOSSES, quick=12)
 def test_what_a_mask_selects_is_as_in_plain_pytorch(name):
     check(name, "eager")
 
@@ -123,11 +123,9 @@ def test_what_a_mask_selects_is_so_on_inductor(name):
     check(name, "inductor")
 
 
-@pytest.mark.parametrize("name", ["cross entropy", "experts", "weight"])
-@pytest.mark.parametrize(
-    "plan", [zgraph.Plan(backend="eager", mesh={"dp": 2}), zgraph.Plan(backend="eager", mesh={"tp": 2})]
-)
-def test_ranks_select_alike(name, plan):
+@product("name, dim", ["cross entropy", "experts", "weight"], ["dp", "tp"], together=1)
+def test_ranks_select_alike(name, dim):
+    plan = zgraph.Plan(backend="eager", mesh={dim: 2})
     torch.manual_seed(0)
     mask = torch.tensor([1, 0, 1, 1, 0, 1]).bool()
     found = zgraph.verify(
@@ -225,8 +223,11 @@ class LeastSquares(nn.Module):
         return tuple(torch.linalg.lstsq(self.weight, target, driver=self.driver))
 
 
-@pytest.mark.parametrize("driver, rows", LEAST_SQUARES)
-@pytest.mark.parametrize("batch", [(), (2,)])
+@sweep(
+    "driver, rows, batch",
+    [(*one, batch) for batch in ((), (2,)) for one in LEAST_SQUARES],
+    quick=(0, 2, 4, 6, 9, 11, 13, 15),
+)
 def test_least_squares_are_as_in_plain_pytorch_by_each_driver(driver, rows, batch):
     plain, mine = LeastSquares(driver, rows, batch), zgraph.compile(LeastSquares(driver, rows, batch), EAGER)
     target = torch.arange(2.0 * rows).view(rows, 2).expand(*batch, rows, 2).contiguous()

@@ -460,14 +460,14 @@ def test_tags_latest_and_retention(tmp_path):
         model.save_checkpoint(tmp_path, keep_last=0)
 
 
-@pytest.mark.parametrize("tag", ["", "..", "../up", "a/b", ".hidden", "latest", "a\0b", "x" * 300, "a b", "-x"])
-def test_a_tag_is_a_plain_name(tag, tmp_path):
+def test_a_tag_is_a_plain_name(tmp_path):
     model = trained(1)
-    with pytest.raises(CheckpointError, match="no tag"):
-        model.save_checkpoint(tmp_path / "c", tag)
-    with pytest.raises(CheckpointError, match="no tag"):
-        model.load_checkpoint(tmp_path / "c", tag)
-    assert not list(tmp_path.iterdir())
+    for tag in ("", "..", "../up", "a/b", ".hidden", "latest", "a\0b", "x" * 300, "a b", "-x"):
+        with pytest.raises(CheckpointError, match="no tag"):
+            model.save_checkpoint(tmp_path / "c", tag)
+        with pytest.raises(CheckpointError, match="no tag"):
+            model.load_checkpoint(tmp_path / "c", tag)
+        assert not list(tmp_path.iterdir()), tag
 
 
 def test_a_tag_is_saved_again_in_one_move(tmp_path):

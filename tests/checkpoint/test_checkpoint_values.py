@@ -84,7 +84,7 @@ def alike(one: Any, other: Any) -> bool:
     return one == other and (isinstance(one, int) or repr(one) == repr(other))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(VALUES)
 def test_a_value_comes_back_equal_and_of_its_type(value):
     assert alike(value, again(value))

@@ -95,10 +95,14 @@ def wait_late(program: Program) -> dict[str, int]:
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """A process group that does nothing: code for eight ranks is generated here and read, not run. So nothing compiles its kernels, which
-    would take most of the time."""
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code is generated and read, not run: nothing compiles its kernels, which would take most of the time."""
     monkeypatch.setattr(torch._inductor.async_compile.AsyncCompile, "cpp_pybinding", lambda *_: None)
+
+
+@pytest.fixture
+def group(not_compiled: None) -> Iterator[dict[str, str]]:
+    """A process group that does nothing, for the code of eight ranks."""
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     yield {"dp": str(dist.group.WORLD.group_name)}
     dist.destroy_process_group()
@@ -150,7 +154,7 @@ def test_the_schedule_of_the_plan_is_that_of_the_generated_code(
     group: dict[str, str], zero: int, bucket: int | None
 ) -> None:
     sizes = {"gather": bucket, "reduce": bucket}
-    forward, backward = compiled_parts(Blocks(), (torch.randn(16, WIDTH),), group, zero=zero, bucket=sizes)
+    forward, backward = compiled_parts(Blocks(2), (torch.randn(16, WIDTH),), group, zero=zero, bucket=sizes)
     for executable in (forward, backward):
         assert [n.name for n in launches(executable.source, executable.program)] == ordered(executable.program)
     coalesced = "_coalesced" in forward.source + backward.source
@@ -164,7 +168,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(512, WIDTH)
-        self.blocks = Blocks()
+        self.blocks = Blocks(2)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         x = self.table(indices)
@@ -324,7 +328,7 @@ def test_casts_are_fused_and_an_average_needs_no_kernel(group: dict[str, str]) -
         assert operand.target not in (aten.div.Tensor, aten.mul.Tensor), "the reduction averages, no kernel scales"
 
 
-def test_report_lists_kernels_with_their_operators_and_library_calls() -> None:
+def test_report_lists_kernels_with_their_operators_and_library_calls(not_compiled: None) -> None:
     model = zgraph.compile(Blocks(2), zgraph.Plan(), inputs=(torch.randn(16, WIDTH),))
     report = model.zgraph.report()
     operators = {operator for kernel in report.kernels() for operator in kernel.operators}
@@ -377,7 +381,7 @@ def example(kind: str) -> tuple[nn.Module, torch.Tensor]:
     if kind == "convolutions, channels last":
         model = Convolutions().to(memory_format=torch.channels_last)
         return model, torch.randn(4, 3, 12, 12).to(memory_format=torch.channels_last)
-    return Blocks(), torch.randn(16, WIDTH)
+    return Blocks(1), torch.randn(16, WIDTH)
 
 
 KINDS = ["blocks", "attention", "convolutions", "convolutions, channels last"]

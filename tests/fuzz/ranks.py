@@ -17,9 +17,10 @@ CASES = 40
 
 
 class Workers:
-    """The processes of each number of ranks that was asked for; only those asked for last are kept."""
+    """The processes of each number of ranks that was asked for; only those asked for last are kept, but `given` ones, which are not stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Ranks | None = None) -> None:
+        self._given = given
         self._ranks: Ranks | None = None
         self._cases = 0
 
@@ -37,17 +38,22 @@ class Workers:
     def run(self, case: Case) -> Outcome:
         """Run a case on as many ranks as it has."""
         begin = time.monotonic()
+        if self._given is not None and self._given.world == case.world:
+            return self._run(self._given, case, begin)
         if self._ranks is None or self._ranks.world != case.world or self._cases >= CASES:
             self.stop()
             self._ranks = Ranks(case.world, timeout=60.0)
         self._cases += 1
+        return self._run(self._ranks, case, begin)
+
+    def _run(self, ranks: Ranks, case: Case, begin: float) -> Outcome:
         try:
-            outcomes = self._ranks.attempt(on_rank, case, limit=LIMITS["ranks"])
+            outcomes = ranks.attempt(on_rank, case, limit=LIMITS["ranks"])
             verdict = joined(outcomes)
         except AssertionError as error:
             verdict = Verdict("unclear", "a rank does not return", str(error))
         if verdict.word != "equal":
-            self.stop()  # ranks that stopped somewhere may be out of step
+            ranks.stop()  # ranks that stopped somewhere may be out of step
         return Outcome(case, verdict, time.monotonic() - begin)
 
 

@@ -36,6 +36,7 @@ from zgraph.deepspeed.config import publishing as of_deepspeed
 from zgraph.errors import CheckpointError, PlanError, StepError, UnsupportedError
 
 LOW = {"precision": "bf16", "numerics": "deepspeed"}
+NEW: dict[str, Any] = {"steps": 0}  # where it is not about what training makes of a model
 NAMES = ["llama", "gpt2", "bert", "t5", "mixtral"]
 
 
@@ -90,12 +91,12 @@ def mine(inputs: Any) -> Any:
     return {k: cut(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(map(cut, inputs))
 
 
-def trained(name: str, **fields: Any) -> nn.Module:
+def trained(name: str, steps: int = 2, **fields: Any) -> nn.Module:
     case = mixed() if name == "mixed" else models.build(name)
     fields = {"backend": "eager", "optimizer": zgraph.AdamW(lr=1e-2)} | fields
     model = zgraph.compile(case.model, zgraph.Plan(**fields))
     batch = mine(case.inputs)
-    for _ in range(2):
+    for _ in range(steps):
         model.train_step(**batch) if isinstance(batch, dict) else model.train_step(*batch)
     return model
 
@@ -141,7 +142,7 @@ def published_on_many(folder: str, cases: list[tuple[str, dict[str, Any], dict[s
 
 
 def out_of_room(folder: str) -> None:
-    model = trained("mixed", zero=3)
+    model = trained("mixed", zero=3, **NEW)
     if dist.get_rank() == 1:
 
         def full(*_: Any) -> int:
@@ -156,7 +157,7 @@ def out_of_room(folder: str) -> None:
 
 
 def other_arguments(folder: str) -> None:
-    trained("mixed", zero=3).save_pretrained(folder, averaged=dist.get_rank() == 1)
+    trained("mixed", zero=3, **NEW).save_pretrained(folder, averaged=dist.get_rank() == 1)
 
 
 def averages(folder: str, zero: int) -> dict[str, torch.Tensor]:
@@ -229,7 +230,7 @@ def test_from_pretrained_reads_the_trained_weights_and_computes_the_same(name, f
 
 
 def test_a_tied_weight_is_in_the_file_once_and_tied_again(tmp_path):
-    state, _, _ = published("t5", str(tmp_path), {}, {})
+    state, _, _ = published("t5", str(tmp_path), NEW, {})
     assert "lm_head.weight" in state and "lm_head.weight" not in files_of(tmp_path)
     loaded = type(models.build("t5").model).from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.shared.weight is loaded.encoder.embed_tokens.weight
@@ -254,7 +255,7 @@ def test_fp32_comes_from_the_masters_and_the_config_says_so(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bf16", torch.float16])
 def test_a_dtype_casts_what_is_floating_point(dtype, tmp_path):
-    state, _, _ = published("mixed", str(tmp_path), {}, {"dtype": dtype})
+    state, _, _ = published("mixed", str(tmp_path), NEW, {"dtype": dtype})
     low = torch.bfloat16 if dtype == "bf16" else torch.float16
     assert_equal(
         files_of(tmp_path), {k: v.to(low) if v.is_floating_point() else v for k, v in mixed_state(state).items()}
@@ -262,7 +263,7 @@ def test_a_dtype_casts_what_is_floating_point(dtype, tmp_path):
 
 
 def test_small_files_have_an_index_that_from_pretrained_reads(tmp_path):
-    state, _, _ = published("mixtral", str(tmp_path / "one"), {}, {"max_shard_size": "10KB"})
+    state, _, _ = published("mixtral", str(tmp_path / "one"), NEW, {"max_shard_size": "10KB"})
     files = sorted(p.name for p in (tmp_path / "one").glob("*.safetensors"))
     assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] and len(files) > 5
     assert_loads("mixtral", tmp_path / "one", state)
@@ -293,7 +294,7 @@ def test_an_export_takes_such_a_weight_too_and_not_its_old_master(tmp_path, capl
 
 
 def test_values_that_fp16_can_not_hold_are_refused(tmp_path):
-    model = trained("mixed")
+    model = trained("mixed", **NEW)
     with torch.no_grad():
         model.gain.fill_(1e6)
     with pytest.raises(CheckpointError, match="gain has values that float16 can't hold"):
@@ -394,7 +395,7 @@ def test_a_transposed_weight_is_written_transposed(tmp_path, monkeypatch):
         return {n: t.transpose(0, -1).contiguous() if t.dim() else t for n, t in state.items()}
 
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", turned)
-    state, _, _ = published("llama", str(tmp_path), {}, {})
+    state, _, _ = published("llama", str(tmp_path), NEW, {})
     assert_equal(files_of(tmp_path), {n: t.transpose(0, -1).contiguous() for n, t in state.items()})
 
 
@@ -432,7 +433,7 @@ def test_publishing_again_replaces_all_files_and_leaves_others_alone(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / ".publishing").mkdir()
     (tmp_path / ".publishing" / "model.safetensors").write_text("left by one that was killed")
-    model = trained("mixed")
+    model = trained("mixed", **NEW)
     for size in ("100B", "5GB", "200B", "150B"):
         with torch.no_grad():
             model.gain.add_(1)
@@ -450,7 +451,7 @@ def test_publishing_again_replaces_all_files_and_leaves_others_alone(tmp_path):
     "sizes", [("5GB", "5GB"), ("100B", "100B"), ("100B", "5GB"), ("5GB", "100B"), ("100B", "300B")]
 )
 def test_a_reader_never_finds_parts_of_two_models(sizes, tmp_path, monkeypatch):
-    model = trained("mixed")
+    model = trained("mixed", **NEW)
     model.save_pretrained(tmp_path, max_shard_size=sizes[0])
     old = mixed_state(state_of(model))
     with torch.no_grad():
@@ -531,7 +532,7 @@ def test_a_failure_between_any_two_moves_leaves_no_config_beside_the_weights_of_
 
 
 def test_an_interrupt_leaves_what_was_there(tmp_path, monkeypatch):
-    model = trained("mixed")
+    model = trained("mixed", **NEW)
     model.save_pretrained(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
 
@@ -551,7 +552,7 @@ def test_an_interrupt_leaves_what_was_there(tmp_path, monkeypatch):
 def test_a_write_that_is_cut_short_goes_on(tmp_path, monkeypatch):
     held = os.pwrite
     monkeypatch.setattr(publishing.os, "pwrite", lambda d, data, at: held(d, data[:7], at))
-    state, _, _ = published("mixed", str(tmp_path), {}, {})
+    state, _, _ = published("mixed", str(tmp_path), NEW, {})
     assert_equal(files_of(tmp_path), mixed_state(state))
 
 
@@ -559,7 +560,7 @@ def test_large_tensors_are_written_some_rows_at_a_time(tmp_path, monkeypatch):
     sizes, data_of = [], publishing.data_of
     monkeypatch.setattr(publishing, "CHUNK", 2 * 27 * 2)  # two rows of the convolution, in bf16
     monkeypatch.setattr(publishing, "data_of", lambda tensor: sizes.append(tensor.nbytes) or data_of(tensor))
-    state, _, _ = published("mixed", str(tmp_path), {}, {"dtype": "bf16"})
+    state, _, _ = published("mixed", str(tmp_path), NEW, {"dtype": "bf16"})
     assert max(sizes) == 2 * 27 * 2 and state["conv.weight"].numel() == 5 * 27
     assert torch.equal(files_of(tmp_path)["conv.weight"], state["conv.weight"].bfloat16())
 
@@ -585,7 +586,7 @@ ON_THREE = [
     ("mixed", {"zero": 0} | LOW, {"dtype": "fp32"}),
 ]
 ONE_OF_EACH = [
-    ("gpt2", {"zero": 3}, {"max_shard_size": "20KB"}),
+    ("gpt2", {"zero": 3} | NEW, {"max_shard_size": "20KB"}),
     ("mixed", {"zero": 3} | LOW, {"dtype": "fp32"}),
     ("mixed", {"zero": 0}, {}),
 ]
@@ -620,13 +621,13 @@ def test_ranks_write_what_each_holds_and_gather_nothing(two, world, cases, tmp_p
 
 @pytest.mark.gloo
 def test_a_disk_that_is_full_on_one_rank_leaves_the_model_that_was_there(two, tmp_path):
-    two.run(published, "mixed", str(tmp_path), {"zero": 3}, {"max_shard_size": "100B"})
+    two.run(published, "mixed", str(tmp_path), {"zero": 3} | NEW, {"max_shard_size": "100B"})
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     outcomes = two.attempt(out_of_room, str(tmp_path))
     assert [type(o.error) for o in outcomes] == [CheckpointError, CheckpointError]
     assert "No space left" in str(outcomes[1].error) and "rank 1 could not publish" in str(outcomes[0].error)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-    two.run(published, "mixed", str(tmp_path), {"zero": 3}, {})
+    two.run(published, "mixed", str(tmp_path), {"zero": 3} | NEW, {})
     assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors"}
 
 

@@ -491,7 +491,7 @@ def test_a_profile_of_something_else_is_refused(inspected, tmp_path):
     with pytest.raises(TargetError, match="no program of zgraph"):
         beside(inspected, {"traceEvents": []})
     (tmp_path / "trace.json").write_text("{}")
-    done = command("timeline", "train_lm", "--against", tmp_path / "trace.json")
+    done = command("timeline", "cli_targets:factory", "--against", tmp_path / "trace.json")
     assert done.exit_code == 2 and "no profile" in done.stderr
 
 

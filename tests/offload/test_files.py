@@ -808,7 +808,8 @@ def test_direct_transfers_that_open_but_do_not_work_are_not_used(tmp_path):
 # Before it starts
 
 
-def test_a_preflight_measures_the_folder_and_leaves_no_trace(store):
+def test_a_preflight_measures_the_folder_and_leaves_no_trace(store, monkeypatch):
+    monkeypatch.setattr("zgraph.offload.files.TRIAL", 64 * MIB)
     found = store.preflight(3 * MIB + 1)
     assert (found.folder, found.direct, found.alignment) == (store.folder, store.direct, BLOCK)
     assert found.free_bytes > 0 and found.read_rate > 0 and found.write_rate > 0

@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 from models import built, compiled, weights
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -70,7 +70,7 @@ def wire(**plan) -> dict[str, set[torch.dtype]]:
     return found
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@sweep("zero", [0, 1, 3], quick=1)
 @pytest.mark.parametrize(
     ("plan", "gather", "reduce"),
     [
@@ -402,9 +402,7 @@ def test_precisions_that_do_not_exist_are_refused(values, where):
     assert caught.value.where == where
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("numerics", [None, "fsdp2", "deepspeed"])
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@product("precision, numerics, zero", ["bf16", "fp16"], [None, "fsdp2", "deepspeed"], [0, 2, 3], together=1)
 def test_verify_finds_mixed_precision_to_be_plain_pytorchs(precision, numerics, zero):
     plan = zgraph.Plan(
         backend="eager", zero=zero, precision=precision, numerics=numerics, optimizer=zgraph.AdamW(), micro_batches=2

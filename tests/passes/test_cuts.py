@@ -147,11 +147,14 @@ def test_anchors_read_parameters_or_do_arithmetic():
     assert [a.params for a in anchors[4:6]] == [(), ()]
 
 
-def test_masks_and_rotary_tables_are_free_and_what_is_drawn_or_read_from_parameters_is_not():
-    for name in ("gpt2", "llama", "t5"):
-        line = Line(case(name)[0])
-        assert line.free and not any(info(n).phase is Phase.BACKWARD for n in line.free)
-        assert not {a.node for a in line.anchors} & line.free
+@sweep("name", ["t5", "gpt2", "llama"], quick=(1, 2))
+def test_masks_are_free(name):
+    line = Line(case(name)[0])
+    assert line.free and not any(info(n).phase is Phase.BACKWARD for n in line.free)
+    assert not {a.node for a in line.anchors} & line.free
+
+
+def test_rotary_tables_are_free_and_what_is_drawn_or_read_from_parameters_is_not():
     program, _ = case("llama")
     rotary = [n for n in forward_nodes(program) if n.target in (torch.ops.aten.cos.default, torch.ops.aten.sin.default)]
     assert rotary and set(rotary) <= Line(program).free  # though an outer product makes the angles
@@ -160,7 +163,10 @@ def test_masks_and_rotary_tables_are_free_and_what_is_drawn_or_read_from_paramet
 
 
 # -- minimum cuts --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [*TRANSFORMERS, "ladder", "masked", "headed", "batch_norm", "multihead_attention"])
+SMALL = ["gpt2", "llama", "ladder", "masked", "headed", "batch_norm", "multihead_attention"]
+
+
+@sweep("name", [*SMALL, *sorted({*TRANSFORMERS} - {*SMALL})], quick=range(len(SMALL)))
 def test_stages_are_monotone_nested_and_cross_no_more_than_any_place_in_the_order_of_the_graph(name):
     program, _ = case(name)
     line = Line(program)
@@ -287,7 +293,7 @@ def test_a_model_without_blocks_is_cut_between_modules():
     assert [(s.first, s.last) for s in stages] == [("up", "up"), ("down", "down")]
 
 
-@pytest.mark.parametrize("name,stages", [("gpt2", 2), ("headed", 2), ("headed", 3), ("ladder", 3), ("t5", 2)])
+@sweep("name,stages", [("gpt2", 2), ("headed", 2), ("headed", 3), ("ladder", 3), ("t5", 2)], quick=range(4))
 def test_parameters_makes_the_largest_stage_as_small_as_can_be(name, stages):
     found = max(s.elements for s in cut(name, stages, "parameters").stages)
     assert found == min(max(s.elements for s in way.stages) for way in partitions(name, stages))
@@ -304,9 +310,10 @@ def test_type_balances_the_modules_of_a_class():
     assert [s.first for s in cut("headed", 3, "type:^Linear$").stages] == ["embed", "h.3", "h.5"]
 
 
-@pytest.mark.parametrize(
+@sweep(
     "name,stages",
     [("mlp", 2), ("headed", 2), ("headed", 4), ("ladder", 2), ("ladder", 4), ("masked", 3), ("gpt2", 2), ("vit", 3)],
+    quick=range(7),
 )
 @sweep("fused", [False, True], quick=1)
 def test_the_slowest_stage_of_time_is_as_fast_as_the_best_of_all_partitions(name, stages, fused, monkeypatch):
@@ -369,7 +376,7 @@ def test_time_stays_within_memory_and_is_the_fastest_that_does():
 
 
 # -- the same cuts elsewhere ---------------------------------------------------------------------------------------------
-@sweep("name", TRANSFORMERS[:4], quick=2)
+@sweep("name", TRANSFORMERS[:4], quick=(0,))
 @sweep("how", ["uniform", "time"], quick=1)
 def test_cuts_hold_for_other_shapes_and_for_evaluation(name, how):
     program, _ = case(name)
@@ -404,7 +411,7 @@ def test_a_cut_at_any_anchor_holds_where_attention_is_too_short_to_be_one(positi
     assert held(other, assign(other, cuts)) == held(program, line.assign([position]))
 
 
-@sweep("name", ["resnet", "gpt2"], quick=1)
+@sweep("name", ["gpt2", "resnet"], quick=1)
 def test_cuts_hold_where_operators_are_decomposed_and_in_evaluation_otherwise(name):
     made = models.build(name)
     train = captured_program(made.model, zgraph.Plan(backend="inductor"), made.inputs, 1)

@@ -136,7 +136,7 @@ HOW = [{"ignore_index": 3}, {"reduction": "sum"}, {"label_smoothing": 0.1}]
     "backend, shift, rows",
     [(b, *case) for b in ("eager", "inductor") for case in (("none", 1), ("targets", 3), ("logits", 3))]
     + [("eager", "logits", 1)],
-    quick=(1, 5, 6),
+    quick=(5, 6),
 )
 def test_a_loss_in_turns_is_the_loss(backend, shift, rows):
     """Nine tokens are eight chunks of one or two."""
@@ -151,8 +151,15 @@ def test_a_mean_over_the_targets_that_count_stays_one(backend, how):
     assert_same(Net(shift="logits", **how).double(), batch(), tiles={"loss": 3}, backend=backend)
 
 
-@BACKENDS
-@sweep("kind,twice", [("plain", False), ("gated", False), ("gated", True), ("dropout", False)], quick=2)
+@sweep(
+    "kind, twice, backend",
+    [
+        (*case, backend)
+        for backend in ("eager", "inductor")
+        for case in (("plain", False), ("gated", False), ("gated", True), ("dropout", False))
+    ],
+    quick=(0, 7),
+)
 def test_an_mlp_in_turns_is_the_mlp(backend, kind, twice):
     model = Net(kind, twice=twice).double()
     assert_same(model, batch(), tiles={"mlps.*": 3}, backend=backend)

@@ -502,7 +502,7 @@ def check_healthy(ranks: Ranks, seed: int) -> None:
     assert max(ranks.run(healthy, seed, limit=120)) < 1e-9
 
 
-@sweep("seed", list(range(200)), quick=(3, 42))
+@sweep("seed", list(range(200)), quick=(3,))
 def test_healthy_schedules_raise_nothing_and_train_as_plain_pytorch(two, seed):
     check_healthy(two, seed)
 

@@ -362,7 +362,7 @@ def test_the_store_that_went_with_its_rank_is_told(tmp_path):
 
 
 SCRIPT = """
-import os, signal, sys, torch, torch.distributed as dist, zgraph
+import os, signal, sys, time, torch, torch.distributed as dist, zgraph
 from torch import nn
 rank = int(sys.argv[1])
 store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False) if rank == 0 else None
@@ -370,7 +370,7 @@ if rank == 0:
     open(sys.argv[2] + "/port.part", "w").write(str(store.port))
     os.rename(sys.argv[2] + "/port.part", sys.argv[2] + "/port")
 while not os.path.exists(sys.argv[2] + "/port"):
-    pass
+    time.sleep(0.05)
 store = store or dist.TCPStore("127.0.0.1", int(open(sys.argv[2] + "/port").read()), 2, False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 model = zgraph.compile(nn.Linear(4, 4), zgraph.Plan(backend="eager", optimizer=zgraph.SGD(), watch={"interval": 0.2}), loss_fn=lambda out: out.sum())

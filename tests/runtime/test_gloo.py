@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import kept
 from sweeps import sweep
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -125,6 +126,19 @@ def compiled(name: str, zero: int, **plan) -> nn.Module:
     return zgraph.compile(build(name), zgraph.Plan(zero=zero, backend="eager", **plan))
 
 
+def again(name: str, zero: int) -> nn.Module:
+    """`compiled`, once for all tests on these ranks that are not about what a first call does: with the weights that it had, and no gradients.
+    Half of what such a test takes is the capture."""
+    if (name, zero) not in kept:
+        model = compiled(name, zero)
+        kept[name, zero] = model, [local(t).detach().clone() for t in model.state_dict().values()]
+    model, first = kept[name, zero]
+    for tensor, value in zip(model.state_dict().values(), first, strict=True):
+        local(tensor).copy_(value)
+    model.zero_grad()
+    return model.train()
+
+
 def batches(rank: int, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     for _ in range(count):
@@ -206,7 +220,7 @@ def plain_mean(name: str, world: int, count: int = 1) -> dict:
 def train_beside_torch(name: str, zero: int, optimizer: str, clip: bool = False) -> list[str]:
     other = torchs_own(name, zero)
     inner = other.module if zero == 0 else other
-    mine = compiled(name, zero)
+    mine = again(name, zero)
     a, b = OPTIMIZERS[optimizer](mine.parameters()), OPTIMIZERS[optimizer](other.parameters())
     if zero:  # FSDP leaves an ignored parameter's gradient to the user
         scalars = [p for p in inner.parameters() if not isinstance(p, DTensor)]
@@ -243,7 +257,7 @@ def one_backward(name: str, zero: int, mesh: dict | None = None) -> tuple[dict, 
 
 
 def against_fsdp(name: str, zero: int) -> tuple[dict, dict]:
-    mine, other = compiled(name, zero), torchs_own(name, zero)
+    mine, other = again(name, zero), torchs_own(name, zero)
     for batch in batches(dist.get_rank(), 1):
         mine(*batch).backward()
         other(*batch).backward()
@@ -264,7 +278,7 @@ def torchs_no_sync(model: nn.Module):
 
 def accumulate(zero: int, optimizer: str) -> dict:
     """Two steps of three micro-batches, beside torch's own accumulation."""
-    mine, other = compiled("Net", zero), torchs_own("Net", zero)
+    mine, other = again("Net", zero), torchs_own("Net", zero)
     inner = other.module if zero == 0 else other
     a, b = OPTIMIZERS[optimizer](mine.parameters()), OPTIMIZERS[optimizer](other.parameters())
     found: dict = {"differs": [], "far": [], "meanwhile": set(), "after": set()}
@@ -301,7 +315,7 @@ def zero_grad_inside_no_sync(zero: int) -> tuple[dict, dict]:
         mine.zero_grad()
         mine(*second).backward()
     mine(*third).backward()
-    fresh = compiled("Net", zero)
+    fresh = again("Net", zero)
     with fresh.no_sync():
         fresh(*second).backward()
     fresh(*third).backward()
@@ -310,7 +324,7 @@ def zero_grad_inside_no_sync(zero: int) -> tuple[dict, dict]:
 
 def reducing_then_accumulating(zero: int) -> tuple[dict, dict]:
     """A reducing backward, then one in no_sync without zero_grad between, then a reducing one."""
-    mine = compiled("Net", zero)
+    mine = again("Net", zero)
     first, second, third = batches(dist.get_rank(), 3)
     mine(*first).backward()
     with mine.no_sync():
@@ -321,7 +335,7 @@ def reducing_then_accumulating(zero: int) -> tuple[dict, dict]:
 
 def optimizer_on_unreduced(zero: int) -> list[torch.Tensor]:
     """An optimizer step straight after no_sync."""
-    mine = compiled("Net", zero)
+    mine = again("Net", zero)
     optimizer = OPTIMIZERS["sgd"](mine.parameters())
     with mine.no_sync():
         for batch in batches(dist.get_rank(), 1):
@@ -332,7 +346,7 @@ def optimizer_on_unreduced(zero: int) -> list[torch.Tensor]:
 
 def change_weights(zero: int, how: str) -> list[str]:
     """A forward (which may keep whole weights), a change of the shards, and a forward that must see it."""
-    mine, plain = compiled("Net", zero), build("Net")
+    mine, plain = again("Net", zero), build("Net")
     (batch,) = batches(dist.get_rank(), 1)
     other = build("Net", seed=5)
     if how.endswith("after no_sync"):
@@ -398,7 +412,7 @@ def checkpoint(zero: int, optimizer: str) -> list[str]:
             optim.zero_grad()
 
     feed = list(batches(dist.get_rank(), 5))
-    straight = compiled("Net", zero)
+    straight = again("Net", zero)
     optim = OPTIMIZERS[optimizer](straight.parameters())
     steps(straight, optim, feed[:3])
     weights = get_model_state_dict(straight, options=options)
@@ -411,17 +425,17 @@ def checkpoint(zero: int, optimizer: str) -> list[str]:
         if any(isinstance(t, DTensor) for t in weights.values()):
             found.append("a full state dict holds shards")
     resumed = zgraph.compile(build("Net", seed=9), straight.zgraph.plan)
-    again = OPTIMIZERS[optimizer](resumed.parameters())
+    other = OPTIMIZERS[optimizer](resumed.parameters())
     both = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(resumed, weights, options=both)
-    set_optimizer_state_dict(resumed, again, copy.deepcopy(state), options=both)  # (torch shares "step" otherwise)
+    set_optimizer_state_dict(resumed, other, copy.deepcopy(state), options=both)  # (torch shares "step" otherwise)
     steps(straight, optim, feed[3:])
-    steps(resumed, again, feed[3:])
+    steps(resumed, other, feed[3:])
     return found + compare(resumed, straight)
 
 
 def optimizer_state_is_sharded(zero: int) -> list[str]:
-    mine = compiled("Net", zero)
+    mine = again("Net", zero)
     optimizer = OPTIMIZERS["adam"](mine.parameters())
     for batch in batches(dist.get_rank(), 1):
         mine(*batch).backward()
@@ -435,7 +449,7 @@ def optimizer_state_is_sharded(zero: int) -> list[str]:
 
 
 def eval_between_steps(zero: int) -> list[str]:
-    mine, other = compiled("Normed", zero), torchs_own("Normed", zero)
+    mine, other = again("Normed", zero), torchs_own("Normed", zero)
     a, b = OPTIMIZERS["adam"](mine.parameters()), OPTIMIZERS["adam"](other.parameters())
     found = []
     for step, batch in enumerate(batches(dist.get_rank(), 3)):
@@ -480,7 +494,7 @@ def input_gradient(zero: int) -> list[str]:
 
 def backward_twice(zero: int) -> list[str]:
     (batch,) = batches(dist.get_rank(), 1)
-    mine = compiled("Net", zero)
+    mine = again("Net", zero)
     loss = mine(*batch)
     loss.backward(retain_graph=True)
     once = {n: g.clone() for n, g in whole_gradients(mine).items()}
@@ -497,7 +511,7 @@ def backward_twice(zero: int) -> list[str]:
 
 def two_forwards(zero: int, together: bool) -> dict:
     """Two forwards before any backward: one backward of the sum, or one each."""
-    mine = compiled("Net", zero)
+    mine = again("Net", zero)
     first, second = (mine(*batch) for batch in batches(dist.get_rank(), 2))
     if together:
         (first + second).backward()
@@ -509,7 +523,7 @@ def two_forwards(zero: int, together: bool) -> dict:
 
 def stepped_before_backward(zero: int, foreach: bool) -> str:
     (batch,) = batches(dist.get_rank(), 1)
-    mine = compiled("Net", zero)
+    mine = again("Net", zero)
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, foreach=foreach)
     mine(*batch).backward()
     loss = mine(*batch)
@@ -523,7 +537,7 @@ def stepped_before_backward(zero: int, foreach: bool) -> str:
 
 def changed_before_backward(zero: int) -> str:
     (batch,) = batches(dist.get_rank(), 1)
-    mine = compiled("Net", zero)
+    mine = again("Net", zero)
     loss = mine(*batch)
     with torch.no_grad():
         mine.head.weight.mul_(2)
@@ -535,7 +549,7 @@ def changed_before_backward(zero: int) -> str:
 
 
 def own_buffers(zero: int) -> torch.Tensor:
-    mine = compiled("Normed", zero)
+    mine = again("Normed", zero)
     for batch in batches(dist.get_rank(), 2):
         mine(*batch)
     return mine.norm.running_mean
@@ -573,7 +587,7 @@ def refused(mesh: dict) -> tuple[str, str]:
 
 def copies(zero: int) -> list[str]:
     """A deep copy trains as its original does, and leaves it alone."""
-    mine = compiled("Net", zero)
+    mine = again("Net", zero)
     first, second = batches(dist.get_rank(), 2)
     mine(*first).backward()
     mine.zero_grad()
@@ -591,7 +605,7 @@ def copies(zero: int) -> list[str]:
 
 
 def recompiled(first: int, second: int) -> list[str]:
-    mine, straight = compiled("Net", first), compiled("Net", first)
+    mine, straight = compiled("Net", first), again("Net", first)
     feed = list(batches(dist.get_rank(), 4))
     a, b = OPTIMIZERS["adam"](mine.parameters()), OPTIMIZERS["adam"](straight.parameters())
     for step, batch in enumerate(feed):
@@ -675,6 +689,7 @@ def fifty_steps_with_inductor(zero: int) -> tuple[list[str], list[tuple[float, f
 
 
 STAGES = sweep("zero", [0, 1, 2, 3], quick=2)
+LAST_STAGE = sweep("zero", [0, 1, 2, 3], quick=1)  # (where each takes a capture of its own)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -697,7 +712,7 @@ def test_torchs_optimizers_and_clipping_work_on_shards(two, zero, optimizer):
     assert two.run(train_beside_torch, "Net", zero, optimizer, True) == [[], []]
 
 
-@STAGES
+@LAST_STAGE
 def test_parameters_smaller_than_the_world_get_the_plain_mean(two, four, zero):
     for ranks in (two, four):
         for mine, _ in ranks.run(one_backward, "Tiny", zero):
@@ -712,7 +727,7 @@ def test_four_ranks_agree_with_torch_as_far_as_gloos_ring_lets_them(four, name, 
         assert mine.keys() == other.keys()
 
 
-@STAGES
+@LAST_STAGE
 def test_a_replicated_mesh_shards_within_and_averages_over_all(four, zero):
     expected = plain_mean("Net", 4)
     for mine, placements in four.run(one_backward, "Net", zero, {"replicate": 2, "dp": 2}):
@@ -720,7 +735,7 @@ def test_a_replicated_mesh_shards_within_and_averages_over_all(four, zero):
         assert ("(Replicate(), Shard(dim=0))" in placements) == (zero > 0)
 
 
-@STAGES
+@LAST_STAGE
 def test_a_mesh_without_dp_only_replicates(two, zero):
     expected = plain_mean("Net", 2)
     for mine, placements in two.run(one_backward, "Net", zero, {"replicate": 2}):
@@ -741,7 +756,7 @@ def test_accumulation_is_that_of_torch(two, zero):
         assert found["after"] == {"(Replicate(),)"} if zero == 0 else found["after"] == {"(Shard(dim=0),)"}
 
 
-@STAGES
+@LAST_STAGE
 def test_zero_grad_inside_no_sync_forgets_what_was_accumulated(two, zero):
     for mine, fresh in two.run(zero_grad_inside_no_sync, zero):
         assert mine.keys() == fresh.keys()
@@ -803,7 +818,7 @@ def test_optimizer_state_is_as_large_as_the_shards(two, zero):
     assert two.run(optimizer_state_is_sharded, zero) == [[], []]
 
 
-@STAGES
+@LAST_STAGE
 def test_evaluation_between_steps_changes_nothing(two, zero):
     assert two.run(eval_between_steps, zero) == [[], []]
 
@@ -839,7 +854,7 @@ def test_two_forwards_may_come_before_their_backwards(two, zero, together):
         assert far(mine, expected, 1e-6) == []
 
 
-@STAGES
+@LAST_STAGE
 def test_buffers_stay_each_ranks_own(two, zero):
     a, b = two.run(own_buffers, zero)
     assert not torch.equal(a, b)

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -101,11 +101,11 @@ def hundred_steps(name: str, zero: int, backend: str = "eager", steps: int = STE
     return furthest(model, plain), float(abs(norm - norm_of_torch) / norm_of_torch)
 
 
-def others(name: str, arguments: dict[str, Any], steps: int = 20) -> list[float]:
-    """How far each stage's weights are from those of stage 0, where nothing is sharded."""
+def others(name: str, arguments: dict[str, Any], stages: Sequence[int], steps: int = 20) -> list[float]:
+    """How far each stage's weights are from those of the first, 0, where nothing is sharded."""
     first: list[torch.Tensor] = []
     found = []
-    for zero in (0, 1, 2, 3):
+    for zero in stages:
         plan = zgraph.Plan(backend="eager", zero=zero, optimizer=getattr(zgraph, name)(**arguments), ema=0.9)
         model = zgraph.compile(built(), plan)
         for values in batches(steps, 8):
@@ -305,17 +305,18 @@ def test_a_hundred_steps_with_inductor_are_torchs(two):
 
 
 @sweep(
-    "name, arguments, tolerance",
+    "name, arguments, tolerance, stages",
     [
-        ("Lion", {"lr": 1e-3}, 0.0),
-        ("LAMB", {"lr": 1e-2, "weight_decay": 0.1}, 1e-6),  # norms are summed over ranks
-        ("Muon", {"lr": 1e-2}, 0.0),
-        ("AdamW8bit", {"lr": 1e-2, "min_row_size": 8, "block_size": 4}, 0.0),
+        ("Lion", {"lr": 1e-3}, 0.0, (0, 1, 2, 3)),
+        ("LAMB", {"lr": 1e-2, "weight_decay": 0.1}, 1e-6, (0, 1, 2, 3)),  # norms are summed over ranks
+        ("Muon", {"lr": 1e-2}, 0.0, (0, 1, 2, 3)),
+        ("AdamW8bit", {"lr": 1e-2, "min_row_size": 8, "block_size": 4}, 0.0, (0, 1, 2, 3)),
+        ("AdamW8bit", {"lr": 1e-2, "min_row_size": 8, "block_size": 4}, 0.0, (0, 3)),
     ],
     quick=1,
 )
-def test_stages_do_not_change_an_update(two, name, arguments, tolerance):
-    for far in two.run(others, name, arguments):
+def test_stages_do_not_change_an_update(two, name, arguments, tolerance, stages):
+    for far in two.run(others, name, arguments, stages):
         assert max(far) <= tolerance, far
 
 
@@ -332,7 +333,7 @@ def test_a_model_that_was_refused_can_be_compiled(two):
     assert two.run(refused_then_compiled) == [True, True]
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@sweep("zero", [0, 2, 3], quick=2)
 def test_an_overflow_of_one_rank_skips_the_step_on_all(two, zero):
     one, other = two.run(overflow_on_one_rank, zero)
     assert one == other

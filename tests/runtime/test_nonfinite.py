@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sweeps import in_turn, sweep
+from sweeps import in_turn, product, sweep
 from torch import nn
 
 import zgraph
@@ -124,8 +124,7 @@ PLANS = [
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("mode", ["skip", "stop", "rollback"])
-@sweep("plan", PLANS, quick=2, ids=str)
+@sweep("plan, mode", [(p, m) for p in PLANS for m in ("skip", "stop", "rollback")], quick=3, ids=str)
 def test_such_a_step_leaves_weights_states_and_buffers_bit_for_bit(plan, mode):
     model = compiled(on_nonfinite=mode, **plan)
     for seed in range(3):
@@ -280,8 +279,7 @@ def test_a_loss_that_is_infinite_counts_though_its_gradients_are_finite(mode):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("mode", ["skip", "stop"])
-@pytest.mark.parametrize("of", ["parameters", "model", "optimizer"])
+@product("of, mode", ["parameters", "model", "optimizer"], ["skip", "stop"], together=1)
 def test_what_was_thrown_away_does_not_count(of, mode):
     """Whether gradients are gone then, or zeros."""
     model = compiled(on_nonfinite=mode)
@@ -371,8 +369,7 @@ def test_a_loss_that_is_not_finite_stops_at_any_scale():
 
 # -- rolling back -----------------------------------------------------------------------------------------------------
 @pytest.mark.core
-@pytest.mark.parametrize("loaded", [False, True], ids=["saved", "loaded"])
-@pytest.mark.parametrize("async_", [False, True], ids=["", "async"])
+@product("loaded, async_", [False, True], [False, True], together=1)
 def test_rollback_restores_bit_for_bit_and_training_goes_on(tmp_path, async_, loaded):
     model = compiled(on_nonfinite="rollback")
     model.train_step(good(seed=0))

@@ -153,7 +153,7 @@ def apart(value: torch.Tensor, expected: torch.Tensor) -> float:
         ("llama", "interleaved1f1b", 4),
         ("words", "interleaved1f1b", 4),
     ],
-    quick={0, 5},
+    quick={5},
 )
 def test_gradients_of_two_stages_are_those_of_one_process_bit_for_bit(
     two: Ranks, name: str, schedule: str, micro_batches: int
@@ -625,7 +625,7 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(4))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
         self.head, self.extra = nn.Linear(8, 1), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

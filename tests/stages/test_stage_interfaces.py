@@ -198,8 +198,10 @@ def test_evaluation_and_averages_are_those_of_one_process_on_every_rank(two):
     first, second = two.run(averaged, STAGED)
     assert first == second
     assert first[0][1] == first[0][3] != first[0][2] and first[1][0] > 5
-    alone = averaged(ALONE)
-    assert first[0][0] == pytest.approx(alone[0][0], rel=1e-6)
+    alone = built(dropout=0.5).eval()
+    with torch.no_grad():
+        wanted = sum(float(alone(*part)) for part in zip(*(t.chunk(4) for t in batch(9)), strict=True)) / 4
+    assert first[0][0] == pytest.approx(wanted, rel=1e-6)
 
 
 class Two(nn.Module):
@@ -304,8 +306,8 @@ def recompiled(fields: dict[str, Any], others: list[dict[str, Any]]) -> list[flo
 
 
 def test_recompile_changes_micro_batches_and_schedule_on_the_way(two):
-    alone = recompiled(ALONE, [{"micro_batches": 2}, {"micro_batches": 4}])
-    changes = [{"micro_batches": 2, "schedule": "gpipe"}, {"micro_batches": 4, "schedule": "zb"}]
+    alone = recompiled(ALONE, [{"micro_batches": 2}])
+    changes = [{"micro_batches": 2, "schedule": "zb"}]
     for losses in two.run(recompiled, STAGED, changes):
         assert losses == pytest.approx(alone, rel=1e-5)
 

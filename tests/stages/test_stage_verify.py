@@ -10,7 +10,7 @@ import models
 import pytest
 import stage_models
 import torch
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 from typer.testing import CliRunner
 
@@ -120,7 +120,7 @@ def test_each_schedule_gives_what_the_model_gives(name: str, schedule: str, micr
     assert_same(verified(name, world, mesh={"pp": world}, micro_batches=micro_batches, schedule=schedule), name)
 
 
-@pytest.mark.parametrize("name", ["Ladder", "Translator", "Typed", "Drops", "OwnFunctions"])
+@sweep("name", ["Ladder", "Translator", "Typed", "Drops", "OwnFunctions"], quick=3)
 def test_what_crosses_is_compared_and_right(name: str) -> None:
     found = verified(name, 3, mesh={"pp": 3}, micro_batches=2)
     assert_same(found, name)
@@ -133,8 +133,7 @@ def test_stages_within_replicas_are_right() -> None:
     assert_same(verified("Ladder", 8, mesh=mesh, micro_batches=1, zero=3, schedule="zb"), "Ladder")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("zero", [1, 3])
+@product("precision, zero", ["bf16", "fp16"], [1, 3], together=1)
 def test_half_precision_stays_within_its_rounding(precision: str, zero: int) -> None:
     fields = {"mesh": {"pp": 2, "dp": 2}, "micro_batches": 2, "zero": zero, "precision": precision}
     found = verified("Ladder", 4, **fields, schedule="zb")

@@ -61,13 +61,13 @@ def test_stages_at_random_operators_give_what_the_model_gives(name, at):
     assert_same(it, it.at_random(count, seed), apart=bool(seed % 2))
 
 
-@product("at, name", [(3, 1), (4, 8)], sorted({*models.PLAIN} - PARTED), together=1)
+@sweep("name, at", in_turn(sorted({*models.PLAIN} - PARTED), [(3, 1), (4, 8)]), quick=12)
 def test_any_model_can_be_cut_at_random_operators(name, at):
     it, (count, seed) = cutting(name), at
     assert_same(it, it.at_random(count, seed), apart=bool(seed % 2), rounded=name in ROUNDED)
 
 
-@sweep("name", ["gpt2", "t5", "vit", "llama"], quick=(0, 2))
+@sweep("name", ["gpt2", "t5", "vit", "llama"], quick=(2,))
 def test_a_transformer_can_be_cut(name):
     it = cutting(name)
     assert_same(it, it.found(3, "time"), apart=name == "gpt2")
@@ -234,7 +234,7 @@ def test_what_earlier_stages_wait_for_needs_no_gradient_of_a_weight():
         assert [tuple(tensor(n).shape) for n in later] == [(48, 24)]
 
 
-@pytest.mark.parametrize("name", [*stage_models.MODELS, "gpt2", "unet", "lstm"])
+@sweep("name", [*stage_models.MODELS, "gpt2", "unet", "lstm"], quick=range(0, len(stage_models.MODELS), 2))
 def test_both_parts_of_a_backward_give_the_whole_ones_gradients_bit_for_bit(name):
     it = cutting(name)
     stages = it.found(2, "time")
@@ -290,8 +290,7 @@ def assert_passes_keep(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["uneven_mlp", "Thrice", "EarlyOutputs", "Norms"])
+@product("name, zero", ["uneven_mlp", "Thrice", "EarlyOutputs", "Norms"], [0, 1, 2, 3], together=1)
 def test_a_stage_is_sharded_like_any_other_program(name, zero):
     plan = Plan(backend="eager", mesh={"dp": 2}, zero=zero)
     assert_passes_keep(name, plan, 2, apart=zero % 2 == 1)
@@ -318,7 +317,7 @@ def test_stages_compute_in_bfloat16(name):
     assert_passes_keep(name, Plan(backend="eager", mesh={"dp": 2}, zero=2, precision="bf16"), 2, exact=False)
 
 
-@pytest.mark.parametrize("name", ["Drops", "Ladder", "Views", "OwnFunctions"])
+@sweep("name", ["Drops", "Ladder", "Views", "OwnFunctions"], quick=(0, 1))
 def test_a_stages_forward_is_computed_again(name):
     plan = Plan(backend="eager", mesh={"dp": 2}, zero=3, recompute="full")
     steps = assert_passes_keep(name, plan, 3, apart=name == "Ladder")

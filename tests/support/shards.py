@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_COSTS = {"slow": 8, "inductor": 8, "gloo": 4}
+_COSTS = {"slow": 8, "inductor": 10, "gloo": 6}
 """What a test with a marker takes, where one without takes 1: means of a whole run, rounded."""
 
 
