@@ -63,9 +63,10 @@ class FrozenGraph:
         graph = fx.Graph()
         memo: dict[fx.Node, fx.Node] = {}
         for node, name, target, args, kwargs, *meta in self._nodes:
-            copied: Any = [fx.map_arg(part, memo.__getitem__) for part in (args, kwargs)]
+            read: Any
+            read, named = (fx.map_arg(part, memo.__getitem__) for part in (args, kwargs))
             name = "output" if node.op == "output" else name  # (as torch's own copies have it)
-            made = memo[node] = graph.create_node(node.op, target, *copied, name=name, type_expr=node.type)
+            made = memo[node] = graph.create_node(node.op, target, read, named, name, node.type)
             made.meta.update(zip(meta[: len(meta) // 2], meta[len(meta) // 2 :], strict=True))
         return lazy_module(self._root, graph)
 
