@@ -19,7 +19,9 @@ from torch import fx
 
 from zgraph.codegen.cpu_gemm import library
 from zgraph.codegen.executable import Executable, Kernel, lowered
+from zgraph.codegen.joined import GeneratedCode, UnknownFormError, join
 from zgraph.codegen.kept_code import Code, KeptCode
+from zgraph.codegen.sections import Section, sections
 from zgraph.errors import LayoutError, LoweringError
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.layout import laid_out
@@ -122,41 +124,23 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
     decided = remade(program, point) if program.sizes else program
     known = symbols.known(decided.fake_mode.shape_env) if program.sizes else 0
     ready = lowered(decided, groups)
-    inductor_code.name_origins(ready.graph)
-    inductor_code.name_held([n for p, n in ready.input_items() if p.role not in _LET_GO])
-    inputs = [node.meta["val"] for node in ready.placeholders()]
+    held = [n for p, n in ready.input_items() if p.role not in _LET_GO]
     fixed = [
         i
         for i, (port, node) in enumerate(program.output_items())
         if how.fix_saved or program.sizes or port.role is not OutputRole.SAVED or _in_flight(node)
     ]
-    ready.output_node().meta["user_visible_output_idxs"] = fixed
-    ready.module.__dict__["fixed_outputs"] = tuple(
-        fixed
-    )  # (for the key of Inductor's cache, which leaves out what nodes carry)
     try:
-        function, source, strides = inductor_code.compile_with_inductor(
-            ready.module,
-            inputs,
-            ready.fake_mode,
-            how.is_backward,
-            how.combine,
-            how.round_each,
-            library=library,
-            reuse=how.hold and not any(transfers_to_host.is_move(n) for n in program.graph.nodes),
-            chunks=tuple(
-                (n.name, chunk) for n in ready.graph.nodes if has_info(n) and (chunk := info(n).chunk) is not None
-            ),
-            copies=tuple(n.name for n in ready.graph.nodes if has_info(n) and info(n).copy_of is not None),
-        )
+        function, source, strides = _generated(ready, held, fixed, how)
     except Exception as error:
         raise _lowering_error(error, program) from error
     _check_order(source, program, ready)
     at = {node: i for i, node in enumerate(program.graph.nodes)}
     rebuild = functools.partial(_rebuild, function)
+    own = not callable(function) or _FALLBACK_RESULT.search(source) is not None
     made = Executable(
         program,
-        rebuild(source, {}) if _FALLBACK_RESULT.search(source) else function,
+        rebuild(source, {}) if own else function,
         source,
         kernels(source, program),
         library_calls(source),
@@ -178,6 +162,62 @@ def _loaded(program: Program, code: Code) -> Executable | None:
         return None
     return Executable(
         program, function, code.source, code.kernels, code.library, list(code.strides), code.calls, rebuild
+    )
+
+
+def _generated(ready: Program, held: list[fx.Node], fixed: list[int], how: _How) -> tuple[Any, str, list[Any]]:
+    """(what Inductor compiled, its source, the strides of the outputs) of a program: from one of each kind of its sections where it has equal
+    ones (see `sections`), and then still without a function; else whole."""
+    results = ready.output_values()
+    found = sections(ready, set(held), {results[at] for at in fixed})
+    if found:
+        try:
+            return _of_sections(ready, found, how)
+        except UnknownFormError as error:
+            logger.warning("%s: Inductor compiles it whole: of the code for its sections, %s", ready.name, error)
+    return _of_graph(ready.module, ready, held, fixed, how)
+
+
+def _of_sections(ready: Program, found: list[Section], how: _How) -> tuple[Code, str, list[Any]]:
+    codes: dict[str, Code] = {}
+    strides: dict[fx.Node, Any] = {}
+    chosen: dict[str, list[Any]] = {}
+    for section in found:
+        if section.key not in codes:
+            module, at = section.module(ready.module), section.names()
+            there = {n.name: n for n in module.graph.nodes}
+            fixed = [i for i, n in enumerate(section.gives) if n in section.fixed]
+            held = [there[at[n]] for n in section.takes if n in section.held]
+            compiled, source, chosen[section.key] = _of_graph(module, ready, held, fixed, how)
+            codes[section.key] = Code(source, *inductor_code.needs_of(compiled))
+        strides.update(zip(section.gives, chosen[section.key], strict=True))
+    joined = join(ready, found, codes)
+    outputs = [strides.get(n) or tuple(n.meta["val"].stride()) for n in ready.output_values()]
+    return joined, joined.source, outputs
+
+
+def _of_graph(
+    module: fx.GraphModule, ready: Program, held: list[fx.Node], fixed: list[int], how: _How
+) -> tuple[Any, str, list[Any]]:
+    """The same of one graph, which is that of a program or of a section of it."""
+    graph = module.graph
+    inductor_code.name_origins(graph)
+    inductor_code.name_held(held)
+    inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    graph.output_node().meta["user_visible_output_idxs"] = fixed
+    # (for the key of Inductor's cache, which leaves out what nodes carry)
+    module.__dict__["fixed_outputs"] = tuple(fixed)
+    return inductor_code.compile_with_inductor(
+        module,
+        inputs,
+        ready.fake_mode,
+        how.is_backward,
+        how.combine,
+        how.round_each,
+        library=library,
+        reuse=how.hold and not any(transfers_to_host.is_move(n) for n in graph.nodes),
+        chunks=tuple((n.name, chunk) for n in graph.nodes if has_info(n) and (chunk := info(n).chunk) is not None),
+        copies=tuple(n.name for n in graph.nodes if has_info(n) and info(n).copy_of is not None),
     )
 
 

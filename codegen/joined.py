@@ -1,0 +1,204 @@
+"""Inductor's code for the sections of a program as one source: kernels of equal sections are there once, their calls once for each section.
+
+The body that Inductor wrote for a kind of section is written again for each of its sections, in order, in one function. So nothing is called
+for a section, what it takes dies where Inductor lets it die, and whoever reads the code (the order of collectives, errors, profiles)
+reads one program. Values that cross a cut are the variables `x0`, `x1`, …; a section's own are gone at its end.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from zgraph.codegen.sections import Section
+from zgraph.program.program import Program
+
+_NUMBER = re.compile(r"_?\d+$")
+_NODES = re.compile(r"(?<=Source Nodes: \[)[^\]]*(?=\])")
+_KERNEL = "async_compile."  # what a kernel's definition begins with
+
+
+class UnknownFormError(Exception):
+    """The generated code has a form that can't be taken apart."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Inductor's source for a graph, with the constants that it reads by name, the positions of inputs that it needs aligned, and of those it writes to."""
+
+    source: str
+    constants: Mapping[str, Any]
+    inputs_to_check: Sequence[int] = ()
+    mutated_input_idxs: Sequence[int] = ()
+
+
+def join(program: Program, found: Sequence[Section], codes: Mapping[str, Code]) -> Code:
+    """The code of `program` (ready for code generation) from that of its sections, by their keys. Raises `UnknownFormError`."""
+    top = _Definitions()
+    bodies = {key: _body(code.source, top.add(code)) for key, code in codes.items()}
+    variables = {node: f"x{i}" for i, node in enumerate(program.placeholders())}
+    places = {node: i for i, node in enumerate(variables)}
+    checked, written = set(), set()
+    lines = [f"{_listed(variables.values())} = args", "args.clear()"]
+    shifted: set[fx.Node] = set()  # values that may lie anywhere in memory
+    for section in found:
+        body, code = bodies[section.key], codes[section.key]
+        for node in (section.takes[at] for at in code.inputs_to_check):
+            if node in shifted:
+                raise UnknownFormError(f"{node.name} is a part of another buffer, and is read as if aligned")
+            checked.update([places[node]] if node in places else ())
+        written.update(places[section.takes[at]] for at in code.mutated_input_idxs if section.takes[at] in places)
+        shifted.update(section.gives[at] for at in body.shifted)
+        variables.update({node: f"x{len(variables) + i}" for i, node in enumerate(section.gives)})
+        lines += _calls(section, body, variables)
+    lines.append(f"return {_listed(variables[n] for n in program.output_values())}")
+    source = "\n".join([*top.lines(), "", "def call(args):", textwrap.indent("\n".join(lines), "    "), ""])
+    return Code(source, top.constants, sorted(checked), sorted(written))
+
+
+def _calls(section: Section, body: _Body, variables: Mapping[fx.Node, str]) -> Iterator[str]:
+    """A section's lines: Inductor's, which name this section's nodes."""
+    nodes = {name: node for node, name in section.names().items()}
+    left = {node: [variables[n] for n in dead] for node, dead in section.after.items()}
+    yield f"{_listed(body.arguments)} = {_listed(variables[n] for n in section.takes)}"
+    if section.drops:
+        yield f"del {', '.join(variables[n] for n in section.drops)}"
+    running: list[fx.Node] = []
+    for line in body.lines:
+        if line.lstrip().startswith("#") and (match := _NODES.search(line)):
+            running = [nodes[name] for name in match[0].split(", ") if name in nodes]
+            line = f"{line[: match.start()]}{', '.join(n.name for n in running)}{line[match.end() :]}"
+        yield line
+        if "wait_tensor" in line and running and (dead := left.pop(running[-1], None)):
+            yield f"{line[: len(line) - len(line.lstrip())]}del {', '.join(dead)}"
+    if body.results:
+        yield f"{_listed(variables[n] for n in section.gives)} = {_listed(body.results)}"
+    if ends := [*body.left, *(name for dead in left.values() for name in dead)]:
+        yield f"del {', '.join(ends)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"
+
+
+class _Definitions:
+    """What stands above the function: imports and names once, kernels under names of their own."""
+
+    def __init__(self) -> None:
+        self.header: dict[str, None] = {}
+        self.values: dict[str, str] = {}
+        self.kernels: dict[str, str] = {}  # the names by the definitions
+        self.constants: dict[str, Any] = {}
+
+    def add(self, code: Code) -> dict[str, str]:
+        """Add those of a section's code; return what its names are called here."""
+        renamed: dict[str, str] = {}
+        for statement in ast.parse(code.source).body:
+            if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+                break  # (what follows is how to try it alone)
+            text = ast.get_source_segment(code.source, statement) or ""
+            if isinstance(statement, (ast.Import, ast.ImportFrom)):
+                self.header[text] = None
+            elif isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Name):
+                renamed[target.id] = self._define(target.id, text.split("=", 1)[1].strip(), code)
+            elif not text.startswith((_KERNEL, "del async_compile")):
+                raise UnknownFormError(f"{text[:80]!r} stands above the function")
+        return renamed
+
+    def _define(self, name: str, value: str, code: Code) -> str:
+        if name in code.constants:
+            known = f"{name}_{len(self.constants)}"
+            self.constants[known] = code.constants[name]
+            self.header[f"{known} = None"] = None
+            return known
+        if value.startswith(_KERNEL):
+            return self.kernels.setdefault(value, f"{_NUMBER.sub('', name)}_{len(self.kernels)}")
+        if self.values.setdefault(name, value) != value:
+            raise UnknownFormError(f"{name} is {self.values[name][:80]!r} and {value[:80]!r}")
+        self.header[f"{name} = {value}"] = None
+        return name
+
+    def lines(self) -> list[str]:
+        kernels = [f"{name} = {value}" for value, name in self.kernels.items()]
+        ends = ["async_compile.wait(globals())", "del async_compile"]
+        return [*self.header, "", *kernels, "", *(ends if "async_compile" in self.values else ())]
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A generated function: the names of its arguments, its lines, the expressions that it returns, the variables that are left at its
+    end, and the positions of results that begin within a buffer."""
+
+    arguments: tuple[str, ...]
+    lines: tuple[str, ...]
+    results: tuple[str, ...]
+    left: tuple[str, ...]
+    shifted: frozenset[int]
+
+
+def _body(source: str, renamed: Mapping[str, str]) -> _Body:
+    """The function of a source, with other names for what stands above it. Raises `UnknownFormError` where it is more than one straight run
+    from its arguments to its results."""
+    function = next(
+        (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "call"), None
+    )
+    match function.body if function is not None else ():
+        case [
+            ast.Assign(targets=[ast.Tuple(elts=arguments)], value=ast.Name(id="args")),
+            ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="args"), attr="clear"))) as cleared,
+            *statements,
+            ast.Return(value=ast.Tuple(elts=results)) as returned,
+        ] if all(isinstance(a, ast.Name) for a in arguments):
+            pass
+        case _:
+            raise UnknownFormError("it does not go from arguments to results")
+    names = tuple(a.id for a in arguments if isinstance(a, ast.Name))
+    lines = source.splitlines()[(cleared.end_lineno or 0) : returned.lineno - 1]
+    other = {name: new for name, new in renamed.items() if name != new}
+    if other:
+        words = re.compile(rf"\b({'|'.join(map(re.escape, other))})\b")
+        lines = [line if line.lstrip().startswith("#") else words.sub(lambda m: other[m[0]], line) for line in lines]
+    there = dict.fromkeys(names)
+    offsets: dict[str, bool] = {}
+    for statement in _straight(statements):
+        if isinstance(statement, ast.Delete):
+            for name in ast.walk(statement):
+                if isinstance(name, ast.Name):
+                    del there[name.id]
+        elif isinstance(statement, ast.Assign):
+            stored = [n.id for t in statement.targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+            there.update(dict.fromkeys(stored))
+            offsets.update(dict.fromkeys(stored, _is_shifted(statement.value, offsets)))
+    return _Body(
+        names,
+        tuple(textwrap.dedent("\n".join(lines)).splitlines()),
+        tuple(ast.get_source_segment(source, r) or "" for r in results),
+        tuple(there),
+        frozenset(at for at, result in enumerate(results) if _is_shifted(result, offsets)),
+    )
+
+
+def _straight(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in statements:
+        if isinstance(statement, ast.With):
+            yield from _straight(statement.body)
+        elif isinstance(statement, (ast.Assign, ast.Delete, ast.Expr)):
+            yield statement
+        else:
+            raise UnknownFormError(f"a {type(statement).__name__} is in it")
+
+
+def _is_shifted(value: ast.expr, known: Mapping[str, bool]) -> bool:
+    """Whether this expression of generated code may begin within a buffer."""
+    match value:
+        case ast.Name(id=name):
+            return known.get(name, False)
+        case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[base, _, _, offset]):
+            return _is_shifted(base, known) or not (isinstance(offset, ast.Constant) and offset.value == 0)
+    return False
