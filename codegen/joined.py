@@ -30,7 +30,8 @@ class UnknownFormError(Exception):
 
 @dataclass(frozen=True)
 class Code:
-    """Inductor's source for a graph, with the constants that it reads by name, the positions of inputs that it needs aligned, and of those it writes to."""
+    """Inductor's source for a graph, with the constants that it reads by name, and the positions of the inputs that it reads as if aligned in
+    memory, and of those that it writes to."""
 
     source: str
     constants: Mapping[str, Any]

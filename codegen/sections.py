@@ -31,8 +31,10 @@ from zgraph.program.node import Role, has_info, info, value
 from zgraph.program.program import Program
 from zgraph.torch_compat import fx_graphs
 
-MIN_SAVED = 0.25  # of a program's operators need not be compiled, or it stays whole
-MIN_SIZE = 16  # operators of a section on average: a cut costs the fusions across it
+# Below these a program stays whole: each cut costs the fusions across it, and kernels of its own for what is beside it.
+MIN_SHARE = 0.25  # of a program's operators need not be compiled
+MIN_FEWER = 400  # operators need not be compiled: about two seconds (benchmarks/compile_time.py)
+MIN_SIZE = 16  # operators in a section, on average
 
 _DEPTHS = (1, 2)  # layers may be in layers, as in T5's blocks; the outer ones are tried first
 
@@ -110,9 +112,10 @@ def sections(program: Program, held: Set[fx.Node], fixed: Set[fx.Node]) -> list[
             found = _with_unequal_joined(program, held, fixed, _starts(program, depth))
         except _NotTensors:
             continue
-        sizes = {s.key: len(s.nodes) for s in found}
+        kinds = {s.key: len(s.nodes) for s in found}
         whole = sum(len(s.nodes) for s in found)
-        if whole - sum(sizes.values()) >= MIN_SAVED * whole and whole >= MIN_SIZE * len(found):
+        fewer = whole - sum(kinds.values())
+        if fewer >= max(MIN_FEWER, MIN_SHARE * whole) and whole >= MIN_SIZE * len(found):
             return found
     return []
 

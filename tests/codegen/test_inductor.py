@@ -10,24 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.async_compile
-import torch.distributed as dist
+from lowering import LAYERS, PRODUCTS, WIDTH, WORLD, Blocks, compiled_parts, ordered
 from ranks import Ranks
 from refusals import smallest
 from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zgraph
 from zgraph.build.planned_step import programs
 from zgraph.codegen.executable import Executable
-from zgraph.codegen.inductor import adopt_strides, compile_inductor, launches
+from zgraph.codegen.inductor import compile_inductor, launches
 from zgraph.codegen.partition import split
 from zgraph.errors import LoweringError
 from zgraph.passes import graph_pass
 from zgraph.passes.analysis.costs import size_of
 from zgraph.passes.analysis.memory import memory_of
-from zgraph.passes.analysis.simulator import bucket_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, Program
@@ -35,30 +33,6 @@ from zgraph.program.program import InputRole, Program
 pytestmark = pytest.mark.inductor
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.addmm.default}
-WIDTH, LAYERS, WORLD = 64, 4, 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Blocks(nn.Module):
-    def __init__(self, layers: int = LAYERS) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean()
 
 
 @graph_pass("start_early", "each gather starts three products earlier; its wait stays", requires=("sharded",))
@@ -92,41 +66,6 @@ def wait_late(program: Program) -> dict[str, int]:
                 after[2].append(node)
                 moved += 1
     return {"moved": moved}
-
-
-@pytest.fixture
-def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code is generated and read, not run: nothing compiles its kernels, which would take most of the time."""
-    monkeypatch.setattr(torch._inductor.async_compile.AsyncCompile, "cpp_pybinding", lambda *_: None)
-
-
-@pytest.fixture
-def group(not_compiled: None) -> Iterator[dict[str, str]]:
-    """A process group that does nothing, for the code of eight ranks."""
-    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    yield {"dp": str(dist.group.WORLD.group_name)}
-    dist.destroy_process_group()
-
-
-def ordered(program: Program) -> list[str]:
-    """Starts, waits and products, in the program's order; of a bucket, which is one collective, its first start."""
-    joined = {m for n in program.graph.nodes if collectives.is_start(n) for m in bucket_of(n)[1:]}
-    return [
-        n.name
-        for n in program.graph.nodes
-        if n not in joined and (collectives.is_start(n) or collectives.is_wait(n) or n.target in PRODUCTS)
-    ]
-
-
-def compiled_parts(
-    model: nn.Module, inputs: tuple[torch.Tensor, ...], group: dict[str, str], *passes: str, zero: int = 3, **plan: Any
-) -> list[Executable]:
-    plan = zgraph.Plan(mesh={"dp": WORLD}, zero=zero, passes=passes, **plan)
-    parts = split(programs(model, plan, inputs, WORLD).program)
-    assert parts.backward is not None
-    forward = compile_inductor(parts.forward, group)
-    adopt_strides(parts.backward, forward)
-    return [forward, compile_inductor(parts.backward, group, is_backward=True)]
 
 
 # -- order --------------------------------------------------------------------------------------------------------

@@ -349,7 +349,11 @@ def needs_of(compiled: Any) -> tuple[dict[str, Any], list[int], list[int]]:
     """What running the code of `compiled` needs: the constants that it reads by name, the positions of inputs that it reads as if aligned in
     memory, and of those that it writes to."""
     constants = getattr(compiled, "constants", None) or {}
-    return dict(constants), list(getattr(compiled, "inputs_to_check", ())), list(getattr(compiled, "mutated_input_idxs", ()))
+    return (
+        dict(constants),
+        list(getattr(compiled, "inputs_to_check", ())),
+        list(getattr(compiled, "mutated_input_idxs", ())),
+    )
 
 
 def rebuild_inductor(
