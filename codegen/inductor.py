@@ -137,10 +137,10 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
     _check_order(source, program, ready)
     at = {node: i for i, node in enumerate(program.graph.nodes)}
     rebuild = functools.partial(_rebuild, function)
-    own = not callable(function) or _FALLBACK_RESULT.search(source) is not None
+    joined = isinstance(function, GeneratedCode)
     made = Executable(
         program,
-        rebuild(source, {}) if own else function,
+        rebuild(source, {}) if joined or _FALLBACK_RESULT.search(source) else function,
         source,
         kernels(source, program),
         library_calls(source),
@@ -148,7 +148,7 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
         tuple((line, at[node]) for line, node in launch_lines(source, program)),
         rebuild,
     )
-    return _Compiled(made, _fits(decided, known), inductor_code.record_of(function))
+    return _Compiled(made, _fits(decided, known), function.record if joined else inductor_code.record_of(function))
 
 
 def _loaded(program: Program, code: Code) -> Executable | None:
@@ -178,8 +178,8 @@ def _generated(ready: Program, held: list[fx.Node], fixed: list[int], how: _How)
     return _of_graph(ready.module, ready, held, fixed, how)
 
 
-def _of_sections(ready: Program, found: list[Section], how: _How) -> tuple[Code, str, list[Any]]:
-    codes: dict[str, Code] = {}
+def _of_sections(ready: Program, found: list[Section], how: _How) -> tuple[GeneratedCode, str, list[Any]]:
+    codes: dict[str, GeneratedCode] = {}
     strides: dict[fx.Node, Any] = {}
     chosen: dict[str, list[Any]] = {}
     for section in found:
@@ -189,7 +189,13 @@ def _of_sections(ready: Program, found: list[Section], how: _How) -> tuple[Code,
             fixed = [i for i, n in enumerate(section.gives) if n in section.fixed]
             held = [there[at[n]] for n in section.takes if n in section.held]
             compiled, source, chosen[section.key] = _of_graph(module, ready, held, fixed, how)
-            codes[section.key] = Code(source, *inductor_code.needs_of(compiled))
+            codes[section.key] = GeneratedCode(
+                source,
+                inductor_code.constants_of(compiled),
+                compiled.inputs_to_check,
+                sorted(compiled.mutated_input_idxs),
+                inductor_code.record_of(compiled),
+            )
         strides.update(zip(section.gives, chosen[section.key], strict=True))
     joined = join(ready, found, codes)
     outputs = [strides.get(n) or tuple(n.meta["val"].stride()) for n in ready.output_values()]

@@ -18,6 +18,7 @@ from torch import fx
 
 from zgraph.codegen.sections import Section
 from zgraph.program.program import Program
+from zgraph.torch_compat.inductor_code import CodeRecord
 
 _NUMBER = re.compile(r"_?\d+$")
 _NODES = re.compile(r"(?<=Source Nodes: \[)[^\]]*(?=\])")
@@ -29,23 +30,25 @@ class UnknownFormError(Exception):
 
 
 @dataclass(frozen=True)
-class Code:
-    """Inductor's source for a graph, with the constants that it reads by name, and the positions of the inputs that it reads as if aligned in
-    memory, and of those that it writes to."""
+class GeneratedCode:
+    """Inductor's source for a graph, with the tensors that it holds, by name, and the positions of the inputs that it reads as if aligned in
+    memory, and of those that it writes to. `record` is None where another process can't run it."""
 
     source: str
     constants: Mapping[str, Any]
-    inputs_to_check: Sequence[int] = ()
-    mutated_input_idxs: Sequence[int] = ()
+    inputs_to_check: Sequence[int]
+    mutated_input_idxs: Sequence[int]
+    record: CodeRecord | None
 
 
-def join(program: Program, found: Sequence[Section], codes: Mapping[str, Code]) -> Code:
+def join(program: Program, found: Sequence[Section], codes: Mapping[str, GeneratedCode]) -> GeneratedCode:
     """The code of `program` (ready for code generation) from that of its sections, by their keys. Raises `UnknownFormError`."""
     top = _Definitions()
     bodies = {key: _body(code.source, top.add(code)) for key, code in codes.items()}
     variables = {node: f"x{i}" for i, node in enumerate(program.placeholders())}
     places = {node: i for i, node in enumerate(variables)}
-    checked, written = set(), set()
+    checked: set[int] = set()
+    written: set[int] = set()
     lines = [f"{_listed(variables.values())} = args", "args.clear()"]
     shifted: set[fx.Node] = set()  # values that may lie anywhere in memory
     for section in found:
@@ -60,7 +63,12 @@ def join(program: Program, found: Sequence[Section], codes: Mapping[str, Code]) 
         lines += _calls(section, body, variables)
     lines.append(f"return {_listed(variables[n] for n in program.output_values())}")
     source = "\n".join([*top.lines(), "", "def call(args):", textwrap.indent("\n".join(lines), "    "), ""])
-    return Code(source, top.constants, sorted(checked), sorted(written))
+    record = None
+    records = [code.record for code in codes.values() if code.record is not None]
+    if len(records) == len(codes):
+        libraries = sorted({path for each in records for path in each.libraries})
+        record = CodeRecord(tuple(sorted(checked)), tuple(sorted(written)), tuple(libraries))
+    return GeneratedCode(source, top.constants, sorted(checked), sorted(written), record)
 
 
 def _calls(section: Section, body: _Body, variables: Mapping[fx.Node, str]) -> Iterator[str]:
@@ -97,7 +105,7 @@ class _Definitions:
         self.kernels: dict[str, str] = {}  # the names by the definitions
         self.constants: dict[str, Any] = {}
 
-    def add(self, code: Code) -> dict[str, str]:
+    def add(self, code: GeneratedCode) -> dict[str, str]:
         """Add those of a section's code; return what its names are called here."""
         renamed: dict[str, str] = {}
         for statement in ast.parse(code.source).body:
@@ -112,7 +120,7 @@ class _Definitions:
                 raise UnknownFormError(f"{text[:80]!r} stands above the function")
         return renamed
 
-    def _define(self, name: str, value: str, code: Code) -> str:
+    def _define(self, name: str, value: str, code: GeneratedCode) -> str:
         if name in code.constants:
             known = f"{name}_{len(self.constants)}"
             self.constants[known] = code.constants[name]

@@ -102,10 +102,10 @@ class Section:
 
 
 def sections(program: Program, held: Set[fx.Node], fixed: Set[fx.Node]) -> list[Section]:
-    """The sections of a program that is ready for code generation (see `lowered`), or none where it is to be compiled whole: no layers, no equal
-    ones, symbolic sizes, moves to or from host memory. `held` are the inputs that outlive it, `fixed` the outputs whose strides are the
-    program's."""
-    if program.sizes or any(transfers_to_host.is_move(n) for n in program.graph.nodes):
+    """The sections of a program that is ready for code generation (see `lowered`), or none where it is to be compiled whole: no layers, few equal
+    ones, symbolic sizes, values on their way to or from host memory, work that ranks divide (`tp`, `cp`). `held` are the inputs that
+    outlive it, `fixed` the outputs whose strides are the program's."""
+    if program.sizes or any(transfers_to_host.is_move(n) or _is_exchange(n) for n in program.graph.nodes):
         return []
     for depth in _DEPTHS:
         try:
@@ -236,6 +236,10 @@ class _Cut:
                 if self.owner[wait] != self.owner[start]:
                     found.update((root_of(a), wait) for a in _operands(start) if root_of(a) not in self.held)
         return found
+
+
+def _is_exchange(node: fx.Node) -> bool:
+    return has_info(node) and info(node).role is Role.EXCHANGE
 
 
 def _operands(start: fx.Node) -> list[fx.Node]:

@@ -20,11 +20,12 @@ from zgraph.build.planned_step import programs
 from zgraph.codegen import inductor, sections
 from zgraph.codegen.executable import Executable, lowered
 from zgraph.codegen.inductor import launches
-from zgraph.codegen.joined import Code, UnknownFormError
+from zgraph.codegen.joined import UnknownFormError
 from zgraph.codegen.partition import split
 from zgraph.codegen.sections import Section
-from zgraph.program import collectives
+from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import is_view
+from zgraph.program.node import Role, info
 from zgraph.program.program import Program
 from zgraph.torch_compat import inductor_code
 
@@ -52,13 +53,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def cut(part: Program, group: dict[str, str]) -> list[Section]:
-    ready = lowered(part, group, reuses=True)
+    """The sections of a part of a step; the groups only name what it communicates in."""
+    ready = lowered(part, group)
     held = {n for p, n in ready.input_items() if p.role not in inductor._LET_GO}
     return sections.sections(ready, held, set(ready.output_values()))
 
 
 def parts_of(model: nn.Module, x: torch.Tensor, **plan: Any) -> list[Program]:
-    parts = split(programs(model, zgraph.Plan(mesh={"dp": WORLD}, **plan), (x,), WORLD).program)
+    parts = split(programs(model, zgraph.Plan(**{"mesh": {"dp": WORLD}, **plan}), (x,), WORLD).program)
     assert parts.backward is not None
     return [parts.forward, parts.backward]
 
@@ -103,6 +105,21 @@ def test_a_model_without_equal_layers_is_compiled_whole(group: dict[str, str], c
     width = WIDTH if isinstance(model, Alike) else 8
     wrapped = nn.Sequential(model, Sum())
     assert not any(cut(part, group) for part in parts_of(wrapped, torch.randn(16, width)))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"mesh": {"dp": 4, "tp": 2}, "tensor_parallel": "auto"}, {"offload": {"activations": "cpu"}, "recompute": "none"}],
+    ids=["exchanges", "moves"],
+)
+def test_what_ranks_divide_or_hosts_store_is_compiled_whole(
+    group: dict[str, str], cuts: None, plan: dict[str, Any]
+) -> None:
+    groups = {**group, "tp": group["dp"]}
+    parts = parts_of(Blocks(DEPTH), torch.randn(16, WIDTH), **plan)
+    nodes = [n for part in parts for n in part.graph.nodes]
+    assert any(info(n).role is Role.EXCHANGE or transfers_to_host.is_move(n) for n in nodes if n.op != "output")
+    assert not any(cut(part, groups) for part in parts)
 
 
 class Sum(nn.Module):
@@ -202,7 +219,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, whole: bool) -> tuple[list[torch.Te
     with monkeypatch.context() as patch:
         patch.setattr(sections, "MIN_FEWER", 10**9 if whole else 1)
         torch.manual_seed(0)
-        model, tokens = Drops(7), torch.randint(0, 40, (3, 11))
+        model, tokens = Drops(8), torch.randint(0, 40, (3, 11))
         zgraph.compile(model, zgraph.Plan(), inputs=(tokens,))
         torch.manual_seed(1)
         losses = []
@@ -220,23 +237,33 @@ def test_numbers_are_those_of_the_whole_program_bit_for_bit(monkeypatch: pytest.
     plain, whole = trained(monkeypatch, whole=True)
     assert [torch.equal(a, b) for a, b in zip(mine, plain, strict=True)] == [True] * len(plain)
     assert not torch.equal(mine[0], mine[1]), "each call draws anew"
+    assert [is_joined(e) for e in cut_up if e.kernels] == [True, True]
+    assert not any(map(is_joined, whole))
     for executable, other in zip(cut_up, whole, strict=True):
-        assert executable.source.startswith("from ctypes") and "x0" in executable.source and "x0" not in other.source
-        assert {k.name for k in executable.library} == {k.name for k in other.library}
+        assert [(k.name, k.calls) for k in executable.library] == [(k.name, k.calls) for k in other.library]
+
+
+def is_joined(executable: Executable) -> bool:
+    """Whether its code is that of sections."""
+    return "\ndef call(args):" in executable.source
 
 
 def gradients_of_blocks(zero: int, layers: int | None) -> list[torch.Tensor]:
     """On a rank: loss and gradients of a model of so many layers; None is plain PyTorch with the same."""
-    sections.MIN_FEWER = 1
     torch.manual_seed(0)
     model, x = Blocks(layers or DEPTH), torch.randn(8, WIDTH)
     if layers is not None:
-        zgraph.compile(model, zgraph.Plan(zero=zero, bucket={"gather": 0, "reduce": 0}), inputs=(x,))
+        least = sections.MIN_FEWER, sections.MIN_SHARE
+        sections.MIN_FEWER, sections.MIN_SHARE = 1, 0.0
+        try:
+            zgraph.compile(model, zgraph.Plan(zero=zero), inputs=(x,))
+        finally:
+            sections.MIN_FEWER, sections.MIN_SHARE = least
     loss = model(x)
     loss.backward()
     if layers is not None:
-        steps = model.zgraph.programs.values()
-        assert all("x0" in e.source for s in steps for e in s.executables() if e.kernels), "nothing was cut"
+        compiled = [e for s in model.zgraph.programs.values() for e in s.executables() if e.kernels]
+        assert is_joined(compiled[0]) and (zero == 3 or is_joined(compiled[1])), "nothing was cut"
     grads = [p.grad for p in model.parameters()]
     return [loss.detach(), *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads)]
 
@@ -258,7 +285,7 @@ def test_gradients_on_ranks_are_those_of_plain_pytorch(two: Ranks, zero: int) ->
 def test_code_of_an_unknown_form_is_compiled_whole(
     group: dict[str, str], cuts: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refused(*_: Any) -> Code:
+    def refused(*_: Any) -> None:
         raise UnknownFormError("a While is in it")
 
     monkeypatch.setattr(inductor, "join", refused)

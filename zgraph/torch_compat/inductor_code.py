@@ -345,17 +345,6 @@ def _is_light(node: fx.Node) -> bool:
     return views or torch.Tag.pointwise in node.target.tags
 
 
-def needs_of(compiled: Any) -> tuple[dict[str, Any], list[int], list[int]]:
-    """What running the code of `compiled` needs: the constants that it reads by name, the positions of inputs that it reads as if aligned in
-    memory, and of those that it writes to."""
-    constants = getattr(compiled, "constants", None) or {}
-    return (
-        dict(constants),
-        list(getattr(compiled, "inputs_to_check", ())),
-        list(getattr(compiled, "mutated_input_idxs", ())),
-    )
-
-
 def rebuild_inductor(
     compiled: Any, library: Callable[[Any], Any], source: str, names: dict[str, Any]
 ) -> Callable[[list[Any]], Sequence[Any]]:
@@ -403,6 +392,11 @@ def record_of(compiled: Any) -> CodeRecord | None:
         tuple(int(at) for at in compiled.mutated_input_idxs),
         tuple(sorted(set(paths))),
     )
+
+
+def constants_of(compiled: Any) -> dict[str, torch.Tensor]:
+    """The tensors that the code of `compiled` holds, by their names in it."""
+    return dict(getattr(compiled, "constants", None) or {})
 
 
 def inductor_folder() -> str:
