@@ -155,8 +155,7 @@ def _loaded(program: Program, code: Code) -> Executable | None:
     """What runs code that was compiled of a program like this one before; None, with a warning, where it can't be loaded here."""
     rebuild = functools.partial(_rebuild, code.record)
     try:
-        with inductor_code.libraries_are_there():
-            function = rebuild(code.source, {})
+        function = rebuild(code.source, {})
     except Exception as error:  # (a missing library of the system, a folder that nothing may be run from)
         logger.warning("the kept code of %s can't be loaded, and is compiled anew: %s", program.name, error)
         return None

@@ -63,8 +63,11 @@ def test_code_is_taken_with_its_libraries_whatever_lies_in_inductors_folder(cach
     folder = Path(inductor_code.inductor_folder())
     kept = {p: p.read_bytes() for p in cache.glob("*/*-library" + SUFFIX)}
     assert kept
+    there = sorted(folder.glob("*/*.so"))
     warm = gradients("inductor")
-    assert len(compiled) == count
+    assert (
+        len(compiled) == count and sorted(folder.glob("*/*.so")) == there
+    )  # (no kernel was compiled, by another name)
     library = folder / _libraries(cache)[0]
     before = library.read_bytes()
     library.unlink()  # (a new file: this process has loaded the old one)
@@ -104,5 +107,10 @@ def test_a_model_in_training_looks_at_no_graph_of_a_kept_step(cache):
 
     cold, warm = steps(), steps()
     assert all(torch.equal(a, b) for a, b in zip(cold.parameters(), warm.parameters(), strict=True))
+    codes = [f for f in Store(cache).entries() if f.kind == "code"]
+    assert {f.words["program"] for f in codes} == {
+        "train0",
+        "update0",
+    }  # (the first process keeps the update's as well)
     (step,) = warm.zgraph.programs.values()
     assert not step.captured.is_made and not any(e.program.is_made for e in step.executables())

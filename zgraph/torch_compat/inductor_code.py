@@ -406,15 +406,6 @@ def inductor_folder() -> str:
     return cache_dir()
 
 
-@contextlib.contextmanager
-def libraries_are_there() -> Iterator[None]:
-    """Inductor precompiles no headers for kernels whose libraries are there already (else it does, before it looks for them)."""
-    import torch._inductor.config as inductor_config
-
-    with inductor_config.patch({"cpp_cache_precompile_headers": False}):
-        yield
-
-
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Put a text among what TORCH_TRACE collects, for tlparse; without TORCH_TRACE nothing is made."""
     torch._logging.trace_structured(  # type: ignore[attr-defined]

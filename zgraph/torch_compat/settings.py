@@ -56,6 +56,7 @@ def refuse_own_tables() -> None:
 
 
 def _is_known(function: Any) -> bool:
+    """Whether a function is torch's, or zgraph's (whose source is in each key)."""
     while (inner := getattr(function, "func", None) or getattr(function, "__wrapped__", None)) is not None:
         function = inner
     return str(getattr(function, "__module__", None)).partition(".")[0] in ("torch", "functools", "zgraph")
