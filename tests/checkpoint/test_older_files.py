@@ -5,6 +5,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from data.write import PLAN, model, train
@@ -31,7 +32,10 @@ def goes_on(folder):
 
 def test_training_goes_on_from_an_older_checkpoint(folder, two):
     found = two.run(goes_on, str(folder))
-    assert [list(pair) for pair in found] == json.loads((folder / "means.json").read_text())
+    for (loaded, trained), (kept, written) in zip(found, json.loads((folder / "means.json").read_text()), strict=True):
+        assert loaded == kept
+        # Another processor may have written the file: its products round differently.
+        torch.testing.assert_close(torch.tensor(trained), torch.tensor(written))
 
 
 def test_an_older_plan_file_is_the_same_plan(folder):
