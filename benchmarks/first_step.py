@@ -133,7 +133,7 @@ def measure(name: str, way: str) -> dict[str, float]:
         parts.timed(inductor_code, "compile_with_inductor", "lowering")
     begin, wall, outside = cpu(), time.perf_counter(), compilers()
     if way == "zgraph":
-        plan = zgraph.Plan(optimizer=zgraph.optimizers.AdamW(lr=1e-4))
+        plan = zgraph.Plan(optimizer=zgraph.AdamW(lr=1e-4))
         zgraph.compile(model, plan).train_step(**inputs)
     else:
         if way == "torch.compile":
