@@ -189,6 +189,23 @@ def test_what_is_done_to_whole_weights_is_refused_or_kept(two: Ranks):
     assert "changed on another rank" in second[3]
 
 
+def test_in_one_process_what_is_written_to_is_the_model_and_the_next_step_knows():
+    plain, rows = Odd(), torch.ones(2, 7)
+    made = zgraph.compile(copy.deepcopy(plain), plan_of({}))
+    torch.testing.assert_close(made(rows), plain(rows), rtol=0, atol=0)
+    with (
+        pytest.raises(
+            ModelError, match=r"scale was written to, where it is the model's own memory, inside full_weights"
+        ),
+        torch.no_grad(),
+        zgraph.full_weights(made),
+    ):
+        made.scale.add_(1.0)
+    with torch.no_grad():
+        plain.scale.add_(1.0)
+    torch.testing.assert_close(made(rows), plain(rows), rtol=0, atol=0)
+
+
 def limits() -> list[str]:
     made = zgraph.compile(Odd(), plan_of({"zero": 3}))
     said = []

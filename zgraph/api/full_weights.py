@@ -41,8 +41,8 @@ def full_weights(
     With `by_block` the blocks of the model (members of its `nn.ModuleList`s) are gathered when each is called, and let go when it returns: only
     one is there at a time beside what lies outside of blocks. All ranks must then call the same blocks in the same order.
 
-    Weights that were written to inside raise `ModelError` on all ranks when the block ends, and are as they were; with `write` each rank takes
-    its part of its own whole weights instead. Gradients are refused. All ranks must enter it; it may be entered again inside. Inside,
+    Weights that were written to inside raise `ModelError` on all ranks when the block ends, and are as they were, but those that a rank holds
+    whole (in one process, all of them): these are the model's own memory. With `write` each rank takes its part of its own whole weights instead. Gradients are refused. All ranks must enter it; it may be entered again inside. Inside,
     steps and checkpoints of the model raise `StepError`. Raises `UnsupportedError` for a model in stages.
     """
     handle = handle_of(model)
@@ -147,7 +147,10 @@ class _Places:
             elif fresh.grad is not None:
                 self._wrong.append((name, "given a gradient"))
             elif changed and not self.write:
-                self._wrong.append((name, "written to"))
+                shared = fresh.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+                self._wrong.append(
+                    (name, "written to, where it is the model's own memory," if shared else "written to")
+                )
             elif changed:
                 own.copy_(mine)
         self.restore(names)
@@ -155,17 +158,17 @@ class _Places:
     def settle(self) -> None:
         """Raise `ModelError` on every rank if something was done to wholes on any that can't stay."""
         worst = self.runtime.everyone.most("what was done to whole weights", len(self._wrong))
+        if worst or self.write:
+            self.runtime.weights_changed(list(self._params))  # (all, so that ranks do alike)
         if worst:
             name, done = self._wrong[0] if self._wrong else ("a weight", "changed on another rank")
             raise ModelError(
                 f"{name} was {done} inside full_weights",
-                why="ranks hold parts of it, which are as they were",
+                why="what a rank holds a part of is as it was, what it holds whole as it was written",
                 hint="a backward belongs outside, and torch.no_grad() around calls inside"
                 if done == "given a gradient"
                 else "write to weights in place, in full_weights(model, write=True)",
             )
-        if self.write:
-            self.runtime.weights_changed(list(self._params))  # (all, so that ranks do alike)
 
     def restore(self, names: Collection[str] | None = None) -> None:
         """Put parameters back in their places, whatever was done to their wholes."""
