@@ -42,8 +42,9 @@ def full_weights(
     one is there at a time beside what lies outside of blocks. All ranks must then call the same blocks in the same order.
 
     Weights that were written to inside raise `ModelError` on all ranks when the block ends, and are as they were, but those that a rank holds
-    whole (in one process, all of them): these are the model's own memory. With `write` each rank takes its part of its own whole weights instead. Gradients are refused. All ranks must enter it; it may be entered again inside. Inside,
-    steps and checkpoints of the model raise `StepError`. Raises `UnsupportedError` for a model in stages.
+    whole (in one process, all of them): these are the model's own memory. With `write` each rank takes its part of its own whole weights instead.
+    Gradients are refused. All ranks must enter it; it may be entered again inside. Inside, steps and checkpoints of the model raise `StepError`.
+    Raises `UnsupportedError` for a model in stages.
     """
     handle = handle_of(model)
     if handle.whole is not None:
