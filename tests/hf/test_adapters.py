@@ -10,7 +10,7 @@ import torch
 from ranks import Ranks
 from safetensors.torch import load_file
 from sweeps import sweep
-from trainers import as_launched, trained, trainer_of
+from trainers import ONE, as_launched, trained, trainer_of
 
 import zgraph
 from zgraph.errors import ModelError
@@ -36,7 +36,7 @@ def run(folder: str, plan: dict[str, Any] | None, options: dict[str, Any]) -> An
     quick=1,
 )
 def test_adapters_train_as_over_ddp(two: Ranks, tmp_path: Path, adapter: str, zero: int, options: dict[str, Any]):
-    options = {"adapter": adapter, **options}
+    options = {"adapter": adapter, "lengths": ONE, **options}
     plain = two.run(run, str(tmp_path / "plain"), None, options)
     mine = two.run(run, str(tmp_path / "mine"), {"zero": zero}, options)
     for one, other in zip(mine, plain, strict=True):

@@ -10,7 +10,7 @@ import torch
 from ranks import Ranks
 from safetensors.torch import load_file
 from sweeps import sweep
-from trainers import trained
+from trainers import ONE, trained
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -62,7 +62,7 @@ def test_a_run_on_two_ranks_is_that_of_ddp(two: Ranks, tmp_path, kind, plan, opt
 def test_a_run_goes_on_on_other_ranks(two: Ranks, tmp_path):
     """From two ranks to one to two, with the same rows in all; as plain training without a break."""
     plan, folder = {"zero": 3}, str(tmp_path / "mine")
-    usual = {"lr_scheduler_type": "constant", "eval_strategy": "no"}
+    usual = {"lr_scheduler_type": "constant", "eval_strategy": "no", "lengths": ONE}
     one, each = {**usual, "per_device_train_batch_size": 4}, usual
     expected = [e["loss"] for e in run("gpt2", str(tmp_path / "plain"), None, None, {"steps": 9, **one})]
     found = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import Ranks
 from sweeps import sweep
-from trainers import EAGER, as_launched, history, trainer_of
+from trainers import EAGER, ONE, as_launched, history, trainer_of
 
 import zgraph
 from zgraph.errors import PlanError
@@ -24,7 +24,7 @@ def run(folder: str, plan: dict[str, Any] | None, optim: str, resume: str | None
     """What was logged of a run whose first scale overflows, and the scale after it. (On the CPU accelerate makes no GradScaler: it is given one.)"""
     with as_launched():
         options = {"fp16": True, "eval_strategy": "no", "save_steps": 4, "lr_scheduler_type": "linear", "optim": optim}
-        trainer = trainer_of("gpt2", folder, steps, **options)
+        trainer = trainer_of("gpt2", folder, steps, lengths=ONE, **options)
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
         trainer.accelerator.native_amp = True
         if plan is not None:
