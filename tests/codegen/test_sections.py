@@ -29,7 +29,7 @@ from zgraph.program.node import Role, info
 from zgraph.program.program import Program
 from zgraph.torch_compat import inductor_code
 
-DEPTH = 8
+DEPTH = 5  # of which three are alike
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_what_inductor_is_given_does_not_grow_with_the_depth(
     group: dict[str, str], cuts: None, graphs: list[int]
 ) -> None:
     found = []
-    for layers in (8, 12):
+    for layers in (DEPTH, DEPTH + 1):
         graphs.clear()
         forward = parts_of(Blocks(layers), torch.randn(16, WIDTH))[0]
         inductor.compile_inductor(forward, group)
@@ -219,7 +219,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, whole: bool) -> tuple[list[torch.Te
     with monkeypatch.context() as patch:
         patch.setattr(sections, "MIN_FEWER", 10**9 if whole else 1)
         torch.manual_seed(0)
-        model, tokens = Drops(8), torch.randint(0, 40, (3, 11))
+        model, tokens = Drops(DEPTH), torch.randint(0, 40, (3, 11))
         zgraph.compile(model, zgraph.Plan(), inputs=(tokens,))
         torch.manual_seed(1)
         losses = []
@@ -290,6 +290,6 @@ def test_code_of_an_unknown_form_is_compiled_whole(
 
     monkeypatch.setattr(inductor, "join", refused)
     with caplog.at_level(logging.WARNING, "zgraph"):
-        compiled = compiled_parts(Blocks(DEPTH), (torch.randn(16, WIDTH),), group)
-    assert [n.name for n in launches(compiled[0].source, compiled[0].program)] == ordered(compiled[0].program)
+        compiled = inductor.compile_inductor(parts_of(Blocks(DEPTH), torch.randn(16, WIDTH))[0], group)
+    assert [n.name for n in launches(compiled.source, compiled.program)] == ordered(compiled.program)
     assert "compiles it whole" in caplog.text and "a While is in it" in caplog.text

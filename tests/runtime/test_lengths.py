@@ -52,6 +52,19 @@ class Tagger(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Placed(nn.Module):
+    """The least that bounds a length: a table of positions, and two layers whose values between them may be computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.out = nn.Embedding(31, 4), nn.Linear(4, 32), nn.Linear(32, 31)
+        self.register_buffer("places", torch.randn(48, 4))
+
+    def forward(self, ids, labels):
+        hidden = nn.functional.gelu(self.up(self.embed(ids) + self.places[: ids.shape[1]]))
+        return nn.functional.cross_entropy(self.out(hidden).flatten(0, 1), labels.flatten())
+
+
 def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(100 * rows + length)
     ids = torch.randint(1, 31, (rows, length), generator=draw)
@@ -91,21 +104,27 @@ def test_the_second_length_makes_a_program_for_all(caplog):
 
 
 def test_a_single_row_is_a_program_of_its_own():
-    mine, plain = pair()
+    mine, plain = pair(Placed)
     for rows, length in ((3, 12), (3, 7), (1, 9), (1, 20), (4, 4)):
         assert difference(mine, plain, batch(rows, length)) == 0.0
     assert len(mine.zgraph.programs) == 3
 
 
 def test_static_shapes_make_a_program_for_each():
-    mine, plain = pair(shapes="static")
+    mine, plain = pair(Placed, shapes="static")
     for length in (12, 7, 9):
         assert difference(mine, plain, batch(3, length)) == 0.0
     assert len(mine.zgraph.programs) == 3
 
 
-def test_dynamic_shapes_are_symbols_from_the_first_call_on():
-    mine, plain = pair(shapes="dynamic")
+@pytest.fixture(scope="module")
+def dynamic() -> tuple[nn.Module, nn.Module]:
+    """A model of symbols alone, and the plain one."""
+    return pair(shapes="dynamic")
+
+
+def test_dynamic_shapes_are_symbols_from_the_first_call_on(dynamic):
+    mine, plain = dynamic
     for rows, length in ((3, 12), (2, 7)):
         assert difference(mine, plain, batch(rows, length)) == 0.0
     assert len(mine.zgraph.programs) == 1
@@ -114,10 +133,15 @@ def test_dynamic_shapes_are_symbols_from_the_first_call_on():
 DECLARED = {"ids": {0: "rows", 1: zgraph.Size("length", max=40, typical=16)}, "labels": {0: "rows", 1: "length"}}
 
 
-def test_declared_sizes_are_symbols_from_the_first_call_on():
+@pytest.fixture(scope="module")
+def declared_pair() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = Tagger()
-    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"), dynamic=DECLARED)
+    return zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"), dynamic=DECLARED), plain
+
+
+def test_declared_sizes_are_symbols_from_the_first_call_on(declared_pair):
+    mine, plain = declared_pair
     assert mine.zgraph.plan.dynamic["ids"]["1"].max == 40
     for rows, length in ((3, 12), (2, 40)):
         assert difference(mine, plain, batch(rows, length)) == 0.0
@@ -128,9 +152,9 @@ def test_declared_sizes_are_symbols_from_the_first_call_on():
 
 
 @pytest.fixture(scope="module")
-def declared() -> nn.Module:
+def declared(declared_pair: tuple[nn.Module, nn.Module]) -> nn.Module:
     """A model that was called, for tests that change nothing of it."""
-    mine, _ = pair(dynamic=DECLARED)
+    mine, _ = declared_pair
     mine(**batch(3, 12))
     return mine
 
@@ -171,7 +195,7 @@ def test_the_text_of_a_program_with_sizes(declared):
 
 
 def test_a_pass_that_asks_about_a_size_is_refused():
-    mine, _ = pair(dynamic=DECLARED)
+    mine, _ = pair(Placed, dynamic=DECLARED)
     mine(**batch(3, 12))
     (step,) = mine.zgraph.programs.values()
     program = step.captured.snapshot()
@@ -199,21 +223,20 @@ def test_calls_that_are_not_as_declared_are_refused(declared, call, said):
 
 
 def test_a_range_that_the_model_contradicts_is_refused():
-    mine, _ = pair(dynamic={"ids": {1: zgraph.Size("length", max=64)}, "labels": {1: "length"}})
+    mine, _ = pair(Placed, dynamic={"ids": {1: zgraph.Size("length", max=64)}, "labels": {1: "length"}})
     with pytest.raises(SizeError, match="declared to be 2 to 64") as found:
         mine(**batch(3, 12))
     assert "test_lengths.py" in found.value.where and "2 to 48" in found.value.why
 
 
-def test_a_length_beyond_what_the_model_takes_is_refused_with_the_line_that_bounds_it():
-    mine, plain = pair()
-    for length in (12, 7):
-        mine(**batch(3, length))
+def test_a_length_beyond_what_the_model_takes_is_refused_with_the_line_that_bounds_it(dynamic):
+    mine, plain = dynamic
+    mine(**batch(3, 12))
     with pytest.raises(SignatureError, match="does not take a call of these sizes") as found:
         mine(**batch(3, 60))
     assert "test_lengths.py" in found.value.where and "seq is 2 to 48" in found.value.why
     assert difference(mine, plain, batch(2, 9)) == 0.0
-    assert len(mine.zgraph.programs) == 2
+    assert len(mine.zgraph.programs) == 1
 
 
 def test_dynamic_with_what_divides_sizes_is_refused():
@@ -380,7 +403,7 @@ def lengths(name: str, backend: str, count: int, tolerance: float, layers: int =
 
 @sweep("name", ["llama", "bert", "gpt2", "t5", "vit"], quick={0})
 def test_models_of_transformers_at_random_lengths(name):
-    lengths(name, "eager", 8, 1e-6, layers=1)
+    lengths(name, "eager", 5, 1e-6, layers=1)
 
 
 @pytest.mark.inductor
@@ -478,8 +501,8 @@ class Hidden(nn.Module):
 
 @sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
 def test_gradients_of_outputs_may_lie_in_any_way(backend):
-    mine, plain = pair(Hidden, backend=backend, shapes="dynamic" if backend == "inductor" else "auto")
-    for length in (4, 7, 9, 12):
+    mine, plain = pair(Hidden, backend=backend, shapes="dynamic")
+    for length in (4, 7, 12):
         x = torch.randn(3, length, 6)
         for model in (mine, plain):
             model.zero_grad()
@@ -488,7 +511,7 @@ def test_gradients_of_outputs_may_lie_in_any_way(backend):
             model(x).sum().backward()  # (its gradient is one number, expanded)
         for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
-    assert len(mine.zgraph.programs) <= 4  # (the first pattern's, and the other's)
+    assert len(mine.zgraph.programs) <= 3  # (the first pattern's, and the other's)
 
 
 class Long(nn.Module):
@@ -504,7 +527,7 @@ class Long(nn.Module):
 def test_inductor_compiles_once_more_where_its_answers_would_be_others(caplog):
     mine, plain = pair(Long, backend="inductor")
     with caplog.at_level(logging.INFO, "zgraph"):
-        for length in (4, 6, 3000, 9000, 5, 20_000):
+        for length in (4, 6, 9000, 5):
             assert difference(mine, plain, {"x": torch.randn(2, length, 8)}) < 1e-5
     assert len(mine.zgraph.programs) == 2
     again = [r for r in caplog.records if "compiled once more" in r.getMessage()]
@@ -678,7 +701,7 @@ def test_numbers_of_the_model_and_inside_of_arguments_are_given_too():
 
 def test_a_number_that_decides_is_a_constant_where_sizes_differ_too():
     mine, plain = pair(Anneals)
-    for step in range(6):
+    for step in range(1, 5):
         for model in (mine, plain):
             model.step = step
         assert difference(mine, plain, {"x": torch.randn(3 + step % 3, 4), "options": {"shift": 0.5}}) == 0.0
@@ -701,15 +724,15 @@ def test_a_python_number_that_is_a_size_is_a_constant():
 
 
 def test_programs_that_were_not_called_for_longest_go():
-    mine, plain = pair(Square, shapes="static", max_programs=3)
+    mine, plain = pair(Square, shapes="static", max_programs=2)
     kept: list[weakref.ref[object]] = []
-    for length in (4, 5, 6, 4, 7, 8, 4, 5):
+    for length in (4, 5, 4, 6, 4, 5):
         assert difference(mine, plain, {"x": torch.randn(3, length)}) < 1e-6
         kept += [weakref.ref(step) for step in mine.zgraph.programs.values() if step not in [ref() for ref in kept]]
-        assert len(mine.zgraph.programs) <= 3
-    assert list(mine.zgraph.programs) == ["train0", "train4", "train5"]
+        assert len(mine.zgraph.programs) <= 2
+    assert list(mine.zgraph.programs) == ["train0", "train3"]
     gc.collect()
-    assert sum(ref() is not None for ref in kept) == 3 and len(kept) == 6
+    assert sum(ref() is not None for ref in kept) == 2 and len(kept) == 4
 
 
 def test_what_programs_took_goes_with_them():
@@ -721,7 +744,7 @@ def test_what_programs_took_goes_with_them():
         gc.collect()
         return Counter(type(x).__name__ for x in gc.get_objects())
 
-    first, second = held(range(4, 8)), held(range(10, 16))
+    first, second = held(range(4, 7)), held(range(10, 14))
     for kind in ("Node", "GraphModule", "StepProgram", "_DispatchCacheKey", "Guards"):
         assert second[kind] <= 1.1 * first[kind] + 5, kind  # (each program has tens of nodes)
 
@@ -732,14 +755,14 @@ BOUNDED = {"ids": {0: zgraph.Size("rows", max=8, typical=4), 1: "length"}, "labe
 
 def _least(**fields: object) -> int:
     torch.manual_seed(0)
-    mine, _ = pair(memory_budget=1, dynamic=BOUNDED, **fields)
+    mine, _ = pair(Placed, memory_budget=1, dynamic=BOUNDED, **fields)
     return refusals.smallest(lambda: mine(**batch(3, 12)))
 
 
 def test_a_budget_is_for_the_largest_sizes():
     least = _least()
-    assert least == refusals.smallest(lambda: pair(memory_budget=1, shapes="static")[0](**batch(8, 48)))
-    mine, plain = pair(memory_budget=least, dynamic=BOUNDED)
+    assert least == refusals.smallest(lambda: pair(Placed, memory_budget=1, shapes="static")[0](**batch(8, 48)))
+    mine, plain = pair(Placed, memory_budget=least, dynamic=BOUNDED)
     for rows, length in ((3, 12), (8, 48), (2, 5)):
         assert difference(mine, plain, batch(rows, length)) == 0.0
     (step,) = mine.zgraph.programs.values()
@@ -758,14 +781,14 @@ def test_a_budget_is_for_the_largest_sizes():
 
 
 def test_a_budget_and_a_size_without_a_maximum():
-    mine, _ = pair(memory_budget="1GiB", dynamic={"ids": {0: "rows"}, "labels": {0: "rows"}})
+    mine, _ = pair(Placed, memory_budget="1GiB", dynamic={"ids": {0: "rows"}, "labels": {0: "rows"}})
     with pytest.raises(SizeError, match="size 'rows' has no maximum, and memory_budget is set") as found:
         mine(**batch(3, 12))
     assert 'zgraph.Size("rows", max=…)' in found.value.hint
 
 
 def test_what_was_learned_without_a_maximum_is_a_number_beside_a_budget(caplog):
-    mine, plain = pair(memory_budget="1GiB")
+    mine, plain = pair(Placed, memory_budget="1GiB")
     with caplog.at_level(logging.WARNING, "zgraph"):
         for rows, length in ((3, 12), (3, 7), (3, 30), (2, 5)):
             assert difference(mine, plain, batch(rows, length)) == 0.0
