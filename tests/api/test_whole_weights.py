@@ -366,5 +366,6 @@ def divided() -> bool:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_what_is_divided_twice_is_whole(four: Ranks):
     assert four.run(divided) == [True] * 4

@@ -7,6 +7,7 @@ import logging
 import models
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -71,7 +72,7 @@ def joints(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@sweep("name", ["gpt2", "t5"], quick={0})
 def test_a_kept_step_gives_the_same_numbers_bit_for_bit_and_nothing_is_traced(name, cache, joints):
     def build():
         torch.manual_seed(0)

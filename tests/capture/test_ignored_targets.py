@@ -63,6 +63,7 @@ def test_a_models_own_ignore_index_is_what_does_not_count(kind):
     torch.testing.assert_close(gradients(LOSSES[kind], by_token()), expected(LOSSES[kind]))
 
 
+@pytest.mark.slow
 def test_inductor_counts_alike():
     torch.testing.assert_close(gradients(LOSSES["module"], by_token("inductor")), expected(LOSSES["module"]))
 

@@ -187,6 +187,7 @@ def test_one_process_reads_the_parameter_as_it_is_now(kind, plan):
     trained(kind, 3, plan=plan)
 
 
+@pytest.mark.slow
 def test_inductor_reads_the_parameter_as_it_is_now():
     trained(Views, 3, "inductor", plan=True)
 

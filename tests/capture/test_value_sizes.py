@@ -119,6 +119,7 @@ def test_what_a_mask_selects_is_as_in_plain_pytorch(name):
 
 @pytest.mark.inductor
 @sweep("name", ["ignored", "written"], quick=1)
+@pytest.mark.slow
 def test_what_a_mask_selects_is_so_on_inductor(name):
     check(name, "inductor")
 

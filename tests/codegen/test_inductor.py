@@ -334,7 +334,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@sweep("kind", KINDS, quick=2)
+@sweep("kind", KINDS, quick=1)
 def test_gradients_are_those_of_plain_pytorch(kind: str) -> None:
     model, x = example(kind)
     expected = model(x)

@@ -104,12 +104,13 @@ def test_a_model_trains_as_with_torchs_products(product: Any, monkeypatch: pytes
     monkeypatch.setattr(cpu_gemm, "onednn", lambda: counted)
     torch.manual_seed(0)
     plain, inputs = Wide(), (torch.randn(64, 256), torch.randn(64, 256))
-    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(mesh={"dp": 1}, zero=0, optimizer=zgraph.SGD(lr=0.1)))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(mesh={"dp": 1}, zero=0))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (mine, plain)]
     for _ in range(3):
-        loss = plain(*inputs)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(mine.train_step(*inputs), loss.detach())
+        losses = [model(*inputs) for model in (mine, plain)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(*losses)
     assert len(calls) == 3 * 5

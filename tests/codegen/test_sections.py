@@ -277,6 +277,7 @@ def compare_with_plain(zero: int) -> float:
 @pytest.mark.gloo
 @pytest.mark.inductor
 @sweep("zero", [1, 3], quick=1)
+@pytest.mark.slow
 def test_gradients_on_ranks_are_those_of_plain_pytorch(two: Ranks, zero: int) -> None:
     assert max(two.run(compare_with_plain, zero)) <= 1e-5
 

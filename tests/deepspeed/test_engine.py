@@ -271,6 +271,7 @@ def test_an_optimizer_that_has_stepped_is_refused():
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_a_loop_runs_compiled_and_by_another_backend():
     engine, *_ = initialized(config=changed(zgraph={}))
     other, *_ = initialized()

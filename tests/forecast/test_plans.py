@@ -127,6 +127,7 @@ def test_a_budget_that_is_no_size_is_usage(here, budget):
     assert done.exit_code == 2 and "no size" in done.stderr
 
 
+@pytest.mark.slow
 def test_each_plan_has_its_own_limit_in_whatever_order_they_are_given(here):
     PLAN.save(here / "free.toml")
     PLAN.model_copy(update={"memory_budget": 1000}).save(here / "tight.toml")

@@ -6,6 +6,7 @@ import re
 
 import models
 import pytest
+from sweeps import sweep
 from torch import nn
 from typer.testing import CliRunner
 
@@ -44,13 +45,14 @@ def test_a_parameter_is_explained_from_its_shard_to_its_update(found):
     assert "why: zero = 3" in said
 
 
-@pytest.mark.parametrize(
+@sweep(
     "changes, world, reason",
     [
         ({"zero": 0}, 4, "zero = 0"),
         ({"param_persistence_threshold": 10**9}, 4, "fewer than param_persistence_threshold = 1000000000"),
         ({}, 1, "the mesh has no dimension 'dp' of more than one rank"),
     ],
+    quick={1},
 )
 def test_why_a_parameter_is_whole(changes, world, reason):
     assert reason in text(inspected(PLAN.model_copy(update=changes), world), WEIGHT)

@@ -116,7 +116,7 @@ def test_training_is_bit_for_bit_that_in_memory(optimizer, more, tmp_path):
 
 
 @pytest.mark.inductor
-@sweep("name", ["transformer_encoder", "channels_last", "even_mlp", "one layer"], quick=1)
+@sweep("name", ["transformer_encoder", "channels_last", "even_mlp", "one layer"], quick={2})
 def test_also_compiled_by_inductor(name, tmp_path):
     case = lambda: models.stack(1) if name == "one layer" else models.build(name)  # noqa: E731
     fields = {"backend": "inductor"} | ({"optimizer": zgraph.SGD(lr=1e-2, momentum=0.9)} if name == "one layer" else {})

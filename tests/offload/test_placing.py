@@ -190,6 +190,7 @@ def test_recompile_and_copies_keep_what_was_decided(tmp_path):
     assert share[0] > 0 and model.zgraph.runtime.shares == twin.zgraph.runtime.shares == share
 
 
+@pytest.mark.slow
 def test_recompiled_for_a_smaller_budget_more_goes(tmp_path):
     weights = sum(p.nbytes for p in deep().parameters())
     roomy = zgraph.Plan(**ONE, memory_budget=int(20 * weights), offload=auto(tmp_path))

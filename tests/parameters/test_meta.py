@@ -228,6 +228,7 @@ print(json.dumps(dict(largest=largest, total=total, held=held, stored=stored, pe
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads the peak from Linux's /proc")
+@pytest.mark.slow
 def test_no_rank_ever_holds_more_than_its_shards_and_one_parameter(tmp_path):
     """403 M parameters at world 8: an eighth of the bytes is held, and while compiling the process grows by
     no more than that, the largest parameter whole (268 MB), and a tenth."""

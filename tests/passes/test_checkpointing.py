@@ -223,6 +223,7 @@ SEARCHED = {
 
 
 @sweep("name, count", [(name, count) for count in (14, 5) for name in SEARCHED], quick=1)
+@pytest.mark.slow
 def test_of_a_dozen_budgets_each_is_kept_and_none_is_slower_than_a_smaller_one(name, count):
     case = SEARCHED[name]()
     most = sum(simulate(programs(case.model, zgraph.Plan(**ONE), case.inputs, 1, COSTS).program, COSTS).peak.values())
@@ -374,6 +375,7 @@ def test_layers_are_found_without_their_names(depth):
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_compiled_by_inductor_within_a_budget():
     fields = {**ONE, "backend": "inductor"}
     least = smallest(layers([128] * 2), costs=None, backend="inductor")

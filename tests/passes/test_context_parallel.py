@@ -113,6 +113,7 @@ def test_models_of_transformers_too(name, ranks, attention):
 
 
 @sweep("name", ["bert", "t5", "vit"], quick=1)
+@pytest.mark.slow
 def test_in_float64_they_are_the_same_within_a_strict_bound(name):
     model, batch = transformers_model(name)
     batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
@@ -208,6 +209,7 @@ def tensor_of(node, at: int) -> torch.Tensor:
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 @sweep("attention", ["heads", "ring"], quick=1)
+@pytest.mark.slow
 def test_the_peak_of_a_long_sequence_falls_as_the_ranks_grow(attention):
     """Within a tenth of 1 / ranks; what is left is that weights are whole."""
     peaks = {}

@@ -70,6 +70,7 @@ def test_a_divided_model_of_transformers_is_the_model(name, backend):
 
 
 @sweep("name", ["bert", "t5", "vit"], quick=1)
+@pytest.mark.slow
 def test_a_divided_model_of_transformers_is_the_model_in_float64(name):
     pytest.importorskip("transformers")
     model, batch = of_transformers(name)

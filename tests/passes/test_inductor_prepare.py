@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from sweeps import sweep
 from torch import nn
@@ -132,7 +131,7 @@ def test_what_torch_replaces_by_a_value_of_another_dtype_is_cast(monkeypatch):
     assert casts and all(n.meta["val"].dtype is torch.bfloat16 for n in casts)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@sweep("dynamic", [False, True], quick={0})
 def test_products_are_padded_by_their_sizes(monkeypatch, dynamic):
     """(On CUDA; pretended of this machine.) The products of the head are, those of the first layer are not, and none with sizes that are symbols."""
     from torch._inductor.fx_passes import pad_mm

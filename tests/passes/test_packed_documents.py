@@ -253,7 +253,7 @@ def test_64_documents_in_4_rows_are_those_of_64_runs(backend, length):
 def test_lengths_differ_in_one_program():
     plain = llama()
     mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"))
-    for lengths in ([[5, 7], [4, 8]], [[9, 3, 20], [1, 1, 30]], [[2, 4], [6], [1, 5]]):
+    for lengths in ([[5, 7], [4, 8]], [[9, 3, 20], [1, 1, 30], [2, 4]]):
         batch = packed(lengths)
         for model in (mine, plain):
             model.zero_grad()
@@ -314,6 +314,6 @@ def on_ranks(mesh: dict[str, int]) -> float:
 
 
 @pytest.mark.gloo
-@sweep("mesh", [{"dp": 2}, {"tp": 2}], quick=1, ids=str)
+@sweep("mesh", [{"dp": 2}, {"tp": 2}], quick={0}, ids=str)
 def test_on_ranks(two, mesh):
     assert max(two.run(on_ranks, mesh)) < 3e-6

@@ -100,6 +100,7 @@ def test_values_kept_in_parts_are_those_kept_whole(name, mesh, zero):
 
 
 @pytest.mark.parametrize("name", ["encoder", "convolutions"])
+@pytest.mark.slow
 def test_so_they_are_of_other_models(name):
     assert_nothing_changes(*own(name), plan_of())
 
@@ -122,6 +123,7 @@ def test_so_they_are_with_the_rest_of_a_plan(fields):
 
 
 @sweep("schedule", ["1f1b", "zb"], quick=1)
+@pytest.mark.slow
 def test_so_they_are_in_the_stages_of_a_pipeline(schedule):
     plan = plan_of(mesh={"pp": 2, "tp": 2}, micro_batches=2, schedule=schedule)
     model, inputs = own("llama")

@@ -60,6 +60,7 @@ def test_gpu_benchmark_claims_nothing_without_a_gpu() -> None:
     assert done.returncode == 2 and "needs a CUDA device" in done.stderr and not done.stdout
 
 
+@pytest.mark.slow
 def test_gpu_smoke_is_the_part_over_the_link_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, with a model of a few weights, and without what only repeats steps; whole below."""
     gpu, one_gpu = benchmark("gpu"), part("one_gpu")

@@ -242,6 +242,7 @@ def test_every_example_plan_loads_and_is_described(path):
 SHORT = ["--device=cpu", "--steps=20", "--batch=4", "--seq=32", "--eval-every=20", "--warmup=5"]
 
 
+@pytest.mark.slow
 def test_loss_falls_in_one_process(tmp_path, capsys):
     out = tmp_path / "curve.json"
     assert train_lm.main([*SHORT, f"--plan={EAGER}", "--sample=8", f"--json={out}"]) == 0

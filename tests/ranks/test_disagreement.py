@@ -288,6 +288,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_every_rank(tmp_path):
     """SIGINT to the whole group, as a terminal sends it: ranks get a KeyboardInterrupt, and nothing stays."""
     script = tmp_path / "train.py"

@@ -346,6 +346,7 @@ def test_nobody_warns_while_a_rank_compiles():
         assert ranks.run(said_while_another_compiles) == [[], []]
 
 
+@pytest.mark.slow
 def test_the_store_that_went_with_its_rank_is_told(tmp_path):
     """Under a TCPStore that rank 0 holds: when that rank is killed, the other's error says so, and no thread complains."""
     script = tmp_path / "script.py"

@@ -100,7 +100,7 @@ def test_lengths_are_padded_to_few_programs(backend):
     ]  # (by the loss alone, and by all outputs)
 
 
-@sweep("name", ["gpt2", "bert", "llama"], quick=1)
+@sweep("name", ["gpt2", "bert", "llama"], quick={1})
 def test_models_of_transformers(name):
     plain = _model(name, layers=1)
     rows = {"input_ids": {0: "rows"}, "attention_mask": {0: "rows"}, "labels": {0: "rows"}}
@@ -112,6 +112,7 @@ def test_models_of_transformers(name):
     assert len(mine.zgraph.programs) == 2
 
 
+@pytest.mark.slow
 def test_two_sizes_are_padded_apart():
     plain = _model("t5")
     targets = {"value": -100, "size": "targets"}

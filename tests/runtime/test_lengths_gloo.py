@@ -114,7 +114,7 @@ def trained(tokens: bool, micro: int, steps: Any) -> tuple[float, int]:
 @sweep(
     "tokens, micro, steps",
     [(True, 1, STEPS), (False, 1, STEPS), (True, 2, STEPS), (False, 2, UNEVEN[:2])],
-    quick={1, 3},
+    quick={3},
 )
 def test_steps_with_an_optimizer_are_those_of_plain_pytorch(two, tokens, micro, steps):
     for worst, programs in two.run(trained, tokens, micro, steps):
@@ -132,6 +132,7 @@ def test_ranks_whose_first_calls_differ_need_one_program(two):
     assert two.run(first_call_differs) == [["train0"], ["train0"]]
 
 
+@pytest.mark.slow
 def test_a_single_row_or_word_beside_several(two):
     for worst, programs in two.run(gradients, 3, "eager", UNEVEN):
         assert worst < 2e-6
@@ -191,6 +192,7 @@ def too_long_on_one_rank() -> None:
     model(**batch(3, 9 + 60 * dist.get_rank(), 0)).backward()
 
 
+@pytest.mark.slow
 def test_a_length_beyond_the_table_of_positions_is_refused_on_all_ranks(two):
     errors = [outcome.error for outcome in two.attempt(too_long_on_one_rank, keep=True)]
     assert all(isinstance(e, SignatureError) for e in errors), errors

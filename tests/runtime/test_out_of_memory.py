@@ -148,6 +148,7 @@ SCRIPT = """
 
 
 @sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
+@pytest.mark.slow
 def test_a_process_without_room(backend):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), backend], capture_output=True, text=True, timeout=600

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -175,6 +176,7 @@ def test_a_batch_may_lack_an_input_whose_values_are_constants():
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_inductor_takes_them():
     _, plain = pair()
     mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="inductor"), dynamic={"grid": "value"})
@@ -203,7 +205,7 @@ def on_ranks(zero: int, declared: bool, backend: str) -> tuple[float, list[str]]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("zero", "declared"), [(3, True), (0, False), (3, False)])
+@sweep("zero, declared", [(3, True), (0, False), (3, False)], quick=1)
 def test_ranks_may_have_other_values_in_one_step(two, zero, declared):
     for worst, programs in two.run(on_ranks, zero, declared, "eager"):
         assert worst < 2e-6

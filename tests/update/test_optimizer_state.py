@@ -208,6 +208,7 @@ def test_a_changed_state_is_what_is_saved(tmp_path):
     both.assert_equal()
 
 
+@pytest.mark.slow
 def test_inductor_takes_changed_states_too():
     both = Both("SGD", 2, "inductor")
     both.change(cleared)

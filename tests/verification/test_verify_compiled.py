@@ -237,7 +237,7 @@ def on_rank(kind, fault):
 
 
 @pytest.mark.gloo
-@sweep("kind", list(REAL), quick={2, 5})
+@sweep("kind", list(REAL), quick={2})
 def test_real_ranks_are_the_plain_model(two, kind):
     first, second = two.run(on_rank, kind, None)
     assert first[0], first[1]
