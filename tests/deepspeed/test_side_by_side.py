@@ -7,6 +7,7 @@ import itertools
 import deepspeed_scripts
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 STEPS = 10
@@ -125,7 +126,7 @@ def test_a_configuration_gives_deepspeeds_numbers(two, deepspeeds, name):
     hold(two.run(curves, "zgraph", config), deepspeeds.run(curves, "deepspeed", config), low)
 
 
-@pytest.mark.parametrize("precision, stage", [("fp16", 2), ("bf16", 1)])
+@sweep("precision, stage", [("fp16", 2), ("bf16", 1)], quick={0})
 def test_overflows_are_skipped_as_deepspeed_skips_them(two, deepspeeds, precision, stage):
     blown = (2, 3, 4, 7)
     config = configuration(stage, 2, 1.0, precision, "warmup", ADAM)
@@ -134,7 +135,7 @@ def test_overflows_are_skipped_as_deepspeed_skips_them(two, deepspeeds, precisio
     hold(mine, theirs, True, blown)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@sweep("stage", [0, 2], quick=1)
 def test_the_loss_scale_grows_and_shrinks_at_deepspeeds_steps(two, deepspeeds, stage):
     """(DeepSpeed divides the gradients of a step at which the scale doubles by the doubled one: losses part by that.)"""
     config = configuration(stage, 1, 0.0, "fp16", "none", ADAM)

@@ -356,7 +356,7 @@ SECTIONS = ("pipeline", "graph", "memory", "timeline", "parameters")
         lambda: of_net(offload={"optimizer": "cpu"}, optimizer=ADAMW, hardware="h100-80g"),
         of_hostile,
     ],
-    quick=(0, 3, 5, 6),
+    quick=(0, 6),
     ids=["update", "no optimizer", "evaluation", "one rank", "512 ranks", "offloaded", "hostile names"],
 )
 def test_every_section_draws_without_an_error(make, browser):

@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all_on_the_device(n
 @sweep(
     "name, zero",
     in_turn(["gpt2", "llama", "t5", "resnet", "unet", "mixtral", "transformer_encoder", "uneven_mlp"], [3, 1, 3, 0]),
-    quick=3,
+    quick=2,
 )
 def test_likewise_on_virtual_ranks(name, zero):
     case = models.build(name)

@@ -75,7 +75,7 @@ def smallest(case: models.Case, world: int = 1, costs: Costs | None = COSTS, **f
 
 
 # -- every model ----------------------------------------------------------------------------------------------------
-@sweep("name, how", in_turn(EVERY, ["full", "smallest budget"]), quick=4)
+@sweep("name, how", in_turn(EVERY, ["full", "smallest budget"]), quick=2)
 def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all(name, how):
     fields = {"recompute": "full"} if how == "full" else {"memory_budget": smallest(models.build(name))}
     _, plain = gradients(models.build(name))
@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all(name, how):
 @sweep(
     "name, zero",
     in_turn(["gpt2", "llama", "t5", "resnet", "unet", "mixtral", "transformer_encoder"], [3, 0, 2]),
-    quick=2,
+    quick=1,
 )
 def test_likewise_on_virtual_ranks_at_every_stage(name, zero):
     case = models.build(name)

@@ -39,12 +39,12 @@ def assert_same(model, inputs, world, **plan):
     assert any(d.what == "gradient" for d in found.differences)
 
 
-@sweep("name,ranks,sequence", GRID, quick=3)
+@sweep("name,ranks,sequence", GRID, quick=2)
 def test_a_divided_model_is_the_model(name, ranks, sequence):
     assert_same(*own(name), ranks, mesh={"tp": ranks}, sequence_parallel=sequence)
 
 
-@sweep("name, stage", [("llama", 0), ("gpt2", 1), ("gpt2", 2), ("llama", 3), ("gpt2", 3)], quick=2)
+@sweep("name, stage", [("llama", 0), ("gpt2", 1), ("gpt2", 2), ("llama", 3), ("gpt2", 3)], quick=1)
 def test_a_divided_model_is_sharded_over_data_ranks_as_well(name, stage):
     sequence = (stage > 1) == (name == "llama")
     assert_same(*own(name), 4, mesh={"dp": 2, "tp": 2}, zero=stage, sequence_parallel=sequence)
@@ -184,7 +184,7 @@ def test_a_graph_alone_gives_the_divisions_of_llamas_own_table():
     assert {name: auto[name].division for name in divided} == divided
 
 
-@pytest.mark.parametrize("fields", [{"recompute": "full"}, {"recompute": ["layers.*"]}])
+@sweep("fields", [{"recompute": "full"}, {"recompute": ["layers.*"]}], quick=1)
 def test_what_is_computed_again_does_not_ask_other_ranks_again(fields):
     """The collectives' results are kept: no rank may wait for others in the backward for what it has had."""
     assert_same(*own("llama"), 2, mesh={"tp": 2}, **fields)

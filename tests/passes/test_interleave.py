@@ -69,7 +69,7 @@ def test_models_of_transformers_too(name):
         ({"pp": 2, "tp": 2}, {"micro_batches": 2, "schedule": "zb"}),
         ({"cp": 2, "tp": 2}, {"sequence_parallel": True}),
     ],
-    quick=(4, 8),
+    quick=(8,),
     ids=str,
 )
 def test_it_goes_together_with_everything_else(mesh, fields):

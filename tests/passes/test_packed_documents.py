@@ -263,9 +263,10 @@ def test_lengths_differ_in_one_program():
     assert len(mine.zgraph.programs) == 2
 
 
-@pytest.mark.parametrize(
+@sweep(
     "fields",
     [{"recompute": "full"}, {"offload": {"activations": "cpu"}}, {"tiles": {"loss": 2}}, {"precision": "bf16"}],
+    quick=2,
     ids=str,
 )
 def test_the_rest_of_a_plan_works_with_it(fields):

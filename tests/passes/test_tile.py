@@ -158,7 +158,7 @@ def test_a_mean_over_the_targets_that_count_stays_one(backend, how):
         for backend in ("eager", "inductor")
         for case in (("plain", False), ("gated", False), ("gated", True), ("dropout", False))
     ],
-    quick=(0, 7),
+    quick=(3,),
 )
 def test_an_mlp_in_turns_is_the_mlp(backend, kind, twice):
     model = Net(kind, twice=twice).double()

@@ -42,16 +42,14 @@ def assert_same(name: str, plan: Plan, world: int) -> None:
     assert any(d.what == "output" for d in found.differences)
 
 
-@sweep("name,at", [(name, GRID[i % len(GRID)]) for i, name in enumerate(ZOO)], quick=4)
+@sweep("name,at", [(name, GRID[i % len(GRID)]) for i, name in enumerate(ZOO)], quick=3)
 def test_a_model_is_bit_for_bit_the_plain_one(name, at):
     world, stage = at
     assert_same(name, Plan(zero=stage, backend="eager"), world)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "name", ["uneven_mlp", "tied", "dropout", "buffer_update", "shared_gradient", "frozen", "llama"]
-)
+@sweep("name", ["uneven_mlp", "tied", "dropout", "buffer_update", "shared_gradient", "frozen", "llama"], quick=range(6))
 def test_stage_3_is_bit_for_bit_on_three_ranks(name):
     assert_same(name, Plan(zero=3, backend="eager"), 3)
 
