@@ -803,12 +803,12 @@ def test_a_forward_with_a_recurrent_layer_changes_python_once_a_call(region):
 
 
 class Finished(nn.Module):
-    """Finishes its construction in the first forward, under a lock, which can't be traced."""
+    """Finishes its construction in the first forward, under a lock, which can't be traced. Sets a flag in every forward, and takes it back."""
 
     def __init__(self, counts: bool) -> None:
         super().__init__()
         self.a, self.done, self.calls, self.counts = linear(), False, 0, counts
-        self.lock = threading.Lock()
+        self.lock, self.busy = threading.Lock(), False
 
     def forward(self, x):
         if not self.done:
@@ -816,9 +816,12 @@ class Finished(nn.Module):
                 self.done = True
                 torch._C._get_tracing_state()
                 print(threading.get_ident())
+        self.busy = True
         if self.counts:
             self.calls += 1
-        return self.a(x).sum()
+        out = self.a(x).sum()
+        self.busy = False
+        return out
 
 
 def test_a_forward_that_finishes_the_model_runs_once_more_only_where_it_changes_nothing_else():

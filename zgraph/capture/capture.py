@@ -454,19 +454,23 @@ def _capture(
 
     Some models finish their construction in their first forward (under locks, with hooks), which can't be traced.
     """
+
+    def run() -> None:
+        with fakes.mode, torch.no_grad():
+            bound(*args, **kwargs)
+
     try:
         return dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values)
     except Exception as first:  # (dynamo's own errors are of many types)
         try:
-            with fakes.mode, torch.no_grad():
-                bound(*args, **kwargs)
+            run()
         except Exception as error:
             logger.debug("forward does not run on fake tensors: %s", error)
         try:
             flat = dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values)
         except Exception as error:
             raise _capture_error(error) from _caused_by(error, first)
-        if not flat.effects.is_empty:
+        if not (flat.effects.is_empty or flat.effects.are_none_of(run)):  # (as what sets a flag and takes it back)
             raise CaptureError(
                 "the model's forward can be captured only after it has run once, and it changes Python objects",
                 where=_capture_error(first).where,

@@ -238,6 +238,23 @@ class Effects:
         """Whether a replay changes nothing."""
         return not (self.containers or self.objects or self.cells or self.globals)
 
+    def held(self) -> list[Any]:
+        """What the places that a replay writes to have now, one after another."""
+        found: list[Any] = []
+        for container in self.containers:
+            found += [len(container), *container, *(container.values() if isinstance(container, dict) else ())]
+        found += [getattr(value, name, _MISSING) for value, names in self.objects for name in names]
+        found += [getattr(cell, "cell_contents", _MISSING) for cell in self.cells]
+        return found + [self.namespace.get(name, _MISSING) for name in self.globals]
+
+    def are_none_of(self, run: Callable[[], Any]) -> bool:
+        """Whether a function leaves the places that a replay writes to as they are. What it does to them is undone."""
+        before = self.held()
+        with self.undone():
+            run()
+            after = self.held()
+        return len(before) == len(after) and all(map(_same, before, after))
+
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
         """Undo at the end what a replay inside does."""
@@ -252,6 +269,10 @@ class Effects:
         finally:
             for step in reversed(undo):
                 step()
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, int | float | str | bytes) and one == other)
 
 
 def _container(value: Any) -> Callable[[], None]:
