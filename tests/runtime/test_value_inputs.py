@@ -178,11 +178,14 @@ def test_a_batch_may_lack_an_input_whose_values_are_constants():
 @pytest.mark.inductor
 @pytest.mark.slow
 def test_inductor_takes_them():
+    """Two values, one of which is met at two sizes."""
     _, plain = pair()
-    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="inductor"), dynamic={"grid": "value"})
-    for given in CALLS[:5]:
+    plan = zgraph.Plan(backend="inductor", shapes="dynamic")
+    mine = zgraph.compile(copy.deepcopy(plain), plan, dynamic={"grid": "value"})
+    for given in (call([[2, 3]], 3, 4), call([[2, 3]], 2, 7), call([[3, 2]], 3, 7)):
         losses = [model(**given) for model in (mine, plain)]
         torch.testing.assert_close(*losses)
+    assert len(mine.zgraph.programs) == 2
 
 
 # Ranks.
