@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 from trainers import adapted, model_of
 
@@ -347,25 +348,42 @@ def test_a_model_in_stages_is_refused(two: Ranks):
     assert "save_pretrained" in two.run(of_stages)[0]
 
 
-def divided() -> bool:
-    plain = model_of("llama")
+class Two(nn.Module):
+    """A matrix that is divided by its rows, and one by its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.up, self.down = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 12)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.down(torch.relu(self.up(self.embed(input_ids))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+DIVIDED = {
+    "llama": ["lm_head", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"],
+    "two layers": ["embed", "up", "down"],
+}
+
+
+def divided(kind: str) -> bool:
+    plain = model_of(kind) if kind == "llama" else Two()
     batch = {"input_ids": torch.arange(12).reshape(2, 6), "labels": torch.arange(12).reshape(2, 6)}
     made = zgraph.compile(copy.deepcopy(plain), plan_of({"mesh": {"dp": 2, "tp": 2}, "zero": 3}), inputs=batch)
     assert any(spec.division for spec in made.zgraph.runtime.shards.specs.values())
     equal(zgraph.full_state_dict(made), plain.state_dict())
     with zgraph.full_weights(made, write=True), torch.no_grad():
-        made.lm_head.weight.mul_(2)
-        made.model.layers[0].self_attn.q_proj.weight.mul_(2)
-        made.model.layers[0].mlp.down_proj.weight.mul_(2)
+        for name in DIVIDED[kind]:
+            made.get_submodule(name).weight.mul_(2)
     with torch.no_grad():
-        plain.lm_head.weight.mul_(2)
-        plain.model.layers[0].self_attn.q_proj.weight.mul_(2)
-        plain.model.layers[0].mlp.down_proj.weight.mul_(2)
+        for name in DIVIDED[kind]:
+            plain.get_submodule(name).weight.mul_(2)
     equal(zgraph.full_state_dict(made), plain.state_dict())
     return True
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
-def test_what_is_divided_twice_is_whole(four: Ranks):
-    assert four.run(divided) == [True] * 4
+@sweep("kind", list(DIVIDED), quick=1)
+def test_what_is_divided_twice_is_whole(four: Ranks, kind: str):
+    assert four.run(divided, kind) == [True] * 4

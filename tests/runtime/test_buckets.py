@@ -100,7 +100,21 @@ def test_lengths_are_padded_to_few_programs(backend):
     ]  # (by the loss alone, and by all outputs)
 
 
-@sweep("name", ["gpt2", "bert", "llama"], quick={1})
+def test_rows_that_differ_are_no_program_of_their_own():
+    mine, plain = pair(buckets=(8,), dynamic={name: {0: "rows"} for name in PAD})
+    for rows, length in ((3, 5), (5, 8), (2, 7)):
+        call = batch(rows, length)
+        found, known = mine(**call), plain(**call)
+        assert found["logits"].shape == (rows, length, WORDS)
+        for model, out in ((mine, found), (plain, known)):
+            model.zero_grad()
+            out["loss"].backward()
+        assert apart(mine, plain) < 2e-6
+    assert len(mine.zgraph.programs) == 1
+
+
+@pytest.mark.slow  # (rows that differ: above)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 def test_models_of_transformers(name):
     plain = _model(name, layers=1)
     rows = {"input_ids": {0: "rows"}, "attention_mask": {0: "rows"}, "labels": {0: "rows"}}
@@ -112,8 +126,33 @@ def test_models_of_transformers(name):
     assert len(mine.zgraph.programs) == 2
 
 
-@pytest.mark.slow
+class Answers(Reader):
+    """Has words and targets of two lengths: each target after the one before it, and after the mean of the words."""
+
+    def forward(self, words, mask, targets):
+        read = super().forward(words, mask)["logits"]
+        before = self.embed(targets.clamp(min=0)).roll(1, 1)
+        logits = self.head(before) + ((read * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))[:, None]
+        return {"loss": cross_entropy(logits.flatten(0, 1), targets.flatten()), "read": read, "logits": logits}
+
+
 def test_two_sizes_are_padded_apart():
+    torch.manual_seed(0)
+    plain = Answers()
+    mine = compiled(plain, {**PAD, "targets": {"value": -100, "size": "targets"}}, (8, 16, 24))
+    for length, answer in ((7, 12), (5, 16), (8, 9)):
+        call = {**batch(3, length), "targets": batch(3, answer)["targets"]}
+        found, known = mine(**call), plain(**call)
+        assert found["logits"].shape == (3, answer, WORDS) and found["read"].shape == (3, length, WORDS)
+        for model, out in ((mine, found), (plain, known)):
+            model.zero_grad()
+            out["loss"].backward()
+        assert apart(mine, plain) < 2e-6
+    assert len(mine.zgraph.programs) == 1
+
+
+@pytest.mark.slow  # (a small model of two sizes: above)
+def test_t5s_two_sizes_are_padded_apart():
     plain = _model("t5")
     targets = {"value": -100, "size": "targets"}
     mine = compiled(plain, {"input_ids": 0, "attention_mask": 0, "labels": targets}, (8, 16, 24))

@@ -70,22 +70,22 @@ STEPS = [((3, 12), (3, 12)), ((3, 9), (3, 20)), ((2, 31), (4, 5)), ((5, 2), (2, 
 UNEVEN = [((1, 9), (3, 20)), ((3, 12), (1, 31)), ((2, 1), (6, 40)), ((1, 5), (1, 7))]
 
 
-def gradients(zero: int, backend: str, steps: Any = STEPS, **plan: object) -> tuple[float, list[str]]:
+def gradients(zero: int, backend: str, steps: Any = STEPS, model: type[nn.Module] = Attention) -> tuple[float, list[str]]:
     """(the largest relative difference to plain PyTorch's, the programs) after steps in which each rank has other sizes."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
-    plain = Attention()
-    model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=zero, backend=backend, **plan))
+    plain = model()
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=zero, backend=backend))
     worst = 0.0
     for number, sizes in enumerate(steps):
-        model(**batch(*sizes[dist.get_rank()], number)).backward()
+        mine(**batch(*sizes[dist.get_rank()], number)).backward()
         for at in sizes:
             (plain(**batch(*at, number)) / len(sizes)).backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            worst = max(worst, float((whole(mine.grad) - theirs.grad).norm() / theirs.grad.norm()))
-        model.zero_grad()
+        for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+            worst = max(worst, float((whole(one.grad) - other.grad).norm() / other.grad.norm()))
+        mine.zero_grad()
         plain.zero_grad()
-    return worst, list(model.zgraph.programs)
+    return worst, list(mine.zgraph.programs)
 
 
 @sweep("zero", [0, 2, 1, 3], quick={3})
@@ -146,9 +146,9 @@ def test_ranks_whose_first_calls_differ_need_one_program(two):
     assert two.run(first_call_differs) == [["train0"], ["train0"]]
 
 
-@pytest.mark.slow
-def test_a_single_row_or_word_beside_several(two):
-    for worst, programs in two.run(gradients, 3, "eager", UNEVEN):
+@sweep("model", [Attention, Sentences], quick=1)
+def test_a_single_row_or_word_beside_several(two, model):
+    for worst, programs in two.run(gradients, 3, "eager", UNEVEN, model):
         assert worst < 2e-6
         assert len(programs) == 3  # (a row, rows, and rows of a word)
 
@@ -207,7 +207,6 @@ def too_long_on_one_rank() -> None:
     model(**batch(3, 9 + 60 * dist.get_rank(), 0)).backward()
 
 
-@pytest.mark.slow
 def test_a_length_beyond_the_table_of_positions_is_refused_on_all_ranks(two):
     errors = [outcome.error for outcome in two.attempt(too_long_on_one_rank, keep=True)]
     assert all(isinstance(e, SignatureError) for e in errors), errors

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from models import Net, batch, built, compiled, equal, feed, weights
-from sweeps import product
+from sweeps import product, sweep
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -173,14 +173,14 @@ def hundred_steps(cls, record, optimizers, backend: str = "eager") -> float:
     return furthest(weights(mine), weights(other))
 
 
-@pytest.mark.parametrize("name", list(PAIRS))
+@sweep("name", list(PAIRS), quick=2)
 def test_a_hundred_clipped_accumulated_steps_are_torchs(name):
     record, make = PAIRS[name]
     # A norm's last bit (6e-8) enters a hundred updates, of which each is some hundredth of a weight.
     assert hundred_steps(Net, record, lambda m: [make(m.parameters())]) < 1e-5
 
 
-@pytest.mark.parametrize("name", list(PAIRS))
+@sweep("name", list(PAIRS), quick=2)
 def test_a_float64_model_is_updated_in_float64(name):
     record, make = PAIRS[name]
     plan = zgraph.Plan(backend="eager", optimizer=record, grad_clip=0.1, ema=0.9)
