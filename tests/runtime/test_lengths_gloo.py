@@ -70,7 +70,9 @@ STEPS = [((3, 12), (3, 12)), ((3, 9), (3, 20)), ((2, 31), (4, 5)), ((5, 2), (2, 
 UNEVEN = [((1, 9), (3, 20)), ((3, 12), (1, 31)), ((2, 1), (6, 40)), ((1, 5), (1, 7))]
 
 
-def gradients(zero: int, backend: str, steps: Any = STEPS, model: type[nn.Module] = Attention) -> tuple[float, list[str]]:
+def gradients(
+    zero: int, backend: str, steps: Any = STEPS, model: type[nn.Module] = Attention
+) -> tuple[float, list[str]]:
     """(the largest relative difference to plain PyTorch's, the programs) after steps in which each rank has other sizes."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
@@ -127,7 +129,13 @@ def trained(tokens: bool, micro: int, zero: int, steps: Any) -> tuple[float, int
 
 @sweep(
     "tokens, micro, zero, steps",
-    [(True, 1, 3, STEPS), (False, 1, 3, STEPS), (True, 2, 3, STEPS), (False, 2, 3, UNEVEN[:2]), (True, 2, 1, UNEVEN[:2])],
+    [
+        (True, 1, 3, STEPS),
+        (False, 1, 3, STEPS),
+        (True, 2, 3, STEPS),
+        (False, 2, 3, UNEVEN[:2]),
+        (True, 2, 1, UNEVEN[:2]),
+    ],
     quick=1,
 )
 def test_steps_with_an_optimizer_are_those_of_plain_pytorch(two, tokens, micro, zero, steps):

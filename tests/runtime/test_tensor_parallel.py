@@ -190,7 +190,7 @@ def furthest(found: Values, expected: Values) -> float:
 def parameters(mesh: dict[str, int], zero: int) -> tuple[set[str], Values, Values]:
     """(the kinds of their placements, the whole parameters, what a state dict of another model was loaded as)."""
     plan = plan_of(mesh, zero=zero)
-    model, other = (zgraph.compile(pair(), plan, inputs=mine(plan, 0)) for _ in range(2))
+    model, other = (zgraph.compile(built(), plan, inputs=mine(plan, 0)) for _ in range(2))
     assert all(isinstance(p, DTensor) for p in model.parameters())
     kinds = {type(k).__name__ for p in model.parameters() for k in p.placements}
     with torch.no_grad():
@@ -289,12 +289,12 @@ def evaluated(mesh: dict[str, int]) -> list[float]:
 def told(mesh: dict[str, int]) -> tuple[str, str, str, int]:
     """(the report, why a weight is as it is, timings, of how many ranks)."""
     plan = plan_of(mesh, optimizer=zgraph.AdamW(), grad_clip=1.0)
-    model = zgraph.compile(pair(), plan)
+    model = zgraph.compile(built(), plan)
     for number in range(2):
         model.train_step(*mine(plan, number))
     handle = model.zgraph
     timings = handle.timings(tokens=20)
-    return str(handle.report()), str(handle.explain("up.weight")), str(timings), len(timings.ranks)
+    return str(handle.report()), str(handle.explain("layers.0.up.weight")), str(timings), len(timings.ranks)
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ def test_gradients_with_inductor_are_those_of_one_process(two, name, pieces):
 
 @sweep("mesh, zero", [(TP, 0), (DP_TP, 3)], quick=(0,), ids=str)
 def test_parameters_are_plain_shards_that_a_state_dict_carries(two, four, mesh, zero):
-    expected = of_all(pair())
+    expected = of_all(built())
     for kinds, values, again in worlds(two, four, mesh).run(parameters, mesh, zero):
         assert kinds == {"Shard", "Replicate"}
         for name, value in expected.items():
@@ -493,7 +493,7 @@ def test_evaluation_gives_all_ranks_what_one_process_gives(two):
 
 
 def test_reports_timings_and_explanations_know_divided_weights(two):
-    size = sum(p.numel() * 4 for p in pair().parameters())
+    size = sum(p.numel() * 4 for p in built().parameters())
     for report, why, timings, ranks in two.run(told, TP):
         assert "divided by 2" in report and f"{size} bytes in all" in report
         assert "divided along dimension 0" in why and "2 ranks of 'tp'" in why
