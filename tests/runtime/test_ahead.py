@@ -206,7 +206,7 @@ def test_an_update_that_fails_leaves_nothing_in_flight(two):
 
 
 def test_they_are_programs_of_their_own_cut_out_of_the_forward():
-    case = models.build("llama")
+    case = models.stack(3, dim=8)
     made = programs(case.model, plan(True, mesh={"dp": 2}), case.inputs, 2).program
     parts = split(made)
     assert parts.ahead
@@ -219,6 +219,6 @@ def test_they_are_programs_of_their_own_cut_out_of_the_forward():
 
 
 def test_without_a_plans_optimizer_no_update_could_start_them():
-    case = models.build("llama")
+    case = models.stack(3, dim=8)
     own = zgraph.Plan(zero=3, backend="eager", mesh={"dp": 2})
     assert split(programs(case.model, own, case.inputs, 2).program).ahead == ()
