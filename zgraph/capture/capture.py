@@ -406,8 +406,7 @@ def _with_numbers(
 
     def attempt(chosen: list[str]) -> dynamo.FlatCapture | None:
         try:
-            with dynamo.quiet():
-                return capture(numbers=chosen, lists=lists)
+            return capture(numbers=chosen, lists=lists)
         except Exception as error:  # (whatever dynamo says of a number that it can't leave open)
             logger.debug("numbers %s have to be constants: %s", chosen, error)
             return None
@@ -456,7 +455,7 @@ def _capture(
     """
 
     def run() -> None:
-        with fakes.mode, torch.no_grad():
+        with dynamo.quiet(), fakes.mode, torch.no_grad():
             bound(*args, **kwargs)
 
     try:

@@ -40,7 +40,6 @@ from zgraph.passes.overlap.bucket import cut
 from zgraph.plan.communication import Bucket
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, TEAM_DIMS, InputRole, OutputRole, ParamSpec, Program
-from zgraph.torch_compat import dynamo
 from zgraph.update.build import states_of
 from zgraph.update.groups import members_of
 
@@ -173,8 +172,7 @@ class _Forecaster:
             found: list[int | None] = [*lengths(self.inputs.sequence)]
             point = Point(batch, found[1])
             try:
-                with dynamo.quiet():
-                    self._first[point] = self._captured(point)
+                self._first[point] = self._captured(point)
             except CaptureError as error:
                 logger.info("the model has no sequence: it can't be captured with another (%s)", error.what)
             else:

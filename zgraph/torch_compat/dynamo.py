@@ -275,6 +275,7 @@ def capture_flat(
     """
     function: Any = bound.__func__
     with (
+        quiet(),
         own_memory(),
         _compiling_state_context(),
         dynamo_config.patch(
@@ -414,7 +415,7 @@ def _with_values(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Torch logs no error while something is tried that may well fail: the exception says it all."""
+    """Torch logs no traceback of an operator that can't be traced: the exception says it all."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def nothing(record: logging.LogRecord) -> bool:
