@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from sweeps import sweep
 from torch import nn
+from torch.nn import functional as F
 
 import zgraph
 from zgraph.errors import CaptureError, PlanError, SignatureError
@@ -91,6 +92,48 @@ def test_a_plan_file_may_say_it_and_static_shapes_take_it(tmp_path):
     file = tmp_path / "plan.toml"
     file.write_text('[dynamic]\ngrid = "value"\n')
     assert zgraph.Plan.load(file).dynamic["grid"] == "value"
+
+
+class Windows(Grids):
+    """Orders the cells of each grid by windows, as vision models with windowed attention do: what a mask selects, which values alone decide."""
+
+    def forward(self, cells, grid, written=False):
+        order, ends = [], [0]
+        for high, wide in grid.tolist():
+            index = F.pad(torch.arange(high * wide).view(high, wide), (0, 2 - wide % 2, 0, 2 - high % 2), value=-100)
+            index = index.view(index.shape[0] // 2, 2, -1, 2).transpose(1, 2).reshape(-1, 4)
+            if written:
+                index[0, 0] = 1
+            counts = (index != -100).sum(1)
+            ends.extend((counts.cumsum(0) + ends[-1]).tolist())
+            order.append(index[index != -100] + ends[-counts.numel() - 1])
+        ends = torch.unique_consecutive(torch.tensor(ends))
+        rows = self.mix(cells)[torch.cat(order)]
+        weights = torch.arange(len(ends)).repeat_interleave(torch.cat([ends[:1], ends.diff()]))
+        return {"loss": (rows.sin() * weights[:, None]).square().mean(), "view": grid.view(-1)}
+
+
+def test_what_masks_select_of_known_values_is_known():
+    mine, plain = pair(Windows)
+    for grids in ([[2, 3], [3, 2]], [[4, 4], [3, 5]], [[2, 3], [3, 2]], [[1, 7]]):
+        given = call(grids)
+        for model in (mine, plain):
+            model.zero_grad()
+            out = model(**given)
+            out["loss"].backward()
+            assert out["view"].data_ptr() == given["grid"].data_ptr()
+        assert torch.equal(mine.mix.weight.grad, plain.mix.weight.grad)
+    assert len(mine.zgraph.programs) <= 5
+
+
+def test_what_is_written_to_is_known_no_more():
+    mine, plain = pair(Windows)
+    try:
+        loss = mine(**call([[2, 3]]), written=True)["loss"]
+    except CaptureError as error:
+        assert "test_value_inputs.py" in str(error)
+    else:
+        assert torch.equal(loss, plain(**call([[2, 3]]), written=True)["loss"])
 
 
 class Chooses(nn.Module):

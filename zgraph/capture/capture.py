@@ -50,7 +50,7 @@ from zgraph.program import ops
 from zgraph.program.aliases import root_of
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
-from zgraph.torch_compat import aot, dynamo, fake_tensors, fx_graphs, lock, symbols, tensor_storage
+from zgraph.torch_compat import aot, dynamo, fx_graphs, lock, symbols, tensor_storage
 
 logger = logging.getLogger(__name__)
 
@@ -211,8 +211,7 @@ class Trace:
         graph_module = _with_output_marks(self.flat.graph_module, differentiated, self)
         fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         context = torch.enable_grad() if differentiated else torch.no_grad()
-        values = bool(self.open_sizes is not None and self.open_sizes.values)
-        with context, lock.ONE_AT_A_TIME, fake_tensors.known_values(values):
+        with context, lock.ONE_AT_A_TIME:
             try:
                 joint = aot.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
             except dynamo.ValueDependent as error:

@@ -25,7 +25,11 @@ from torch._dynamo.functional_export import _compiling_state_context  # type: ig
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables import builder
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.fx.experimental import _config as symbol_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -309,6 +313,8 @@ def capture_flat(
             raise ValueError("the model's forward computes nothing with tensors")
         scope = Scope(function)
         bindings = scope.of(bound.__self__, args, kwargs)
+        if values:
+            _fold_known(output.backend_input.graph_module.graph)
         guards = Guards(output, scope, function.__code__, effects, bindings, bool(open_dims))
     graph_module, fake_mode = output.backend_input.graph_module, output.backend_input.fake_mode
     # (Dynamo leaves the graph among the globals of the user's module, where its code would find it; a replay has its own.)
@@ -411,6 +417,33 @@ def _with_values(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         there.wrap_to_fake_tensor_and_record = wrap
+
+
+def _fold_known(graph: fx.Graph) -> None:
+    """Put numbers in the place of what is computed of known values by operators whose sizes only values tell. From then on nothing is known: torch
+    takes a view of what is known for a tensor of its own."""
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if getattr(value, "constant", None) is None:
+            continue
+        numbers, value.constant = value.constant.reshape(-1).tolist(), None
+        if node.op == "placeholder":
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
+        run = functools.partial(getattr(args[0], node.target), *args[1:]) if node.op == "call_method" else node.target
+        mode = value.fake_mode
+        with contextlib.suppress(Exception), mode, mode.shape_env.ignore_fresh_unbacked_symbols():
+            again = run(**kwargs) if node.op == "call_method" else run(*args, **kwargs)
+            if all(type(size) is int for size in again.shape):
+                node.meta["example_value"], again.constant = again, None
+                continue
+        with graph.inserting_after(node):
+            flat = graph.call_function(torch.tensor, (numbers,), {"dtype": value.dtype, "device": value.device})
+        with graph.inserting_after(flat):
+            made = graph.call_method("reshape", (flat, tuple(value.shape)))
+        flat.meta, made.meta = {**node.meta, "example_value": value.reshape(-1)}, dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
 
 
 @contextlib.contextmanager

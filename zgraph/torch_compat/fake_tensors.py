@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 MOST_KNOWN = 4096  # elements of a tensor whose values are known while it is traced
+
+_aten = torch.ops.aten
+_COUNTING = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
 
 
 def empty(mode: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -27,14 +30,33 @@ def forget_results() -> None:
     FakeTensorMode.cache_clear()
 
 
+def _on_cpu(options: Mapping[str, Any]) -> bool:
+    return torch.device(options.get("device") or "cpu").type == "cpu"
+
+
 @contextlib.contextmanager
 def known_values(known: bool) -> Iterator[None]:
     """Where values of inputs are `known`, let fake tensors know those of what is computed of them alone. (By itself torch knows single numbers.)"""
     from torch._subclasses import fake_tensor
+    from torch.utils._mode_utils import no_dispatch
 
-    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
-    fake_tensor.CONSTANT_NUMEL_LIMIT = MOST_KNOWN if known else limit
+    if not known:
+        yield
+        return
+    limit, dispatch = fake_tensor.CONSTANT_NUMEL_LIMIT, fake_tensor.FakeTensorMode.dispatch
+
+    def dispatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _COUNTING and all(type(a) is int for a in args) and _on_cpu(kwargs or {}):
+            with no_dispatch():
+                made = func(*args, **(kwargs or {}))
+            if mode.may_turn_const(made):
+                return mode.fake_tensor_converter.from_real_tensor(mode, made, make_constant=True)
+        return dispatch(mode, func, types, args, kwargs)
+
+    fake_tensor.CONSTANT_NUMEL_LIMIT = MOST_KNOWN
+    fake_tensor.FakeTensorMode.dispatch = dispatched  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+        fake_tensor.FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]

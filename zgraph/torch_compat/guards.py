@@ -253,7 +253,7 @@ class Effects:
         with self.undone():
             run()
             after = self.held()
-        return len(before) == len(after) and all(map(_same, before, after))
+        return len(before) == len(after) and all(map(_as_it_was, before, after))
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -271,7 +271,7 @@ class Effects:
                 step()
 
 
-def _same(one: Any, other: Any) -> bool:
+def _as_it_was(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, int | float | str | bytes) and one == other)
 
 
