@@ -79,13 +79,13 @@ def test_it_goes_together_with_everything_else(mesh, fields):
 
 # -- what is written --------------------------------------------------------------------------------------------------------
 def divided(
-    rows: int, length: int, hardware: Hardware, sequence: bool, backend: str = "inductor", width: int = 1024
+    rows: int, length: int, hardware: Hardware, sequence: bool, width: int = 1024, layers: int = 1
 ) -> tuple[Program, Costs]:
     """A llama's program as the pass meets it. Nothing is computed: shapes may be large."""
     with torch.device("meta"):
-        model, words = Llama(2, width, 4096), torch.zeros(rows, length, dtype=torch.int64)
-    plan = zgraph.Plan(mesh={"tp": TP}, zero=0, backend=backend, sequence_parallel=sequence, precision="bf16")
-    costs = Costs(hardware, backend == "inductor")
+        model, words = Llama(layers, width, 4096), torch.zeros(rows, length, dtype=torch.int64)
+    plan = zgraph.Plan(mesh={"tp": TP}, zero=0, sequence_parallel=sequence, precision="bf16")
+    costs = Costs(hardware)
     program = captured_program(model, plan, (words, words), TP)
     for before in PassFilter(until="interleave").cut(build(plan, costs=costs))[:-1]:
         before(program)
@@ -160,7 +160,7 @@ def test_what_can_t_be_had_in_pieces_or_is_not_worth_it_stays_whole_and_says_so(
 
 
 def test_equal_layers_are_decided_alike():
-    program, costs = divided(4, 2048, SLOW, True)
+    program, costs = divided(4, 2048, SLOW, True, layers=2)
     interleave(InterleaveOptions(costs=costs))(program)
     by_layer = [Counter(), Counter()]
     for start in starts(program):
