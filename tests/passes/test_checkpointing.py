@@ -247,7 +247,7 @@ def test_what_keeping_all_takes_is_known_before_it_is_tried(name):
 
 
 def test_segments_may_be_computed_again_more_than_once():
-    program = captured(layers([96] * 24))
+    program = captured(layers([96] * 12))
     rematerialize(RematerializeOptions(0, COSTS))(program)
     copies = Counter(info(n).copy_of for n in program.graph.nodes if info(n).copy_of)
     assert max(copies.values()) >= 2
@@ -391,7 +391,7 @@ def test_micro_batches_and_budgets_go_together(zero):
     fields = {**ONE, "zero": zero, "micro_batches": 2, "optimizer": zgraph.SGD(lr=0.1)}
 
     def trained(**more) -> dict[str, torch.Tensor]:
-        case = layers([128] * 4)
+        case = layers([128] * 2)
         model = zgraph.compile(case.model, zgraph.Plan(**fields, **more))
         for _ in range(2):
             model.train_step(*case.inputs)
