@@ -125,8 +125,9 @@ def one_weight() -> models.Case:
 @pytest.mark.inductor
 @sweep("name", ["transformer_encoder", "channels_last", "even_mlp", "one weight"], quick=1)
 def test_also_compiled_by_inductor(name, tmp_path):
-    case = lambda: one_weight() if name == "one weight" else models.build(name)  # noqa: E731
-    fields = {"backend": "inductor"} | ({"optimizer": zgraph.SGD(lr=1e-2, momentum=0.9)} if name == "one weight" else {})
+    small = name == "one weight"
+    case = one_weight if small else lambda: models.build(name)
+    fields = {"backend": "inductor", **({"optimizer": OPTIMIZERS["SGD"]} if small else {})}
     _, plain = trained(case=case(), **fields)
     model, away = trained(case=case(), **fields, offload=offloaded(f"nvme:{tmp_path}"))
     assert all(model.zgraph.runtime.tiers.moved_bytes())

