@@ -134,13 +134,13 @@ def train_in_two_groups() -> None:
 def said_while_another_compiles() -> list[str]:
     """One rank compiles for longer than a collective may take."""
     lines = _logged()
-    model = compiled(timeout=5.0)
+    model = compiled(timeout=3.0)
     runtime = model.zgraph.runtime
     prepare = runtime.prepare
 
     def slow(step) -> None:
         if rank() == STUCK:
-            time.sleep(7.0)
+            time.sleep(4.5)
         prepare(step)
 
     runtime.prepare = slow
@@ -160,7 +160,7 @@ def _logged() -> list[str]:
 def said_while_waiting() -> list[str]:
     """What a rank logs before it fails."""
     lines = _logged()
-    model = compiled(timeout=6.0)
+    model = compiled(timeout=4.0)
     for _ in range(2):  # (the plan's time holds again from the first vote after what was compiled)
         model.train_step(torch.ones(4, 6))
     while rank() == STUCK:
@@ -225,6 +225,34 @@ def the_process_group_goes() -> tuple[int, str]:
     except BaseException as other:
         error = repr(other)
     return alive, error
+
+
+def the_store_goes(port: str) -> tuple[str, list[str]]:
+    """What a rank's step raises, and what threads raise, when the rank is killed that holds the store."""
+    complaints: list[str] = []
+    threading.excepthook = lambda args: complaints.append(repr(args.exc_value))
+    number = rank()
+    dist.destroy_process_group()
+    if number == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        Path(port + ".part").write_text(str(store.port))
+        os.rename(port + ".part", port)
+    else:
+        while not os.path.exists(port):
+            time.sleep(0.05)
+        store = dist.TCPStore("127.0.0.1", int(Path(port).read_text()), 2, False)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+    model = compiled(interval=0.2)
+    error = "none"
+    try:
+        for step in range(5):
+            if step == 3 and number == 0:
+                die()
+            model.train_step(torch.ones(4, 6))
+    except CollectiveError as found:
+        error = str(found)
+    time.sleep(0.6)  # (three beats)
+    return error, complaints
 
 
 def forked() -> tuple[bool, int]:
@@ -295,7 +323,8 @@ def test_the_others_name_the_rank_and_where_it_is(world, how, text):
 
 
 @pytest.mark.gloo
-@sweep("plan", [{"zero": 0}, {"zero": 2, "micro_batches": 2}], quick=1, ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [{"zero": 0}, {"zero": 2, "micro_batches": 2}], ids=str)
 def test_whatever_the_plan(plan):
     check(run(2, train, "eager", "loop", plan), 2, "is alive, and has not arrived", LOOP)
 
@@ -322,7 +351,7 @@ def test_the_collective_that_a_rank_waits_in_is_named_with_its_module_and_line(b
 def test_a_rank_that_waits_says_for_whom_before_it_gives_up():
     lines = run(2, said_while_waiting)[0].value
     (line,) = [text for text in lines if "has not moved" in text]
-    assert f"waits for rank(s) {STUCK}" in line and "may take 6 s" in line and "in said_while_waiting" in line
+    assert f"waits for rank(s) {STUCK}" in line and "may take 4 s" in line and "in said_while_waiting" in line
 
 
 @pytest.mark.gloo
@@ -346,8 +375,18 @@ def test_nobody_warns_while_a_rank_compiles():
         assert ranks.run(said_while_another_compiles) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.gloo
 def test_the_store_that_went_with_its_rank_is_told(tmp_path):
+    """Under a TCPStore that rank 0 holds: when that rank is killed, the other's error says so, and no thread complains."""
+    with Ranks(2, timeout=60) as ranks:
+        outcomes = ranks.attempt(the_store_goes, str(tmp_path / "port"), limit=100)
+    assert outcomes[0].died and not outcomes[1].died
+    error, complaints = outcomes[1].value
+    assert "the store that they tell it to is gone" in error and complaints == []
+
+
+@pytest.mark.slow
+def test_a_process_ends_well_whose_store_went(tmp_path):
     """Under a TCPStore that rank 0 holds: when that rank is killed, the other's error says so, and no thread complains."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))

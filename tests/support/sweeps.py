@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -55,6 +55,24 @@ def cover(sizes: Sequence[int], together: int = 2) -> list[int]:
         left -= meetings(cases[best])
         found.append(best)
     return sorted(found)
+
+
+def covering(seeds: Iterable[int], drawn: Callable[[int], Sequence[Any]], *always: int, together: int = 2) -> list[int]:
+    """Of these seeds few with which any `together` options still meet that meet in what one of them has drawn, and `always`."""
+    options = {seed: drawn(seed) for seed in seeds}
+    meetings = {
+        seed: {
+            (places, tuple(found[at] for at in places))
+            for places in itertools.combinations(range(len(found)), min(together, len(found)))
+        }
+        for seed, found in options.items()
+    }
+    kept = list(always)
+    left = set().union(*meetings.values()).difference(*(meetings[seed] for seed in kept))
+    while left:
+        kept.append(max(meetings, key=lambda seed: (len(meetings[seed] & left), -seed)))
+        left -= meetings[kept[-1]]
+    return sorted(kept)
 
 
 def in_turn(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
