@@ -245,9 +245,9 @@ def test_a_disk_without_room_for_activations_is_refused_before_the_first_step(tm
 
 def test_a_budget_that_nothing_meets_says_what_would(tmp_path):
     with pytest.raises(PlanError, match="the smallest that works is"):
-        trained(deep(), zgraph.Plan(**ONE, memory_budget=100_000, offload=auto(tmp_path)))
+        trained(deep(2), zgraph.Plan(**ONE, memory_budget=100_000, offload=auto(tmp_path)))
     with pytest.raises(PlanError, match="or offload"):
-        trained(deep(), zgraph.Plan(**ONE, memory_budget=100_000))
+        trained(deep(2), zgraph.Plan(**ONE, memory_budget=100_000))
 
 
 @pytest.mark.parametrize("place", ["auto:", "disk", "nvme", "cpu:1", "automatic"])
