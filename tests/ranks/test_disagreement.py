@@ -280,6 +280,7 @@ def train_until_interrupted() -> None:
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_every_rank():
     with Ranks(2) as ranks:
         errors = [outcome.error for outcome in ranks.attempt(train_until_interrupted, limit=60)]

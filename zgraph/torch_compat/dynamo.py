@@ -311,8 +311,7 @@ def capture_flat(
         output = fullgraph_capture(bound, args, kwargs)
         if output.backend_input is None:
             raise ValueError("the model's forward computes nothing with tensors")
-        scope = Scope(function)
-        bindings = scope.of(bound.__self__, args, kwargs)
+        bindings = (scope := Scope(function)).of(bound.__self__, args, kwargs)
         if values:
             _fold_known(output.backend_input.graph_module.graph)
         guards = Guards(output, scope, function.__code__, effects, bindings, bool(open_dims))
