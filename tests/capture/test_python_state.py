@@ -805,30 +805,45 @@ def test_a_forward_with_a_recurrent_layer_changes_python_once_a_call(region):
 class Finished(nn.Module):
     """Finishes its construction in the first forward, under a lock, which can't be traced. Sets a flag in every forward, and takes it back."""
 
-    def __init__(self, counts: bool) -> None:
+    def __init__(self, *, counts: bool = False, keeps: bool = False, fails: bool = False) -> None:
         super().__init__()
         self.a, self.done, self.calls, self.counts = linear(), False, 0, counts
+        self.keeps, self.table, self.fails = keeps, None, fails
         self.lock, self.busy = threading.Lock(), False
 
     def forward(self, x):
         if not self.done:
             with self.lock:
                 self.done = True
+                self.table = torch.ones(X.shape[0], 1) if self.keeps else None
                 torch._C._get_tracing_state()
                 print(threading.get_ident())
         self.busy = True
         if self.counts:
             self.calls += 1
-        out = self.a(x).sum()
+        if self.fails and type(x) is not torch.Tensor and not torch.compiler.is_compiling():
+            raise OSError("no fakes")
+        out = (self.a(x) if self.table is None else self.a(x) * self.table).sum()
         self.busy = False
         return out
 
 
-def test_a_forward_that_finishes_the_model_runs_once_more_only_where_it_changes_nothing_else():
-    assert torch.equal(zgraph.compile(Finished(False), EAGER)(X), Finished(False)(X))
-    with pytest.raises(CaptureError, match="run the model once before compiling it"):
-        zgraph.compile(Finished(True), EAGER)(X)
-    model = Finished(True)
+@pytest.mark.parametrize(
+    "wrong, why",
+    [
+        ("counts", "it changes Python objects"),
+        ("fails", "it changes Python objects"),
+        ("keeps", r"that run keeps a tensor\n[^$]*\[\d+, 1\], without values"),
+    ],
+)
+def test_a_forward_that_finishes_the_model_runs_once_more_only_where_it_changes_nothing_else(wrong, why):
+    assert torch.equal(zgraph.compile(Finished(), EAGER)(X), Finished()(X))
+    with pytest.raises(CaptureError, match=rf"{why}[^$]*run (the model|it) once before compiling it"):
+        zgraph.compile(Finished(**{wrong: True}), EAGER)(X)
+
+
+def test_a_forward_that_has_finished_the_model_is_captured_as_it_is():
+    model = Finished(counts=True)
     model(X)
     model = zgraph.compile(model, EAGER)
     model(X)

@@ -118,7 +118,7 @@ def test_what_a_mask_selects_is_as_in_plain_pytorch(name):
 
 
 @pytest.mark.inductor
-@sweep("name", ["ignored", "written"], quick=1)
+@pytest.mark.parametrize("name", ["ignored", "written"])
 @pytest.mark.slow
 def test_what_a_mask_selects_is_so_on_inductor(name):
     check(name, "inductor")
@@ -400,3 +400,12 @@ def test_as_strided_without_an_offset_counts_from_where_the_tensor_begins():
 def test_a_sparse_parameter_is_refused():
     with pytest.raises(UnsupportedError, match="is sparse"):
         zgraph.compile(Strided(torch.eye(4).to_sparse_csr()), EAGER)
+
+
+def test_an_output_whose_size_nothing_bounds_is_refused():
+    class Counts(nn.Module):
+        def forward(self, x, lengths):
+            return x.mean(), torch.arange(sum(lengths.tolist()))
+
+    with pytest.raises(CaptureError, match="a tensor whose size depends on values"):
+        zgraph.compile(Counts(), EAGER)(torch.ones(5, 4, requires_grad=True), torch.tensor([2, 3]))

@@ -115,7 +115,7 @@ def test_a_budget_holds_at_stage_3_and_numbers_stay(name):
 
 # -- budgets --------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-@sweep("widths", [[128] * 12, [32, 256, 64, 512, 128, 48, 320, 96]], quick=1)
+@pytest.mark.parametrize("widths", [[128] * 12, [32, 256, 64, 512, 128, 48, 320, 96]])
 def test_every_budget_is_honoured_and_more_memory_is_never_slower(widths):
     case = layers(widths)
     most = sum(simulate(programs(case.model, zgraph.Plan(**ONE), case.inputs, 1, COSTS).program, COSTS).peak.values())
@@ -222,7 +222,7 @@ SEARCHED = {
 }
 
 
-@sweep("name, count", [(name, count) for count in (14, 5) for name in SEARCHED], quick=1)
+@pytest.mark.parametrize("name, count", [(name, count) for count in (14, 5) for name in SEARCHED])
 @pytest.mark.slow
 def test_of_a_dozen_budgets_each_is_kept_and_none_is_slower_than_a_smaller_one(name, count):
     case = SEARCHED[name]()

@@ -114,7 +114,7 @@ def test_models_of_transformers_too(name, ranks, attention):
     assert_same(*transformers_model(name), ranks, mesh={"cp": ranks}, context_attention=attention)
 
 
-@sweep("name", ["bert", "t5", "vit"], quick=1)
+@pytest.mark.parametrize("name", ["bert", "t5", "vit"])
 @pytest.mark.slow
 def test_in_float64_they_are_the_same_within_a_strict_bound(name):
     model, batch = transformers_model(name)
@@ -210,7 +210,7 @@ def tensor_of(node, at: int) -> torch.Tensor:
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-@sweep("attention", ["heads", "ring"], quick=1)
+@pytest.mark.parametrize("attention", ["heads", "ring"])
 @pytest.mark.slow
 def test_the_peak_of_a_long_sequence_falls_as_the_ranks_grow(attention):
     """Within a tenth of 1 / ranks; what is left is that weights are whole."""

@@ -53,7 +53,7 @@ def test_a_divided_model_is_sharded_over_data_ranks_as_well(name, stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", SEQUENCE)
-@sweep("name,mesh", [("llama", {"pp": 2, "tp": 2}), ("gpt2", {"pp": 2, "dp": 2, "tp": 2})], quick=1)
+@pytest.mark.parametrize("name,mesh", [("llama", {"pp": 2, "tp": 2}), ("gpt2", {"pp": 2, "dp": 2, "tp": 2})])
 def test_the_stages_of_a_pipeline_are_divided(name, mesh, sequence):
     world, zero = 2 ** len(mesh), int("dp" in mesh)
     assert_same(*own(name), world, mesh=mesh, zero=zero, micro_batches=2, sequence_parallel=sequence)
@@ -70,7 +70,7 @@ def test_a_divided_model_of_transformers_is_the_model(name, backend):
     assert_same(*of_transformers(name), ranks, mesh={"tp": ranks}, sequence_parallel=sequence, backend=backend)
 
 
-@sweep("name", ["bert", "t5", "vit"], quick=1)
+@pytest.mark.parametrize("name", ["bert", "t5", "vit"])
 @pytest.mark.slow
 def test_a_divided_model_of_transformers_is_the_model_in_float64(name):
     pytest.importorskip("transformers")

@@ -122,7 +122,7 @@ def test_so_they_are_with_the_rest_of_a_plan(fields):
     assert_nothing_changes(*own("llama"), plan_of(**fields))
 
 
-@sweep("schedule", ["1f1b", "zb"], quick=1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 @pytest.mark.slow
 def test_so_they_are_in_the_stages_of_a_pipeline(schedule):
     plan = plan_of(mesh={"pp": 2, "tp": 2}, micro_batches=2, schedule=schedule)

@@ -286,7 +286,7 @@ for make, tiles in (here.Head, {"loss": 8}), (here.Wide, {"mlp": 8}):
 """
 
 
-@sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"])
 @pytest.mark.slow
 def test_a_run_takes_as_little_memory_and_computes_the_same(backend):
     """On Inductor, what is fused must not take two chunks' values together."""

@@ -291,7 +291,7 @@ def test_a_hundred_clipped_accumulated_steps_are_torchs(two, name, zero):
 
 
 @pytest.mark.slow
-@sweep("zero", [1, 3], quick=1)
+@pytest.mark.parametrize("zero", [1, 3])
 def test_a_hundred_steps_on_four_ranks_are_torchs(four, zero):
     for far, norm in four.run(hundred_steps, "AdamW", zero):
         assert far < 1e-5 and norm < 1e-5

@@ -114,7 +114,7 @@ def test_one_program_serves_all_lengths_and_computes_what_static_ones_do(two, me
 
 
 @pytest.mark.inductor
-@sweep("mesh", [{"pp": 2}, {"tp": 2}], quick=1, ids=["pp", "tp"])
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"tp": 2}], ids=["pp", "tp"])
 @pytest.mark.slow
 def test_on_inductor_within_rounding(two, mesh):
     for worst, programs in two.run(on_inductor, mesh):

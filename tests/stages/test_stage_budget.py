@@ -158,7 +158,7 @@ def test_the_first_stage_of_1f1b_has_more_computed_again_than_the_last():
 # What is kept for those that wait.
 
 
-def chain(blocks: int = 6):
+def chain():
     plan = plan_of()
     made = planned_stages(Deep(8), plan, micro_batch(plan, deep().inputs), 2)
     return chain_of(made.steps[0].captured, costs_of(plan)).segments

@@ -43,18 +43,7 @@ def product(names: str, *options: Sequence[Any], together: int = 2, **how: Any) 
 def cover(sizes: Sequence[int], together: int = 2) -> list[int]:
     """Positions in the product of `sizes` options with which any `together` options' values meet: with 1, each value is there."""
     cases = list(itertools.product(*(range(size) for size in sizes)))
-    groups = list(itertools.combinations(range(len(sizes)), min(together, len(sizes))))
-
-    def meetings(case: Sequence[int]) -> set[tuple[Any, ...]]:
-        return {(group, tuple(case[at] for at in group)) for group in groups}
-
-    left = {meeting for case in cases for meeting in meetings(case)}
-    found = []
-    while left:
-        best = max(range(len(cases)), key=lambda at: (len(meetings(cases[at]) & left), -at))
-        left -= meetings(cases[best])
-        found.append(best)
-    return sorted(found)
+    return covering(range(len(cases)), cases.__getitem__, together=together)
 
 
 def covering(seeds: Iterable[int], drawn: Callable[[int], Sequence[Any]], *always: int, together: int = 2) -> list[int]:

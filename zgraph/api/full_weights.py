@@ -148,10 +148,7 @@ class _Places:
             elif fresh.grad is not None:
                 self._wrong.append((name, "given a gradient"))
             elif changed and not self.write:
-                shared = fresh.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-                self._wrong.append(
-                    (name, "written to, where it is the model's own memory," if shared else "written to")
-                )
+                self._wrong.append((name, "written to"))
             elif changed:
                 own.copy_(mine)
         self.restore(names)

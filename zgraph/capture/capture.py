@@ -50,7 +50,7 @@ from zgraph.program import ops
 from zgraph.program.aliases import root_of
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
-from zgraph.torch_compat import aot, dynamo, fx_graphs, lock, symbols, tensor_storage
+from zgraph.torch_compat import aot, dynamo, fake_tensors, fx_graphs, lock, symbols, tensor_storage
 
 logger = logging.getLogger(__name__)
 
@@ -460,15 +460,23 @@ def _capture(
     try:
         return dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values)
     except Exception as first:  # (dynamo's own errors are of many types)
-        try:
-            run()
-        except Exception as error:
-            logger.debug("forward does not run on fake tensors: %s", error)
+        with fake_tensors.held_after() as held:
+            try:
+                run()
+            except Exception as error:
+                logger.debug("forward does not run on fake tensors: %s", error)
+        if held:  # (in the model or elsewhere, for good: a table that the first forward makes)
+            raise CaptureError(
+                "the model's forward can be captured only after it has run once, and that run keeps a tensor",
+                where=_capture_error(first).where,
+                why=f"the run on fake tensors that capture would need left one of shape {list(held[0].shape)}, without values",
+                hint="build the model anew, run it once before compiling it, or make the tensor in the constructor",
+            ) from first
         try:
             flat = dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values)
         except Exception as error:
             raise _capture_error(error) from _caused_by(error, first)
-        if not (flat.effects.is_empty or flat.effects.are_none_of(run)):  # (as what sets a flag and takes it back)
+        if not (flat.effects.is_empty or flat.effects.unchanged_by(run)):  # (as what sets a flag and takes it back)
             raise CaptureError(
                 "the model's forward can be captured only after it has run once, and it changes Python objects",
                 where=_capture_error(first).where,

@@ -25,11 +25,7 @@ from torch._dynamo.functional_export import _compiling_state_context  # type: ig
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables import builder
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.fx.experimental import _config as symbol_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,23 @@ def empty(mode: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.d
 
     with no_dispatch():
         return FakeTensor(mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
+
+
+@contextlib.contextmanager
+def held_after() -> Iterator[list[torch.Tensor]]:
+    """Give a list that has, when the block has ended, the fake tensors made in it that something still holds (what the user's code keeps)."""
+    made: list[torch.Tensor] = []
+    before = _alive()  # (held to the end, so that no id is given twice)
+    known = {id(x) for x in before}
+    yield made
+    made += [x for x in _alive() if id(x) not in known]
+
+
+def _alive() -> list[torch.Tensor]:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    gc.collect()
+    return [x for x in gc.get_objects() if issubclass(type(x), FakeTensor)]
 
 
 def forget_results() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import logging
 import re
 import types
 from collections import OrderedDict, deque
@@ -23,6 +24,8 @@ from torch._dynamo.variables.lists import DequeVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zgraph.torch_compat.surroundings import Surroundings
+
+logger = logging.getLogger(__name__)
 
 # In the __dict__ of what was a parameter of a compiled model: a program reads the parameter that took its place.
 REPLACED = "_zgraph_replaced"
@@ -247,12 +250,16 @@ class Effects:
         found += [getattr(cell, "cell_contents", _MISSING) for cell in self.cells]
         return found + [self.namespace.get(name, _MISSING) for name in self.globals]
 
-    def are_none_of(self, run: Callable[[], Any]) -> bool:
-        """Whether a function leaves the places that a replay writes to as they are. What it does to them is undone."""
+    def unchanged_by(self, run: Callable[[], Any]) -> bool:
+        """Whether a function runs, and leaves the places that a replay writes to as they are. What it does to them is undone."""
         before = self.held()
-        with self.undone():
-            run()
-            after = self.held()
+        try:
+            with self.undone():
+                run()
+                after = self.held()
+        except Exception as error:  # (the user's own code, which raises anything)
+            logger.debug("forward does not run a second time: %s", error)
+            return False
         return len(before) == len(after) and all(map(_as_it_was, before, after))
 
     @contextlib.contextmanager

@@ -126,4 +126,4 @@ def largest(size: Any) -> int | None:
     if size.node.expr in known:
         return known[size.node.expr]
     upper = bound_sympy(size.node.expr, size.node.shape_env.var_to_range).upper
-    return int(upper) if upper.is_finite and int(upper) < 1 << 40 else None
+    return int(upper) if upper.is_Integer and int(upper) < 1 << 40 else None
