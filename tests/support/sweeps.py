@@ -40,6 +40,12 @@ def product(names: str, *options: Sequence[Any], together: int = 2, **how: Any) 
     return sweep(names, cases, quick=cover([len(values) for values in options], together), **how)
 
 
+def chosen(*options: Sequence[Any], together: int = 2) -> list[tuple[Any, ...]]:
+    """Those of all combinations of the options that `cover` them."""
+    cases = list(itertools.product(*options))
+    return [cases[at] for at in cover([len(values) for values in options], together)]
+
+
 def cover(sizes: Sequence[int], together: int = 2) -> list[int]:
     """Positions in the product of `sizes` options with which any `together` options' values meet: with 1, each value is there."""
     cases = list(itertools.product(*(range(size) for size in sizes)))
