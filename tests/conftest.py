@@ -83,9 +83,9 @@ def four(kept_ranks: dict[int, Ranks]) -> Iterator[Ranks]:
     kept_ranks[4].renew()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def deepspeeds() -> Iterator[Ranks]:
-    """Ranks for DeepSpeed, which leaves groups and hooks behind: none of zgraph's."""
+    """Ranks for DeepSpeed, which leaves groups and hooks behind: none of zgraph's. They stay between files, as it takes seconds to import."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: pip install deepspeed")
     with Ranks(2) as ranks:

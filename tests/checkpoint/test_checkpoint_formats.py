@@ -5,26 +5,22 @@ Functions at the top of this file run on ranks. DeepSpeed's checkpoints are made
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import logging
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed_scripts
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks
 from safetensors.torch import save_file
 from sweeps import sweep
 from torch import nn
@@ -199,12 +195,7 @@ def saved_by_zgraph(folder: str) -> dict[str, torch.Tensor]:
 # -- what DeepSpeed writes
 def by_deepspeed(folder: str, stage: int, precision: str) -> list[float]:
     """Train, save a checkpoint, go on: the losses after it."""
-    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "DS_ACCELERATOR": "cpu"}
-    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
-    import deepspeed
-
-    # It would compile for most of a minute, for what gloo does as well. (`deepspeed.comm.torch` as an attribute is torch itself.)
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed = deepspeed_scripts.ready()
     model = built()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -231,51 +222,52 @@ def by_deepspeed(folder: str, stage: int, precision: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def made_by_torch(tmp_path_factory) -> Iterator[Any]:
+def made_by_torch(two, tmp_path_factory) -> Any:
     """(folder, what is in it) by kind."""
     made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
-    with Ranks(2) as ranks:
 
-        def make(kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
-            if kind not in made:
-                folder = tmp_path_factory.mktemp(kind)
-                made[kind] = folder, ranks.run(saved_by_torch, str(folder), kind)[0]
-            return made[kind]
+    def make(kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            made[kind] = folder, two.run(saved_by_torch, str(folder), kind)[0]
+        return made[kind]
 
-        yield make
+    return make
 
 
 @pytest.fixture(scope="module")
-def made_by_deepspeed(tmp_path_factory) -> Iterator[Any]:
+def made_by_deepspeed(deepspeeds, tmp_path_factory) -> Any:
     """(folder, the losses of DeepSpeed's own going on) by stage and precision."""
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install deepspeed")
     made: dict[Any, tuple[Path, list[float]]] = {}
-    with Ranks(2) as ranks:
 
-        def make(stage: int, precision: str = "fp32") -> tuple[Path, list[float]]:
-            if (stage, precision) not in made:
-                folder = tmp_path_factory.mktemp(f"stage{stage}{precision}")
-                made[stage, precision] = folder, ranks.run(by_deepspeed, str(folder), stage, precision)[0]
-            return made[stage, precision]
+    def make(stage: int, precision: str = "fp32") -> tuple[Path, list[float]]:
+        if (stage, precision) not in made:
+            folder = tmp_path_factory.mktemp(f"stage{stage}{precision}")
+            made[stage, precision] = folder, deepspeeds.run(by_deepspeed, str(folder), stage, precision)[0]
+        return made[stage, precision]
 
-        yield make
+    return make
 
 
-def universal(folder: Path, to: Path) -> Path:
-    """DeepSpeed's own conversion."""
-    tag = (folder / "latest").read_text()
-    said = subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
-            *("--input_folder", folder / tag, "--output_folder", to / f"{tag}_universal"),
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
-    )
-    assert said.returncode == 0, said.stderr
-    return to
+def universal(folder: str, to: str) -> None:
+    """DeepSpeed's own conversion, by the first rank."""
+    if dist.get_rank():
+        return
+    from deepspeed.checkpoint import ds_to_universal
+
+    tag = (Path(folder) / "latest").read_text()
+    options = ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        given = [
+            "ds_to_universal",
+            *options,
+            "--input_folder",
+            f"{folder}/{tag}",
+            "--output_folder",
+            f"{to}/{tag}_universal",
+        ]
+        patch.setattr(sys, "argv", given)
+        ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
@@ -400,9 +392,9 @@ def test_zgraph_goes_on_where_deepspeed_stopped(two, made_by_deepspeed, stage, z
 
 @pytest.mark.gloo
 @sweep("stage", [1, 2, 3], quick=1)
-def test_zgraph_goes_on_from_a_universal_checkpoint(two, made_by_deepspeed, tmp_path, stage):
+def test_zgraph_goes_on_from_a_universal_checkpoint(two, deepspeeds, made_by_deepspeed, tmp_path, stage):
     folder, losses = made_by_deepspeed(stage)
-    universal(folder, tmp_path)
+    deepspeeds.run(universal, str(folder), str(tmp_path))
     for found in two.run(go_on, str(tmp_path), 3):
         assert found == pytest.approx(losses, rel=1e-5)
     one, other = (open_checkpoint(p) for p in (folder, tmp_path))

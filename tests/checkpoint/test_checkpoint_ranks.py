@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -31,7 +32,7 @@ from zgraph.errors import CheckpointError
 from zgraph.update.resume import Known
 
 pytestmark = pytest.mark.gloo
-WORLDS, STAGES = range(1, 9), range(4)
+WORLDS, STAGES = (1, 2, 3, 5, 8), range(4)
 
 
 class Uneven(nn.Module):
@@ -106,7 +107,7 @@ def load_all(where: str, tags: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_every_world_and_stage_loads_every_other_bit_for_bit(tmp_path):
-    """1,024 pairs: worlds of 1 to 8 ranks at stages 0 to 3, saved by one and loaded by the other."""
+    """400 pairs: worlds of 1 to 8 ranks at stages 0 to 3, saved by one and loaded by the other."""
     tags: list[str] = []
     for world in WORLDS:
         with Ranks(world) as ranks:
@@ -145,8 +146,14 @@ def load_random(where: str, seed: int, count: int) -> list[str]:
     return wrong
 
 
-@sweep("of, to", [(3, 2), (2, 5), (4, 1)], quick=(1,))
-def test_random_shapes_are_resharded_bit_for_bit(of, to, tmp_path):
+def test_random_shapes_are_resharded_bit_for_bit(two, four, tmp_path):
+    two.run(save_random, str(tmp_path), 2, 16)
+    assert four.run(load_random, str(tmp_path), 2, 16) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of, to", [(3, 2), (2, 5), (4, 1)])
+def test_random_shapes_are_resharded_from_and_to_any_number_of_ranks(of, to, tmp_path):
     with Ranks(of) as ranks:
         ranks.run(save_random, str(tmp_path), of, 16)
     with Ranks(to) as ranks:
@@ -204,12 +211,13 @@ def load_mesh(where: str, kind: str) -> list[str]:
     return wrong
 
 
-def test_meshes_of_every_kind_load_each_others(tmp_path):
+def test_meshes_of_every_kind_load_each_others(four, tmp_path):
     worlds = {world: [k for k, m in MESHES.items() if m[0] == world] for world in {m[0] for m in MESHES.values()}}
-    for step, (world, kinds) in itertools.product((save_mesh, load_mesh), worlds.items()):
-        with Ranks(world) as ranks:
+    with contextlib.ExitStack() as stack:
+        ranks = {world: four if world == 4 else stack.enter_context(Ranks(world)) for world in worlds}
+        for step, (world, kinds) in itertools.product((save_mesh, load_mesh), worlds.items()):
             for kind in kinds:
-                assert not any(found for found in ranks.run(step, str(tmp_path), kind))
+                assert not any(found for found in ranks[world].run(step, str(tmp_path), kind))
     assert len(list(tmp_path.iterdir())) == len(MESHES)
 
 
@@ -270,17 +278,12 @@ def resumed(where: str, fields: dict, async_: bool) -> tuple[list[float], list[f
     "fields, async_",
     [
         ({"zero": 0}, False),
-        ({"zero": 0}, True),
-        ({"zero": 1}, False),
         ({"zero": 1}, True),
         ({"zero": 2, "micro_batches": 3}, False),
-        ({"zero": 2, "micro_batches": 3}, True),
         ({"zero": 3, "ema": 0.9}, False),
-        ({"zero": 3, "ema": 0.9}, True),
-        ({"zero": 3, "precision": "fp16"}, False),
         ({"zero": 3, "precision": "fp16"}, True),
     ],
-    quick=(0, 9),
+    quick=(0, 4),
 )
 def test_a_resumed_run_goes_on_bit_for_bit(two, fields, async_, tmp_path):
     for straight, again, differing in two.run(resumed, str(tmp_path), fields, async_):
