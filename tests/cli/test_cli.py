@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from sweeps import sweep
 from typer.testing import CliRunner
 
 from zgraph import __version__
-from zgraph.cli.app import app
+from zgraph.cli.app import app, main
 from zgraph.cli.output import use_color
 
 HERE = Path(__file__).parents[1] / "support"
@@ -109,20 +110,23 @@ def test_a_mistyped_command_is_usage():
 # dump
 
 
+TARGETS = [(SMALL, 8), (SMALL, 512), ("train_lm", 8)]
+
+
 @pytest.mark.core
-@sweep("world", [8, 512], quick=1)
-@pytest.mark.parametrize("target", [SMALL, "train_lm"])
+@sweep("target, world", TARGETS, quick=(1,))
 def test_dump_prints_the_program_for_any_world(target, world):
     text = ok("dump", target, "--world", world)
     assert f"mesh dp {world}" in text.splitlines()[0]
     assert f', {world}, "dp")' in text and "dist.reduce_scatter(" in text
 
 
-def test_dump_needs_no_process_group_even_under_the_variables_of_a_launcher():
+def test_dump_needs_no_process_group_even_under_the_variables_of_a_launcher(monkeypatch):
     elsewhere = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = process("dump", SMALL, "--world", "8", **elsewhere, NO_COLOR="1", FORCE_COLOR="1")
-    assert done.returncode == 0 and "mesh dp 8" in done.stdout, done.stderr
-    assert "\x1b" not in done.stdout, "NO_COLOR gets plain text"
+    for name, value in (elsewhere | {"NO_COLOR": "1", "FORCE_COLOR": "1"}).items():
+        monkeypatch.setenv(name, value)
+    text = ok("dump", SMALL, "--world", "8")
+    assert "mesh dp 8" in text and "\x1b" not in text, "NO_COLOR gets plain text"
 
 
 @pytest.mark.slow
@@ -304,8 +308,7 @@ def test_passes_why_says_of_every_pass_whether_the_plan_runs_it_and_why(plan):
     assert re.search(r"^offload_update +- +nothing is offloaded$", ok("passes", "--why", "--update"), re.M)
 
 
-@sweep("world", [8, 512], quick=1)
-@pytest.mark.parametrize("target", [SMALL, "train_lm"])
+@sweep("target, world", TARGETS, quick=(1, 2))
 def test_passes_on_a_target_counts_what_each_did(target, world):
     rows = json.loads(ok("passes", target, "--world", world, "--json"))["passes"]
     assert rows[0]["name"] == "capture" and all(r["nodes"] > 0 and r["seconds"] >= 0 for r in rows)
@@ -336,9 +339,10 @@ def test_verify_of_the_example_is_within_tolerance():
     assert "on 8 virtual ranks" in ok("verify", "train_lm", "--world", 8)
 
 
-def test_verify_at_512_ranks():
-    report = json.loads(ok("verify", SMALL, "--world", 512, "--json"))
-    assert report["ok"] and report["world"] == 512 and report["compared"] == 512 * 5
+@sweep("world", [64, 512], quick=(0,))
+def test_verify_on_many_ranks(world):
+    report = json.loads(ok("verify", SMALL, "--world", world, "--json"))
+    assert report["ok"] and report["world"] == world and report["compared"] == world * 5
 
 
 def test_verify_of_a_wrong_program_exits_with_one_and_says_what_differs(plan):
@@ -564,6 +568,19 @@ def test_commands_that_need_the_model_refuse_a_bundle(command, tmp_path):
     assert f"zgraph {command} needs the model" in refused(command, tmp_path, *out)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zgraph", "passes"])
+    full = open("/dev/full", "w")  # noqa: SIM115
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "stdout", full)
+        main()
+    with contextlib.suppress(OSError):  # (what it holds can't be written)
+        full.close()
+    assert ended.value.code == 2 and "No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_behind_a_pipe_is_an_error_without_a_traceback():
     with open("/dev/full", "w") as full:

@@ -105,15 +105,24 @@ def test_the_commands_say_what_they_said(model, tmp_path):
     golden(f"{model}.timeline", lanes(json.loads(zgraph("timeline", *args))))
 
 
-@sweep("name, target, world", [("llama8", "golden_models:small_llama", 8), ("gpt2", "golden_models:gpt2", 2)], quick=1)
+@sweep(
+    "name, target, world",
+    [
+        ("llama8", "golden_models:small_llama", 8),
+        ("gpt2", "golden_models:gpt2", 2),
+        ("small", "cli_targets:factory", 2),
+    ],
+    quick=1,
+)
 def test_verify_says_what_it_said(name, target, world):
     said = zgraph("verify", target, "--plan", PLAN, "--world", world)
     golden(f"{name}.verify", said.splitlines()[0] + "\n")  # (what follows are errors of rounding)
 
 
-def test_bisect_says_what_it_said():
-    args = ("golden_models:gpt2", "--plan", PLAN, "--world", 2)
-    golden("gpt2.bisect", re.sub(r"\S+ \(allowed \S+\)", "# (allowed #)", zgraph("bisect", *args)))
+@sweep("name, target", [("gpt2", "golden_models:gpt2"), ("small", "cli_targets:factory")], quick=1)
+def test_bisect_says_what_it_said(name, target):
+    args = (target, "--plan", PLAN, "--world", 2)
+    golden(f"{name}.bisect", re.sub(r"\S+ \(allowed \S+\)", "# (allowed #)", zgraph("bisect", *args)))
 
 
 def train(folder: str) -> None:

@@ -14,7 +14,6 @@ from zgraph.cli.app import app
 PLAN = """
 backend = "eager"
 mesh = { dp = 2 }
-memory_budget = "3MiB"
 
 [dynamic.x]
 0 = { name = "rows", max = 256, typical = 16 }
