@@ -64,11 +64,21 @@ PLANTED = [
 ]
 
 
-@sweep("world", [1, 2, 4], quick=1)
 @pytest.mark.parametrize(("fault", "found", "least", "plan"), PLANTED, ids=[p[0].replace(" ", "-") for p in PLANTED])
-def test_a_planted_fault_is_found_where_it_stands(fault, found, least, plan, world):
-    if world < least:
-        pytest.skip("nothing is sharded or reduced for it to spoil")
+def test_a_planted_fault_is_found_where_it_stands(fault, found, least, plan):
+    finds(fault, found, plan, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "found", "least", "plan"), PLANTED[::2], ids=[p[0].replace(" ", "-") for p in PLANTED[::2]]
+)
+def test_a_planted_fault_is_found_on_the_fewest_ranks_and_on_more(fault, found, least, plan):
+    for world in {least, 4}:
+        finds(fault, found, plan, world)
+
+
+def finds(fault: str, found: str, plan: dict, world: int) -> None:
     made = with_fault(fault, world, **plan)
     culprit = made.culprit
     assert culprit is not None and culprit.name == fault.split(" ")[0] and culprit.program == "step"
@@ -84,7 +94,7 @@ def test_the_tensors_that_differ_are_named_with_their_errors():
     assert [row.name for row in culprit.changed.added] == ["fault0"]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@sweep("world", [1, 2, 4], quick=(1,))
 def test_a_faulty_pass_of_the_update_is_found(monkeypatch, world):
     faults.in_update(monkeypatch, faults.other_sign)
     culprit = searched(world, optimizer=ADAM).culprit
@@ -93,7 +103,7 @@ def test_a_faulty_pass_of_the_update_is_found(monkeypatch, world):
     assert culprit.beyond[0].error == pytest.approx(2, rel=0.01)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@sweep("world", [1, 2, 4], quick=(1,))
 def test_a_fault_of_later_micro_batches_is_found_in_their_program(world):
     made = with_fault("forgotten after reduce_gradients", world, zero=1, micro_batches=2)
     assert made.culprit.name == "forgotten" and "gradients added to earlier ones" in made.culprit.program

@@ -10,6 +10,7 @@ from pathlib import Path
 import check_targets
 import cli_targets
 import pytest
+from sweeps import product
 from torch import nn
 from typer.testing import CliRunner
 
@@ -61,9 +62,12 @@ def only(made: Checked, name: str, level: str = "error") -> Finding:
     return found
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize(
-    "plan", [{}, {"precision": "bf16", "zero": 1}, {"memory_budget": "1GiB"}, {"micro_batches": 2}]
+@product(
+    "plan, backend",
+    [{}, {"precision": "bf16", "zero": 1}, {"memory_budget": "1GiB"}, {"micro_batches": 2}],
+    ["eager", "inductor"],
+    together=1,
+    ids=str,
 )
 def test_a_sound_plan_passes_every_check(plan, backend):
     made = checked(backend=backend, **plan)

@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import itertools
 import json
+import logging
+import os
 import pickle
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ from sweeps import sweep
 from typer.testing import CliRunner
 
 import zgraph
+from zgraph.build.planned_step import programs
 from zgraph.cli.app import app
 from zgraph.errors import BundleError, TargetError, ZgraphError
 from zgraph.inspection import bundle
@@ -45,7 +48,7 @@ PLAN = zgraph.Plan(mesh={"dp": -1}, backend="eager", optimizer=zgraph.AdamW(lr=1
 @pytest.fixture(scope="module")
 def inspected():
     """A Llama of transformers at world 4, with its update."""
-    case = models.build("llama")
+    case = models.shallow("llama")
     return of_model(case.model, PLAN, case.inputs, 4, origin="llama")
 
 
@@ -415,10 +418,12 @@ def test_a_drawing_has_every_node_once(inspected):
     assert text.count("{") == text.count("}")
 
 
-@pytest.mark.parametrize("name", ["uneven_mlp", "gpt2"])
-def test_a_program_as_python_runs(name, tmp_path):
+@pytest.mark.parametrize(
+    "make", [lambda: models.build("uneven_mlp"), lambda: models.shallow("gpt2")], ids=["uneven_mlp", "gpt2"]
+)
+def test_a_program_as_python_runs(make, tmp_path):
     """A program for one rank, of real numbers: the file's forward gives what the program gives."""
-    case = models.build(name)
+    case = make()
     program = of_model(case.model, PLAN, case.inputs, 1).way().last.program
     path = tmp_path / "made.py"
     path.write_text(python_source(program))
@@ -541,15 +546,27 @@ def test_a_disk_that_fills_up_ends_the_bundle_and_not_the_run(tmp_path, monkeypa
     assert "No space left on device" in caplog.text and model.zgraph.runtime.recorder is None
 
 
-def test_passes_go_into_torchs_structured_trace(tmp_path):
+def test_passes_go_into_torchs_structured_trace(monkeypatch):
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(f"{record.metadata} {record.payload}")
+
+    heard: list[str] = []
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [Listening()])
+    case = models.build("even_mlp")
+    programs(case.model, zgraph.Plan(mesh={"dp": -1}, backend="eager"), case.inputs, 2)
+    text = "".join(heard)
+    assert "zgraph_train_00_capture" in text and "_shard_parameters" in text and "dist.all_gather" in text
+
+
+@pytest.mark.slow
+def test_passes_are_in_the_folder_of_torchs_structured_trace(tmp_path):
     code = """
 import models, zgraph
 from zgraph.build.planned_step import programs
 case = models.build("even_mlp")
 programs(case.model, zgraph.Plan(mesh={"dp": -1}, backend="eager"), case.inputs, 2)
 """
-    import os
-
     env = {**os.environ, "TORCH_TRACE": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], cwd=HERE, env=env, check=True)
     text = "".join(p.read_text() for p in tmp_path.iterdir())

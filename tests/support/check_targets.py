@@ -42,7 +42,7 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
 
     def forward(self, x):
         for layer in self.layers:
@@ -75,7 +75,7 @@ def infinite():
 
 
 def wide():
-    return Wide(), (torch.randn(4096, 32),)
+    return Wide(), (torch.randn(8192, 32),)
 
 
 def raising():

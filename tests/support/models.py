@@ -43,6 +43,16 @@ def build(name: str) -> Case:
         return {**TRANSFORMERS, **PLAIN}[name]()
 
 
+def shallow(name: str) -> Case:
+    """A fresh case of transformers' whose model has only the first of its layers."""
+    case = build(name)
+    body = case.model.base_model
+    layers = next(key for key, value in body.named_children() if isinstance(value, nn.ModuleList))
+    setattr(body, layers, getattr(body, layers)[:1])
+    case.model.config.num_hidden_layers = 1
+    return case
+
+
 def _transformers(make: Callable[[Any], Case]) -> Callable[[], Case]:
     def factory() -> Case:
         import transformers
