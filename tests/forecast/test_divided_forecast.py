@@ -37,13 +37,13 @@ def plan_of(**more) -> Plan:
     return Plan(**base | {"hardware": "h100-80g"} | more)
 
 
-def llama(layers: int = 2):
+def llama(layers: int = 1):
     """Parameters take nearly all of its memory."""
     with torch.device("meta"):
         return Llama(layers, DIM, WORDS), (torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))
 
 
-def inspected(layers: int = 2, **more):
+def inspected(layers: int = 1, **more):
     model, inputs = llama(layers)
     plan = plan_of(**more)
     return of_model(model, plan, inputs, plan.usual_world())

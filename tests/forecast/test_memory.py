@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import models
 import pytest
 import torch
+from ranks import Ranks
 from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
@@ -60,35 +60,29 @@ def test_an_operator_by_operator_program_allocates_all_but_views():
     assert memory_of(made) == memory_of(made, False)
 
 
-MEASURED = """
-from zgraph import allocations
-allocations.count()
-import torch, zgraph
-torch.set_num_threads(1)
-import test_memory as here
-fields = {fields}
-model = zgraph.compile(here.wide().model, zgraph.Plan(**here.ONE, optimizer=zgraph.SGD(lr=0.1), **fields))
-inputs = here.wide().inputs
-for _ in range(4):
-    model.train_step(*inputs)
-print(model.zgraph.report())
-"""
+def measured(fields: dict) -> str:
+    """What a process that counts says of a step."""
+    zgraph.allocations.count()
+    model = zgraph.compile(wide().model, zgraph.Plan(**ONE, optimizer=zgraph.SGD(lr=0.1), **fields))
+    inputs = wide().inputs
+    for _ in range(4):
+        model.train_step(*inputs)
+    return str(model.zgraph.report())
 
 
+@pytest.mark.gloo
 @sweep(
     "fields",
     [{"backend": "eager"}, *(pytest.param(more, marks=pytest.mark.inductor) for more in ({}, {"recompute": "full"}))],
     quick=(0,),
 )
 def test_the_forecast_peak_is_within_3_percent_of_the_counted_one(fields):
-    code = textwrap.dedent(MEASURED).format(fields=fields)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=280, check=False
-    )
-    if "can't be counted" in done.stderr:
+    with Ranks(1) as ranks:
+        (outcome,) = ranks.attempt(measured, fields, limit=280)
+    if "can't be counted" in str(outcome.error):
         pytest.skip("no C++ compiler")
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("memory: forecast peak"))
+    assert outcome.error is None, outcome.traceback
+    line = next(line for line in outcome.value.splitlines() if line.startswith("memory: forecast peak"))
     off = float(line.split("(")[1].split("%")[0])
     assert abs(off) <= 3, line
 
@@ -154,6 +148,5 @@ def test_without_a_count_there_is_a_forecast_alone():
 
 
 def test_asking_without_counting_says_what_to_do():
-    code = "from zgraph import allocations\nallocations.peak()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "allocations.count() before the model is made" in done.stderr
+    with pytest.raises(RuntimeError, match=r"allocations\.count\(\) before the model is made"):
+        zgraph.allocations.peak()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from fractions import Fraction
 
@@ -90,11 +91,16 @@ def test_formulas_agree_with_the_simulator_at_other_batches_and_worlds(name, pla
     agrees(found, case.model, case.inputs, [4], batch=100)
 
 
-@sweep("backend", ["eager", "inductor"], quick={0})
-def test_formulas_agree_at_other_sequence_lengths(backend):
+@functools.cache
+def of_tied(backend: str) -> SymbolicForecast:
     case = build("tied")
     plan = zgraph.Plan(backend=backend, optimizer=zgraph.AdamW(), precision="bf16")
-    found = forecast(case.model, case.inputs, plan)
+    return forecast(case.model, case.inputs, plan)
+
+
+@sweep("backend", ["eager", "inductor"], quick={0})
+def test_formulas_agree_at_other_sequence_lengths(backend):
+    case, found = build("tied"), of_tied(backend)
     assert found.sizes == Point(24, 4)
     agrees(found, case.model, case.inputs, WORLDS, batch=20, sequence=9)
     agrees(found, case.model, case.inputs, [5], batch=31, sequence=2)
@@ -193,18 +199,17 @@ def test_formulas_of_two_products_are_those_on_paper():
 
 
 def test_equal_layers_are_one_kind():
-    one, four = (forecast(Two(n), (torch.randn(8, 16),), zgraph.Plan(backend="eager")) for n in (2, 4))
-    assert len(one.kinds) == len(four.kinds)
-    assert sum(k.count for k in four.kinds if ".mm." in k.operator) == sum(
+    one, more = (forecast(Two(n), (torch.randn(8, 16),), zgraph.Plan(backend="eager")) for n in (2, 3))
+    assert len(one.kinds) == len(more.kinds)
+    assert sum(k.count for k in more.kinds if ".mm." in k.operator) == sum(
         k.count for k in one.kinds if ".mm." in k.operator
-    ) + 2 * 2 * (1 + 2)
+    ) + 2 * (1 + 2)
 
 
 def test_a_formula_can_be_made_a_function_of_numbers():
     import sympy
 
-    case = build("tied")
-    found = forecast(case.model, case.inputs, PLANS["zero3"])
+    found = of_tied("eager")
     names = ("world", "batch", "sequence")
     symbols = [sympy_symbol(found, n) for n in names]
     sizes = {"world": 6, "batch": 10, "sequence": 12}
