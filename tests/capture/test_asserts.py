@@ -52,7 +52,7 @@ def test_an_assertion_fails_in_what_inductor_has_compiled(form):
         model(BAD)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@sweep("backend", ["eager", "inductor"], quick=(0,))
 def test_an_assertion_of_a_backward_fails_in_the_backward(backend):
     model = zgraph.compile(OfGradient("statement"), zgraph.Plan(backend=backend))
     model(GOOD).backward()

@@ -16,7 +16,7 @@ import typing
 import numpy as np
 import pytest
 import torch
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -470,14 +470,14 @@ FORMS = {
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("where", list(HELD))
-@pytest.mark.parametrize("form", list(FORMS))
+@product("form, where", list(FORMS), list(HELD), together=1)
 def test_a_tensor_that_forward_finds_may_take_another_form(where, form):
     _other_form(where, form, EAGER)
 
 
 @pytest.mark.inductor
-@sweep("form", ["dtype", "shape"], quick=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["dtype", "shape"])
 def test_a_tensor_that_forward_finds_may_take_another_form_compiled(form):
     _other_form("attribute", form, zgraph.Plan(backend="inductor"))
 
@@ -703,11 +703,11 @@ def test_what_a_forward_changes_is_changed_at_every_call_compiled(kind):
     same(make, programs, zgraph.Plan(backend="inductor"))
 
 
-@pytest.mark.inductor
-def test_a_number_that_changes_between_calls_is_read_in_a_checkpointed_part_compiled():
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=(0,))
+def test_a_number_that_changes_between_calls_is_read_in_a_checkpointed_part(backend):
     """It becomes an input, and what reads it can't be computed again, though the checkpoint asks for that."""
     model = Net(lambda m, y: checkpoint(lambda v: m.a(v) * m.k, y, use_reentrant=False))
-    plain, mine = copy.deepcopy(model), zgraph.compile(model, zgraph.Plan(backend="inductor"))
+    plain, mine = copy.deepcopy(model), zgraph.compile(model, zgraph.Plan(backend=backend))
     for k in (0.5, 1.5, 2.5, 3.5):
         mine.k = plain.k = k
         for each in (mine, plain):

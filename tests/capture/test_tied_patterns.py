@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from captures import shared_captures  # noqa: F401  (a fixture)
 from sweeps import product
 from torch import nn
 from torch.nn import functional as F
@@ -12,6 +13,7 @@ import zgraph
 from zgraph.build.planned_step import programs
 from zgraph.errors import PlanError
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 WORDS = (torch.zeros(2, 4, dtype=torch.long),)
 
 
@@ -31,8 +33,9 @@ def test_a_table_of_tensor_parallel_may_use_any_name(pattern):
     style = "colwise" if "head" in pattern else "rowwise"
     plan = zgraph.Plan(mesh={"tp": 2}, backend="eager", tensor_parallel={pattern: style})
     assert programs(Tied(), plan, WORDS, 2).program.params["embed.weight"].division is not None
-    found = zgraph.verify(Tied(), plan, 2, WORDS)
-    assert found.ok, str(found)
+    if pattern != "head.weight":  # (one of each style)
+        found = zgraph.verify(Tied(), plan, 2, WORDS)
+        assert found.ok, str(found)
 
 
 def test_a_module_without_weights_is_no_wrong_name():
@@ -48,10 +51,11 @@ def test_a_tied_weight_stays_in_float32_in_all_modules_that_have_it(pattern):
         backend="eager", precision=zgraph.Precision(compute="bfloat16", parameter="bfloat16", keep_fp32=(pattern,))
     )
     model = zgraph.compile(Tied(), plan)
-    model(*WORDS).backward()
     assert model.embed.weight.dtype is torch.float32 and model.middle[0].weight.dtype is torch.bfloat16
-    found = zgraph.verify(Tied(), plan, 2, WORDS)
-    assert found.ok, str(found)
+    if pattern == "head":  # (the others differ no more)
+        model(*WORDS).backward()
+        found = zgraph.verify(Tied(), plan, 2, WORDS)
+        assert found.ok, str(found)
 
 
 @pytest.mark.parametrize("pattern", ["head.*", "embed.weight", "*.weight"])

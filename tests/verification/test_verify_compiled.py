@@ -106,7 +106,15 @@ def test_right_code_is_the_plain_model(plan):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.inductor
 def test_inductors_code_is_the_plain_model_but_for_rounding():
+    found = verify(seeded(nn.Linear, 6, 6), Plan())
+    assert found.ok, str(found)
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_inductors_code_is_the_plain_model_with_its_buffers_and_updates():
     found = verify(seeded(Net), Plan(optimizer=ADAMW))
     assert found.ok, str(found)
 

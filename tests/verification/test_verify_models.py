@@ -71,7 +71,7 @@ def test_sharding_within_and_replication_between_is_bit_for_bit(name, stage):
     assert_same(name, Plan(mesh=HSDP, zero=stage, backend="eager"), 4)
 
 
-@sweep("name", ["t5", "gpt2"], quick=1)
+@sweep("name", ["t5", "gpt2", "tied"], quick=1)
 def test_hsdp_of_eight_ranks_is_bit_for_bit(name):
     assert_same(name, Plan(mesh={"replicate": 2, "dp": 4}, zero=3, backend="eager"), 8)
 
