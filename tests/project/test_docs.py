@@ -86,13 +86,22 @@ def folder(tmp_path, monkeypatch):
 
 
 # -- code -------------------------------------------------------------------------------------------
-@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
 def test_python_blocks_run(path, folder, capsys, monkeypatch):
-    if path != README:  # (what is shown there, Inductor compiles: on the others as well it would only take longer)
-        eagerly = lambda program, groups, **_: compile_eager(program, groups)  # noqa: E731
-        monkeypatch.setattr(step_program, "compile_inductor", eagerly)
+    """Without Inductor, which would only take longer."""
+    eagerly = lambda program, groups, **_: compile_eager(program, groups)  # noqa: E731
+    monkeypatch.setattr(step_program, "compile_inductor", eagerly)
+    run_blocks(path, folder)
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_inductor_compiles_what_the_readme_shows(folder, capsys):
+    run_blocks(README, folder)
+
+
+def run_blocks(path: Path, folder: Path) -> None:
     write_files(README, folder)
     write_files(path, folder)
     namespace: dict[str, object] = {"__name__": "docs"}

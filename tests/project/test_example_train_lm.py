@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -242,6 +243,30 @@ def test_every_example_plan_loads_and_is_described(path):
 SHORT = ["--device=cpu", "--steps=20", "--batch=4", "--seq=32", "--eval-every=20", "--warmup=5"]
 
 
+@pytest.fixture
+def of_few_weights(monkeypatch):
+    """Let the example train one narrow layer, and validate on a few windows."""
+    make, windows = train_lm.Config, train_lm.Text.validation_batches
+    monkeypatch.setattr(
+        train_lm, "Config", lambda **given: make(dim=32, layers=1, heads=4, kv_heads=2, hidden=48, **given)
+    )
+    few = lambda text, **given: itertools.islice(windows(text, **given), 4)  # noqa: E731
+    monkeypatch.setattr(train_lm.Text, "validation_batches", few)
+
+
+def test_a_run_says_and_writes_what_it_did(tmp_path, capsys, of_few_weights):
+    out = tmp_path / "curve.json"
+    assert train_lm.main([*SHORT, f"--plan={EAGER}", "--sample=8", f"--json={out}"]) == 0
+    record = json.loads(out.read_text())
+    assert [point["step"] for point in record["validation"]] == [0, 20]
+    assert record["validation"][1]["loss"] < record["validation"][0]["loss"] - 0.1
+    assert [point["step"] for point in record["train"]] == [1, 20]
+    assert record["sample"].startswith("The ") and record["world"] == 1
+    said = capsys.readouterr().out
+    assert re.search(r"step +20  train loss \d\.\d+  lr \S+  [\d,]+ tokens/s", said)
+    assert record["sample"] in said
+
+
 @pytest.mark.slow
 def test_loss_falls_in_one_process(tmp_path, capsys):
     out = tmp_path / "curve.json"
@@ -259,7 +284,7 @@ def test_loss_falls_in_one_process(tmp_path, capsys):
     assert record["sample"] in said
 
 
-def test_eager_in_one_process_trains_as_plain_pytorch_does(monkeypatch):
+def test_eager_in_one_process_trains_as_plain_pytorch_does(monkeypatch, of_few_weights):
     args = train_lm.parse([*SHORT, f"--plan={EAGER}", "--sample=8"])
     compiled = train_lm.train(args, say=lambda line: None)
 
