@@ -334,7 +334,7 @@ def test_alone_a_step_is_the_plain_models():
         (3, 4, 1, {"zero": 3}),
         (4, 3, 1, {"zero": 2, "mesh": {"replicate": 2, "dp": -1}}),
     ],
-    quick=(2,),
+    quick=(0,),
     ids=["2", "3", "4, in two copies"],
 )
 def test_on_any_number_of_ranks_a_step_is_the_plain_models(world, rows, parts, fields):

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import programs
 import pytest
@@ -58,14 +54,16 @@ def test_two_captures_of_one_model_have_one_digest(make):
     assert digest(a) == digest(b) and difference(a, b) is None
 
 
-def test_another_process_makes_the_same_digest(made):
+def of_another_process() -> tuple[int, str]:
+    """What tells how this process hashes, and its digest."""
+    return hash("a text"), digest(distributed())
+
+
+@pytest.mark.gloo
+def test_another_process_makes_the_same_digest(two, made):
     """Nothing of it is a Python object's address, or in the order of a set."""
-    code = "import test_digest; print(test_digest.digest(test_digest.distributed()))"
-    env = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=env, capture_output=True, text=True
-    )
-    assert done.stdout.split()[-1:] == [digest(made)], done.stderr
+    for hashed, found in two.run(of_another_process):
+        assert hashed != hash("a text") and found == digest(made)
 
 
 def test_where_the_source_lies_and_what_modules_are_called_do_not_count(made):
