@@ -90,7 +90,7 @@ def test_a_node_is_explained_by_who_made_it_and_who_moved_it(found):
 
 
 def test_a_node_that_is_computed_again_names_what_it_repeats():
-    found = inspected(PLAN.model_copy(update={"recompute": "full"}))
+    found = inspected(PLAN.model_copy(update={"recompute": "full"}), case=models.shallow("llama"))
     from zgraph.program.node import info
 
     node = next(n for n in found.way().last.program.graph.nodes if n.op == "call_function" and info(n).copy_of)
