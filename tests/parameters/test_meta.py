@@ -14,7 +14,7 @@ import textwrap
 
 import pytest
 import torch
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -131,8 +131,7 @@ def loaded_later() -> tuple[str, float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("kind", ["plain", "llama"])
+@product("kind, zero", ["plain", "llama"], [0, 3], together=1)
 def test_values_do_not_depend_on_the_world(two, kind, zero):
     alone = materialised(kind, zero)
     for there in two.run(materialised, kind, zero):

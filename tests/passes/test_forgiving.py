@@ -79,7 +79,7 @@ def test_costs_that_are_wrong_by_four_cost_five_percent_at_most(rate):
 def test_the_schedule_for_the_costs_alone_would_lose_more(monkeypatch):
     monkeypatch.setattr(overlap, "SPEEDS", (1.0,))
     monkeypatch.setattr(forgiving, "SPEEDS", (1.0,))
-    assert max(max(losses(rate)) for rate in (0.5, 1.0, 2.0)) > 1.05
+    assert any(max(losses(rate)) > 1.05 for rate in (0.5, 1.0, 2.0))
 
 
 # -- by hand --------------------------------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ def test_without_clipping_the_stages_weights_are_torchs_bit_for_bit(two, holders
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@sweep("norm_type", [1.0, 2.0, 3.0, math.inf], quick=(2, 3))
 def test_gradients_are_clipped_by_the_norm_of_all_stages(three, norm_type):
     plan = plan_of(grad_clip=zgraph.GradClip(norm=0.5, norm_type=norm_type))
     found = three.run(on_stages, plan, THREE, 3)
