@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from sweeps import sweep
 from torch import nn
 from trainers import adapted, model_of
 
@@ -382,6 +381,7 @@ def divided(kind: str) -> bool:
 
 
 @pytest.mark.gloo
-@sweep("kind", list(DIVIDED), quick=1)
+@pytest.mark.parametrize("kind", list(DIVIDED))
+@pytest.mark.slow
 def test_what_is_divided_twice_is_whole(four: Ranks, kind: str):
     assert four.run(divided, kind) == [True] * 4

@@ -95,6 +95,7 @@ def _libraries(cache):
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_a_model_in_training_looks_at_no_graph_of_a_kept_step(cache):
     def steps():
         torch.manual_seed(0)

@@ -293,6 +293,7 @@ def test_what_it_leaves_out_it_says(made_by_torch, caplog):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_torch_alone_reads_what_zgraph_saved_bit_for_bit(two, tmp_path):
     saved, _ = two.run(saved_by_zgraph, str(tmp_path))
     for found in two.run(read_by_torch, str(tmp_path / "here")):
@@ -391,7 +392,8 @@ def test_zgraph_goes_on_where_deepspeed_stopped(two, made_by_deepspeed, stage, z
 
 
 @pytest.mark.gloo
-@sweep("stage", [1, 2, 3], quick=1)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.slow
 def test_zgraph_goes_on_from_a_universal_checkpoint(two, deepspeeds, made_by_deepspeed, tmp_path, stage):
     folder, losses = made_by_deepspeed(stage)
     deepspeeds.run(universal, str(folder), str(tmp_path))
@@ -411,7 +413,8 @@ def test_all_stages_hold_the_same(made_by_deepspeed):
 
 
 @pytest.mark.gloo
-@sweep("stage", [0, 1, 2, 3], quick=1)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.slow
 def test_weights_of_bfloat16_come_from_their_copies_in_float32(made_by_deepspeed, stage):
     folder, losses = made_by_deepspeed(stage, "bf16")
     model = compiled(2, precision="bf16")

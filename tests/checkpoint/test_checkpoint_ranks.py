@@ -146,6 +146,7 @@ def load_random(where: str, seed: int, count: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_random_shapes_are_resharded_bit_for_bit(two, four, tmp_path):
     two.run(save_random, str(tmp_path), 2, 16)
     assert four.run(load_random, str(tmp_path), 2, 16) == [[]] * 4
@@ -211,6 +212,7 @@ def load_mesh(where: str, kind: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_meshes_of_every_kind_load_each_others(four, tmp_path):
     worlds = {world: [k for k, m in MESHES.items() if m[0] == world] for world in {m[0] for m in MESHES.values()}}
     with contextlib.ExitStack() as stack:
@@ -290,6 +292,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(two, fields, async_, tmp_path):
         assert straight == again and not differing
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_write_each_a_part(four, tmp_path):
     fields = {"mesh": {"replicate": 2, "dp": 2}, "zero": 3}
     for straight, again, differing in four.run(resumed, str(tmp_path), fields, False):

@@ -421,6 +421,7 @@ def llama(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_config_of_transformers_is_a_target(llama):
     text = ok("dump", f"hf:{llama}", "--batch", "2x16", "--world", 512, "--filter", "*up_proj*")
     assert "mesh dp 512" in text and "dist.all_gather(" in text and "f32[2, 16, 64]" in text

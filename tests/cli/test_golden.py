@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 MODELS = {
     "gpt2": ("golden_models:gpt2", 2, "h.0.c_fc.weight", "*"),
     "llama8": ("golden_models:llama", 8, "layers.3.up_proj.weight", "layers.3*"),
+    "small": ("cli_targets:factory", 2, "second.weight", "*"),
     "llama512": ("golden_models:llama", 512, "layers.3.up_proj.weight", "layers.3*"),
 }
 
@@ -85,7 +86,7 @@ def golden(name: str, text: str) -> None:
     assert text == before, "\n".join(changed)
 
 
-@sweep("model", MODELS, quick=(0,))
+@sweep("model", MODELS, quick=(2,))
 def test_the_commands_say_what_they_said(model, tmp_path):
     target, world, param, glob = MODELS[model]
     args = (target, "--plan", PLAN, "--world", world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sweeps import product, sweep
+from sweeps import product
 from torch import nn
 
 import zgraph
@@ -68,7 +68,8 @@ def test_chunks_compute_what_the_whole_program_does(name, more):
 
 
 @pytest.mark.inductor
-@sweep("name", list(OPTIMIZERS), quick=1)
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.slow
 def test_compiled_chunks_round_as_operators_one_by_one(name):
     if name == "Muon" and torch.__version__ < "2.13":
         pytest.skip("this torch's CPU kernels keep Muon's bfloat16 in float32, whatever they are told")

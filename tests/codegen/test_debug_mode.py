@@ -160,7 +160,8 @@ PLANS = [
 ]
 
 
-@sweep("backend, plan", PLANS, quick=1)
+@pytest.mark.parametrize("backend, plan", PLANS)
+@pytest.mark.slow
 def test_ranks_run_their_collectives_a_second_time(two, backend, plan):
     first, second = two.run(train_checked, backend, plan)
     assert first == second

@@ -323,7 +323,7 @@ def example(kind: str) -> tuple[nn.Module, torch.Tensor]:
     return Blocks(1), torch.randn(16, WIDTH)
 
 
-KINDS = ["blocks", "attention", "convolutions", "convolutions, channels last"]
+KINDS = ["blocks", "convolutions", "convolutions, channels last", "attention"]
 
 
 def relative(mine: torch.Tensor, plain: torch.Tensor) -> float:
@@ -409,6 +409,7 @@ class Drops(nn.Module):
         return F.dropout(x * self.weight, 0.5, training=self.training)
 
 
+@pytest.mark.slow
 def test_the_backward_of_dropout_uses_the_forwards_mask() -> None:
     model = zgraph.compile(Drops(), zgraph.Plan())
     x = torch.rand(64, 64) + 0.5

@@ -94,6 +94,7 @@ class Wide(nn.Module):
         return nn.functional.mse_loss(self.down(self.up(x).relu()), y)
 
 
+@pytest.mark.slow
 def test_a_model_trains_as_with_torchs_products(product: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 

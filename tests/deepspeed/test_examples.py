@@ -28,6 +28,7 @@ def test_a_checkpoint_by_tag_goes_on_as_deepspeeds(two, deepspeeds, tmp_path):
     assert mine[0][3:6] == mine[0][6:9]
 
 
+@pytest.mark.slow
 def test_training_data_gives_each_rank_deepspeeds_rows(two, deepspeeds, tmp_path):
     path = tmp_path / "ds.json"
     namespace = {}

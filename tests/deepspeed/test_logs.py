@@ -138,6 +138,7 @@ def test_estimates_count_states_and_forecast_a_step(capsys):
     assert "nothing" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_estimate_with_inputs_has_the_peak_of_a_step():
     """(More where less is in the host's memory; with what is gathered, and activations.)"""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))

@@ -190,6 +190,7 @@ AS_PLAIN = [
 
 
 @pytest.mark.parametrize("order", AS_PLAIN)
+@pytest.mark.slow
 def test_an_order_of_calls_is_the_same_at_every_stage_and_in_deepspeeds_first(two, deepspeeds, order):
     theirs = deepspeeds.run(run, "deepspeed", order, 0, 1)
     for stage in (0, 2, 3):

@@ -101,7 +101,7 @@ def test_transfers_are_waited_for_where_they_start_and_are_no_operators_time():
     assert sum(found.values()) == moved.count(False)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@sweep("backend", BACKENDS, quick=(0,))
 def test_a_timed_program_computes_the_same_and_all_of_its_time_is_its_nodes(backend):
     model, twin, (x,) = net(), net(), batch()
     zgraph.compile(model, plan_of(backend), inputs=(x,))

@@ -74,6 +74,7 @@ def test_weights_that_are_only_divided_are_never_whole():
     assert (rows[NORM]["layout"], rows[NORM]["between"]) == ("whole", "always whole")
 
 
+@pytest.mark.slow
 def test_more_ranks_that_divide_hold_less():
     one, two, four = (inspected(mesh={"dp": 1, "tp": ranks}).way() for ranks in (1, 2, 4))
     norms = sum(2 * s.nbytes for s in one.last.program.params.values() if "norm" in s.name)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from ranks import Ranks
 from safetensors.torch import load_file
-from sweeps import sweep
 from trainers import ONE, as_launched, trained, trainer_of
 
 import zgraph
@@ -25,7 +24,7 @@ def run(folder: str, plan: dict[str, Any] | None, options: dict[str, Any]) -> An
 
 
 @pytest.mark.gloo
-@sweep(
+@pytest.mark.parametrize(
     "adapter, zero, options",
     [
         ("lora, and the head", 2, {"gradient_accumulation_steps": 2}),
@@ -33,8 +32,8 @@ def run(folder: str, plan: dict[str, Any] | None, options: dict[str, Any]) -> An
         ("lora", 0, {"bf16": True}),
         ("lora", 3, {"load_best_model_at_end": True, "save_only_model": True}),
     ],
-    quick=1,
 )
+@pytest.mark.slow
 def test_adapters_train_as_over_ddp(two: Ranks, tmp_path: Path, adapter: str, zero: int, options: dict[str, Any]):
     options = {"adapter": adapter, "lengths": ONE, **options}
     plain = two.run(run, str(tmp_path / "plain"), None, options)

@@ -59,6 +59,7 @@ def test_a_run_on_two_ranks_is_that_of_ddp(two: Ranks, tmp_path, kind, plan, opt
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_ranks(two: Ranks, tmp_path):
     """From two ranks to one to two, with the same rows in all; as plain training without a break."""
     plan, folder = {"zero": 3}, str(tmp_path / "mine")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from sweeps import sweep
 from trainers import EAGER, ONE, as_launched, history, trainer_of
 
 import zgraph
@@ -34,7 +33,8 @@ def run(folder: str, plan: dict[str, Any] | None, optim: str, resume: str | None
 
 
 @pytest.mark.gloo
-@sweep("optim", ["adamw_torch", "adamw_torch_fused"], quick=1)
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+@pytest.mark.slow
 def test_a_run_in_fp16_is_that_of_ddp_with_its_scaler(two: Ranks, tmp_path, optim):
     plain = two.run(run, str(tmp_path / "plain"), None, optim)
     mine = two.run(run, str(tmp_path / "mine"), {"zero": 2}, optim)

@@ -244,6 +244,7 @@ def test_a_plain_module_has_the_tensors_of_its_state_dict_and_no_config(tmp_path
     assert state["norm.num_batches_tracked"] == 2
 
 
+@pytest.mark.slow
 def test_fp32_comes_from_the_masters_and_the_config_says_so(tmp_path):
     state, wide, _ = published("gpt2", str(tmp_path), LOW, {"dtype": "fp32"})
     found = files_of(tmp_path)
@@ -639,6 +640,7 @@ def test_ranks_that_ask_for_different_things_are_told(two, tmp_path):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_ranks_publish_averages_of_what_they_hold(two, tmp_path):
     found = two.run(averages, str(tmp_path), 3)[0]
     wanted = {k: v.float() if v.is_floating_point() else v for k, v in mixed_state(found).items()}
@@ -646,6 +648,7 @@ def test_ranks_publish_averages_of_what_they_hold(two, tmp_path):
 
 
 # -- from a checkpoint ------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_as_its_model_is_published(tmp_path):
     model = trained("mixtral", **LOW)
     model.save_checkpoint(tmp_path / "run")

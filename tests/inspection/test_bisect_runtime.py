@@ -39,6 +39,7 @@ class Sines(nn.Module):
         return self.first(x.exp()).sin().square().mean()
 
 
+@pytest.mark.slow
 def test_a_wrong_lowering_is_named(monkeypatch):
     sin, cos = torch.ops.aten.sin.default, torch.ops.aten.cos.default
     monkeypatch.setitem(lowering.lowerings, sin, lowering.lowerings[cos])

@@ -356,7 +356,7 @@ SECTIONS = ("pipeline", "graph", "memory", "timeline", "parameters")
         lambda: of_net(offload={"optimizer": "cpu"}, optimizer=ADAMW, hardware="h100-80g"),
         of_hostile,
     ],
-    quick=(0, 6),
+    quick=(6,),
     ids=["update", "no optimizer", "evaluation", "one rank", "512 ranks", "offloaded", "hostile names"],
 )
 def test_every_section_draws_without_an_error(make, browser):
@@ -389,6 +389,7 @@ def test_the_slider_shows_each_pass_with_what_it_changed(opened, training):
 
 
 @in_browser
+@pytest.mark.slow
 def test_changes_and_what_is_folded_are_the_program_whole(opened, training):
     """Lines that are not gone stand in the order of the program after the pass, once its folds are opened."""
     opened.show("pipeline")
@@ -421,6 +422,7 @@ def test_the_selector_changes_the_program_everywhere(opened, training):
 
 
 @in_browser
+@pytest.mark.slow
 def test_search_and_filters_narrow_the_list(opened, training):
     opened.show("graph")
     nodes = [n for n in training.way().last.program.nodes if n.op != "output"]

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as some
 from ranks import Ranks
-from sweeps import sweep
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -327,16 +326,16 @@ def test_alone_a_step_is_the_plain_models():
 
 
 @pytest.mark.gloo
-@sweep(
+@pytest.mark.parametrize(
     "world, rows, parts, fields",
     [
         (2, 6, 2, {"zero": 1}),
         (3, 4, 1, {"zero": 3}),
         (4, 3, 1, {"zero": 2, "mesh": {"replicate": 2, "dp": -1}}),
     ],
-    quick=(0,),
     ids=["2", "3", "4, in two copies"],
 )
+@pytest.mark.slow
 def test_on_any_number_of_ranks_a_step_is_the_plain_models(world, rows, parts, fields):
     with Ranks(world) as ranks:
         for found in ranks.run(run, elastic_plan(**fields)):

@@ -743,6 +743,7 @@ home = FileStore(sys.argv[1]).tensor((1000,), (1,), torch.uint8).fill_(3)
 """
 
 
+@pytest.mark.slow
 def test_a_tensor_can_be_used_until_the_process_ends(tmp_path):
     done = subprocess.run([sys.executable, "-c", AT_EXIT, tmp_path], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "3000\n"), done.stderr

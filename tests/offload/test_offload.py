@@ -345,6 +345,7 @@ def test_gradients_leave_while_the_backward_runs(world, zero, place):
     assert starts[0] < products[len(products) // 2] and starts[len(starts) // 2] < products[-1]
 
 
+@pytest.mark.slow
 def test_an_update_fetches_no_gradient_that_came_to_the_host(place):
     step, costs = planned(1, offload=offloaded(place, "optimizer"), grad_clip=1.0, precision="fp16")
     program = step.update().program
@@ -495,7 +496,8 @@ def wide(depth: int) -> models.Case:
         return models.Case(models.Stack(depth, 32), (torch.randn(512, 32), torch.randn(512, 32)))
 
 
-@sweep("host", [1e8, 4e9, 1e12], quick=1)
+@pytest.mark.parametrize("host", [1e8, 4e9, 1e12])
+@pytest.mark.slow
 def test_a_budget_is_met_by_the_cheaper_of_computing_again_and_offloading(host):
     costs = Costs(CPU.model_copy(update={"host": host}), fused=False)
     fields = {"place": "cpu", "case": wide(4), "costs": costs, "optimizer": None}
@@ -520,6 +522,7 @@ def test_a_budget_too_small_names_what_works():
     assert sum(simulate(made, fields["costs"]).peak.values()) <= least
 
 
+@pytest.mark.slow
 def test_weights_gradients_and_states_of_four_times_the_budget_train(tmp_path):
     case = lambda: models.stack(8, dim=48)  # noqa: E731
     _, plain = trained(case=case())

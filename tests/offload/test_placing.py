@@ -7,7 +7,6 @@ import copy
 import models
 import pytest
 import torch
-from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -146,7 +145,8 @@ def updated(case: models.Case, **fields) -> tuple[nn.Module, dict[str, torch.Ten
     return model, found | {f"new {n}": p.detach() for n, p in model.named_parameters()}
 
 
-@sweep("name", ["gpt2", "t5", "unet"], quick=1)
+@pytest.mark.parametrize("name", ["gpt2", "t5", "unet"])
+@pytest.mark.slow
 def test_models_train_alike_under_a_budget_that_takes_states_away(name, tmp_path):
     plain, kept = updated(models.build(name))
     states = sum(t.nbytes for t in plain.zgraph.runtime.updater.states.own().values())
@@ -160,6 +160,7 @@ def budget_that_moves_states(folder) -> zgraph.Plan:
     return zgraph.Plan(**ONE, memory_budget=int(3.5 * weights), offload=auto(folder))
 
 
+@pytest.mark.slow
 def test_states_that_are_there_already_move_to_their_place(tmp_path):
     """Loaded before the first call, which decides."""
     plain, _ = trained(deep(), zgraph.Plan(**ONE))
@@ -205,6 +206,7 @@ def test_recompiled_for_a_smaller_budget_more_goes(tmp_path):
     assert model.zgraph.runtime.shares[0] > 0
 
 
+@pytest.mark.slow
 def test_another_program_of_the_same_inputs_keeps_to_the_share(tmp_path):
     model, _ = trained(deep(), budget_that_moves_states(tmp_path))
     (share,) = model.zgraph.runtime.shares
@@ -216,6 +218,7 @@ def test_a_folder_is_not_touched_without_a_budget():
     zgraph.compile(deep(), zgraph.Plan(**ONE, offload={"activations": "auto:/proc/no/folder"}))
 
 
+@pytest.mark.slow
 def test_an_update_without_ranks_is_that_of_a_step_within_the_budget(tmp_path):
     """Which part of the states is elsewhere depends on the step, and so on its inputs."""
     plan = budget_that_moves_states(tmp_path)
@@ -225,6 +228,7 @@ def test_an_update_without_ranks_is_that_of_a_step_within_the_budget(tmp_path):
     assert not kinds and any(info(node).home for _, node in update.program.input_items())
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_the_states_is_refused_when_they_are_to_go(tmp_path, monkeypatch):
     from zgraph.offload import files
 
@@ -243,6 +247,7 @@ def test_a_disk_without_room_for_activations_is_refused_before_the_first_step(tm
         model(batches()[0])
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_meets_says_what_would(tmp_path):
     with pytest.raises(PlanError, match="the smallest that works is"):
         trained(deep(2), zgraph.Plan(**ONE, memory_budget=100_000, offload=auto(tmp_path)))

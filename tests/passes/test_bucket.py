@@ -82,6 +82,7 @@ sizes = st.sampled_from([None, 0, 50, 200, 1000, 10**6])
     case=cases(),
     chosen=st.lists(st.tuples(sizes, sizes, st.sampled_from([0.0, 1e-8, 1e-6, 1e-3])), min_size=3, max_size=3),
 )
+@pytest.mark.slow
 def test_no_bucket_spans_two_layers_or_mixes_dtypes_phases_or_mesh_dimensions(case: Case, chosen: list) -> None:
     captured = case.plain().records[0].program
     for gather, reduce, latency in chosen:

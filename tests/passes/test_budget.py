@@ -84,6 +84,7 @@ def test_more_memory_keeps_more_weights_until_none_is_gathered_twice(case):
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 0
 
 
+@pytest.mark.slow
 def test_a_larger_budget_is_never_slower(case):
     least = smallest(case)
     seconds = [simulate(run(case, memory_budget=least + e).program, COSTS).seconds for e in (0, 30_000, 10**7)]

@@ -75,7 +75,7 @@ def smallest(case: models.Case, world: int = 1, costs: Costs | None = COSTS, **f
 
 
 # -- every model ----------------------------------------------------------------------------------------------------
-@sweep("name, how", in_turn(EVERY, ["full", "smallest budget"]), quick=2)
+@sweep("name, how", in_turn(EVERY, ["full", "smallest budget"]), quick=(0,))
 def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all(name, how):
     fields = {"recompute": "full"} if how == "full" else {"memory_budget": smallest(models.build(name))}
     _, plain = gradients(models.build(name))
@@ -86,11 +86,11 @@ def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all(name, how):
         assert all(info(n).copy_of is None for n in random)
 
 
-@sweep(
+@pytest.mark.parametrize(
     "name, zero",
     in_turn(["gpt2", "llama", "t5", "resnet", "unet", "mixtral", "transformer_encoder"], [3, 0, 2]),
-    quick=1,
 )
+@pytest.mark.slow
 def test_likewise_on_virtual_ranks_at_every_stage(name, zero):
     case = models.build(name)
     found = zgraph.verify(
@@ -99,7 +99,8 @@ def test_likewise_on_virtual_ranks_at_every_stage(name, zero):
     assert found.ok, str(found)
 
 
-@sweep("name", ["gpt2", "unet"], quick=1)
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
+@pytest.mark.slow
 def test_a_budget_holds_at_stage_3_and_numbers_stay(name):
     case = models.build(name)
     fields = {"mesh": {"dp": 2}, "zero": 3, "backend": "eager"}
@@ -200,12 +201,12 @@ def plain(widths: list[int]) -> models.Case:
         return models.Case(Plain(widths), (torch.randn(2048, widths[0]),))
 
 
-@sweep(
+@pytest.mark.parametrize(
     "widths, least",
     [([64] * 25, 0.15), ([16 * 2 ** (i // 4) for i in range(20)], 0.4), ([32, 48] * 12, 0.2)],
-    quick=1,
     ids=["of one width", "wider and wider", "by turns"],
 )
+@pytest.mark.slow
 def test_layers_between_which_nothing_is_small_are_cut_as_well(widths, least):
     solver = Solver(captured(plain(widths)), COSTS)
     assert solver.least() <= least * solver.bytes
@@ -246,6 +247,7 @@ def test_what_keeping_all_takes_is_known_before_it_is_tried(name):
     assert Solver(program, COSTS).bytes == pytest.approx(besides_inputs(program) - pinned, rel=0.05)
 
 
+@pytest.mark.slow
 def test_segments_may_be_computed_again_more_than_once():
     program = captured(layers([96] * 12))
     rematerialize(RematerializeOptions(0, COSTS))(program)
@@ -258,6 +260,7 @@ def copied_modules(history) -> set[str]:
     return {info(n).module for n in history.program.graph.nodes if info(n).copy_of is not None}
 
 
+@pytest.mark.slow
 def test_patterns_of_modules():
     case = layers([64] * 4)
     plan = zgraph.Plan(**ONE, recompute=["layers.[13]"])

@@ -53,7 +53,7 @@ def test_parts_of_a_sequence_give_what_the_whole_gives(name, ranks, attention):
     assert_same(*own(name), ranks, mesh={"cp": ranks}, context_attention=attention)
 
 
-@sweep(
+@pytest.mark.parametrize(
     "mesh, fields, attention",
     [
         ({"dp": 2, "cp": 2}, {"zero": 1}, "heads"),
@@ -69,9 +69,9 @@ def test_parts_of_a_sequence_give_what_the_whole_gives(name, ranks, attention):
         ({"cp": 2}, {"backend": "inductor"}, "heads"),
         ({"dp": 2, "cp": 2}, {"zero": 3, "backend": "inductor"}, "ring"),
     ],
-    quick=(7,),
     ids=str,
 )
+@pytest.mark.slow
 def test_it_goes_together_with_everything_else(mesh, fields, attention):
     world = 2 ** len(mesh)
     model, inputs = own("gpt2" if attention == "heads" else "llama")
@@ -95,7 +95,7 @@ def transformers_model(name: str):
     return t.ViTForImageClassification(config), batch
 
 
-@sweep(
+@pytest.mark.parametrize(
     "name, attention, ranks",
     [
         ("gpt2", "heads", 2),
@@ -107,8 +107,8 @@ def transformers_model(name: str):
         ("mixtral", "heads", 4),
         ("mixtral", "ring", 4),
     ],
-    quick=(1,),
 )
+@pytest.mark.slow
 def test_models_of_transformers_too(name, ranks, attention):
     """(Their masks are known, or are biases that are learned.)"""
     assert_same(*transformers_model(name), ranks, mesh={"cp": ranks}, context_attention=attention)
@@ -154,6 +154,7 @@ def of_a_layer(attention: str, ranks: int) -> tuple[Counter, Counter]:
     return added[0], added[1]
 
 
+@pytest.mark.slow
 def test_by_heads_a_layer_turns_queries_keys_values_and_outputs_once_in_each_direction():
     """The least there is (Ulysses): keys and values before they are repeated for their groups."""
     counts, elements = of_a_layer("heads", 4)
@@ -349,6 +350,7 @@ def test_inputs_that_begin_with_the_sequence_are_no_batch_and_look_ups_see_all_r
     assert_same(Mixed().double(), (ids, torch.arange(8), labels), 2, mesh={"cp": 2}, context_attention=attention)
 
 
+@pytest.mark.slow
 def test_what_is_summed_over_other_ranks_is_divided_behind_its_wait():
     class Mixer(nn.Module):
         """Products along the sequence and along the width: with both divided, norms' gradients are sums over either."""

@@ -137,6 +137,7 @@ def held(program: Program, stages: dict[fx.Node, int]) -> list[set[str]]:
 
 
 # -- anchors and free nodes ----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_anchors_read_parameters_or_do_arithmetic():
     anchors = Line(case("gpt2")[0]).anchors
     assert [a.module.removeprefix("transformer.") for a in anchors[:7]] == [
@@ -228,6 +229,7 @@ def closed(line: Line, first: dict[fx.Node, int], position: int) -> Iterator[dic
     return grow(0, {})
 
 
+@pytest.mark.slow
 def test_a_value_that_skips_stages_is_received_once_by_each_that_reads_it():
     program, _ = case("ladder")
     line = Line(program)
@@ -411,7 +413,8 @@ def test_a_cut_at_any_anchor_holds_where_attention_is_too_short_to_be_one(positi
     assert held(other, assign(other, cuts)) == held(program, line.assign([position]))
 
 
-@sweep("name", ["gpt2", "resnet"], quick=1)
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.slow
 def test_cuts_hold_where_operators_are_decomposed_and_in_evaluation_otherwise(name):
     made = models.build(name)
     train = captured_program(made.model, zgraph.Plan(backend="inductor"), made.inputs, 1)

@@ -40,7 +40,7 @@ def assert_same(model, inputs, world, **plan):
     assert any(d.what == "gradient" for d in found.differences)
 
 
-@sweep("name,ranks,sequence", GRID, quick=2)
+@sweep("name,ranks,sequence", GRID, quick=(0, 1))
 def test_a_divided_model_is_the_model(name, ranks, sequence):
     assert_same(*own(name), ranks, mesh={"tp": ranks}, sequence_parallel=sequence)
 
@@ -125,6 +125,7 @@ def test_how_nodes_are_computed_is_decided_before_anything_is_built():
     assert found == {Shard, Partial, Replicate}
 
 
+@pytest.mark.slow
 def test_a_layer_of_llama_has_two_all_reduces_in_each_direction():
     activation = ROWS * LENGTH * WIDTH
     assert of_a_layer(sequence=False) == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from sweeps import sweep
 from torch import nn
@@ -73,7 +74,8 @@ def test_losses_against_constants(case):
     same(lambda m, x: loss(m(x), target(m(x))), lambda: nn.Linear(8, 8), X)
 
 
-@sweep("target", list(TARGETS), quick=1)
+@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.slow
 def test_losses_of_images_against_constants(target):
     same(lambda m, x: F.mse_loss(m(x), TARGETS[target](m(x))), lambda: nn.Conv2d(3, 2, 3), IMAGES)
 
@@ -131,7 +133,8 @@ def test_what_torch_replaces_by_a_value_of_another_dtype_is_cast(monkeypatch):
     assert casts and all(n.meta["val"].dtype is torch.bfloat16 for n in casts)
 
 
-@sweep("dynamic", [False, True], quick={0})
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.slow
 def test_products_are_padded_by_their_sizes(monkeypatch, dynamic):
     """(On CUDA; pretended of this machine.) The products of the head are, those of the first layer are not, and none with sizes that are symbols."""
     from torch._inductor.fx_passes import pad_mm

@@ -46,13 +46,14 @@ def test_pieces_give_what_the_whole_gives(name, sequence, pieces):
     assert_same(*own(name), 2, mesh={"tp": 2}, sequence_parallel=sequence, async_tensor_parallel=pieces)
 
 
-@sweep("name", ["gpt2", "t5", "mixtral"], quick=(0,))
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+@pytest.mark.slow
 def test_models_of_transformers_too(name):
     pytest.importorskip("transformers")
     assert_same(*of_transformers(name), 2, mesh={"tp": 2}, sequence_parallel=True)
 
 
-@sweep(
+@pytest.mark.parametrize(
     "mesh,fields",
     [
         ({"tp": 4}, {}),
@@ -69,9 +70,9 @@ def test_models_of_transformers_too(name):
         ({"pp": 2, "tp": 2}, {"micro_batches": 2, "schedule": "zb"}),
         ({"cp": 2, "tp": 2}, {"sequence_parallel": True}),
     ],
-    quick=(8,),
     ids=str,
 )
+@pytest.mark.slow
 def test_it_goes_together_with_everything_else(mesh, fields):
     world = 2 ** len(mesh) if mesh != {"tp": 4} else 4
     assert_same(*own("gpt2"), world, mesh=mesh, **fields)
@@ -103,7 +104,8 @@ def sent(program: Program) -> Counter:
     return found
 
 
-@sweep("sequence", [False, True], quick=1, ids=["sums", "sequence"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["sums", "sequence"])
+@pytest.mark.slow
 def test_each_rank_sends_the_same_bytes_in_more_messages(sequence):
     program, costs = divided(4, 256, SLOW, sequence)
     before, count = sent(program), len(starts(program))
@@ -137,7 +139,7 @@ def test_a_piece_is_on_the_link_while_the_next_is_multiplied(sequence):
         (4, 2048, 1024, H100, True, False),
         (4, 2048, 1024, SLOW, False, False),
     ],
-    quick=(3, 5),
+    quick=(5,),
 )
 def test_it_is_done_where_the_simulator_says_that_it_is_faster(rows, length, width, hardware, sequence, chosen):
     program, costs = divided(rows, length, hardware, sequence, width=width)
@@ -159,6 +161,7 @@ def test_what_can_t_be_had_in_pieces_or_is_not_worth_it_stays_whole_and_says_so(
     assert [(n.name, str(n.target)) for n in program.nodes] == nodes
 
 
+@pytest.mark.slow
 def test_equal_layers_are_decided_alike():
     program, costs = divided(4, 2048, SLOW, True, layers=2)
     interleave(InterleaveOptions(costs=costs))(program)

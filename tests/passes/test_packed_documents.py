@@ -266,7 +266,7 @@ def test_lengths_differ_in_one_program():
 @sweep(
     "fields",
     [{"recompute": "full"}, {"offload": {"activations": "cpu"}}, {"tiles": {"loss": 2}}, {"precision": "bf16"}],
-    quick=2,
+    quick=1,
     ids=str,
 )
 def test_the_rest_of_a_plan_works_with_it(fields):
@@ -290,6 +290,7 @@ def test_the_rest_of_a_plan_works_with_it(fields):
         assert torch.allclose(loss, known, rtol=2e-6) and apart(mine, plain) < 2e-6
 
 
+@pytest.mark.slow
 def test_each_stage_of_a_pipeline_has_its_own():
     lengths = [[5, 9], [14], [3, 11], [7, 7]]
     plan = zgraph.Plan(mesh={"pp": 2}, micro_batches=2, backend="eager", partition=("model.layers.1",))
@@ -315,6 +316,7 @@ def on_ranks(mesh: dict[str, int]) -> float:
 
 
 @pytest.mark.gloo
-@sweep("mesh", [{"dp": 2}, {"tp": 2}], quick={0}, ids=str)
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.slow
 def test_on_ranks(two, mesh):
     assert max(two.run(on_ranks, mesh)) < 3e-6

@@ -105,7 +105,7 @@ def test_so_they_are_of_other_models(name):
     assert_nothing_changes(*own(name), plan_of())
 
 
-@sweep(
+@pytest.mark.parametrize(
     "fields",
     [
         {"recompute": "full"},
@@ -115,9 +115,9 @@ def test_so_they_are_of_other_models(name):
         {"backend": "inductor", "recompute": "full"},
         {"offload": {"activations": "cpu", "least_bytes": 0}},
     ],
-    quick=(0,),
     ids=str,
 )
+@pytest.mark.slow
 def test_so_they_are_with_the_rest_of_a_plan(fields):
     assert_nothing_changes(*own("llama"), plan_of(**fields))
 
@@ -139,7 +139,8 @@ def test_so_they_are_in_the_stages_of_a_pipeline(schedule):
 
 
 # -- what is kept -------------------------------------------------------------------------------------------------------
-@sweep("ranks, recompute", [(2, "none"), (4, "full")], quick=1)
+@pytest.mark.parametrize("ranks, recompute", [(2, "none"), (4, "full")])
+@pytest.mark.slow
 def test_of_what_was_whole_a_rank_keeps_its_share(ranks, recompute):
     plan = plan_of(mesh={"tp": ranks}, recompute=recompute)
     parted, whole = made("llama", plan), made("llama", without(plan)).program
@@ -173,6 +174,7 @@ def test_what_is_the_same_on_all_ranks_follows_from_the_graph():
     assert sums and all(n in same and n.all_input_nodes[0] not in same for n in sums)
 
 
+@pytest.mark.slow
 def test_with_sequence_parallelism_there_is_next_to_nothing_left_to_part():
     some, few = (stats_of(made("llama", plan_of(sequence_parallel=s)))["whole_bytes"] for s in (False, True))
     assert few < some / 10

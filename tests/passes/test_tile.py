@@ -136,7 +136,7 @@ HOW = [{"ignore_index": 3}, {"reduction": "sum"}, {"label_smoothing": 0.1}]
     "backend, shift, rows",
     [(b, *case) for b in ("eager", "inductor") for case in (("none", 1), ("targets", 3), ("logits", 3))]
     + [("eager", "logits", 1)],
-    quick=(5, 6),
+    quick=(6,),
 )
 def test_a_loss_in_turns_is_the_loss(backend, shift, rows):
     """Nine tokens are eight chunks of one or two."""
@@ -166,7 +166,7 @@ def test_an_mlp_in_turns_is_the_mlp(backend, kind, twice):
     assert len(chunks_of(program_of(model, batch(), tiles={"mlps.*": 3}, backend=backend))) == 12
 
 
-@sweep("stage", [0, 1, 2, 3], quick=(1, 3))
+@sweep("stage", [0, 1, 2, 3], quick=(1,))
 def test_turns_are_sharded_over_data_ranks_as_well(stage):
     assert_same(Net().double(), batch(), 2, tiles=BOTH, mesh={"dp": 2}, zero=stage)
 
@@ -181,7 +181,10 @@ def test_turns_fit_a_memory_budget(backend):
     assert_same(Net().double(), batch(), tiles=BOTH, memory_budget="64KiB", backend=backend)
 
 
-@sweep("plan", [{"mesh": {"tp": 2}}, {"mesh": {"tp": 2}, "sequence_parallel": True}, {"mesh": {"cp": 2}}], quick=1)
+@pytest.mark.parametrize(
+    "plan", [{"mesh": {"tp": 2}}, {"mesh": {"tp": 2}, "sequence_parallel": True}, {"mesh": {"cp": 2}}]
+)
+@pytest.mark.slow
 def test_ranks_that_divide_a_model_take_turns_together(plan):
     """A vocabulary, or a sequence, in parts: each chunk has the collectives that the whole has."""
     assert_same(*own("llama"), 2, tiles={"loss": 4}, **plan)
@@ -209,13 +212,15 @@ class OnlyLoss(nn.Module):
         return self.model(input_ids=input_ids, labels=labels).loss
 
 
-@sweep("name", ["llama", "gpt2"], quick=1)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.slow
 def test_models_of_transformers_take_turns(name):
     pytest.importorskip("transformers")
     model, inputs = of_transformers(name)
     assert_same(OnlyLoss(model), inputs, tiles={"loss": 3, "*.mlp": 4})
 
 
+@pytest.mark.slow
 def test_the_last_stage_of_a_pipeline_has_the_loss():
     plan = {"mesh": {"pp": 2}, "micro_batches": 2}
     assert_same(*own("llama"), 2, tiles={"loss": 4, "layers.0": 2}, **plan)
@@ -231,7 +236,8 @@ def trained(tiles: dict[str, int], **plan) -> tuple[list[torch.Tensor], nn.Modul
     return [model.train_step(*batch()).detach() for _ in range(3)], model
 
 
-@sweep("plan", [{}, {"micro_batches": 2}, {"precision": "bf16"}], quick=(1,))
+@pytest.mark.parametrize("plan", [{}, {"micro_batches": 2}, {"precision": "bf16"}])
+@pytest.mark.slow
 def test_steps_in_turns_are_the_steps(plan):
     (plain, one), (tiled, other) = trained({}, **plan), trained({"loss": 3, "mlps.*": 2}, **plan)
     low = "precision" in plan

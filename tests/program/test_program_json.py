@@ -290,6 +290,7 @@ def test_a_file_that_means_no_program_is_refused_with_the_reason(change, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_knows_the_operators_of_every_program():
     code = (
         "import torch, zgraph.program.serialize\n"

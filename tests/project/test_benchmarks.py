@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
+from sweeps import sweep
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the link is compiled by g++")
@@ -297,6 +298,7 @@ def test_memory_report_tells_what_is_missed_from_what_is_noise() -> None:
     ] == 1
 
 
+@pytest.mark.slow
 def test_memory_count_is_that_of_the_blocks_held() -> None:
     code = """
 import torch
@@ -357,7 +359,7 @@ def plain_and_emulated(stage: int, seed: int | None) -> tuple[dict[str, Any], di
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("stage", "seed"), [(2, None), (3, None), (3, 0)])
+@sweep("stage, seed", [(2, None), (3, None), (3, 0)], quick=1)
 def test_steps_over_the_emulated_link_are_those_of_plain_pytorch(stage: int, seed: int | None) -> None:
     import torch
 
@@ -422,6 +424,7 @@ def test_inductors_code_neither_reads_nor_writes_what_is_in_flight(stage: int) -
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_shaken_steps_find_what_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

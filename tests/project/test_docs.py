@@ -17,6 +17,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from sweeps import sweep
 
 from zgraph.build import step_program
 from zgraph.codegen.eager import compile_eager
@@ -31,6 +32,7 @@ GENERATED = ROOT / "docs/reference"
 DOCUMENTS = [README, ARCHITECTURE, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"))]
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 WITH_CODE = [path for path in DOCUMENTS if "```python" in path.read_text()]
+LONG = ("deepspeed.md", "huggingface.md")  # (their blocks train models, 20 s)
 
 
 def name_of(path: Path) -> str:
@@ -87,7 +89,7 @@ def folder(tmp_path, monkeypatch):
 
 # -- code -------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
+@sweep("path", WITH_CODE, quick=[at for at, path in enumerate(WITH_CODE) if path.name not in LONG], ids=name_of)
 def test_python_blocks_run(path, folder, capsys, monkeypatch):
     """Without Inductor, which would only take longer."""
     eagerly = lambda program, groups, **_: compile_eager(program, groups)  # noqa: E731

@@ -46,6 +46,7 @@ def test_some_samples_are_equal_on_eager(name: str) -> None:
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_a_sample_is_equal_on_inductor() -> None:
     assert not faults("softmax", "inductor", 1)
 

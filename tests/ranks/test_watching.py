@@ -330,6 +330,7 @@ def test_whatever_the_plan(plan):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_micro_batches_of_a_loop_of_ones_own_are_counted():
     outcomes = run(2, train_in_a_loop_of_its_own, "loop")
     check(outcomes, 2, "this rank is at step 4, micro-batch 1", "at step 4, micro-batch 0, between two programs")

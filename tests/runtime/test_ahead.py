@@ -85,6 +85,7 @@ def test_numbers_are_those_without_it_bit_for_bit_whatever_happens_between(two, 
         assert equal
 
 
+@pytest.mark.slow
 def test_also_in_half_precision_with_micro_batches_and_clipping(two):
     for equal, _ in two.run(with_and_without, "nothing", {"precision": "bf16", "micro_batches": 2, "grad_clip": 1.0}):
         assert equal
@@ -131,6 +132,7 @@ def model_of_its_own():
     return models.stack(3, dim=8).model
 
 
+@pytest.mark.slow
 def test_none_outlives_a_calibration_or_the_model(two):
     """torch holds a transfer's tensors until it has been waited for."""
     for before, calibrated, trained, gone in two.run(transfers_that_nobody_waits_for):

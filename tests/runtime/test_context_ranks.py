@@ -76,6 +76,7 @@ def loaded(folder: str) -> Values:
     return of_all(model)
 
 
+@pytest.mark.slow
 def test_clipped_steps_are_those_of_one_process_and_load_in_it_bit_for_bit(four, tmp_path):
     expected, evaluated = steps(ALONE, {}, None)
     folder = str(tmp_path)

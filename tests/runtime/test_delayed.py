@@ -93,6 +93,7 @@ def test_steps_are_those_of_the_definition_bit_for_bit(after):
     assert losses == expected and same(model, weights)
 
 
+@pytest.mark.slow
 def test_late_is_not_in_time():
     assert trained(plan_of(0))[1] != trained(plan_of(None))[1]
     assert trained(plan_of(10))[1] == trained(plan_of(None))[1]
@@ -246,6 +247,7 @@ def test_weights_that_the_user_loads_win():
     assert all(torch.equal(p, fresh[n]) for n, p in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_copies_and_recompiled_models_go_on():
     model = zgraph.compile(net(), plan_of())
     for x in batches(3):

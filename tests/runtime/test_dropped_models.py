@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,6 +35,7 @@ def test_compiling_the_next_model_frees_one_that_was_dropped() -> None:
     assert torch.isfinite(kept.train_step(torch.ones(2, 512))).all()
 
 
+@pytest.mark.slow
 def test_compiling_the_next_model_leaves_one_that_is_in_use() -> None:
     first, second = _trained(), _trained()
     assert all(torch.isfinite(m.train_step(torch.ones(2, 512))).all() for m in (first, second))

@@ -283,8 +283,9 @@ def timed() -> tuple[str, list[dict[str, float]]]:
     return str(timings), list(timings.ranks)
 
 
-@sweep("zero", [0, 1, 2, 3], quick=1)
-@sweep("name", list(TORCHS), quick=1)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", list(TORCHS))
+@pytest.mark.slow
 def test_a_hundred_clipped_accumulated_steps_are_torchs(two, name, zero):
     for far, norm in two.run(hundred_steps, name, zero):
         assert far < 1e-5 and norm < 1e-5  # a hundred steps of float32 (6e-8) whose sums are in another order
@@ -304,7 +305,7 @@ def test_a_hundred_steps_with_inductor_are_torchs(two):
         assert far < 1e-4 and norm < 1e-4  # kernels fuse and contract products: each gradient rounds in another way
 
 
-@sweep(
+@pytest.mark.parametrize(
     "name, arguments, tolerance, stages",
     [
         ("Lion", {"lr": 1e-3}, 0.0, (0, 1, 2, 3)),
@@ -313,8 +314,8 @@ def test_a_hundred_steps_with_inductor_are_torchs(two):
         ("AdamW8bit", {"lr": 1e-2, "min_row_size": 8, "block_size": 4}, 0.0, (0, 1, 2, 3)),
         ("AdamW8bit", {"lr": 1e-2, "min_row_size": 8, "block_size": 4}, 0.0, (0, 3)),
     ],
-    quick=1,
 )
+@pytest.mark.slow
 def test_stages_do_not_change_an_update(two, name, arguments, tolerance, stages):
     for far in two.run(others, name, arguments, stages):
         assert max(far) <= tolerance, far

@@ -123,6 +123,7 @@ def dynamic() -> tuple[nn.Module, nn.Module]:
     return pair(shapes="dynamic")
 
 
+@pytest.mark.slow
 def test_dynamic_shapes_are_symbols_from_the_first_call_on(dynamic):
     mine, plain = dynamic
     for rows, length in ((3, 12), (2, 7)):
@@ -401,7 +402,8 @@ def lengths(name: str, backend: str, count: int, tolerance: float, layers: int =
     assert len(mine.zgraph.programs) <= 2
 
 
-@sweep("name", ["llama", "bert", "gpt2", "t5", "vit"], quick={0})
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5", "vit"])
+@pytest.mark.slow
 def test_models_of_transformers_at_random_lengths(name):
     lengths(name, "eager", 5, 1e-6, layers=1)
 
@@ -723,6 +725,7 @@ def test_a_python_number_that_is_a_size_is_a_constant():
     assert len(mine.zgraph.programs) == 3
 
 
+@pytest.mark.slow
 def test_programs_that_were_not_called_for_longest_go():
     mine, plain = pair(Square, shapes="static", max_programs=2)
     kept: list[weakref.ref[object]] = []
@@ -735,6 +738,7 @@ def test_programs_that_were_not_called_for_longest_go():
     assert sum(ref() is not None for ref in kept) == 2 and len(kept) == 4
 
 
+@pytest.mark.slow
 def test_what_programs_took_goes_with_them():
     mine, _ = pair(Square, shapes="static", max_programs=2)
 
@@ -787,6 +791,7 @@ def test_a_budget_and_a_size_without_a_maximum():
     assert 'zgraph.Size("rows", max=…)' in found.value.hint
 
 
+@pytest.mark.slow
 def test_what_was_learned_without_a_maximum_is_a_number_beside_a_budget(caplog):
     mine, plain = pair(Placed, memory_budget="1GiB")
     with caplog.at_level(logging.WARNING, "zgraph"):

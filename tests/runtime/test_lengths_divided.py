@@ -151,6 +151,7 @@ def collectives_of() -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_symbolic_sizes_are_divided_as_numbers_are(two):
     for symbolic, static in two.run(collectives_of):
         assert symbolic == static and "all_reduce" in static

@@ -127,7 +127,7 @@ def trained(tokens: bool, micro: int, zero: int, steps: Any) -> tuple[float, int
     return max(differences), len(model.zgraph.programs)
 
 
-@sweep(
+@pytest.mark.parametrize(
     "tokens, micro, zero, steps",
     [
         (True, 1, 3, STEPS),
@@ -136,8 +136,8 @@ def trained(tokens: bool, micro: int, zero: int, steps: Any) -> tuple[float, int
         (False, 2, 3, UNEVEN[:2]),
         (True, 2, 1, UNEVEN[:2]),
     ],
-    quick=1,
 )
+@pytest.mark.slow
 def test_steps_with_an_optimizer_are_those_of_plain_pytorch(two, tokens, micro, zero, steps):
     for worst, programs in two.run(trained, tokens, micro, zero, steps):
         assert worst < 1e-6
@@ -215,6 +215,7 @@ def too_long_on_one_rank() -> None:
     model(**batch(3, 9 + 60 * dist.get_rank(), 0)).backward()
 
 
+@pytest.mark.slow
 def test_a_length_beyond_the_table_of_positions_is_refused_on_all_ranks(two):
     errors = [outcome.error for outcome in two.attempt(too_long_on_one_rank, keep=True)]
     assert all(isinstance(e, SignatureError) for e in errors), errors

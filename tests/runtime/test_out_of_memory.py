@@ -9,7 +9,6 @@ import textwrap
 
 import pytest
 import torch
-from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -77,7 +76,8 @@ def failing(monkeypatch, model, batch, room: Room) -> errors.OutOfMemoryError:
     return found.value
 
 
-@sweep("share", [0.5, 0.75], quick=1)
+@pytest.mark.parametrize("share", [0.5, 0.75])
+@pytest.mark.slow
 def test_what_is_said_to_fit_fits(monkeypatch, share):
     batch = torch.randn(2048, 64)
     plan = zgraph.Plan(backend="eager", optimizer=zgraph.AdamW(lr=1e-3))
@@ -147,7 +147,8 @@ SCRIPT = """
 """
 
 
-@sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"])
+@pytest.mark.slow
 def test_a_process_without_room(backend):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), backend], capture_output=True, text=True, timeout=600

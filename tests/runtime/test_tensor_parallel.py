@@ -376,7 +376,7 @@ def test_gradients_are_those_of_one_process(two, four, mesh, fields, layers):
         assert divided >= 2 + 6 * layers  # all matrices, and the biases of their rows
 
 
-@sweep(
+@pytest.mark.parametrize(
     "name, mesh, fields, model",
     [
         ("AdamW", TP, {}, "a layer"),
@@ -387,9 +387,9 @@ def test_gradients_are_those_of_one_process(two, four, mesh, fields, layers):
         ("LAMB", DP_TP, {"zero": 3}, "a layer"),
         ("LAMB", PP_TP, {}, "two layers"),
     ],
-    quick=(3,),
     ids=str,
 )
+@pytest.mark.slow
 def test_clipped_averaged_steps_are_those_of_one_process(two, four, name, mesh, fields, model):
     weights, averages = steps(ALONE, name, {}, model)
     tolerance = 1e-3 if name == "Muon" else 1e-5  # (Muon's iteration is made of products in bfloat16: 4e-3)
@@ -397,7 +397,8 @@ def test_clipped_averaged_steps_are_those_of_one_process(two, four, name, mesh, 
         assert furthest(found, weights) < tolerance and furthest(mean, averages) < tolerance
 
 
-@sweep("mesh, zero", [(TP, 0), (DP_TP, 1), (DP_TP, 3)], quick=1, ids=str)
+@pytest.mark.parametrize("mesh, zero", [(TP, 0), (DP_TP, 1), (DP_TP, 3)], ids=str)
+@pytest.mark.slow
 def test_torchs_own_optimizer_and_clipping_work_on_divided_parameters(two, four, mesh, zero):
     expected, norms_of_one = own_loop(ALONE, 0)
     for weights, norms in worlds(two, four, mesh).run(own_loop, mesh, zero):
@@ -405,7 +406,8 @@ def test_torchs_own_optimizer_and_clipping_work_on_divided_parameters(two, four,
         assert max(map(apart, norms, norms_of_one)) < 1e-5
 
 
-@sweep("precision", ["bf16", "fp16"], quick=1)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.slow
 def test_low_precision_is_that_of_one_process(two, precision):
     weights, _ = steps(ALONE, "AdamW", {"precision": precision})
     for found, _ in two.run(steps, TP, "AdamW", {"precision": precision}):
@@ -430,6 +432,7 @@ def test_parameters_are_plain_shards_that_a_state_dict_carries(two, four, mesh, 
             assert torch.equal(values[name], value) and torch.equal(again[name], value)
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_gets_the_values_of_one_process(four):
     expected = from_meta(ALONE)
     for found in four.run(from_meta, DP_TP):
@@ -444,7 +447,7 @@ OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@sweep(
+@pytest.mark.parametrize(
     "name, mesh, others",
     [
         ("gpt2", DP_TP, ("tp4", "dp4", "dp2tp2")),
@@ -452,9 +455,9 @@ OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         ("pair", DP_TP, ("tp4",)),
         ("pair", TP, ("dp2",)),
     ],
-    quick=1,
     ids=str,
 )
+@pytest.mark.slow
 def test_any_division_loads_what_any_other_saved(two, four, tmp_path, name, mesh, others):
     """Each loads the one before and saves it again at once, bit for bit the same, and goes on as the first; so does one process."""
     import transformers
@@ -479,19 +482,22 @@ def test_any_division_loads_what_any_other_saved(two, four, tmp_path, name, mesh
             assert torch.equal(value, first.whole(f"model.{path}")), path
 
 
-@sweep("mesh, stages", [(DP_TP, (1, 3)), (TP, (0, 0))], quick=1, ids=str)
+@pytest.mark.parametrize("mesh, stages", [(DP_TP, (1, 3)), (TP, (0, 0))], ids=str)
+@pytest.mark.slow
 def test_recompile_and_deepcopy_go_on_with_divided_weights(two, four, mesh, stages):
     weights, twins = recompiled(ALONE, (0, 0))
     for found, twin in worlds(two, four, mesh).run(recompiled, mesh, stages):
         assert furthest(found, weights) < 1e-5 and furthest(twin, twins) < 1e-5
 
 
+@pytest.mark.slow
 def test_evaluation_gives_all_ranks_what_one_process_gives(two):
     expected = evaluated(ALONE)
     for found in two.run(evaluated, TP):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_reports_timings_and_explanations_know_divided_weights(two):
     size = sum(p.numel() * 4 for p in built().parameters())
     for report, why, timings, ranks in two.run(told, TP):

@@ -72,7 +72,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("dynamic", [{"grid": "value"}, None], ids=["declared", "found"])
+@sweep("dynamic", [{"grid": "value"}, None], quick=1, ids=["declared", "found"])
 def test_each_value_has_a_program_that_serves_all_sizes_beside(dynamic, caplog):
     mine, plain = pair(dynamic=dynamic)
     with caplog.at_level(logging.WARNING, "zgraph"):
@@ -251,7 +251,8 @@ def on_ranks(zero: int, declared: bool, backend: str) -> tuple[float, list[str]]
 
 
 @pytest.mark.gloo
-@sweep("zero, declared", [(3, True), (0, False), (3, False)], quick=1)
+@pytest.mark.parametrize("zero, declared", [(3, True), (0, False), (3, False)])
+@pytest.mark.slow
 def test_ranks_may_have_other_values_in_one_step(two, zero, declared):
     for worst, programs in two.run(on_ranks, zero, declared, "eager"):
         assert worst < 2e-6

@@ -176,11 +176,11 @@ def test_gradients_of_two_stages_are_those_of_one_process_bit_for_bit(
     assert [rank["logits"] for rank in found] == [i == last for i in range(2)]
 
 
-@sweep(
+@pytest.mark.parametrize(
     "name, zero, schedule",
     [("llama", 0, "1f1b"), ("llama", 1, "zb"), ("llama", 2, "1f1b"), ("llama", 3, "zb"), ("words", 3, "zb")],
-    quick=1,
 )
+@pytest.mark.slow
 def test_stages_sharded_over_two_ranks_train_as_one_process(four: Ranks, name: str, zero: int, schedule: str) -> None:
     fields = {
         "mesh": {"pp": 2, "dp": 2},
@@ -647,6 +647,7 @@ def train_then_evaluate() -> tuple[float, float]:
     return float(model.train_step(x)), float(model.eval_step(x))
 
 
+@pytest.mark.slow
 def test_an_evaluation_may_read_fewer_parameters_and_otherwise(two: Ranks) -> None:
     found = two.run(train_then_evaluate)
     x, model = torch.linspace(-1, 1, 96).reshape(4, 3, 8), encoder()

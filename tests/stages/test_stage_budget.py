@@ -88,7 +88,8 @@ def ends(name: str, schedule: str) -> tuple[int, PipelineForecast]:
 SCHEDULES = ["gpipe", "1f1b", "interleaved1f1b", "zb", "zbv"]
 
 
-@sweep("schedule", SCHEDULES, quick=(1,))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.slow
 def test_every_rank_stays_within_its_budget_and_less_memory_is_never_faster(schedule):
     least, free = ends("deep", schedule)
     assert least < free.worst.peak
@@ -112,7 +113,8 @@ def test_the_smallest_budget_works_and_one_byte_less_does_not(name, schedule):
     assert caught.value.where == "memory_budget" and f"rank {found.worst.rank} of pp" in str(caught.value.why)
 
 
-@sweep("zero", [1, 2, 3], quick=1)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.slow
 def test_gathered_weights_and_gradients_that_wait_count(zero):
     def at(budget: int | None) -> PipelineForecast:
         return forecast(deep(), plan_of(mesh={"pp": 2, "dp": 2}, zero=zero, memory_budget=budget))
@@ -123,6 +125,7 @@ def test_gathered_weights_and_gradients_that_wait_count(zero):
         assert max(rank.peak for rank in at(budget).ranks) <= budget
 
 
+@pytest.mark.slow
 def test_more_that_is_computed_again_is_taken_only_where_it_fits():
     """(Of this model it holds more at once: what it is computed from.)"""
     with torch.random.fork_rng(devices=[]):
@@ -134,6 +137,7 @@ def test_more_that_is_computed_again_is_taken_only_where_it_fits():
     assert max(rank.peak for rank in found.ranks) <= least
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_makes_room_in_each_stage():
     away = {"activations": "cpu", "optimizer": "cpu", "parameters": "none", "least_bytes": 0}
     here, _ = ends("deep", "1f1b")
@@ -231,6 +235,7 @@ def refused_and_then_not(plan: Plan) -> tuple[str, int]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_refused_on_all_ranks_alike_and_the_one_named_works(two):
     plan = plan_of(hardware=None)
     (first, least), (second, _) = two.run(refused_and_then_not, plan)
@@ -265,7 +270,10 @@ def measured(plan: Plan) -> int | None:
 
 
 @pytest.mark.gloo
-@sweep("schedule, budgeted", [("gpipe", True), ("1f1b", True), ("1f1b", False), ("zb", True), ("zbv", False)], quick=1)
+@pytest.mark.parametrize(
+    "schedule, budgeted", [("gpipe", True), ("1f1b", True), ("1f1b", False), ("zb", True), ("zbv", False)]
+)
+@pytest.mark.slow
 def test_ranks_are_counted_to_hold_what_the_forecast_says_and_so_their_budget(schedule, budgeted):
     plan = plan_of(schedule, hardware=None, micro_batches=8)
     if budgeted:
@@ -280,6 +288,7 @@ def test_ranks_are_counted_to_hold_what_the_forecast_says_and_so_their_budget(sc
     assert plan.memory_budget is None or max(peaks) <= plan.memory_budget * (1 + SCALARS)
 
 
+@pytest.mark.slow
 def test_what_is_verified_are_the_programs_that_would_run():
     least, _ = ends("deep", "1f1b")
     case, plan = deep(), plan_of(memory_budget=least)

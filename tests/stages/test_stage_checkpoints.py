@@ -215,6 +215,7 @@ def test_any_plan_loads_what_any_other_saved(two, four, tmp_path):
     assert found[0] == found[1] == losses
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_stages_is_like_any_other_to_the_commands(four, tmp_path):
     four.run(saved, str(tmp_path), "staged", STAGED | {"mesh": {"pp": 2, "dp": 2}, "zero": 3})
     run = CliRunner().invoke
@@ -247,6 +248,7 @@ def counted(where: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
     return {n: b.clone() for n, b in other.named_buffers()}
 
 
+@pytest.mark.slow
 def test_buffers_are_those_of_the_stage_that_changes_them(two, tmp_path):
     first, second = two.run(counted, str(tmp_path), {"pp": 2})
     counted(str(tmp_path), {"dp": 1})
@@ -271,6 +273,7 @@ def in_background(where: str) -> tuple[list[float], list[float]]:
     return first, steps(other, range(2, 4))
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_is_of_the_step_that_it_was_begun_at(two, tmp_path):
     for first, again in two.run(in_background, str(tmp_path)):
         assert first == again
@@ -285,7 +288,8 @@ def published(where: str, fields: dict[str, Any], averaged: bool) -> dict[str, t
     return {}
 
 
-@sweep("averaged", [False, True], quick=1, ids=["weights", "averages"])
+@pytest.mark.parametrize("averaged", [False, True], ids=["weights", "averages"])
+@pytest.mark.slow
 def test_a_model_in_stages_is_published_whole(four, averaged, tmp_path):
     fields = STAGED | {"mesh": {"pp": 2, "dp": 2}, "ema": 0.9, "precision": "bf16", "numerics": "deepspeed"}
     four.run(published, str(tmp_path), fields, averaged)
@@ -315,6 +319,7 @@ def refusals(where: str, damaged: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_changes_nothing_on_any_stage(two, tmp_path):
     two.run(saved, str(tmp_path), "whole", STAGED)
     two.run(saved, str(tmp_path), "damaged", STAGED)

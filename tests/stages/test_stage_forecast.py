@@ -376,6 +376,7 @@ def test_a_bundle_has_no_stages_to_choose_from(plan, tmp_path):
     assert zgraph("dump", folder).stdout.startswith("# program train.stage1")
 
 
+@pytest.mark.slow
 def test_hundreds_of_ranks_and_a_model_on_meta_take_one_capture(monkeypatch):
     from zgraph.forecast import pipeline_plan
 

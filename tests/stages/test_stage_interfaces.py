@@ -194,6 +194,7 @@ def averaged(fields: dict[str, Any]) -> tuple[list[float], list[int]]:
     return found, [sum(m.training for m in model.modules())]
 
 
+@pytest.mark.slow
 def test_evaluation_and_averages_are_those_of_one_process_on_every_rank(two):
     first, second = two.run(averaged, STAGED)
     assert first == second
@@ -305,6 +306,7 @@ def recompiled(fields: dict[str, Any], others: list[dict[str, Any]]) -> list[flo
     return losses
 
 
+@pytest.mark.slow
 def test_recompile_changes_micro_batches_and_schedule_on_the_way(two):
     alone = recompiled(ALONE, [{"micro_batches": 2}])
     changes = [{"micro_batches": 2, "schedule": "zb"}]
@@ -321,6 +323,7 @@ def copied() -> tuple[list[float], list[float], list[float]]:
     return of_twin, steps(model, range(2, 4)), steps(uncut, range(4))[2:]
 
 
+@pytest.mark.slow
 def test_a_copy_goes_on_apart_from_the_original(two):
     for of_twin, of_model, of_uncut in two.run(copied):
         assert of_twin == of_model == of_uncut
@@ -388,6 +391,7 @@ def looked_at(where: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_every_view_is_of_this_ranks_stages_among_all_ranks(two, tmp_path):
     first, second = two.run(looked_at, str(tmp_path))
     for at, found in enumerate((first, second)):
@@ -418,6 +422,7 @@ def watched() -> tuple[bool, list[float | None], list[float | None]]:
     return runtime.agreement.heart is runtime.everyone.heart is not None, tight, limits()
 
 
+@pytest.mark.slow
 def test_ranks_of_a_stage_watch_each_other_and_those_of_other_stages():
     with Ranks(4, timeout=120) as ranks:
         for heart, tight, relaxed in ranks.run(watched):

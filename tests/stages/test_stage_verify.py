@@ -146,6 +146,7 @@ def test_clipping_recomputation_and_an_optimizer_change_nothing_of_it() -> None:
     assert_same(verified("Rotary", 4, **fields, optimizer=zgraph.AdamW(lr=1e-3)), "Rotary")
 
 
+@pytest.mark.slow
 def test_the_program_for_inductor_is_right_as_a_graph() -> None:
     found = verified("gpt2", 4, mesh={"pp": 2, "dp": 2}, micro_batches=2, backend="inductor")
     assert found.ok, found

@@ -252,6 +252,7 @@ def weights_are(
 # -- real ranks ----------------------------------------------------------------------------------------------------------
 @pytest.mark.gloo
 @pytest.mark.parametrize("holders", [APART, TWO], ids=["nothing is tied", "tied"])
+@pytest.mark.slow
 def test_without_clipping_the_stages_weights_are_torchs_bit_for_bit(two, holders):
     found = two.run(on_stages, plan_of(), holders, 3)
     weights_are(found, holders, in_one_process(holders, 3)[1], 0.0)

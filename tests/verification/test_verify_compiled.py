@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -245,7 +244,8 @@ def on_rank(kind, fault):
 
 
 @pytest.mark.gloo
-@sweep("kind", list(REAL), quick={2})
+@pytest.mark.parametrize("kind", list(REAL))
+@pytest.mark.slow
 def test_real_ranks_are_the_plain_model(two, kind):
     first, second = two.run(on_rank, kind, None)
     assert first[0], first[1]
