@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -156,7 +157,7 @@ def test_a_model_that_is_not_sharded_needs_no_hook_on_optimizers():
     assert _global_optimizer_post_hooks == before and model is not None
 
 
-@pytest.mark.parametrize(("often", "held_back"), [(0, 0), (300, 20_000), (100_000, 100_000)])
+@sweep("often, held_back", [(0, 0), (300, 20_000), (100_000, 100_000)], quick=(1,))
 def test_the_collector_runs_as_often_as_before_once_a_step_is_compiled(often, held_back):
     class Fails(nn.Linear):
         def forward(self, x):

@@ -144,6 +144,7 @@ def test_an_assertion_fails_where_ranks_compute_together(two, options, bad):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_rank_whose_rows_fail_says_so_and_the_other_does_not_wait_for_ever(two):
     outcomes = two.run(fail_and_leave, limit=60.0)
     assert outcomes[1] == ("AssertionError", True)

@@ -697,7 +697,8 @@ def test_what_a_forward_changes_is_changed_at_every_call(kind):
 
 
 @pytest.mark.inductor
-@sweep("kind", ["a list", "an annealed temperature", "a counter that is used"], quick=1)
+@pytest.mark.parametrize("kind", ["a list", "an annealed temperature", "a counter that is used"])
+@pytest.mark.slow
 def test_what_a_forward_changes_is_changed_at_every_call_compiled(kind):
     make, programs = EFFECTS[kind]
     same(make, programs, zgraph.Plan(backend="inductor"))

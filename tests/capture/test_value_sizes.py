@@ -163,7 +163,7 @@ class Returns(nn.Module):
         }
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=(0,))
 def test_what_a_mask_selects_can_be_returned(backend):
     torch.manual_seed(0)
     plain = Returns()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -63,7 +64,7 @@ BATCH = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_BATCH)
+@sweep("kind", NO_BATCH, quick=2)
 def test_what_has_the_batchs_size_by_coincidence_is_not_cut(kind):
     with pytest.raises((StepError, zgraph.errors.ZgraphError)):
         train(Weighted(NO_BATCH[kind]), torch.randn(8, 4), torch.arange(8), torch.arange(8.0))

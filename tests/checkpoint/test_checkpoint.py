@@ -114,7 +114,7 @@ def cast(x: torch.Tensor, fields: dict) -> torch.Tensor:
     return x.to({"fp16": torch.float16, "bf16": torch.bfloat16}[fields["precision"]]) if "numerics" in fields else x
 
 
-@sweep("name", PLANS, quick=3)
+@sweep("name", PLANS, quick=2)
 def test_a_resumed_run_goes_on_bit_for_bit(name, tmp_path):
     fields = PLANS[name]
     model = compiled(**fields)

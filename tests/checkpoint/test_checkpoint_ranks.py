@@ -285,7 +285,7 @@ def resumed(where: str, fields: dict, async_: bool) -> tuple[list[float], list[f
         ({"zero": 3, "ema": 0.9}, False),
         ({"zero": 3, "precision": "fp16"}, True),
     ],
-    quick=(0, 4),
+    quick=(0,),
 )
 def test_a_resumed_run_goes_on_bit_for_bit(two, fields, async_, tmp_path):
     for straight, again, differing in two.run(resumed, str(tmp_path), fields, async_):
@@ -465,6 +465,7 @@ def on_a_half(where: str) -> bool:
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_meshes_beside_each_other_save_and_load(four, tmp_path):
     assert four.run(on_a_half, str(tmp_path), limit=120) == [True] * 4
 

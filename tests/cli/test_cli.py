@@ -308,7 +308,7 @@ def test_passes_why_says_of_every_pass_whether_the_plan_runs_it_and_why(plan):
     assert re.search(r"^offload_update +- +nothing is offloaded$", ok("passes", "--why", "--update"), re.M)
 
 
-@sweep("target, world", TARGETS, quick=(1, 2))
+@sweep("target, world", TARGETS, quick=(2,))
 def test_passes_on_a_target_counts_what_each_did(target, world):
     rows = json.loads(ok("passes", target, "--world", world, "--json"))["passes"]
     assert rows[0]["name"] == "capture" and all(r["nodes"] > 0 and r["seconds"] >= 0 for r in rows)
@@ -427,11 +427,11 @@ def test_a_config_of_transformers_is_a_target(llama):
     assert "mesh dp 512" in text and "dist.all_gather(" in text and "f32[2, 16, 64]" in text
 
 
-@sweep(
+@pytest.mark.parametrize(
     "model",
     ["BertForMaskedLM", "BertForSequenceClassification", "ViTForImageClassification", "T5ForConditionalGeneration"],
-    quick=(0,),
 )
+@pytest.mark.slow
 def test_models_that_are_no_decoders_get_inputs_that_they_take(model, tmp_path):
     hf = pytest.importorskip("transformers", reason="transformers is not installed")
     if model.startswith("T5"):

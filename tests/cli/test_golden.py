@@ -138,6 +138,7 @@ def train(folder: str) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_the_commands_say_of_a_run_on_two_ranks_what_they_said(tmp_path):
     folder = tmp_path / "run"
     with Ranks(2) as ranks:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from torch import nn
 
 import zgraph.deepspeed as deepspeed
@@ -356,6 +357,7 @@ def test_arguments_are_deepspeeds():
     assert args.deepspeed and args.deepspeed_config == "a.json"
 
 
+@pytest.mark.slow
 def test_memory_is_told(caplog):
     with caplog.at_level(logging.INFO):
         utils.see_memory_usage("unasked")
@@ -487,7 +489,7 @@ def piped(stage, method, parts):
     return mine, theirs
 
 
-@pytest.mark.parametrize("stage, method, parts", [(1, "uniform", 2), (3, "parameters", 2), (0, "type:Linear", 1)])
+@sweep("stage, method, parts", [(1, "uniform", 2), (3, "parameters", 2), (0, "type:Linear", 1)], quick=2)
 def test_a_pipeline_trains_as_its_layers_do(two, stage, method, parts):
     for mine, theirs in two.run(piped, stage, method, parts):
         assert mine == pytest.approx(theirs, abs=1e-5)

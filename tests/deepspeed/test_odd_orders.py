@@ -8,6 +8,7 @@ import deepspeed_scripts
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from torch import nn
 
 LR, CLIP = 3e-2, 0.3
@@ -171,7 +172,7 @@ EQUAL = [
 ]
 
 
-@pytest.mark.parametrize("order", EQUAL)
+@sweep("order", EQUAL, quick=2)
 def test_an_order_of_calls_gives_deepspeeds_numbers(two, deepspeeds, order):
     mine = two.run(run, "zgraph", order, 2, 2)
     theirs = deepspeeds.run(run, "deepspeed", order, 2, 2)

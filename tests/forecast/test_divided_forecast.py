@@ -54,6 +54,7 @@ def found():
     return inspected()
 
 
+@pytest.mark.slow
 def test_a_program_counts_a_rank_s_part_of_weights_and_gradients(found):
     spec = found.way().last.program.params[WEIGHT]
     assert spec.division == Division("tp", 2, 0) and spec.whole_shape == (3 * DIM, DIM)

@@ -54,7 +54,7 @@ def test_an_evaluation_is_the_forecast_of_the_plan():
     assert found.peak == peak_of(live).bytes
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@sweep("zero", [0, 1, 2, 3], quick=2)
 def test_micro_batches_share_the_batch_and_only_the_last_reduces_where_a_stage_lets_it(zero):
     plan = PLAN.model_copy(update={"zero": zero, "micro_batches": 4})
     one, four = (evaluate(net(), INPUTS, p, 4, "") for p in (plan.model_copy(update={"micro_batches": 1}), plan))

@@ -135,7 +135,7 @@ def test_formulas_of_a_llama_agree_with_the_simulator():
         ({"replicate": -1}, [1, 3]),
         ({"dp": 4}, [4]),
     ],
-    quick=(0, 3),
+    quick=(0,),
 )
 def test_the_world_is_what_the_mesh_leaves_free(mesh, worlds):
     case = build("uneven_mlp")

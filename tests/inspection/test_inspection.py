@@ -311,7 +311,7 @@ def test_lanes_of_a_trace_do_not_overlap_themselves(inspected):
         assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(lane))
 
 
-@pytest.mark.parametrize(
+@sweep(
     "changes",
     [
         {"offload": {"optimizer": "cpu", "parameters": "cpu"}},
@@ -319,6 +319,7 @@ def test_lanes_of_a_trace_do_not_overlap_themselves(inspected):
         {"zero": 1, "micro_batches": 4},
         {"prefetch": {"across_steps": True}},
     ],
+    quick=2,
 )
 def test_no_lane_does_two_things_at_once_and_the_trace_is_as_long_as_the_step(changes):
     case = models.stack(4)

@@ -237,6 +237,7 @@ def shell(tmp_path, monkeypatch):
     sys.modules.pop("three_rows", None)
 
 
+@pytest.mark.slow
 def test_every_command_looks_at_the_rows_that_a_rank_has(shell):
     for world, rows, parts in ((2, 6, 2), (3, 4, 1)):
         at = ("three_rows:factory", "--world", str(world))

@@ -107,7 +107,7 @@ TRAINED += [
 ]
 
 
-@sweep("optimizer, more", TRAINED, quick=2, ids=str)
+@sweep("optimizer, more", TRAINED, quick=(0,), ids=str)
 def test_training_is_bit_for_bit_that_in_memory(optimizer, more, tmp_path):
     fields = {"optimizer": OPTIMIZERS[optimizer], **more}
     _, plain = trained(**fields)
@@ -381,12 +381,12 @@ def test_they_stay_where_the_device_updates(update_on):
     assert bool(sent(step.step.history().program)) == (update_on == "host")
 
 
-@sweep(
+@pytest.mark.parametrize(
     "more",
     [{}, {"micro_batches": 2}, {"micro_batches": 2, "zero": 1}, {"precision": "bf16"}, {"precision": "fp16"}],
-    quick=1,
     ids=str,
 )
+@pytest.mark.slow
 def test_training_is_bit_for_bit_that_with_gradients_on_the_device(more, place):
     _, plain = trained(**more)
     model, away = trained(**more, offload=offloaded(place, "optimizer"))

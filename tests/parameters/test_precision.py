@@ -230,7 +230,7 @@ def nodes(program) -> list[tuple[str, list[tuple[torch.dtype, torch.Size]]]]:
     return [(str(n.target), [(t.dtype, t.shape) for t in tensors(n)]) for n in program.nodes]
 
 
-@pytest.mark.parametrize(
+@sweep(
     "plan",
     [
         {"precision": "bf16"},
@@ -238,6 +238,7 @@ def nodes(program) -> list[tuple[str, list[tuple[torch.dtype, torch.Size]]]]:
         {"precision": zgraph.Precision(compute="bfloat16", buffer="bfloat16", keep_fp32=("0",))},
     ],
     ids=["statistics in float32", "all in bfloat16", "a pattern"],
+    quick=2,
 )
 def test_the_program_that_is_dumped_is_the_one_that_runs(plan):
     plan = zgraph.Plan(backend="eager", **plan)

@@ -107,6 +107,7 @@ def test_optimizer_states_and_waiting_gradients_count(case):
     assert smallest(case, micro_batches=2) - smallest(case) == pytest.approx(shards, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_costs_most_time_per_byte_is_kept_first(case):
     """With a latency that outweighs the bytes of small weights, biases go before matrices."""
     slow = dataclasses.replace(

@@ -75,7 +75,7 @@ def smallest(case: models.Case, world: int = 1, costs: Costs | None = COSTS, **f
 
 
 # -- every model ----------------------------------------------------------------------------------------------------
-@sweep("name, how", in_turn(EVERY, ["full", "smallest budget"]), quick=(0,))
+@sweep("name, how", in_turn(EVERY, ["full", "smallest budget"]), quick=1)
 def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all(name, how):
     fields = {"recompute": "full"} if how == "full" else {"memory_budget": smallest(models.build(name))}
     _, plain = gradients(models.build(name))
@@ -388,7 +388,8 @@ def test_compiled_by_inductor_within_a_budget():
         torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6)
 
 
-@sweep("zero", [0, 1, 2, 3], quick=1)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.slow
 def test_micro_batches_and_budgets_go_together(zero):
     """Every variant of a program saves what the first one decided, and all are tried before the first step."""
     fields = {**ONE, "zero": zero, "micro_batches": 2, "optimizer": zgraph.SGD(lr=0.1)}

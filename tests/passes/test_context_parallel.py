@@ -183,7 +183,7 @@ def test_weights_gradients_are_all_that_is_summed_and_the_loss():
     assert sum(backward) == sum(p.numel() for p in Llama(layers=1).parameters())
 
 
-@pytest.mark.parametrize("attention", ["heads", "ring"])
+@sweep("attention", ["heads", "ring"], quick=1)
 def test_no_activation_is_whole_anywhere(attention):
     program = program_of(Llama().double(), 64, 4, attention)
     floats = [t for n in program.nodes if n.op == "call_function" for t in [n.meta.get("val")]]
@@ -315,6 +315,7 @@ def test_a_running_sum_over_the_sequence_is_computed_for_parts_of_the_width():
     assert_same(Running().double(), (torch.randn(2, 8, WIDTH).double(),), 2, mesh={"cp": 2})
 
 
+@pytest.mark.slow
 def test_logits_shifted_against_their_targets_are_too(monkeypatch):
     class Shifted(Gpt2):
         def forward(self, ids, labels):

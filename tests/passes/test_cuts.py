@@ -148,7 +148,7 @@ def test_anchors_read_parameters_or_do_arithmetic():
     assert [a.params for a in anchors[4:6]] == [(), ()]
 
 
-@sweep("name", ["t5", "gpt2", "llama"], quick=(1, 2))
+@sweep("name", ["t5", "gpt2", "llama"], quick=(1,))
 def test_masks_are_free(name):
     line = Line(case(name)[0])
     assert line.free and not any(info(n).phase is Phase.BACKWARD for n in line.free)
@@ -378,8 +378,9 @@ def test_time_stays_within_memory_and_is_the_fastest_that_does():
 
 
 # -- the same cuts elsewhere ---------------------------------------------------------------------------------------------
-@sweep("name", TRANSFORMERS[:4], quick=(0,))
-@sweep("how", ["uniform", "time"], quick=1)
+@pytest.mark.parametrize("name", TRANSFORMERS[:4])
+@pytest.mark.parametrize("how", ["uniform", "time"])
+@pytest.mark.slow
 def test_cuts_hold_for_other_shapes_and_for_evaluation(name, how):
     program, _ = case(name)
     cuts = find_cuts(program, 2, how, COSTS)

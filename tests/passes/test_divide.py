@@ -59,11 +59,11 @@ def test_the_stages_of_a_pipeline_are_divided(name, mesh, sequence):
     assert_same(*own(name), world, mesh=mesh, zero=zero, micro_batches=2, sequence_parallel=sequence)
 
 
-@sweep(
+@pytest.mark.parametrize(
     "name, backend",
     [*in_turn(["gpt2", "llama", "bert", "t5", "vit", "mixtral"], ["eager", "inductor"]), ("llama", "eager")],
-    quick=1,
 )
+@pytest.mark.slow
 def test_a_divided_model_of_transformers_is_the_model(name, backend):
     pytest.importorskip("transformers")
     sequence, ranks = backend == "inductor", 4 if backend == "eager" else 2

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -71,7 +72,7 @@ def losses(rate: float) -> list[float]:
     return [step(believed, true) / least for believed in wrong]
 
 
-@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
+@sweep("rate", [0.5, 1.0, 2.0], quick=(1,))
 def test_costs_that_are_wrong_by_four_cost_five_percent_at_most(rate):
     assert max(losses(rate)) < 1.05
 

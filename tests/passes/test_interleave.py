@@ -115,7 +115,7 @@ def test_each_rank_sends_the_same_bytes_in_more_messages(sequence):
     assert len(starts(program)) == count + 3 * found["collectives"]
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["sums", "sequence"])
+@sweep("sequence", [False, True], ids=["sums", "sequence"], quick=1)
 def test_a_piece_is_on_the_link_while_the_next_is_multiplied(sequence):
     program, costs = divided(4, 256, SLOW, sequence)
     interleave(InterleaveOptions(pieces=2, costs=costs))(program)

@@ -250,6 +250,7 @@ def test_64_documents_in_4_rows_are_those_of_64_runs(backend, length):
         assert not [v for v in values if isinstance(v, torch.Tensor) and v.shape[-2:] == (length, length)]
 
 
+@pytest.mark.slow
 def test_lengths_differ_in_one_program():
     plain = llama()
     mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"))

@@ -180,6 +180,7 @@ def test_with_sequence_parallelism_there_is_next_to_nothing_left_to_part():
     assert few < some / 10
 
 
+@pytest.mark.slow
 def test_parts_are_cut_when_the_forward_is_done_with_the_whole():
     program = made("gpt2", plan_of()).program
     nodes = program.nodes

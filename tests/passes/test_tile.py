@@ -191,7 +191,8 @@ def test_ranks_that_divide_a_model_take_turns_together(plan):
     assert_same(Net().double(), batch(), 2, tiles={"mlps.*": 4}, **plan)
 
 
-@sweep("plan", [{}, {"mesh": {"tp": 2}}], quick=1)
+@pytest.mark.parametrize("plan", [{}, {"mesh": {"tp": 2}}])
+@pytest.mark.slow
 def test_whole_layers_take_turns_over_sequences(plan):
     """The forward and the backward of a layer both read what comes into it, each its own slice."""
     assert_same(*own("llama"), 2 if plan else 1, tiles={"layers.*": 2}, **plan)

@@ -6,6 +6,7 @@ What is refused, and why, stands in docs/databases.md; `python -m tests.database
 from __future__ import annotations
 
 import pytest
+from sweeps import sweep
 
 PARTS = 12  # of the whole, each a test of some minutes
 
@@ -40,7 +41,7 @@ def faults(name: str, backend: str, samples: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", QUICK)
+@sweep("name", QUICK, quick=4)
 def test_some_samples_are_equal_on_eager(name: str) -> None:
     assert not faults(name, "eager", 1)
 

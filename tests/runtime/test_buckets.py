@@ -100,6 +100,7 @@ def test_lengths_are_padded_to_few_programs(backend):
     ]  # (by the loss alone, and by all outputs)
 
 
+@pytest.mark.slow
 def test_rows_that_differ_are_no_program_of_their_own():
     mine, plain = pair(buckets=(8,), dynamic={name: {0: "rows"} for name in PAD})
     for rows, length in ((3, 5), (5, 8), (2, 7)):
@@ -170,6 +171,7 @@ class Nested(Reader):
         return (super().forward(batch["words"], *batch["more"]), flag)
 
 
+@pytest.mark.slow
 def test_arguments_by_place_by_name_inside_of_dicts_and_without_labels():
     mine, plain = pair()
     for length in (5, 7):

@@ -808,7 +808,7 @@ def test_a_change_of_the_weights_is_seen_by_the_next_forward(two, how):
         assert two.run(change_weights, zero, how) == [[], []], f"stage {zero}"
 
 
-@sweep("zero, optimizer", [(0, "adamw"), (1, "sgd"), (2, "sgd"), (3, "adamw")], quick=(1, 3))
+@sweep("zero, optimizer", [(0, "adamw"), (1, "sgd"), (2, "sgd"), (3, "adamw")], quick=(3,))
 def test_a_full_checkpoint_resumes_as_if_there_had_been_no_break(two, zero, optimizer):
     assert two.run(checkpoint, zero, optimizer) == [[], []]
 
@@ -887,7 +887,8 @@ def test_a_deep_copy_trains_on_its_own(two, zero):
     assert two.run(copies, zero) == [[], []]
 
 
-@sweep("first, second", [(1, 3), (3, 2), (2, 1)], quick=1)
+@pytest.mark.parametrize("first, second", [(1, 3), (3, 2), (2, 1)])
+@pytest.mark.slow
 def test_another_stage_on_the_same_weights_changes_no_bit(two, first, second):
     assert two.run(recompiled, first, second) == [[], []]
 

@@ -355,12 +355,12 @@ def test_fsdp2s_numerics_are_fully_shards_bit_for_bit(two):
     assert two.run(fsdp2_in_bfloat16) == [[], []]
 
 
-@sweep("zero", [0, 2], quick=1)
-@sweep(
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize(
     "name, arguments",
     [("AdamW", {"lr": 1e-2}), ("AdamW8bit", {"lr": 1e-2, "min_row_size": 8, "block_size": 4})],
-    quick=1,
 )
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_stage(two, tmp_path, name, arguments, zero):
     assert two.run(resumed, name, arguments, zero, str(tmp_path)) == [0.0, 0.0]
 

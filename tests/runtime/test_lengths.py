@@ -477,7 +477,7 @@ class Selects(Keeps):
         return (x * self.scale)[x > 0].square().mean()
 
 
-@pytest.mark.parametrize("model", [Keeps, Returns, Selects])
+@sweep("model", [Keeps, Returns, Selects], quick=2)
 def test_a_model_that_keeps_or_returns_a_size_is_compiled_for_each(model, caplog):
     mine, plain = pair(model)
     with caplog.at_level(logging.WARNING, "zgraph"):
@@ -565,7 +565,7 @@ def test_what_torch_can_not_trace_with_a_symbol_is_compiled_for_each_size():
         assert torch.equal(model.inner.weight.grad, plain.inner.weight.grad)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "plan",
     [
         {"recompute": "full"},
@@ -584,6 +584,7 @@ def test_what_torch_can_not_trace_with_a_symbol_is_compiled_for_each_size():
         },
     ],
     ids=lambda plan: str(next(iter(plan.values())))[:40],
+    quick=3,
 )
 def test_the_rest_of_a_plan_works_with_sizes(plan):
     mine, plain = pair(Square, **plan)
@@ -649,16 +650,20 @@ def _in_mode(model: nn.Module, x: torch.Tensor, step: int) -> None:
     model(x)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "call, said",
     [
         (lambda m, x, step: m(x, text=str(step)), "argument 'text' differs from call to call ('0', '1', '2', '3')"),
         (lambda m, x, step: m(x, str(step)), "argument 'text' differs from call to call ('0', '1', '2', '3')"),
-        (lambda m, x, step: m(x, options=Options(step / 2)), "argument 'options' differs from call to call (Options{'rate': 0.0}"),
+        (
+            lambda m, x, step: m(x, options=Options(step / 2)),
+            "argument 'options' differs from call to call (Options{'rate': 0.0}",
+        ),
         (lambda m, x, step: m(x, times=step + 1), "argument 'times' differs from call to call (1, 2, 3, 4)"),
         (_in_mode, "attributes of the model differ from call to call (no longer so: "),
     ],
     ids=["a text", "by place", "an object", "a size", "an attribute"],
+    quick=3,
 )  # fmt: skip
 def test_what_makes_program_after_program_is_told_with_the_way_out(call, said, caplog):
     mine, _ = pair(Told, shapes="static", max_programs=5)
@@ -701,6 +706,7 @@ def test_numbers_of_the_model_and_inside_of_arguments_are_given_too():
     assert len(mine.zgraph.programs) <= 5
 
 
+@pytest.mark.slow
 def test_a_number_that_decides_is_a_constant_where_sizes_differ_too():
     mine, plain = pair(Anneals)
     for step in range(1, 5):

@@ -188,6 +188,7 @@ def budgeted() -> tuple[float, int]:
     return trained(model, plain, [batch(*at, 0) for at in SIZES[1:3]]), len(model.zgraph.programs)
 
 
+@pytest.mark.slow
 def test_a_pipeline_fits_a_budget_at_every_size(two):
     for worst, programs in two.run(budgeted):
         assert worst < 2e-6 and programs == 1

@@ -255,7 +255,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
+@sweep("parts", [2, 4, 8], quick=(1,))
 def test_accumulated_micro_batches_equal_one_large_batch(parts):
     mine, whole = compiled(micro_batches=parts), compiled()
     values = batch()

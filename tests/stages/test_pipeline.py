@@ -546,7 +546,7 @@ def freeze_later(schedule: str) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+@sweep("schedule", ["1f1b", "zb"], quick=1)
 def test_what_is_frozen_and_unfrozen_between_steps_trains_accordingly(two: Ranks, schedule: str) -> None:
     first, second = two.run(freeze_later, schedule)
     for number, frozen in enumerate(((), ("shift", "other", "layers.0", "layers.1"), ("layers.3",))):

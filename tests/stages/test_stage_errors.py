@@ -154,7 +154,7 @@ def test_a_loss_function_that_raises_ends_the_step_on_both_ranks(schedule: str) 
     assert_told(found, 1, "Alone", (1, 2), "stage 1, the forward of micro-batch 2")
 
 
-@sweep(
+@pytest.mark.parametrize(
     "where, rank, kind, raised, place, words",
     [
         ("loss", 3, "interrupt", "KeyboardInterrupt", (3, 2), "stage 3, the forward of micro-batch 2"),
@@ -163,8 +163,8 @@ def test_a_loss_function_that_raises_ends_the_step_on_both_ranks(schedule: str) 
         ("backward", 2, "own", "Alone", (2, 1), "stage 2, the backward of micro-batch 1"),
         ("update", 2, "own", "Alone", (None, None), "in the update"),
     ],
-    quick=(2,),
 )
+@pytest.mark.slow
 def test_whatever_a_rank_of_four_stages_raises_the_others_are_told(
     where: str, rank: int, kind: str, raised: str, place: tuple[int | None, int | None], words: str
 ) -> None:
@@ -175,7 +175,10 @@ def test_whatever_a_rank_of_four_stages_raises_the_others_are_told(
 
 
 @pytest.mark.core
-@sweep("zero, where, rank, stage", [(z, *way) for z in (1, 3) for way in (("loss", 3, 1), ("backward", 0, 0))], quick=1)
+@pytest.mark.parametrize(
+    "zero, where, rank, stage", [(z, *way) for z in (1, 3) for way in (("loss", 3, 1), ("backward", 0, 0))]
+)
+@pytest.mark.slow
 def test_the_ranks_of_other_pipelines_come_out_too(where: str, rank: int, stage: int, zero: int) -> None:
     """They wait in collectives for those who wait for it."""
     with Ranks(4, timeout=600.0) as ranks:
@@ -186,14 +189,14 @@ def test_the_ranks_of_other_pipelines_come_out_too(where: str, rank: int, stage:
     assert_told(found, rank, "Alone", (stage, number), f"stage {stage}, the {kind} of micro-batch {number}")
 
 
-@pytest.mark.parametrize("fields", [{"optimizer": None}, {"watch": {"interval": 0}}])
+@sweep("fields", [{"optimizer": None}, {"watch": {"interval": 0}}], quick=1)
 def test_it_needs_neither_an_update_nor_heartbeats(fields: dict[str, Any]) -> None:
     with Ranks(2, timeout=600.0) as ranks:
         found = all_out(ranks.attempt(fail, "loss", 1, "own", False, {"mesh": {"pp": 2}} | fields, limit=LIMIT))
     assert_told(found, 1, "Alone", (1, 2), "stage 1, the forward of micro-batch 2")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@sweep("rank", [0, 1], quick=1)
 def test_an_evaluation_that_fails_on_one_rank_ends_on_both(rank: int) -> None:
     with Ranks(2, timeout=600.0) as ranks:
         found = all_out(ranks.attempt(fail, "forward", rank, "own", True, {"mesh": {"pp": 2}}, limit=LIMIT))

@@ -309,6 +309,7 @@ def test_a_program_is_that_of_a_stage_and_says_which(plan):
     assert "layers_5_weight_exp_avg" in update and "layers_0" not in update
 
 
+@pytest.mark.slow
 def test_the_other_commands_take_a_stage_as_well(plan):
     path = plan()
     assert "train.stage1" in zgraph("memory", TARGET, "--plan", path, "--stage", 1).stdout

@@ -141,6 +141,7 @@ def test_half_precision_stays_within_its_rounding(precision: str, zero: int) -> 
     assert all(d.exact for d in found.differences if d.what.endswith("stages"))
 
 
+@pytest.mark.slow
 def test_clipping_recomputation_and_an_optimizer_change_nothing_of_it() -> None:
     fields = {"mesh": {"pp": 2, "dp": 2}, "micro_batches": 2, "recompute": "full", "grad_clip": 0.1}
     assert_same(verified("Rotary", 4, **fields, optimizer=zgraph.AdamW(lr=1e-3)), "Rotary")

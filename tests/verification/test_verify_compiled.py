@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -76,7 +77,7 @@ def verify(model, plan, rows=8, width=6):
 
 
 # -- right code ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
+@sweep(
     "plan",
     [
         Plan(backend="eager"),
@@ -84,6 +85,7 @@ def verify(model, plan, rows=8, width=6):
         Plan(backend="eager", precision="bf16"),
     ],
     ids=["own optimizer", "plan's optimizer", "bf16"],
+    quick=2,
 )
 def test_right_code_is_the_plain_model(plan):
     model = seeded(Net)
@@ -253,6 +255,7 @@ def test_real_ranks_are_the_plain_model(two, kind):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_another_ranks_shard_is_found_on_every_rank(two):
     for ok, text, first in two.run(on_rank, "dp", "another rank's shard"):
         assert not ok and first[0] == "step 1, forward 1", text
