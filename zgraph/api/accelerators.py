@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zgraph.api.full_state_dict import full_optimizer_state, full_state_dict
+from zgraph.api.full_state_dict import as_held, full_optimizer_state, full_state_dict
 from zgraph.errors import CheckpointError, ModelError
 from zgraph.plan.plan import Plan
 from zgraph.runtime.compiled_models import is_compiled
@@ -135,7 +134,7 @@ def _load_state(accelerator: Any, own: Callable[..., Any], input_dir: Any = None
             inner = _inner(optimizer)
             if not isinstance(inner, PlanOptimizer):
                 path = os.path.join(folder, _name(f"{FOLDER}_optimizer", number))
-                inner.load_state_dict(_as_held(torch.load(path, mmap=True, weights_only=True), inner))
+                inner.load_state_dict(as_held(torch.load(path, mmap=True, weights_only=True), inner))
 
     hook = accelerator.register_load_state_pre_hook(load)
     try:
@@ -148,25 +147,3 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
     while not isinstance(getattr(optimizer, "optimizer", None), type(None)):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
-
-
-def _as_held(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's whole state dict, with each tensor of a parameter's shape cut as the parameter is."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [n for group in state["param_groups"] for n in group["params"]]
-    of = dict(zip(numbers, params, strict=True))
-    made = {
-        n: {
-            k: _as_cut(v, of[n]) if torch.is_tensor(v) and v.dim() and v.shape == of[n].shape else v
-            for k, v in kept.items()
-        }
-        for n, kept in state["state"].items()
-    }
-    return {**state, "state": made}
-
-
-def _as_cut(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor that this rank has read, as one that is divided like a parameter."""
-    if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

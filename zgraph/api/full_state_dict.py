@@ -1,12 +1,13 @@
-"""The state dict of a compiled model, and of its optimizer, with whole tensors."""
+"""The state dict of a compiled model, and of its optimizer, with whole tensors; and such dicts cut as a model's parameters are."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.api.gatherable import bytes_of, ready
 from zgraph.parameters.sharding import local_of
@@ -45,6 +46,40 @@ def full_optimizer_state(
     runtime = ready(model, "an optimizer's whole state dict")
     runtime.everyone.vote("an optimizer's whole state dict", str(sorted(ranks) if ranks is not None else None))
     return _Gather(runtime, ranks, torch.device("cpu"), BUCKET).of_optimizer(optimizer)
+
+
+def full_tensors(
+    models: Sequence[nn.Module], tensors: Mapping[str, Any], *, ranks: Collection[int] | None = None
+) -> dict[str, Any]:
+    """A dict with values of these compiled models, say the state dict of a module that holds them, with whole plain tensors on the CPU. On ranks
+    that are not named it is empty. All ranks must call it."""
+    runtimes = [ready(model, "whole tensors") for model in models]
+    for runtime in runtimes:
+        runtime.everyone.vote("whole tensors", str(sorted(ranks) if ranks is not None else None))
+    (whole,) = _Gather(runtimes[0], ranks, torch.device("cpu"), BUCKET).wholes([dict(tensors)])
+    return whole
+
+
+def as_held(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's whole state dict, with each tensor of a parameter's shape cut as the parameter is."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [n for group in state["param_groups"] for n in group["params"]]
+    of = dict(zip(numbers, params, strict=True))
+    made = {
+        n: {
+            k: as_cut(v, of[n]) if torch.is_tensor(v) and v.dim() and v.shape == of[n].shape else v
+            for k, v in kept.items()
+        }
+        for n, kept in state["state"].items()
+    }
+    return {**state, "state": made}
+
+
+def as_cut(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor that this rank has read, as one that is divided like a parameter."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 class _Gather:

@@ -1,0 +1,130 @@
+"""Lightning's Fabric on compiled modules, with the numbers of its DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+
+pytest.importorskip("lightning")
+
+from lightning.fabric import Fabric
+from lightning_modules import OneModel, as_launched, rows
+
+import zgraph
+from zgraph.errors import ModelError, PlanError, ZgraphError
+from zgraph.lightning import fabric as of_fabric
+
+
+def fabric_of(plan: dict[str, Any] | None, world: int = 1, **options: Any) -> Fabric:
+    strategy = "ddp" if plan is None else of_fabric.ZGraphStrategy(zgraph.Plan(**{"backend": "eager", **plan}))
+    made = Fabric(accelerator="cpu", devices=world, strategy=strategy, **options)
+    made.launch()
+    return made
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 3))
+
+
+def train(plan: dict[str, Any] | None, folder: str, world: int, size: int, load: bool, precision: Any = None) -> Any:
+    """Losses and norms of an epoch with accumulation and clipping, saved at its end."""
+    with as_launched():
+        fabric = fabric_of(plan, world, precision=precision)
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = fabric.setup(model, optimizer)
+        loader = fabric.setup_dataloaders(rows(OneModel, 16, size=size))
+        state = {"model": model, "optimizer": optimizer, "epoch": 0}
+        if load:
+            fabric.load(f"{folder}/run.ckpt", state)
+        seen = []
+        for number, (x, y) in enumerate(loader):
+            last = number % 2 == 1
+            with fabric.no_backward_sync(model, enabled=not last):
+                loss = nn.functional.mse_loss(model(x), y)
+                fabric.backward(loss / 2)
+            seen.append(float(loss))
+            if last:
+                seen.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+        state["epoch"] += 1
+        fabric.save(f"{folder}/run.ckpt", state)
+        model.eval()
+        with torch.no_grad():
+            seen.append(float(model(torch.ones(2, 6)).sum()))
+        return seen, state["epoch"]
+
+
+def mean(found: list[Any]) -> list[float]:
+    return [sum(values) / len(values) for values in zip(*(seen for seen, _ in found), strict=True)]
+
+
+@pytest.mark.gloo
+def test_a_loop_is_that_of_ddp_and_goes_on_on_one_rank(two: Ranks, tmp_path):
+    folders = [str(tmp_path / name) for name in ("plain", "mine")]
+    for load in (False, True):
+        plain = two.run(train, None, folders[0], 2, 2, load)
+        mine = (
+            two.run(train, {"zero": 3}, folders[1], 2, 2, load)
+            if not load
+            else [train({"zero": 2}, folders[1], 1, 4, load)]
+        )
+        assert mean(mine) == pytest.approx(mean(plain), rel=1e-5, abs=1e-6)
+        assert mine[0][1] == plain[0][1] == 1 + load
+
+
+@pytest.mark.gloo
+def test_mixed_precision_is_that_of_ddp(two: Ranks, tmp_path):
+    plain = two.run(train, None, str(tmp_path / "plain"), 2, 2, False, "bf16-mixed")
+    mine = two.run(train, {"zero": 3}, str(tmp_path / "mine"), 2, 2, False, "bf16-mixed")
+    assert mean(mine) == pytest.approx(mean(plain), rel=1e-3)
+
+
+def test_the_plans_optimizer_and_what_is_refused():
+    with as_launched():
+        fabric = fabric_of({"optimizer": zgraph.AdamW(lr=1e-2)})
+        made = torch.optim.AdamW((model := network()).parameters())
+        with pytest.raises(PlanError, match="given another"):
+            fabric.setup(model, made)
+        model = fabric.setup_module(network())
+        optimizer = fabric.setup_optimizers(model.module.zgraph.optimizer)
+        before = model(torch.ones(2, 6)).square().mean()
+        fabric.backward(before)
+        optimizer.step()
+        assert model(torch.ones(2, 6)).square().mean() < before
+        with pytest.raises(ModelError, match="without the plan"):
+            fabric.backward(torch.ones(2, requires_grad=True).sum())
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "kind", "said"),
+    [
+        ({"micro_batches": 2}, {}, PlanError, "accumulate_grad_batches"),
+        ({"precision": "bf16"}, {"precision": "bf16-mixed"}, PlanError, "leave one of them out"),
+    ],
+)
+def test_a_plan_that_clashes(plan, options, kind: type[ZgraphError], said):
+    with as_launched():
+        fabric = fabric_of(plan, **options)
+        with pytest.raises(kind, match=said):
+            fabric.setup(network())
+
+
+def test_an_optimizer_that_has_made_steps():
+    with as_launched():
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ModelError, match="has made steps"):
+            fabric_of({}).setup(model, optimizer)
+
+
+def test_the_strategy_has_its_name():
+    assert isinstance(Fabric(accelerator="cpu", strategy="zgraph").strategy, of_fabric.ZGraphStrategy)

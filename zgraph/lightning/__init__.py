@@ -1,0 +1,21 @@
+"""Lightning's front door: a Trainer or a Fabric whose modules run as compiled steps.
+
+import zgraph.lightning
+
+trainer = Trainer(strategy=zgraph.lightning.ZGraphStrategy(zgraph.Plan(zero=3)), devices=2)
+trainer.fit(model, data)
+"""
+
+from __future__ import annotations
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from zgraph.lightning import fabric
+from zgraph.lightning.strategy import ZGraphStrategy
+
+__all__ = ["ZGraphStrategy", "fabric"]
+
+for _registry, _kind in ((StrategyRegistry, ZGraphStrategy), (STRATEGY_REGISTRY, fabric.ZGraphStrategy)):
+    if "zgraph" not in _registry:
+        _registry.register("zgraph", _kind, description="steps compiled by the plan zgraph.Plan()")

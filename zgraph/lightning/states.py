@@ -1,0 +1,36 @@
+"""State dicts of compiled modules and of their optimizers as Lightning's files hold them: whole tensors, under the plain model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zgraph.api.full_state_dict import as_cut, full_tensors
+
+
+def whole_state(model: nn.Module, parts: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """The model's state dict with whole tensors on rank 0, and an empty dict on the others. All ranks must call it."""
+    return full_tensors(list(parts.values()), model.state_dict(), ranks=[0])
+
+
+def cut_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of whole tensors, each cut as the model's own is."""
+    held = model.state_dict(keep_vars=True)
+    return {
+        name: as_cut(value, held[name])
+        if isinstance(held.get(name), DTensor) and not isinstance(value, DTensor)
+        else value
+        for name, value in state.items()
+    }
+
+
+def same_buffers(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+    """Give every rank rank 0's buffers of what is not compiled, as DistributedDataParallel does. (`zgraph.compile` does it of what is.)"""
+    inside = {id(b) for part in parts.values() for b in part.buffers()}
+    for buffer in model.buffers():
+        if id(buffer) not in inside:
+            dist.broadcast(buffer, 0)

@@ -1,0 +1,222 @@
+"""`ZGraphStrategy`: a Trainer of Lightning runs the modules of a LightningModule as compiled steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from zgraph.api.full_state_dict import as_held, full_optimizer_state
+from zgraph.api.full_weights import full_weights
+from zgraph.lightning.parts import compile_parts, parts_of
+from zgraph.lightning.refusals import (
+    refuse_optimizers,
+    refuse_plan,
+    refuse_precision,
+    refuse_several_parts,
+    refuse_trainer,
+    refuse_two_clippings,
+)
+from zgraph.lightning.states import cut_state, same_buffers, whole_state
+from zgraph.lightning.steps import explained, refuse_plain_loss
+from zgraph.plan.plan import Plan
+from zgraph.update.optimizer import PlanOptimizer
+
+
+class ZGraphStrategy(DDPStrategy):
+    """Lightning's strategy that compiles the modules of a LightningModule by a plan, and leaves the step itself, in Python, as it is.
+
+    `plan`: by default `Plan()`, ZeRO-3 over all ranks. `modules`: paths of the modules to compile; by default the outermost ones that have
+    parameters and a forward. "self" is the LightningModule itself, by its `forward`. Each rank has rows of its own, as with Lightning's
+    DDPStrategy, and numbers are the same. The optimizers are those of `configure_optimizers`, over shards; one that the plan has is
+    returned from there as `self.model.zgraph.optimizer`. Checkpoints are those of Lightning, with whole weights under the plain names.
+
+    What can't be had raises `PlanError` or `ModelError` before the first step.
+    """
+
+    strategy_name = "zgraph"
+
+    model: Any  # (Lightning's own: the LightningModule)
+
+    def __init__(
+        self,
+        plan: Plan | None = None,
+        *,
+        modules: str | Sequence[str] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Any = "popen",
+        **lightning: Any,
+    ) -> None:
+        # (what is `lightning` are the objects that any strategy of Lightning's can be given: accelerator, cluster_environment, …)
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **lightning
+        )
+        if self._ddp_kwargs:
+            raise TypeError(f"ZGraphStrategy has no argument {next(iter(self._ddp_kwargs))!r}")
+        self.plan = plan or Plan()
+        self.modules = modules
+        self.parts: dict[str, nn.Module] = {}
+        self._whole = contextlib.ExitStack()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: `zgraph.lightning` registers it."""
+
+    # -- before the first step ----------------------------------------------------------------------------------------
+    def setup(self, trainer: Any) -> None:
+        """Compile the modules, then make the optimizers of what they hold."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        plan, fitting = self.plan, trainer.state.fn == TrainerFn.FITTING
+        refuse_trainer(trainer, self._layer_sync)
+        refuse_plan(plan, self.world_size)
+        refuse_precision(self.precision_plugin, plan)
+        refuse_two_clippings(plan, trainer.gradient_clip_val)
+        parts = parts_of(self.model, self.modules)
+        refuse_several_parts(plan, parts)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        same_buffers(self.model, parts)
+        compile_parts(parts, plan, self.root_device, self.world_size)
+        self.parts = parts
+        self._reset_optimizers_and_schedulers()
+        if fitting:
+            self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers, self.model, plan)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Move what has memory: what is on the meta device gets it when it is compiled."""
+        for module in self.model.modules():
+            own = [*module._parameters.values(), *module._buffers.values()]
+            if not any(t is not None and t.is_meta for t in own):
+                module._apply(lambda t: t.to(self.root_device), recurse=False)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The LightningModule's own, which calls what is compiled."""
+        with explained("training_step"):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The LightningModule's own."""
+        with explained("validation_step"):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The LightningModule's own."""
+        with explained("test_step"):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The LightningModule's own."""
+        with explained("predict_step"):
+            return super().predict_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Raise `ModelError` for a loss that was computed past what is compiled."""
+        refuse_plain_loss(closure_loss, self.parts)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, backward passes only accumulate."""
+        with contextlib.ExitStack() as stack:
+            for part in self.parts.values():
+                stack.enter_context(part.zgraph.no_sync())  # type: ignore[union-attr, operator]
+            yield
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Lightning's own; the plan's optimizer takes no closure, which is run before it."""
+        if not isinstance(optimizer, PlanOptimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        optimizer.step()
+        return result
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+    def on_validation_start(self) -> None:
+        """See `_whole_where_uneven`."""
+        trainer = self._trainer()
+        self._whole_where_uneven(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+
+    def on_test_start(self) -> None:
+        """See `_whole_where_uneven`."""
+        self._whole_where_uneven(self._trainer().num_test_batches)
+
+    def on_predict_start(self) -> None:
+        """See `_whole_where_uneven`."""
+        self._whole_where_uneven(self._trainer().num_predict_batches)
+
+    def on_validation_end(self) -> None:
+        """Let go of whole weights."""
+        self._divided_again()
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _whole_where_uneven(self, batches: Sequence[float]) -> None:
+        """Where ranks have different numbers of batches (`predict` repeats none), let each evaluate with whole weights by the plain modules: the
+        programs' collectives need all ranks."""
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, list(batches))
+        if any(other != everyone[0] for other in everyone):
+            with torch.inference_mode(False):
+                for part in self.parts.values():
+                    self._whole.enter_context(full_weights(part))
+
+    def _divided_again(self) -> None:
+        with torch.inference_mode(False):
+            self._whole.close()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A checkpoint is read into shards."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights, on rank 0."""
+        assert self.lightning_module is not None
+        return whole_state(self.lightning_module, self.parts)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Each rank takes its part of the weights."""
+        assert self.lightning_module is not None
+        state = cut_state(self.lightning_module, checkpoint["state_dict"])
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The whole states, on rank 0."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return full_optimizer_state(next(iter(self.parts.values())), inner, ranks=[0])
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Each rank takes its part of the states."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(as_held(state, optimizer))
+
+    # -- after it -----------------------------------------------------------------------------------------------------
+    def on_exception(self, exception: BaseException) -> None:
+        """Nothing: Lightning's advice is about DistributedDataParallel."""
+
+    def teardown(self) -> None:
+        """Leave the model on its device: the programs are of it."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self._whole.pop_all()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
