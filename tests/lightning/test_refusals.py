@@ -13,6 +13,7 @@ pytest.importorskip("lightning")
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import grad_norm
 from lightning_modules import OneModel, OwnLayers, TwoModels, as_launched, rows, trainer_of
 
 import zgraph
@@ -94,7 +95,7 @@ class Tied(OneModel):
     [
         (OwnLayers, None, "'scale' is in no module"),
         (Tied, None, "compiled apart"),
-        (OneModel, "modle", "no module 'modle'"),
+        (OneModel, "network", "no module 'network'"),
         (TwoModels, ["encoder"], "'heads.mean.weight' is in no module"),
         (OneModel, ["model", "model.0"], "inside of"),
         (OneModel, "self", "no forward"),
@@ -122,6 +123,43 @@ class BesideTheModel(OneModel):
 def test_a_step_that_does_not_call_what_is_compiled():
     refused(ModelError, "does not call the module", "modules=", model=PastTheModel())
     refused(ModelError, "comes from none of the modules", "without the plan", model=BesideTheModel())
+
+
+class Penalty(OneModel):
+    def loss(self, batch):
+        return super().loss(batch) + sum(p.square().sum() for p in self.parameters())
+
+
+class PlainNorms(OneModel):
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self, 2))
+
+
+def test_numbers_that_would_be_a_ranks_share():
+    refused(ModelError, "the loss is a DTensor", "full_tensor", model=Penalty())
+    refused(ModelError, "plain tensor of values that are divided", "grad_norms", model=PlainNorms())
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+
+    def forward(self, x):
+        x.mul_(2)
+        return self.inner(x)
+
+
+class Slices(OneModel):
+    def make(self):
+        self.model = InPlace()
+
+    def loss(self, batch):
+        return self.model(batch[0][:, :5]).square().mean()
+
+
+def test_a_module_that_writes_to_a_slice():
+    refused(ModelError, "InPlace writes to an argument that is a slice", "contiguous", model=Slices())
 
 
 class Optimizers(OneModel):

@@ -38,17 +38,18 @@ def run(kind: str, plan: dict[str, Any] | None, modules: Any, options: dict[str,
 
 RUNS = [
     ("OneModel", None, 3, {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}),
-    ("TwoModels", None, 2, {"gradient_clip_val": 0.3}),
+    ("TwoModels", None, 3, {"gradient_clip_val": 0.3}),
     ("OwnLayers", SELF, 1, {"accumulate_grad_batches": 3}),
-    ("Texts", None, 0, {"gradient_clip_val": 0.1}),
     ("Texts", None, 3, {"accumulate_grad_batches": 2}),
+    ("Texts", None, 0, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     ("OneModel", "model", 1, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
     ("TwoModels", SELF, 3, {"accumulate_grad_batches": 2}),
+    ("TwoModels", None, 2, {"gradient_clip_val": 0.3}),
 ]
 
 
 @pytest.mark.gloo
-@sweep("kind, modules, zero, options", RUNS, quick=4)
+@sweep("kind, modules, zero, options", RUNS, quick=(0, 2, 4, 7))
 def test_a_run_on_two_ranks_is_that_of_ddp(two: Ranks, kind, modules, zero, options):
     plain = two.run(run, kind, None, None, options)
     mine = two.run(run, kind, {"zero": zero}, modules, options)

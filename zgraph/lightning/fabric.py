@@ -21,7 +21,7 @@ from zgraph.errors import ModelError, PlanError
 from zgraph.lightning.parts import SELF, compile_parts, parts_of
 from zgraph.lightning.refusals import refuse_optimizers, refuse_plan, refuse_precision, refuse_several_parts
 from zgraph.lightning.states import cut_state, same_buffers, whole_state
-from zgraph.lightning.steps import refuse_plain_loss
+from zgraph.lightning.steps import refuse_divided, refuse_plain_loss
 from zgraph.plan.plan import Plan
 
 
@@ -76,7 +76,7 @@ class ZGraphStrategy(DDPStrategy):
         whole = SELF if not isinstance(module, LightningModule) else None
         parts = parts_of(module, whole if self.modules is None else self.modules)
         refuse_several_parts(self.plan, parts)
-        same_buffers(module, parts)
+        same_buffers(module, but=parts.values())
         compile_parts(parts, self.plan, self.root_device, self.world_size)
         self._set_up.append((module, parts))
         return module
@@ -114,6 +114,7 @@ class ZGraphStrategy(DDPStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Fabric's own, of a loss that comes from what is compiled."""
+        refuse_divided(tensor)
         refuse_plain_loss(tensor, [path for _, parts in self._set_up for path in parts])
         super().backward(tensor, module, *args, **kwargs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -28,9 +28,9 @@ def cut_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def same_buffers(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-    """Give every rank rank 0's buffers of what is not compiled, as DistributedDataParallel does. (`zgraph.compile` does it of what is.)"""
-    inside = {id(b) for part in parts.values() for b in part.buffers()}
+def same_buffers(model: nn.Module, but: Iterable[nn.Module] = ()) -> None:
+    """Give every rank rank 0's buffers, as DistributedDataParallel does, `but` those of these modules."""
+    left = {id(b) for module in but for b in module.buffers()}
     for buffer in model.buffers():
-        if id(buffer) not in inside:
+        if id(buffer) not in left:
             dist.broadcast(buffer, 0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ModelError
 from zgraph.runtime.autograd import Step
@@ -34,12 +35,29 @@ def refuse_plain_loss(loss: torch.Tensor, parts: Iterable[str]) -> None:
     )
 
 
+def refuse_divided(output: Any) -> None:
+    """Raise `ModelError` for a loss that is computed of divided weights outside of the modules: as a number it would be a rank's share."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, DTensor):
+        raise ModelError(
+            "the loss is a DTensor: something in it is computed of weights outside of the modules that are compiled",
+            why="weights are divided over the ranks there, and so is what is computed of them",
+            hint="weight_decay of the optimizer for a penalty on weights; or compute it in a module's forward; or penalty.full_tensor()",
+        )
+
+
 @contextlib.contextmanager
 def explained(step: str) -> Iterator[None]:
     """Say what to do where a step reads a divided weight past its module."""
     try:
         yield
     except RuntimeError as error:
+        if "data is not allocated yet" in str(error) and "DTensor" not in str(error):
+            raise ModelError(
+                f"{step} makes a plain tensor of values that are divided over the ranks",
+                why=f"weights and gradients are DTensors ({str(error).splitlines()[0]})",
+                hint="self.model.zgraph.grad_norms() for norms of gradients; value.full_tensor() for another value",
+            ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise ModelError(

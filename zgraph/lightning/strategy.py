@@ -17,6 +17,7 @@ from torch import nn
 
 from zgraph.api.full_state_dict import as_held, full_optimizer_state
 from zgraph.api.full_weights import full_weights
+from zgraph.lightning.logged import log_as_before, log_whole_values
 from zgraph.lightning.parts import compile_parts, parts_of
 from zgraph.lightning.refusals import (
     refuse_optimizers,
@@ -27,7 +28,7 @@ from zgraph.lightning.refusals import (
     refuse_two_clippings,
 )
 from zgraph.lightning.states import cut_state, same_buffers, whole_state
-from zgraph.lightning.steps import explained, refuse_plain_loss
+from zgraph.lightning.steps import explained, refuse_divided, refuse_plain_loss
 from zgraph.plan.plan import Plan
 from zgraph.update.optimizer import PlanOptimizer
 
@@ -86,7 +87,7 @@ class ZGraphStrategy(DDPStrategy):
         refuse_several_parts(plan, parts)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        same_buffers(self.model, parts)
+        same_buffers(self.model, but=parts.values())
         compile_parts(parts, plan, self.root_device, self.world_size)
         self.parts = parts
         self._reset_optimizers_and_schedulers()
@@ -94,19 +95,19 @@ class ZGraphStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, self.model, plan)
         self.setup_precision_plugin()
+        log_whole_values(self.model)
 
     def model_to_device(self) -> None:
         """Move what has memory: what is on the meta device gets it when it is compiled."""
-        for module in self.model.modules():
-            own = [*module._parameters.values(), *module._buffers.values()]
-            if not any(t is not None and t.is_meta for t in own):
-                module._apply(lambda t: t.to(self.root_device), recurse=False)
+        _to_device(self.model, self.root_device)
 
     # -- steps --------------------------------------------------------------------------------------------------------
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The LightningModule's own, which calls what is compiled."""
         with explained("training_step"):
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        refuse_divided(output)
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The LightningModule's own."""
@@ -125,6 +126,7 @@ class ZGraphStrategy(DDPStrategy):
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Raise `ModelError` for a loss that was computed past what is compiled."""
+        refuse_divided(closure_loss)
         refuse_plain_loss(closure_loss, self.parts)
 
     @contextlib.contextmanager
@@ -138,24 +140,25 @@ class ZGraphStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Lightning's own; the plan's optimizer takes no closure, which is run before it."""
         if not isinstance(optimizer, PlanOptimizer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            with explained("optimizer_step"):
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
         result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         optimizer.step()
         return result
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
     def on_validation_start(self) -> None:
-        """See `_whole_where_uneven`."""
+        """See `_prepare_evaluation`."""
         trainer = self._trainer()
-        self._whole_where_uneven(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+        self._prepare_evaluation(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     def on_test_start(self) -> None:
-        """See `_whole_where_uneven`."""
-        self._whole_where_uneven(self._trainer().num_test_batches)
+        """See `_prepare_evaluation`."""
+        self._prepare_evaluation(self._trainer().num_test_batches)
 
     def on_predict_start(self) -> None:
-        """See `_whole_where_uneven`."""
-        self._whole_where_uneven(self._trainer().num_predict_batches)
+        """See `_prepare_evaluation`."""
+        self._prepare_evaluation(self._trainer().num_predict_batches)
 
     def on_validation_end(self) -> None:
         """Let go of whole weights."""
@@ -167,9 +170,10 @@ class ZGraphStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def _whole_where_uneven(self, batches: Sequence[float]) -> None:
-        """Where ranks have different numbers of batches (`predict` repeats none), let each evaluate with whole weights by the plain modules: the
-        programs' collectives need all ranks."""
+    def _prepare_evaluation(self, batches: Sequence[float]) -> None:
+        """Give all ranks rank 0's buffers, those that are saved. Where ranks have different numbers of batches (`predict` repeats none), let each
+        evaluate with whole weights by the plain modules: the programs' collectives need all ranks."""
+        same_buffers(self.model)
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, list(batches))
         if any(other != everyone[0] for other in everyone):
@@ -216,7 +220,20 @@ class ZGraphStrategy(DDPStrategy):
         """Leave the model on its device: the programs are of it."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self._whole.pop_all()
+        log_as_before(self.model)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _to_device(module: nn.Module, device: torch.device) -> None:
+    if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
+        module.to(device)
+        return
+    for child in module.children():
+        _to_device(child, device)
+    for table in (module._parameters, module._buffers):
+        for tensor in table.values():
+            if tensor is not None and not tensor.is_meta:
+                tensor.data = tensor.data.to(device)

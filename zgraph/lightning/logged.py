@@ -1,0 +1,23 @@
+"""`self.log` of values that are computed of weights or gradients: those are divided, and a number made of one would be this rank's share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def log_whole_values(model: nn.Module) -> None:
+    """Let a LightningModule log the whole of a DTensor. All ranks must log it."""
+    own: Any = model.log  # type: ignore[operator]
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        own(name, value.full_tensor() if isinstance(value, DTensor) else value, *args, **kwargs)
+
+    model.__dict__["log"] = log
+
+
+def log_as_before(model: nn.Module) -> None:
+    """Undo it."""
+    model.__dict__.pop("log", None)
