@@ -12,7 +12,7 @@ pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import grad_norm
 from lightning_modules import OneModel, OwnLayers, TwoModels, as_launched, rows, trainer_of
 
@@ -60,6 +60,8 @@ def test_precision_in_both_and_a_plugin_that_is_not_known():
 
     refused(PlanError, "'bf16-mixed'", "leave one of them out", plan={"precision": "bf16"}, precision="bf16-mixed")
     refused(PlanError, "Own can't be had", plugins=[Own()])
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    refused(PlanError, "scales the loss", plan={"optimizer": zgraph.AdamW()}, plugins=[scaled])
 
 
 @pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(1e-3)])
@@ -96,7 +98,7 @@ class Tied(OneModel):
         (OwnLayers, None, "'scale' is in no module"),
         (Tied, None, "compiled apart"),
         (OneModel, "network", "no module 'network'"),
-        (TwoModels, ["encoder"], "'heads.mean.weight' is in no module"),
+        (TwoModels, ["encoder"], "'heads.mean.scale' is in no module"),
         (OneModel, ["model", "model.0"], "inside of"),
         (OneModel, "self", "no forward"),
         (TwoModels, ["encoder", "heads"], "no forward"),
@@ -121,7 +123,8 @@ class BesideTheModel(OneModel):
 
 
 def test_a_step_that_does_not_call_what_is_compiled():
-    refused(ModelError, "does not call the module", "modules=", model=PastTheModel())
+    for zero in (0, 3):
+        refused(ModelError, "does not call the module", "modules=", model=PastTheModel(), plan={"zero": zero})
     refused(ModelError, "comes from none of the modules", "without the plan", model=BesideTheModel())
 
 

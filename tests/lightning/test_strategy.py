@@ -11,7 +11,7 @@ from sweeps import sweep
 
 pytest.importorskip("lightning")
 
-from lightning_modules import OneModel, OwnLayers, Texts, TwoModels, rows, trained
+from lightning_modules import OneModel, OwnLayers, PartsOfAModel, Texts, TwoModels, rows, trained
 
 TOLERANCE = {"rel": 1e-5, "abs": 1e-6}
 SELF = "self"
@@ -29,7 +29,7 @@ def evaluated(trainer: Any, model: Any) -> Any:
     return [p.detach() for p in trainer.predict(model, rows(type(model), 9))]
 
 
-KINDS = {kind.__name__: kind for kind in (OneModel, OwnLayers, Texts, TwoModels)}
+KINDS = {kind.__name__: kind for kind in (OneModel, OwnLayers, PartsOfAModel, Texts, TwoModels)}
 
 
 def run(kind: str, plan: dict[str, Any] | None, modules: Any, options: dict[str, Any]) -> Any:
@@ -44,12 +44,13 @@ RUNS = [
     ("Texts", None, 0, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     ("OneModel", "model", 1, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
     ("TwoModels", SELF, 3, {"accumulate_grad_batches": 2}),
+    ("PartsOfAModel", ["model.0", "model.2"], 3, {"gradient_clip_val": 0.1}),
     ("TwoModels", None, 2, {"gradient_clip_val": 0.3}),
 ]
 
 
 @pytest.mark.gloo
-@sweep("kind, modules, zero, options", RUNS, quick=(0, 2, 4, 7))
+@sweep("kind, modules, zero, options", RUNS, quick=(0, 2, 4, 8))
 def test_a_run_on_two_ranks_is_that_of_ddp(two: Ranks, kind, modules, zero, options):
     plain = two.run(run, kind, None, None, options)
     mine = two.run(run, kind, {"zero": zero}, modules, options)

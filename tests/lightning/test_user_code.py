@@ -177,11 +177,12 @@ CASES: dict[str, tuple[type[Notes], dict[str, Any]]] = {
     "anomalies": (OneModel, {"detect_anomaly": True, "max_steps": 2}),
     "bf16-mixed": (OneModel, {"precision": "bf16-mixed", "gradient_clip_val": 0.2}),
     "bf16-true": (OneModel, {"precision": "bf16-true"}),
+    "16-true": (OneModel, {"precision": "16-true"}),
     "64-true": (OneModel, {"precision": "64-true"}),
     "16-mixed": (OneModel, {"plugins": lambda: [scaled()], "gradient_clip_val": 0.2}),
 }
 # Two rows normalised as a batch are nearly 1 and -1, whatever they were: a rounding is large beside what is left.
-TOLERANCE = {"bf16-true": 1e-2, "teacher": 1e-4}
+TOLERANCE = {"bf16-true": 1e-2, "16-true": 1e-2, "teacher": 1e-4}
 QUICK = ["moving average", "two optimizers", "logs", "16-mixed"]
 
 

@@ -93,12 +93,33 @@ class OneModel(Notes):
         return self.model(batch[0])
 
 
+class _Scaled(nn.Module):
+    """Has a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(5, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+class PartsOfAModel(OneModel):
+    """Calls parts of its model."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return F.mse_loss(self.model[2](self.model[0](batch[0]).relu()), batch[1])
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.model[2](self.model[0](batch[0]).relu())
+
+
 class TwoModels(OneModel):
     """Calls two modules one after the other, the first of them twice; one in a dict is frozen."""
 
     def make(self) -> None:
         self.encoder = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
-        self.heads = nn.ModuleDict({"mean": nn.Linear(5, 3), "frozen": nn.Linear(5, 3)})
+        self.heads = nn.ModuleDict({"mean": _Scaled(), "frozen": nn.Linear(5, 3)})
         self.heads["frozen"].requires_grad_(False)
         self.register_buffer("weight", torch.rand(3))
 

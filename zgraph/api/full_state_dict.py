@@ -67,12 +67,18 @@ def as_held(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str
     of = dict(zip(numbers, params, strict=True))
     made = {
         n: {
-            k: as_cut(v, of[n]) if torch.is_tensor(v) and v.dim() and v.shape == of[n].shape else v
+            k: as_cut(v, of[n])
+            if torch.is_tensor(v) and v.shape == of[n].shape and (v.dim() or k not in _COUNTS)
+            else v
             for k, v in kept.items()
         }
         for n, kept in state["state"].items()
     }
     return {**state, "state": made}
+
+
+# What torch's optimizers keep as one number for each parameter: of a parameter that is one number itself the shape says nothing.
+_COUNTS = ("step", "mu_product", "eta", "mu")
 
 
 def as_cut(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

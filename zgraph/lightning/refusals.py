@@ -77,6 +77,13 @@ def refuse_precision(plugin: Any, plan: Plan) -> None:
             why="it replaces modules or tensors by its own, which the compiler does not know",
             hint='precision="bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true" or "64-true"; or the plan\'s precision',
         )
+    if plan.optimizer is not None and getattr(plugin, "scaler", None) is not None:
+        raise PlanError(
+            f"the plan has an optimizer, and Lightning's precision {plugin.precision!r} scales the loss",
+            where="optimizer",
+            why="the GradScaler would have to divide gradients by its scale that the plan's update has already in its hands",
+            hint='precision="bf16-mixed"; or make the optimizer in configure_optimizers',
+        )
     if type(plugin) not in _PLAIN and plan.precision != Plan().precision:
         raise PlanError(
             f"Lightning's precision is {plugin.precision!r}, and the plan has one as well",
