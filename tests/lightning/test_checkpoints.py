@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from sweeps import sweep
 
 pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_modules import OneModel, TwoModels, as_launched, rows, strategy_of, trained, trainer_of
+from lightning_modules import OneModel, ScaledModel, TwoModels, as_launched, rows, strategy_of, trained, trainer_of
 
-KINDS = {"OneModel": OneModel, "TwoModels": TwoModels}
+KINDS = {"ScaledModel": ScaledModel, "TwoModels": TwoModels}
 
 
 def saved_by(trainer: pl.Trainer, model: Any) -> str:
@@ -34,7 +35,7 @@ def mean(found: list[Any], what: str = "loss") -> list[float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["TwoModels"])
+@sweep("kind", ["TwoModels", "ScaledModel"], quick=1)
 def test_a_run_goes_on_on_other_ranks_and_with_or_without_a_plan(two: Ranks, tmp_path, kind):
     folders = [str(tmp_path / name) for name in ("plain", "mine", "on", "back")]
     expected = two.run(run, kind, None, folders[0], 3, 2, None)

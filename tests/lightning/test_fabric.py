@@ -80,6 +80,7 @@ def test_a_loop_is_that_of_ddp_and_goes_on_on_one_rank(two: Ranks, tmp_path):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_mixed_precision_is_that_of_ddp(two: Ranks, tmp_path):
     plain = two.run(train, None, str(tmp_path / "plain"), 2, 2, False, "bf16-mixed")
     mine = two.run(train, {"zero": 3}, str(tmp_path / "mine"), 2, 2, False, "bf16-mixed")

@@ -183,7 +183,7 @@ CASES: dict[str, tuple[type[Notes], dict[str, Any]]] = {
 }
 # Two rows normalised as a batch are nearly 1 and -1, whatever they were: a rounding is large beside what is left.
 TOLERANCE = {"bf16-true": 1e-2, "16-true": 1e-2, "teacher": 1e-4}
-QUICK = ["moving average", "two optimizers", "logs", "16-mixed"]
+QUICK = ["two optimizers", "logs"]
 
 
 def run(name: str, plan: dict[str, Any] | None) -> Any:

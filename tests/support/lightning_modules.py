@@ -96,12 +96,19 @@ class OneModel(Notes):
 class _Scaled(nn.Module):
     """Has a parameter that is one number."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear, self.scale = nn.Linear(5, 3), nn.Parameter(torch.tensor(1.5))
+        self.linear, self.scale = nn.Linear(width, 3), nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * self.scale
+
+
+class ScaledModel(OneModel):
+    """Is small, for tests that are not about the model."""
+
+    def make(self) -> None:
+        self.model = _Scaled(6)
 
 
 class PartsOfAModel(OneModel):
@@ -119,7 +126,7 @@ class TwoModels(OneModel):
 
     def make(self) -> None:
         self.encoder = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
-        self.heads = nn.ModuleDict({"mean": _Scaled(), "frozen": nn.Linear(5, 3)})
+        self.heads = nn.ModuleDict({"mean": _Scaled(5), "frozen": nn.Linear(5, 3)})
         self.heads["frozen"].requires_grad_(False)
         self.register_buffer("weight", torch.rand(3))
 
