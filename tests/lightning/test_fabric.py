@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("lightning")
 
 from lightning.fabric import Fabric
-from lightning_modules import OneModel, as_launched, rows
+from lightning_modules import OneModel, TwoModels, as_launched, rows
 
 import zgraph
 from zgraph.errors import ModelError, PlanError, ZgraphError
@@ -85,6 +85,27 @@ def test_mixed_precision_is_that_of_ddp(two: Ranks, tmp_path):
     plain = two.run(train, None, str(tmp_path / "plain"), 2, 2, False, "bf16-mixed")
     mine = two.run(train, {"zero": 3}, str(tmp_path / "mine"), 2, 2, False, "bf16-mixed")
     assert mean(mine) == pytest.approx(mean(plain), rel=1e-3)
+
+
+def steps_of_a_module(plan: dict[str, Any] | None) -> list[float]:
+    """The steps of a LightningModule in a loop of Fabric's."""
+    with as_launched():
+        fabric, model = fabric_of(plan, 2), TwoModels()
+        model.log = lambda *args, **more: None
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+        model, optimizer = fabric.setup(model, optimizer)
+        for number, batch in enumerate(fabric.setup_dataloaders(rows(TwoModels, 8))):
+            fabric.backward(model.training_step(batch, number))
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.module.seen["loss"]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_lightning_module_is_that_of_ddp(two: Ranks):
+    for mine, plain in zip(two.run(steps_of_a_module, {"zero": 3}), two.run(steps_of_a_module, None), strict=True):
+        assert mine == pytest.approx(plain, rel=1e-5) and len(mine) == 2
 
 
 def test_the_plans_optimizer_and_what_is_refused():

@@ -204,6 +204,13 @@ def test_an_argument_of_ddp():
         ZGraphStrategy(find_unused_parameters=True)
 
 
+def test_a_plan_is_read_from_its_file(tmp_path):
+    (tmp_path / "plan.toml").write_text("zero = 2\n")
+    assert ZGraphStrategy(tmp_path / "plan.toml").plan == zgraph.Plan(zero=2)
+    with pytest.raises(PlanError, match=r"none\.toml"):
+        ZGraphStrategy(tmp_path / "none.toml")
+
+
 def test_the_strategy_has_its_name():
     assert isinstance(trainer_of("zgraph").strategy, ZGraphStrategy)
     assert isinstance(pl.Trainer(accelerator="cpu", strategy=ZGraphStrategy(), logger=False).strategy, ZGraphStrategy)

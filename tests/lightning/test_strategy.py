@@ -59,3 +59,19 @@ def test_a_run_on_two_ranks_is_that_of_ddp(two: Ranks, kind, modules, zero, opti
         assert len(predicted) == len(expected) > 0
         for a, b in zip(predicted, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+class Placements(OneModel):
+    """Notes how gradients are divided after each backward."""
+
+    def on_after_backward(self):
+        self.seen["test"].append(type(self.model[0].weight.grad.placements[0]).__name__)
+
+
+def placements(zero: int) -> list[str]:
+    return trained(Placements, {"zero": zero}, accumulate_grad_batches=2)[0]["test"]
+
+
+@pytest.mark.gloo
+def test_accumulated_gradients_are_reduced_once_a_step(two: Ranks):
+    assert two.run(placements, 1) == [["Partial", "Shard"] * 3] * 2

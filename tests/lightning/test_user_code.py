@@ -282,6 +282,29 @@ def test_calls_of_trainers_one_after_the_other(two: Ranks):
     equal(two.run(many_calls, {"zero": 3}), two.run(many_calls, None))
 
 
+class Breaks(OneModel):
+    def predict_step(self, batch, index):
+        if index:
+            raise ValueError("the user's own")
+        return self.model(batch[0])
+
+
+def broken_off(plan: dict[str, Any] | None) -> Any:
+    """A run after an evaluation with whole weights that an error ended."""
+    with as_launched():
+        model = Breaks()
+        with pytest.raises(ValueError, match="the user's own"):
+            trainer_of(strategy_of(plan)).predict(model, rows(OneModel, 9))
+        trainer_of(strategy_of(plan)).fit(model, rows(OneModel, 8))
+        return model.seen, {}
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_run_after_an_evaluation_that_an_error_ended(two: Ranks):
+    equal(two.run(broken_off, {"zero": 3}), two.run(broken_off, None))
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         made = torch.Generator().manual_seed(dist.get_rank())

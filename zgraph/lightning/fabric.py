@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from os import PathLike
 from typing import Any
 
 import torch
@@ -28,16 +29,16 @@ from zgraph.plan.plan import Plan
 class ZGraphStrategy(DDPStrategy):
     """Fabric's strategy that compiles the modules that `fabric.setup` and `fabric.setup_module` are given, by a plan.
 
-    `plan`: by default `Plan()`, ZeRO-3 over all ranks. A module is compiled whole, by its forward; of a LightningModule the outermost modules
-    that have parameters and a forward; or those whose paths `modules` has. An optimizer that is set up with its module gets the shards in the
-    places of the parameters. Files of `fabric.save` have whole weights and states under the plain names.
+    `plan`: a plan, or the path of its file; by default `Plan()`, ZeRO-3 over all ranks. A module is compiled whole, by its forward; of a
+    LightningModule the outermost modules that have parameters and a forward; or those whose paths `modules` has. An optimizer that is set up with
+    its module gets the shards in the places of the parameters. Files of `fabric.save` have whole weights and states under the plain names.
 
     What can't be had raises `PlanError` or `ModelError` when it is set up.
     """
 
     def __init__(
         self,
-        plan: Plan | None = None,
+        plan: Plan | str | PathLike[str] | None = None,
         *,
         modules: str | Sequence[str] | None = None,
         process_group_backend: str | None = None,
@@ -50,7 +51,7 @@ class ZGraphStrategy(DDPStrategy):
         )
         if self._ddp_kwargs:
             raise TypeError(f"ZGraphStrategy has no argument {next(iter(self._ddp_kwargs))!r}")
-        self.plan = plan or Plan()
+        self.plan = plan if isinstance(plan, Plan) else Plan.load(plan) if plan is not None else Plan()
         self.modules = modules
         self._set_up: list[tuple[nn.Module, dict[str, nn.Module]]] = []
         self._backward_sync_control = _NoSync(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from os import PathLike
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ from zgraph.update.optimizer import PlanOptimizer
 class ZGraphStrategy(DDPStrategy):
     """Lightning's strategy that compiles the modules of a LightningModule by a plan, and leaves the step itself, in Python, as it is.
 
-    `plan`: by default `Plan()`, ZeRO-3 over all ranks. `modules`: paths of the modules to compile; by default the outermost ones that have
-    parameters and a forward. "self" is the LightningModule itself, by its `forward`. Each rank has rows of its own, as with Lightning's
-    DDPStrategy, and numbers are the same. The optimizers are those of `configure_optimizers`, over shards; one that the plan has is
+    `plan`: a plan, or the path of its file; by default `Plan()`, ZeRO-3 over all ranks. `modules`: paths of the modules to compile; by default the
+    outermost ones that have parameters and a forward. "self" is the LightningModule itself, by its `forward`. Each rank has rows of its own, as with
+    Lightning's DDPStrategy, and numbers are the same. The optimizers are those of `configure_optimizers`, over shards; one that the plan has is
     returned from there as `self.model.zgraph.optimizer`. Checkpoints are those of Lightning, with whole weights under the plain names.
 
     What can't be had raises `PlanError` or `ModelError` before the first step.
@@ -50,7 +51,7 @@ class ZGraphStrategy(DDPStrategy):
 
     def __init__(
         self,
-        plan: Plan | None = None,
+        plan: Plan | str | PathLike[str] | None = None,
         *,
         modules: str | Sequence[str] | None = None,
         process_group_backend: str | None = None,
@@ -64,7 +65,7 @@ class ZGraphStrategy(DDPStrategy):
         )
         if self._ddp_kwargs:
             raise TypeError(f"ZGraphStrategy has no argument {next(iter(self._ddp_kwargs))!r}")
-        self.plan = plan or Plan()
+        self.plan = plan if isinstance(plan, Plan) else Plan.load(plan) if plan is not None else Plan()
         self.modules = modules
         self.parts: dict[str, nn.Module] = {}
         self._whole = contextlib.ExitStack()
