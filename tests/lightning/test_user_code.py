@@ -110,7 +110,7 @@ class Logs(OneModel):
     def on_before_optimizer_step(self, optimizer):
         super().on_before_optimizer_step(optimizer)
         self.log("gradients", torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]))
-        self.log_dict({"weight": self.model[0].weight.norm()})
+        self.log_dict({"weight": self.model[0].weight.norm()}, sync_dist=True)
 
 
 class Branches(TwoModels):
