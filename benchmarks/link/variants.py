@@ -161,11 +161,13 @@ def deepspeed_zero3(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
     return Contender(step)
 
 
-def zgraph_zero(stage: int) -> Callable[[gpt.GPT, Batch, bool], Contender]:
+def zgraph_zero(stage: int, **wire: str) -> Callable[[gpt.GPT, Batch, bool], Contender]:
+    """Calibrated; `wire` is what is sent in few bits."""
+
     def build(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
         import zgraph
 
-        plan = zgraph.Plan(zero=stage, optimizer=zgraph.SGD(lr=LR))
+        plan = zgraph.Plan(zero=stage, optimizer=zgraph.SGD(lr=LR), wire=wire)
         machine = zgraph.calibrate(model, plan, batch)
         trained = zgraph.compile(model, plan)
         return Contender(lambda: trained.train_step(*batch), trained, _Calibrated(trained, plan, machine))
@@ -245,6 +247,9 @@ BUILDERS: dict[str, tuple[Callable[[gpt.GPT, Batch, bool], Contender], bool]] = 
     "zgraph-zero3": (zgraph_zero(3), True),
     "zgraph-itself": (zgraph_itself(None), True),
     "zgraph-sheet": (zgraph_itself("default"), True),
+    "zgraph-bf16": (zgraph_zero(3, gather="bf16", reduce="bf16"), True),
+    "zgraph-int8": (zgraph_zero(3, gather="int8", reduce="int8"), True),
+    "zgraph-int4": (zgraph_zero(3, gather="int4", reduce="int4"), True),
 }
 
 

@@ -98,7 +98,7 @@ def _transfer(program: Program, start: fx.Node, layout: list[fx.Node]) -> Transf
             break
         after.append(node)
     gathers = info(start).role is Role.GATHER
-    held = size_of(wait) if gathers else size_of(start.all_input_nodes[0])
+    held = max(map(size_of, [wait, *after])) if gathers else size_of(start.all_input_nodes[0])
     spec = program.params.get(str(info(start).param))
     if collectives.kind(start) == "all_reduce" and (spec is None or spec.grad_home is None):
         held = 0  # (what comes out stays)

@@ -19,7 +19,8 @@ from torch import fx
 from zgraph.passes.analysis.costs import CPU, Costs, Link, size_of
 from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, layers_of, reductions_of
 from zgraph.passes.contract import graph_pass
-from zgraph.program.node import info, set_info, tensor
+from zgraph.program import collectives
+from zgraph.program.node import Role, info, set_info, tensor
 from zgraph.program.program import Fact, Program
 
 LATENCY_SHARE = 0.05
@@ -50,12 +51,12 @@ def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
     buckets = [b for group in found for b in group]
     for number, members in enumerate(buckets):
         _join(members, f"gathers{number}", _together_before)
-    waits = {t.wait for t in reductions}
+    ends = {t.last for t in reductions}
     chained: dict[fx.Node | None, Transfer] = {
-        t.source: t for t in reductions if t.source in waits
+        t.source: t for t in reductions if t.source in ends
     }  # over the second dimension, by where it starts
     later: list[list[Transfer]] = []
-    for stage in ([t for t in reductions if t.source not in waits], list(chained.values())):
+    for stage in ([t for t in reductions if t.source not in ends], list(chained.values())):
         stage.sort(key=lambda t: t.start)
         grown = [b for g in _alike(stage, layers) for b in _grown(list(g), options.reduce, options, program)]
         for members in grown:
@@ -80,11 +81,18 @@ def _alike(transfers: Iterable[Transfer], layers: dict[str, str]) -> list[list[T
     for transfer in transfers:
         start = transfer.start
         key = (info(start).phase, info(start).mesh_dim, start.target, tensor(start).dtype, _layer(transfer, layers))
-        if key != last:
+        if key != last or not _joins(start):
             groups.append([])
         groups[-1].append(transfer)
         last = key
     return groups
+
+
+def _joins(start: fx.Node) -> bool:
+    """Whether a start may have others beside it: nothing sends parts to each rank for several tensors, nor what was averaged in parts."""
+    return start.target in collectives.COALESCED and not (
+        info(start).role is Role.REDUCE and collectives.kind(start) == "all_gather"
+    )
 
 
 def _layer(transfer: Transfer, layers: dict[str, str]) -> str:
@@ -147,7 +155,7 @@ def _together_after(members: list[Transfer], chained: dict[fx.Node | None, Trans
     cursor = _place(last.before[0].prev if last.before else last.start.prev, members)
     for member in members:
         if member.wait < cursor:
-            following = chained.get(member.wait)
+            following = chained.get(member.last)
             for node in (member.wait, *member.after, *(following.nodes if following is not None else ())):
                 cursor.append(node)
                 cursor = node

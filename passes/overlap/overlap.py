@@ -341,7 +341,7 @@ class _Scheduler:
         follow: list[Bucket] = []
         for member in bucket.members:
             self.order += [member.wait, *member.after]
-            following = self.step.chained.get(member.wait)
+            following = self.step.chained.get(member.last)
             if following is not None and following not in follow:
                 follow.append(following)
         bucket.awaited = True
@@ -351,7 +351,7 @@ class _Scheduler:
             self._remark_reduction(bucket, late)
         self.timeline.wait(bucket.done)
         self.memory.waiting -= bucket.held
-        awaited = {m.wait for b in self.step.reductions if b.awaited for m in b.members}
+        awaited = {m.last for b in self.step.reductions if b.awaited for m in b.members}
         for following in follow:
             if all(m.source is None or m.source in awaited for m in following.members):
                 self.ready.insert(0, following)

@@ -50,11 +50,11 @@ class StepToSchedule:
         self.last: dict[Transfer, int] = {}  # the position of the last reader of each gather
         self.gathers = self._gathers(gathers)
         self.reductions = [self._bucket(b) for b in _buckets(reductions)]
-        waits = {t.wait for t in reductions}
-        self.chained: dict[fx.Node, Bucket] = {  # by the wait that a second reduction starts from
-            m.source: b for b in self.reductions for m in b.members if m.source in waits and m.source is not None
+        ends = {t.last for t in reductions}
+        self.chained: dict[fx.Node, Bucket] = {  # by the end of the first reduction, which a second one starts from
+            m.source: b for b in self.reductions for m in b.members if m.source in ends and m.source is not None
         }
-        self.made = self._made(waits)
+        self.made = self._made(ends)
         self.others = self._others()
 
     def _others(self) -> list[int]:
@@ -95,7 +95,7 @@ class StepToSchedule:
             bucket.counted = not all(ends)
         return sorted(found, key=lambda b: b.first)
 
-    def _made(self, waits: set[fx.Node]) -> dict[int, int]:
+    def _made(self, ends: set[fx.Node]) -> dict[int, int]:
         """The bytes of gradients to scatter, by the position at which they are there. (A reduction belongs to the backward, also of what
         the forward has made or of what comes into the backward.)"""
         arrives = {n: b.first for b in self.gathers for m in b.members for n in m.nodes}
@@ -104,7 +104,7 @@ class StepToSchedule:
         for bucket in self.reductions:
             for member in bucket.members:
                 source = member.source
-                known = source is not None and source not in waits
+                known = source is not None and source not in ends
                 made = max(turn, self.at.get(source, arrives.get(source, -1))) if known else turn  # type: ignore[arg-type]
                 bucket.first = max(bucket.first, made)
                 found[made] = found.get(made, 0) + member.bytes

@@ -9,6 +9,7 @@ from torch import fx
 from zgraph.errors import MeshError
 from zgraph.passes.verifier.faults import Faults, awaited_once, fault
 from zgraph.program import collectives, transfers_to_host
+from zgraph.program.block_format import MEAN_OF_BLOCKS
 from zgraph.program.groups import ranks_in
 from zgraph.program.node import Phase, Role, has_info, info, value
 from zgraph.program.program import DATA_DIMS, Fact, InputRole, Level, OutputRole, Program
@@ -103,13 +104,23 @@ def check_groups(program: Program) -> Faults:
                     f"it is to gather parameter {spec.name!r}",
                 )
         averages = record.role is Role.REDUCE and record.phase is Phase.BACKWARD
-        if averages and collectives.reduce_op_of(node) != "avg":
+        if averages and not _is_averaged(node):
             yield fault(
                 program,
                 node,
                 f"gradient reduction {node.name!r} does not average",
                 f"it does {collectives.reduce_op_of(node)!r}: gradients would grow with the number of ranks",
             )
+
+
+def _is_averaged(start: fx.Node) -> bool:
+    """Whether the ranks' gradients are averaged: by the collective, or by the operator that reads what each rank has sent."""
+    wait = collectives.wait_of(start)
+    if start.target is collectives.ALL_TO_ALL and wait is not None:
+        return bool(wait.users) and all(user.target is MEAN_OF_BLOCKS for user in wait.users)
+    if start.target is collectives.ALL_GATHER:  # (of a mean, in parts)
+        return True
+    return collectives.reduce_op_of(start) == "avg"
 
 
 _SERVING = (Role.WAIT, Role.LAYOUT, Role.REDUCE)
@@ -126,7 +137,7 @@ def check_reductions(program: Program) -> Faults:
         dims: list[str] = []
         at = node
         while has_info(at) and (info(at).role in _SERVING or transfers_to_host.is_move(at)) and at.all_input_nodes:
-            if info(at).role is Role.REDUCE:
+            if info(at).role is Role.REDUCE and at.target is not collectives.ALL_GATHER:  # (which shares a mean)
                 dims.append(str(info(at).mesh_dim))
             at = at.all_input_nodes[0]
         if sorted(dims) != needed:

@@ -307,8 +307,9 @@ WRONG = [
     ("zero_optimization.offload_optimizer.ratio",
      {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}, **ADAM}, "from 0 to 1"),
     ("zero_optimization.sub_group_size", {"zero_optimization": {"sub_group_size": 0}}, "1e9"),
-    ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"zero_quantized_weights": True}}, "leave it out"),
-    ("zero_optimization.zero_quantized_gradients", {"zero_optimization": {"zero_quantized_gradients": True}}, "communication_data_type"),
+    ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"zero_quantized_weights": 1}}, "true or false"),
+    ("zero_optimization.zero_quantized_nontrainable_weights",
+     {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "zero_quantized_weights"),
     ("zero_optimization.zero_hpz_partition_size", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, "mics_shard_size"),
     ("zero_optimization.mics_shard_size", {"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "divides"),
     ("zero_optimization.zenflow", {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "delayed_after"),
@@ -501,3 +502,12 @@ def test_a_plan_trains_as_the_configuration_says(stage):
         optimizer.zero_grad()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_zero_plus_plus_sends_fewer_bits_at_stage_3():
+    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    plan, _ = deepspeed.plan({"train_batch_size": 8, "zero_optimization": {"stage": 3, **keys}}, world=4)
+    assert (plan.wire.gather, plan.wire.reduce) == ("int8", "int4")
+    plan, report = deepspeed.plan({"train_batch_size": 8, "zero_optimization": {"stage": 2, **keys}}, world=4)
+    assert not plan.wire.compresses
+    assert report["zero_optimization.zero_quantized_weights"].verdict == "no effect here"

@@ -112,6 +112,13 @@ def _refuse_plan(plan: Plan, model: nn.Module) -> None:
             why="each is of the gradients of the step before",
             hint="leave it out to compare the rest of the plan",
         )
+    if plan.wire.compresses:
+        raise UnsupportedError(
+            "values that are sent in few bits can't be compared with the plain model's on real ranks",
+            where="wire",
+            why="what an error in a weight does to a gradient has no bound",
+            hint="leave out compiled: virtual ranks compare each value with what was sent; or leave out wire to compare the rest of the plan",
+        )
     if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
         raise ModelError("the model has no numbers to compare", hint="build the model on a real device")
 

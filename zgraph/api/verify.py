@@ -15,9 +15,11 @@ from torch import nn
 from zgraph.api.compiled_training import compare_training
 from zgraph.build.planned_step import Inputs
 from zgraph.plan.plan import Plan
+from zgraph.plan.wire import Wire
 from zgraph.program.tolerance import Difference
+from zgraph.verification.sent_values import SentValues
 from zgraph.verification.virtual_stages import VirtualPipeline
-from zgraph.verification.virtual_step import virtual_step
+from zgraph.verification.virtual_step import VirtualStep, virtual_step
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ def verify(
     then into micro-batches, whose losses count equally. Gradients of a parameter of several stages are compared summed, and each stage's
     part of them, like all that crosses between stages, with what the captured program gives there.
 
+    Of a plan with `wire` the program that sends everything as it is is compared with the plain model, and each value that is sent in few bits
+    with what it was: an element may be wrong by what its format allows (`zgraph.program.block_format`), and what is reported is the largest
+    share of it.
+
     With `compiled` the generated code of the plan's backend trains a copy of the model on real tensors, beside the plain model: two steps of
     an own loop and two of `train_step` (of a pipeline these alone), in two micro-batches where the plan has one and the batch can be cut. A
     `world` of 1 is this process; a larger one is that of the process group (under torchrun it is made), all of whose ranks call this with the
@@ -116,9 +122,21 @@ def verify(
     if compiled:
         run, differences = compare_training(model, plan, world, inputs, loss_fn)
         return Verification(world, run, tuple(differences), compiled=True)
-    with virtual_step(model, plan, world, inputs, loss_fn) as virtual:
+    exact = plan.model_copy(update={"wire": Wire()})
+    with virtual_step(model, exact, world, inputs, loss_fn) as virtual:
+        run = virtual.plan
         if virtual.pipelined:
-            differences = VirtualPipeline(virtual).differences
+            differences = list(VirtualPipeline(virtual).differences)
         else:
             differences = virtual.differences(virtual.of_parts(virtual.step.parts()))
-        return Verification(world, virtual.plan, tuple(differences))
+    if plan.wire.compresses:
+        with virtual_step(model, plan, world, inputs, loss_fn) as virtual:
+            run, differences = virtual.plan, differences + _sent(virtual)
+    return Verification(world, run, tuple(differences))
+
+
+def _sent(virtual: VirtualStep) -> list[Difference]:
+    """How far values that are sent in few bits are from what they were."""
+    virtual.watch = sent = SentValues()
+    _ = VirtualPipeline(virtual).differences if virtual.pipelined else virtual.of_parts(virtual.step.parts())
+    return sent.differences

@@ -19,6 +19,7 @@ from zgraph.passes.canonicalize.inductor_prepare import inductor_prepare
 from zgraph.passes.canonicalize.known_masks import known_masks
 from zgraph.passes.canonicalize.narrow import narrow
 from zgraph.passes.canonicalize.packed_documents import packed_documents
+from zgraph.passes.compression.compress import CompressOptions, compress_gathers, compress_reductions
 from zgraph.passes.offload.offload import OffloadOptions, offload
 from zgraph.passes.offload.offload_update import OffloadUpdateOptions, offload_update
 from zgraph.passes.overlap.bucket import BucketOptions, bucket
@@ -290,6 +291,18 @@ def _scales(context: PassContext) -> Decision:
     return Decision(scaled, "the plan has a loss scale" if scaled else "the plan has no loss scale")
 
 
+def _compresses(field: str) -> Callable[[PassContext], Decision]:
+    def when(context: PassContext) -> Decision:
+        format = getattr(context.plan.wire, field)
+        return Decision(format != "same", f"wire.{field} is {format!r}")
+
+    return when
+
+
+def _compress_options(context: PassContext, format: str) -> CompressOptions:
+    return CompressOptions(format, context.plan.wire.block, context.plan.wire.exact, context.costs)
+
+
 def _overlap_options(context: PassContext) -> OverlapOptions:
     plan, choice, early = context.plan, context.choice, context.plan.prefetch
     beside: Literal["update", "receives"] | None = "receives" if context.staged else None
@@ -349,6 +362,10 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
         reduce_gradients,
         _always("gradients leave as this rank stores them"),
         lambda c: ReduceOptions(c.variant.reduce, c.variant.accumulated),
+    ),
+    PassRow(compress_gathers, _compresses("gather"), lambda c: _compress_options(c, c.plan.wire.gather)),
+    PassRow(
+        compress_reductions, _in_training(_compresses("reduce")), lambda c: _compress_options(c, c.plan.wire.reduce)
     ),
     PassRow(
         partition_activations,

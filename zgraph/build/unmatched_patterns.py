@@ -10,7 +10,7 @@ from torch import nn
 
 from zgraph.capture.tensor_parallel_layout import unmatched as unmatched_rows
 from zgraph.errors import PlanError
-from zgraph.names import did_you_mean, matches
+from zgraph.names import did_you_mean, matches, parameter_names
 from zgraph.passes.tiling.tile import LOSS
 from zgraph.program.program import TENSOR_DIM
 from zgraph.record import joined
@@ -47,10 +47,23 @@ def unmatched(plan: Plan, model: nn.Module) -> Iterator[Unmatched]:
 
 
 def refuse_unmatched(plan: Plan, model: nn.Module) -> None:
-    """Raise `PlanError` for patterns that match no module."""
+    """Raise `PlanError` for patterns that match no module, or no parameter."""
     faults = [found.error for found in unmatched(plan, model)]
+    faults += _unmatched_parameters(plan.wire.exact, model)
     if faults:
         raise joined(faults)
+
+
+def _unmatched_parameters(patterns: Iterable[str], model: nn.Module) -> Iterator[PlanError]:
+    """For each pattern of `wire.exact` that names no parameter by its first name."""
+    names = parameter_names(model)
+    for pattern in patterns:
+        if matches(names, [pattern]):
+            continue
+        also = next((first for first, every in names.items() if matches(every, [pattern])), None)
+        what = f"wire.exact has a pattern {pattern!r} that matches no parameter"
+        hint = f"it is called {also!r} here: several modules share it" if also else did_you_mean(pattern, names)
+        yield PlanError(what, where="wire.exact", hint=hint)
 
 
 def without(plan: Plan, faulty: Iterable[Unmatched]) -> Plan:

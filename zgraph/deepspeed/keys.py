@@ -199,15 +199,11 @@ KEYS: dict[str, Key] = {
         'mics_shard_size, or a plan with mesh={"replicate": NODES, "dp": GPUS_OF_A_NODE}, shards inside a node',
         1,
     ),
-    "zero_optimization.zero_quantized_weights": _refused(
-        "bool", "weights are gathered in the dtype that is computed in", _LEAVE, False
-    ),
+    "zero_optimization.zero_quantized_weights": _applied("bool"),
     "zero_optimization.zero_quantized_nontrainable_weights": _refused(
-        "bool", "weights are gathered in the dtype that is computed in", _LEAVE, False
+        "bool", "weights that are trained and others are gathered alike", "zero_quantized_weights, for both", False
     ),
-    "zero_optimization.zero_quantized_gradients": _refused(
-        "bool", "gradients are reduced in a floating-point dtype", 'communication_data_type: "bf16"', False
-    ),
+    "zero_optimization.zero_quantized_gradients": _applied("bool"),
     "zero_optimization.memory_efficient_linear": _same("bool", "what the backward needs is decided in the graph"),
     "zero_optimization.pipeline_loading_checkpoint": _nothing("bool", "a rank reads the rows that it holds"),
     "zero_optimization.override_module_apply": _same("bool", "parameters keep their names and places"),

@@ -70,6 +70,7 @@ def report(config: Config, *, world: int, model: Any = None, arguments: Any = No
     if whole and not draft.is_refused("zero_optimization.stage"):
         stage = draft.get("zero_optimization.stage")
         draft.apply("zero_optimization.stage", "zero", stage, "true is stage 1" if stage else "false is stage 0")
+    _wire(draft)
     _offload(draft)
     _elasticity(draft)
     _rest(draft)
@@ -454,6 +455,25 @@ def _zero(draft: Draft) -> None:
             draft.apply(key, field, int(value) * (2 if low else 4), "in bytes")
     if (overlap := draft.get(f"{section}.overlap_comm")) is not None:
         draft.apply(f"{section}.overlap_comm", "prefetch.enabled", overlap)
+
+
+def _wire(draft: Draft) -> None:
+    """ZeRO++: weights and gradients in few bits on the wire."""
+    stage = draft.get("zero_optimization.stage", 0)
+    for name, field, format, what in (
+        ("zero_quantized_weights", "gather", "int8", "weights are gathered in 8 bits"),
+        ("zero_quantized_gradients", "reduce", "int4", "gradients are sent in 4 bits, and added up in float32"),
+    ):
+        key = f"zero_optimization.{name}"
+        asked = draft.get(key)
+        if asked is None:
+            continue
+        if not asked:
+            draft.say(key, "equivalent", "it asks for nothing")
+        elif stage != 3:
+            draft.say(key, "no effect here", f"DeepSpeed has it at stage 3; a plan has wire.{field} at any")
+        else:
+            draft.apply(key, f"wire.{field}", format, what)
 
 
 def _offload(draft: Draft) -> None:

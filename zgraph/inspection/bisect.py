@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zgraph.build.pass_pipeline import PLAIN, Variant
-from zgraph.errors import PassError, VerifyError
+from zgraph.errors import PassError, PlanError, VerifyError
 from zgraph.inspection import diff
 from zgraph.inspection.snapshot import of_record
 from zgraph.passes import History
@@ -132,6 +132,12 @@ def bisect(
     pipeline: of the wrong stage `zgraph.verify` says which it is.
     """
     plan.refuse_pipeline(world, "search for a faulty pass")
+    if plan.wire.compresses:
+        raise PlanError(
+            "a faulty pass is searched for by comparing with the plain model, and wire sends values in few bits",
+            where="wire",
+            hint="leave it out; zgraph verify compares each value that is sent so with what it was",
+        )
     with virtual_step(model, plan, world, inputs, loss_fn) as virtual:
         step = virtual.unverified()
         search = _Search(virtual.costs)

@@ -136,6 +136,13 @@ CONFLICTS = (
         hint='shapes="auto": one program serves all sizes; or pad in the collator',
     ),
     Conflict(
+        "wire.gather",
+        lambda plan: plan.wire.gather != "same" and plan.zero == 0,
+        "wire.gather sends weights in fewer bits, and zero is 0",
+        why="every rank has all weights, and none is gathered",
+        hint="zero=1 or more divides them; or leave gather out",
+    ),
+    Conflict(
         "lr_schedule",
         lambda plan: plan.lr_schedule is not None and plan.optimizer is None,
         "lr_schedule is set, but the plan has no optimizer",

@@ -45,6 +45,7 @@ from zgraph.plan.pipeline_schedules.make_schedule import check_name
 from zgraph.plan.precision import Precision, precision_of, preset
 from zgraph.plan.shapes import Buckets, Dynamic, declared, shapes_of
 from zgraph.plan.watchdog import Watch
+from zgraph.plan.wire import Wire
 from zgraph.record import Record, Table, joined, short
 
 __all__ = ["DATA_DIMENSIONS", "MESH_DIMENSIONS", "Mesh", "Plan", "Record", "UserPass"]
@@ -355,6 +356,11 @@ class Plan(Record, frozen=True):
         examples=[{"gather": "16MiB"}],
         default=Bucket(),
         description="how much one gather or reduction carries, as a record",
+    )
+    wire: Wire = Field(
+        examples=[{"gather": "int8", "reduce": "bf16"}],
+        default=Wire(),
+        description="in how many bits weights are gathered and gradients scattered over data-parallel ranks, as a record",
     )
     prefetch: Prefetch = Field(
         examples=[{"max_bytes": "256MiB", "reduce_bytes": "64MiB"}],

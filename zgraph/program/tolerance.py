@@ -28,7 +28,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Difference:
     """One compared tensor on one rank: `what` is "output", "gradient", "buffer" or "kept weight"; of an update "parameter" or "state"; of a
-    pipeline also "value for later stages", "gradient for earlier stages", and "part of a gradient" of what several stages hold.
+    pipeline also "value for later stages", "gradient for earlier stages", and "part of a gradient" of what several stages hold. A "sent value"
+    or "sent gradient" was sent in few bits: its `error` is a share of what the format allows.
 
     `error` is the norm-wise relative error, ‖mine - plain‖ / ‖plain‖ (inf for another type or shape, or a tensor that is
     missing), `allowed` the largest that is taken for rounding, `exact` whether all bits are equal. `stages` are those of a pipeline
@@ -53,7 +54,13 @@ class Difference:
             f", stage{'s' if len(self.stages) > 1 else ''} {' and '.join(map(str, self.stages))}" if self.stages else ""
         )
         when = f"{self.phase}: " if self.phase else ""
-        return f"{when}{self.what} {self.name} (rank {self.rank}{of}): relative error {self.error:.3g}, allowed {self.allowed:.3g}"
+        error = "of the error that its format allows" if self.what.startswith("sent") else "relative error"
+        told = (
+            f"{self.error:.3g} {error}"
+            if self.what.startswith("sent")
+            else f"{error} {self.error:.3g}, allowed {self.allowed:.3g}"
+        )
+        return f"{when}{self.what} {self.name} (rank {self.rank}{of}): {told}"
 
 
 def difference(

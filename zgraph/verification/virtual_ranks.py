@@ -43,20 +43,28 @@ def group_ranks(mesh: dict[str, int], group: str, rank: int) -> list[int]:
     return [line[p] for p in positions]
 
 
+Watch = Callable[[Program, fx.Node, Sequence[dict[fx.Node, Any]], Sequence[Any]], None]
+"""What is called with an operator, all ranks' values by node, and what the operator gave on each."""
+
+
 def run_virtual(
-    program: Program, inputs: Sequence[Sequence[Any]], random_states: list[torch.Tensor] | None = None
+    program: Program,
+    inputs: Sequence[Sequence[Any]],
+    random_states: list[torch.Tensor] | None = None,
+    watch: Watch | None = None,
 ) -> list[tuple[Any, ...]]:
     """Run `program` on every rank of its mesh.
 
     `inputs[r]` are rank r's values for the placeholders, in order. `random_states[r]`, if given, is rank r's CPU
-    generator state, changed in place as the rank draws. Returns each rank's outputs, in order.
+    generator state, changed in place as the rank draws. `watch` is called behind each operator. Returns each rank's outputs, in order.
     """
-    return _Runner(program, random_states).run(inputs)
+    return _Runner(program, random_states, watch).run(inputs)
 
 
 class _Runner:
-    def __init__(self, program: Program, random_states: list[torch.Tensor] | None) -> None:
+    def __init__(self, program: Program, random_states: list[torch.Tensor] | None, watch: Watch | None) -> None:
         self.program = program
+        self.watch = watch
         self.world = program.world
         self.random_states = random_states
         used = {collectives.group_of(n): None for n in program.graph.nodes if collectives.is_start(n)}
@@ -77,6 +85,8 @@ class _Runner:
                     given += 1
                 else:
                     results = self._node(node, environments)
+                    if self.watch is not None:
+                        self.watch(self.program, node, environments, results)
                 strides = None if any(map(mutates, (node, *node.users))) else promised(node)
                 for env, result in zip(environments, results, strict=True):
                     env[node] = result if strides is None else laid_out(result, strides)

@@ -244,7 +244,7 @@ class _Worker:
             held = {(InputRole.BUFFER, n): b for n, b in self.buffers[rank].items()}
             there = batch[rank] | self._kept[rank] | held | sums
             given.append([whole.input_of(port, node, rank, run, part, there) for port, node in part.input_items()])
-        values = run_virtual(part, given, states)
+        values = run_virtual(part, given, states, whole.watch)
         self.pipeline.made(self.stage, number, part, values)
         sent: dict[str, Row] = {}
         for rank, row in enumerate(values):

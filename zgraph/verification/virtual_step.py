@@ -50,7 +50,7 @@ from zgraph.stages.stage_programs import refuse_state
 from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
 from zgraph.verification.own_inputs import own_inputs
-from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virtual
+from zgraph.verification.virtual_ranks import Watch, coordinates, group_ranks, run_virtual
 
 SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which changes no gradient that it does not save
 
@@ -119,6 +119,7 @@ class VirtualStep:
 
     `mesh` has all of the `world` ranks, `sizes` those within a stage, which are all without a pipeline. `calls` has for each micro-batch the
     plain model on each rank within a stage; `ranks` are those of the first. Without a pipeline a rank's batch is one micro-batch.
+    `watch` is called behind each operator that runs (see `run_virtual`).
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class VirtualStep:
         loss_fn: Callable[..., torch.Tensor] | None,
     ) -> None:
         _refuse_incomparable(model)
+        self.watch: Watch | None = None
         plan, self.world, self.mesh = plan.for_world(world), world, plan.resolve_mesh(world)
         self.sizes = within(self.mesh)
         self.model = own_copy(model)
@@ -192,7 +194,7 @@ class VirtualStep:
             [self.input_of(port, node, rank, run, program, {}) for port, node in program.input_items()]
             for rank, run in enumerate(self.ranks)
         ]
-        values = run_virtual(program, given, self.random_states())
+        values = run_virtual(program, given, self.random_states(), self.watch)
         found = [named(program, run, row) for run, row in zip(self.ranks, values, strict=True)]
         if Fact.REDUCED not in program.facts:
             self._reduce(found, variant, program.facts)
@@ -207,7 +209,7 @@ class VirtualStep:
                 [self.input_of(port, node, rank, self.ranks[rank], part, extra) for port, node in part.input_items()]
                 for rank, extra in enumerate(extras)
             ]
-            return run_virtual(part, given, states)
+            return run_virtual(part, given, states, self.watch)
 
         states = self.random_states()
         found: Results = [{} for _ in self.ranks]
@@ -446,7 +448,9 @@ class PlainRun:
         found = []
         for seed in range(SHAKEN):
             run = self._precise(seed)
-            if run is None or not torch.allclose(run.loss, self.loss.double(), rtol=_SAME_LOSS, atol=_SAME_LOSS):
+            if run is None or not torch.allclose(
+                run.loss.double(), self.loss.double(), rtol=_SAME_LOSS, atol=_SAME_LOSS
+            ):
                 return []
             found.append(run)
             if not run.shaken:

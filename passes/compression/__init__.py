@@ -1,0 +1,1 @@
+"""Passes that send fewer bits."""

@@ -1,0 +1,166 @@
+"""Gathers of weights and reductions of gradients in fewer bits than these have (`plan.wire`), two passes.
+
+    compress_gathers      shard -> to_blocks -> all_gather of bytes -> wait -> from_blocks -> the whole parameter
+    compress_reductions   gradient -> to_blocks, a part for each rank -> all_to_all of bytes -> wait -> mean_of_blocks -> this rank's rows
+                          and, where all ranks need the whole, -> to_blocks -> all_gather of bytes -> wait -> from_blocks
+
+*Contract.* On entry parameters are gathered and gradients averaged as they are. On exit those that `wire` says are sent in a format of
+`zgraph.program.block_format`. All ranks compute with the same weights: a rank takes its own rows as they were sent, too. A gradient is
+rounded where it is sent, and added up in float32 (so in ZeRO++, Wang et al. 2023, whose all-to-all this is); where it was reduced by an
+all-reduce the mean is rounded once more. Of a mesh with `replicate` and `dp` gradients are scattered within a group and reduced between
+groups, each in few bits. What has no more bits than the format stays as it is, what `exact` names, and an all-reduce whose second half would
+cost more latency than it saves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zgraph.names import matches
+from zgraph.passes.analysis.costs import CPU, Costs, size_of
+from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, reductions_of
+from zgraph.passes.contract import graph_pass
+from zgraph.program import collectives
+from zgraph.program.block_format import FROM_BLOCKS, MEAN_OF_BLOCKS, TO_BLOCKS, bytes_of
+from zgraph.program.node import Role, info, set_info, tensor
+from zgraph.program.program import Fact, Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class CompressOptions:
+    """The `format` that is sent, elements in a `block`, and patterns of parameters that stay `exact`. `costs` know the links."""
+
+    format: str
+    block: int = 256
+    exact: tuple[str, ...] = ()
+    costs: Costs = field(default_factory=lambda: Costs(CPU))
+
+    def saved(self, transfer: Transfer, parts: int) -> int:
+        """How many of a transfer's bytes need not be sent in this format; 0 for what is to be exact, or is no floating-point tensor."""
+        operand = transfer.start.all_input_nodes[0]
+        if not tensor(operand).dtype.is_floating_point or matches([transfer.name], self.exact):
+            return 0
+        sent = parts * bytes_of(math.ceil(tensor(operand).numel() / parts), self.format, self.block)
+        return max(0, size_of(operand) - sent)
+
+
+@graph_pass(
+    "compress_gathers",
+    "weights are gathered in fewer bits",
+    options=CompressOptions,
+    requires=(Fact.SHARDED,),
+    conflicts=(Fact.BUCKETED,),
+    bitwise=False,
+)
+def compress_gathers(program: Program, options: CompressOptions) -> dict[str, int]:
+    found = [t for t in gathers_of(program) if options.saved(t, 1)]
+    saved = sum(options.saved(t, 1) for t in found)
+    for gather in found:
+        _Sent(program, gather, options).gathered()
+    return {"gathers": len(found), "bytes_saved": saved}
+
+
+@graph_pass(
+    "compress_reductions",
+    "gradients are averaged in fewer bits",
+    options=CompressOptions,
+    requires=(Fact.REDUCED,),
+    conflicts=(Fact.BUCKETED,),
+    bitwise=False,
+)
+def compress_reductions(program: Program, options: CompressOptions) -> dict[str, int]:
+    found = [t for t in reductions_of(program) if _is_worth_it(program, t, options)]
+    saved = sum(options.saved(t, _ranks(program, t)) for t in found)
+    for reduction in found:
+        _Sent(program, reduction, options).reduced()
+    return {"reductions": len(found), "bytes_saved": saved}
+
+
+def _ranks(program: Program, transfer: Transfer) -> int:
+    return program.mesh[collectives.group_of(transfer.start)]
+
+
+def _is_worth_it(program: Program, transfer: Transfer, options: CompressOptions) -> bool:
+    saved = options.saved(transfer, _ranks(program, transfer))
+    if transfer.start.target is not collectives.ALL_REDUCE:
+        return saved > 0
+    link = options.costs.hardware.link(collectives.group_of(transfer.start))
+    return 2 * saved / link.bandwidth > link.latency  # (each rank sends and takes nearly all of it twice)
+
+
+class _Sent:
+    """Puts bytes in the place of a transfer's start and wait."""
+
+    def __init__(self, program: Program, transfer: Transfer, options: CompressOptions) -> None:
+        self.program, self.start, self.wait, self.after = program, transfer.start, transfer.wait, transfer.after
+        self.dim = collectives.group_of(self.start)
+        self.ranks = program.mesh[self.dim]
+        self.told = (options.format, options.block)
+        self.over, self.waits = info(self.start), info(self.wait)
+        self.layout = self.over.replace(role=Role.LAYOUT, mesh_dim=None, stream=None)
+        self.operand, self.like = self.start.all_input_nodes[0], tensor(self.wait)
+
+    def gathered(self) -> None:
+        with self.program.graph.inserting_before(self.start):
+            sent = self._layout(TO_BLOCKS, (self.operand, *self.told, 1), "sent")
+            start = self._collective(collectives.ALL_GATHER, (sent, self.ranks, self.dim), "bytes")
+        with self.program.graph.inserting_before(self.wait):
+            self._replace(start, self._back(FROM_BLOCKS, start, list(self.like.shape)))
+
+    def reduced(self) -> None:
+        whole = self.start.target is collectives.ALL_REDUCE
+        with self.program.graph.inserting_before(self.start):
+            operand = self._in_parts() if whole else self.operand
+            sent = self._layout(TO_BLOCKS, (operand, *self.told, self.ranks), "sent")
+            sizes = [tensor(sent).numel() // self.ranks] * self.ranks
+            start = self._collective(collectives.ALL_TO_ALL, (sent, sizes, sizes, self.dim), "bytes")
+        with self.program.graph.inserting_before(self.wait):
+            part = [tensor(operand).shape[0] // self.ranks] if whole else list(self.like.shape)
+            mean = self._back(MEAN_OF_BLOCKS, start, part)
+            self._replace(start, self._whole(mean) if whole else mean)
+
+    def _in_parts(self) -> fx.Node:
+        """The operand in one dimension, as long as ranks divide it."""
+        flat = self._layout(aten.view.default, (self.operand, [-1]), "flat")
+        missing = -tensor(flat).numel() % self.ranks
+        return self._layout(aten.constant_pad_nd.default, (flat, [0, missing]), "padded") if missing else flat
+
+    def _whole(self, mean: fx.Node) -> fx.Node:
+        """What all ranks get of their parts of the mean: a transfer of its own, behind the first."""
+        first, self.layout = self.layout, self.layout.replace(transfer=f"{self.start.name}_shared")
+        sent = self._layout(TO_BLOCKS, (mean, *self.told, 1), "mean_sent")
+        self.over, self.waits = (r.replace(transfer=self.layout.transfer) for r in (self.over, self.waits))
+        start = self._collective(collectives.ALL_GATHER, (sent, self.ranks, self.dim), "shared")
+        found = self._back(FROM_BLOCKS, start, [tensor(mean).shape[0] * self.ranks])
+        count = self.like.numel()
+        if tensor(found).shape[0] != count:
+            found = self._layout(aten.slice.Tensor, (found, 0, 0, count), "cut")
+        found = self._layout(aten.view.default, (found, list(self.like.shape)), "shaped")
+        for node in self.after:
+            set_info(node, info(node).replace(transfer=self.layout.transfer))
+        self.layout = first
+        return found
+
+    def _layout(self, target: object, args: tuple[object, ...], name: str) -> fx.Node:
+        return self.program.call(target, args, self.layout, name=f"{self.start.name}_{name}")
+
+    def _collective(self, target: object, args: tuple[object, ...], name: str) -> fx.Node:
+        return self.program.call(target, args, self.over, name=f"{self.start.name}_{name}")
+
+    def _back(self, target: object, start: fx.Node, shape: list[int]) -> fx.Node:
+        came = self.program.call(collectives.WAIT, (start,), self.waits, name=f"{start.name}_here")
+        return self._layout(target, (came, *self.told, self.ranks, shape, self.like.dtype), "back")
+
+    def _replace(self, start: fx.Node, found: fx.Node) -> None:
+        """Let `found` stand for the wait; the first start gets the name of the old one, which is the transfer's."""
+        name = self.start.name
+        self.wait.replace_all_uses_with(found)
+        self.program.graph.erase_node(self.wait)
+        self.program.graph.erase_node(self.start)
+        start.name = name

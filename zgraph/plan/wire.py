@@ -1,0 +1,29 @@
+"""What a plan says of the bits that weights and gradients have on a link."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, StrictInt
+
+from zgraph.record import Record
+
+__all__ = ["Wire"]
+
+Format = Literal["same", "bf16", "fp16", "fp8", "int8", "int4"]
+
+
+class Wire(Record, frozen=True):
+    """In how many bits weights are gathered and gradients scattered. Formats with 8 and 4 bits have a scale for each block of elements."""
+
+    gather: Format = Field(default="same", description="of weights, where a rank's shard is sent to the others")
+    reduce: Format = Field(default="same", description="of gradients, where they are sent to the rank that keeps them")
+    block: StrictInt = Field(default=256, ge=8, le=1 << 20, description="elements for each scale (of 4 bytes)")
+    exact: tuple[str, ...] = Field(
+        default=(), description="patterns of names of parameters that are sent as they are, with their gradients"
+    )
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything is sent in fewer bits."""
+        return (self.gather, self.reduce) != ("same", "same")

@@ -1,0 +1,138 @@
+"""Numbers in few bits, as they go over a link: operators that make such bytes of a tensor and a tensor of such bytes.
+
+A tensor is cut into parts (one for each rank that is sent one), a part into blocks of so many elements, the last one shorter. What is sent of
+a part is, in this order: of the formats with a scale the scale of each block (float32), then its elements: one byte (int8; fp8 as
+float8_e4m3fn), half a byte (int4, the earlier element in the low half), or two (bf16, fp16). An element is its block's scale times what is
+sent, and the scale is the block's largest absolute value over the largest number of the format, so that an element is wrong by at most half
+a scale (int8, int4; block-wise quantization, Dettmers et al. 2022; in collectives, ZeRO++, Wang et al. 2023).
+Infinite and NaN elements make all of their block NaN or infinite: what is not finite is never sent as if it were.
+
+`zgraph::to_blocks(x, format, block, parts) -> bytes` and `zgraph::from_blocks(bytes, format, block, parts, shape, dtype) -> x` are the ways there
+and back, of contiguous tensors whose elements the parts divide. `zgraph::mean_of_blocks(bytes, format, block, parts, shape, dtype)` is the mean
+of the parts, each of which has this shape; it is added up in float32, in the order of the parts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zgraph.program.ops import library
+
+LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+"""The largest number of each format that has scales."""
+WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Those without: elements are rounded to a dtype."""
+FORMATS = (*WIDE, "fp8", "int8", "int4")
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
+"""By how much of itself an element may be wrong."""
+
+_SCALE = 4  # bytes
+
+
+def bytes_of(elements: int, format: str, block: int) -> int:
+    """How many bytes a part of so many elements takes."""
+    if format in WIDE:
+        return 2 * elements
+    payload = (elements + 1) // 2 if format == "int4" else elements
+    return _SCALE * math.ceil(elements / block) + payload
+
+
+def _to_blocks(x: Tensor, format: str, block: int, parts: int) -> Tensor:
+    rows = x.reshape(parts, -1)
+    if format in WIDE:
+        return rows.to(WIDE[format]).contiguous().view(torch.uint8).reshape(-1)
+    count = rows.shape[1]
+    blocks = _in_blocks(rows.float(), block)
+    scales = blocks.abs().amax(-1, keepdim=True) / LARGEST[format]
+    sent = torch.where(scales == 0, 0.0, blocks / scales).reshape(parts, -1)[:, :count]
+    return torch.cat([scales.view(parts, -1).view(torch.uint8), _payload(sent, format)], 1).reshape(-1)
+
+
+def _in_blocks(rows: Tensor, block: int) -> Tensor:
+    """[parts, blocks, elements], zeros behind the last element."""
+    missing = -rows.shape[1] % block
+    return torch.nn.functional.pad(rows, (0, missing)).view(rows.shape[0], -1, block)
+
+
+def _payload(sent: Tensor, format: str) -> Tensor:
+    if format == "fp8":
+        return sent.to(torch.float8_e4m3fn).view(torch.uint8)
+    whole = sent.nan_to_num(0.0).round().clamp(-LARGEST[format], LARGEST[format]).to(torch.int8)
+    if format == "int8":
+        return whole.view(torch.uint8)
+    pairs = torch.nn.functional.pad(whole, (0, whole.shape[1] % 2)).view(whole.shape[0], -1, 2).view(torch.uint8)
+    return (pairs[..., 0] & 15) | (pairs[..., 1] << 4)
+
+
+def _parts(sent: Tensor, format: str, block: int, parts: int, count: int) -> Tensor:
+    """[parts, elements] in float32."""
+    rows = sent.view(parts, -1)
+    if format in WIDE:
+        return rows.view(WIDE[format]).float()
+    here = _SCALE * math.ceil(count / block)
+    scales = rows[:, :here].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    elements = _elements(rows[:, here:], format)[:, :count]
+    return (_in_blocks(elements, block) * scales.unsqueeze(-1)).view(parts, -1)[:, :count]
+
+
+def _elements(payload: Tensor, format: str) -> Tensor:
+    if format == "fp8":
+        return payload.contiguous().view(torch.float8_e4m3fn).float()
+    if format == "int8":
+        return payload.contiguous().view(torch.int8).float()
+    halves = torch.stack([payload & 15, payload >> 4], -1).flatten(1).to(torch.int8)
+    return torch.where(halves > 7, halves - 16, halves).float()
+
+
+def _from_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return _parts(sent, format, block, parts, math.prod(shape) // parts).reshape(shape).to(dtype)
+
+
+def _mean_of_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    first, *others = _parts(sent, format, block, parts, math.prod(shape)).unbind(0)
+    total = first.clone()
+    for part in others:
+        total += part
+    return (total / parts).view(shape).to(dtype)
+
+
+def _like_bytes(x: Tensor, format: str, block: int, parts: int) -> Tensor:
+    return x.new_empty(parts * bytes_of(x.numel() // parts, format, block), dtype=torch.uint8)
+
+
+def _like_tensor(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: Any) -> Tensor:
+    return sent.new_empty(shape, dtype=dtype)
+
+
+_WHAT = "str format, int block, int parts"
+library.define(f"to_blocks(Tensor x, {_WHAT}) -> Tensor")
+library.define(f"from_blocks(Tensor sent, {_WHAT}, int[] shape, ScalarType dtype) -> Tensor")
+library.define(f"mean_of_blocks(Tensor sent, {_WHAT}, int[] shape, ScalarType dtype) -> Tensor")
+library.impl("to_blocks", _to_blocks, "CompositeExplicitAutograd")
+library.impl("from_blocks", _from_blocks, "CompositeExplicitAutograd")
+library.impl("mean_of_blocks", _mean_of_blocks, "CompositeExplicitAutograd")
+torch.library.register_fake("zgraph::to_blocks", _like_bytes, lib=library)
+torch.library.register_fake("zgraph::from_blocks", _like_tensor, lib=library)
+torch.library.register_fake("zgraph::mean_of_blocks", _like_tensor, lib=library)
+
+TO_BLOCKS = torch.ops.zgraph.to_blocks.default
+FROM_BLOCKS = torch.ops.zgraph.from_blocks.default
+MEAN_OF_BLOCKS = torch.ops.zgraph.mean_of_blocks.default
+
+
+def most_wrong(x: Tensor, format: str, block: int, parts: int) -> Tensor:
+    """By how much each element may be wrong that was sent so, in the shape of `x`: the bound that the format gives."""
+    values = x.reshape(parts, -1).double().abs()
+    if format in WIDE:
+        bound = values * ROUNDING[format] + torch.finfo(WIDE[format]).smallest_normal * ROUNDING[format]
+        return bound.view(x.shape)
+    scales = _in_blocks(values, block).amax(-1, keepdim=True) / LARGEST[format]
+    share = values * ROUNDING["fp8"] if format == "fp8" else torch.zeros_like(values)
+    # (fp8: half a step of the smallest numbers, 2^-9; the others: half a step. The scale, its inverse and the product are rounded, too.)
+    step = scales * (2.0**-10 if format == "fp8" else 0.5) + scales * LARGEST[format] * 2.0**-22
+    wide = step.expand(-1, -1, block).reshape(parts, -1)[:, : values.shape[1]]
+    return (share + wide + 2.0**-120).view(x.shape)
