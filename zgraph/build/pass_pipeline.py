@@ -19,7 +19,9 @@ from zgraph.passes.canonicalize.inductor_prepare import inductor_prepare
 from zgraph.passes.canonicalize.known_masks import known_masks
 from zgraph.passes.canonicalize.narrow import narrow
 from zgraph.passes.canonicalize.packed_documents import packed_documents
-from zgraph.passes.compression.compress import CompressOptions, compress_gathers, compress_reductions
+from zgraph.passes.compression.compress_gathers import compress_gathers
+from zgraph.passes.compression.compress_reductions import compress_reductions
+from zgraph.passes.compression.transfer_in_blocks import CompressOptions
 from zgraph.passes.offload.offload import OffloadOptions, offload
 from zgraph.passes.offload.offload_update import OffloadUpdateOptions, offload_update
 from zgraph.passes.overlap.bucket import BucketOptions, bucket

@@ -1,16 +1,4 @@
-"""Gathers of weights and reductions of gradients in fewer bits than these have (`plan.wire`), two passes.
-
-    compress_gathers      shard -> to_blocks -> all_gather of bytes -> wait -> from_blocks -> the whole parameter
-    compress_reductions   gradient -> to_blocks, a part for each rank -> all_to_all of bytes -> wait -> mean_of_blocks -> this rank's rows
-                          and, where all ranks need the whole, -> to_blocks -> all_gather of bytes -> wait -> from_blocks
-
-*Contract.* On entry parameters are gathered and gradients averaged as they are. On exit those that `wire` says are sent in a format of
-`zgraph.program.block_format`. All ranks compute with the same weights: a rank takes its own rows as they were sent, too. A gradient is
-rounded where it is sent, and added up in float32 (so in ZeRO++, Wang et al. 2023, whose all-to-all this is); where it was reduced by an
-all-reduce the mean is rounded once more. Of a mesh with `replicate` and `dp` gradients are scattered within a group and reduced between
-groups, each in few bits. What has no more bits than the format stays as it is, what `exact` names, and an all-reduce whose second half would
-cost more latency than it saves.
-"""
+"""Puts bytes of `zgraph.program.block_format` in the place of what a transfer sends: the two passes that compress build by it."""
 
 from __future__ import annotations
 
@@ -22,12 +10,11 @@ from torch import fx
 
 from zgraph.names import matches
 from zgraph.passes.analysis.costs import CPU, Costs, size_of
-from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, reductions_of
-from zgraph.passes.contract import graph_pass
+from zgraph.passes.analysis.parameter_collectives import Transfer
 from zgraph.program import collectives
 from zgraph.program.block_format import FROM_BLOCKS, MEAN_OF_BLOCKS, TO_BLOCKS, bytes_of
 from zgraph.program.node import Role, info, set_info, tensor
-from zgraph.program.program import Fact, Program
+from zgraph.program.program import Program
 
 aten = torch.ops.aten
 
@@ -50,51 +37,7 @@ class CompressOptions:
         return max(0, size_of(operand) - sent)
 
 
-@graph_pass(
-    "compress_gathers",
-    "weights are gathered in fewer bits",
-    options=CompressOptions,
-    requires=(Fact.SHARDED,),
-    conflicts=(Fact.BUCKETED,),
-    bitwise=False,
-)
-def compress_gathers(program: Program, options: CompressOptions) -> dict[str, int]:
-    found = [t for t in gathers_of(program) if options.saved(t, 1)]
-    saved = sum(options.saved(t, 1) for t in found)
-    for gather in found:
-        _Sent(program, gather, options).gathered()
-    return {"gathers": len(found), "bytes_saved": saved}
-
-
-@graph_pass(
-    "compress_reductions",
-    "gradients are averaged in fewer bits",
-    options=CompressOptions,
-    requires=(Fact.REDUCED,),
-    conflicts=(Fact.BUCKETED,),
-    bitwise=False,
-)
-def compress_reductions(program: Program, options: CompressOptions) -> dict[str, int]:
-    found = [t for t in reductions_of(program) if _is_worth_it(program, t, options)]
-    saved = sum(options.saved(t, _ranks(program, t)) for t in found)
-    for reduction in found:
-        _Sent(program, reduction, options).reduced()
-    return {"reductions": len(found), "bytes_saved": saved}
-
-
-def _ranks(program: Program, transfer: Transfer) -> int:
-    return program.mesh[collectives.group_of(transfer.start)]
-
-
-def _is_worth_it(program: Program, transfer: Transfer, options: CompressOptions) -> bool:
-    saved = options.saved(transfer, _ranks(program, transfer))
-    if transfer.start.target is not collectives.ALL_REDUCE:
-        return saved > 0
-    link = options.costs.hardware.link(collectives.group_of(transfer.start))
-    return 2 * saved / link.bandwidth > link.latency  # (each rank sends and takes nearly all of it twice)
-
-
-class _Sent:
+class TransferInBlocks:
     """Puts bytes in the place of a transfer's start and wait."""
 
     def __init__(self, program: Program, transfer: Transfer, options: CompressOptions) -> None:

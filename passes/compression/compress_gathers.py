@@ -1,0 +1,31 @@
+"""Weights are gathered in fewer bits (`plan.wire.gather`).
+
+    shard -> to_blocks -> all_gather of bytes -> wait -> from_blocks -> the whole parameter
+
+*Contract.* On entry parameters are gathered as they are. On exit those that `wire` says are sent in a format of `zgraph.program.block_format`.
+All ranks compute with the same weights: a rank takes its own rows as they were sent, too. What has no more bits than the format stays as it
+is, and what `exact` names.
+"""
+
+from __future__ import annotations
+
+from zgraph.passes.analysis.parameter_collectives import gathers_of
+from zgraph.passes.compression.transfer_in_blocks import CompressOptions, TransferInBlocks
+from zgraph.passes.contract import graph_pass
+from zgraph.program.program import Fact, Program
+
+
+@graph_pass(
+    "compress_gathers",
+    "weights are gathered in fewer bits",
+    options=CompressOptions,
+    requires=(Fact.SHARDED,),
+    conflicts=(Fact.BUCKETED,),
+    bitwise=False,
+)
+def compress_gathers(program: Program, options: CompressOptions) -> dict[str, int]:
+    found = [t for t in gathers_of(program) if options.saved(t, 1)]
+    saved = sum(options.saved(t, 1) for t in found)
+    for gather in found:
+        TransferInBlocks(program, gather, options).gathered()
+    return {"gathers": len(found), "bytes_saved": saved}

@@ -1,0 +1,47 @@
+"""Gradients are averaged in fewer bits (`plan.wire.reduce`).
+
+    gradient -> to_blocks, a part for each rank -> all_to_all of bytes -> wait -> mean_of_blocks -> this rank's rows
+    and, where all ranks need the whole, -> to_blocks -> all_gather of bytes -> wait -> from_blocks
+
+*Contract.* On entry gradients are averaged as they are. On exit those that `wire` says are sent in a format of
+`zgraph.program.block_format`. A gradient is rounded where it is sent, and added up in float32 (so in ZeRO++, Wang et al. 2023, whose
+all-to-all this is); where it was reduced by an all-reduce the mean is rounded once more. Of a mesh with `replicate` and `dp` gradients are
+scattered within a group and reduced between groups, each in few bits. What has no more bits than the format stays as it is, what `exact`
+names, and an all-reduce whose second half would cost more latency than it saves.
+"""
+
+from __future__ import annotations
+
+from zgraph.passes.analysis.parameter_collectives import Transfer, reductions_of
+from zgraph.passes.compression.transfer_in_blocks import CompressOptions, TransferInBlocks
+from zgraph.passes.contract import graph_pass
+from zgraph.program import collectives
+from zgraph.program.program import Fact, Program
+
+
+@graph_pass(
+    "compress_reductions",
+    "gradients are averaged in fewer bits",
+    options=CompressOptions,
+    requires=(Fact.REDUCED,),
+    conflicts=(Fact.BUCKETED,),
+    bitwise=False,
+)
+def compress_reductions(program: Program, options: CompressOptions) -> dict[str, int]:
+    found = [t for t in reductions_of(program) if _is_worth_it(program, t, options)]
+    saved = sum(options.saved(t, _ranks(program, t)) for t in found)
+    for reduction in found:
+        TransferInBlocks(program, reduction, options).reduced()
+    return {"reductions": len(found), "bytes_saved": saved}
+
+
+def _ranks(program: Program, transfer: Transfer) -> int:
+    return program.mesh[collectives.group_of(transfer.start)]
+
+
+def _is_worth_it(program: Program, transfer: Transfer, options: CompressOptions) -> bool:
+    saved = options.saved(transfer, _ranks(program, transfer))
+    if transfer.start.target is not collectives.ALL_REDUCE:
+        return saved > 0
+    link = options.costs.hardware.link(collectives.group_of(transfer.start))
+    return 2 * saved / link.bandwidth > link.latency  # (each rank sends and takes nearly all of it twice)
