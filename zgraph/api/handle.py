@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zgraph.api import fsdp_methods
 from zgraph.api.accelerators import ForAccelerate
 from zgraph.api.full_weights import generate_of
 from zgraph.build.resolve_offload import placed_as
@@ -73,6 +74,7 @@ _OWN = (
     *("zgraph", "forward", "_call_impl", "_ddp_params_and_buffers_to_ignore", "_is_accelerate_prepared"),
     *("__deepcopy__", "__reduce_ex__", "generate"),
     *_METHODS,
+    *fsdp_methods.METHODS,
 )
 
 
@@ -505,6 +507,9 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     for name in _METHODS:
         if not _owns(module, name):
             module.__dict__[name] = getattr(handle, name)
+    for name, method in fsdp_methods.methods_of(handle).items():
+        if not _owns(module, name):
+            module.__dict__[name] = method
     module.__dict__["zgraph"] = handle
     module.__dict__["forward"] = handle.forward.compiled
     module.__dict__["_call_impl"] = handle.forward
@@ -570,6 +575,8 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _is_ours(module: nn.Module, name: str) -> bool:
     value = module.__dict__.get(name)
+    if name in fsdp_methods.METHODS:
+        return fsdp_methods.is_ours(value)
     return value is not None and (name not in _METHODS or getattr(value, "__self__", None) is module.__dict__["zgraph"])
 
 
