@@ -106,7 +106,7 @@ def test_what_is_wrong_is_wrong_all_the_same(monkeypatch):
     def larger(value):
         return value * 1.01 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    def off(program, given, states=None):
+    def off(program, given, states=None, watch=None):
         return [tuple(map(larger, row)) for row in run_virtual(program, given, states)]
 
     monkeypatch.setattr("zgraph.verification.virtual_step.run_virtual", off)

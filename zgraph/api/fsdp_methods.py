@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zgraph.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from zgraph.api.handle import Handle
+from zgraph.runtime.runtime import Runtime
 
 METHODS = (
     "set_requires_gradient_sync",
@@ -24,10 +22,10 @@ METHODS = (
 )
 
 
-def methods_of(handle: Handle) -> dict[str, Callable[..., Any]]:
-    """The methods, by name."""
+def methods_of(runtime: Callable[[], Runtime]) -> dict[str, Callable[..., Any]]:
+    """The methods, by name. `runtime` gives what runs the model now."""
     made: dict[str, Callable[..., Any]] = dict.fromkeys(METHODS, _nothing)
-    made["set_requires_gradient_sync"] = functools.partial(_set_requires_gradient_sync, handle)
+    made["set_requires_gradient_sync"] = functools.partial(_set_requires_gradient_sync, runtime)
     made["unshard"] = _unshard
     return made
 
@@ -37,7 +35,9 @@ def is_ours(method: Any) -> bool:
     return getattr(getattr(method, "func", method), "__module__", None) == __name__
 
 
-def _set_requires_gradient_sync(handle: Handle, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+def _set_requires_gradient_sync(
+    runtime: Callable[[], Runtime], requires_gradient_sync: bool, *, recurse: bool = True
+) -> None:
     """Let the backward passes from now on reduce their gradients, or only accumulate as inside `no_sync`.
 
     Raises `UnsupportedError` for a part of the model, `StepError` for a model in stages.
@@ -48,9 +48,9 @@ def _set_requires_gradient_sync(handle: Handle, requires_gradient_sync: bool, *,
             why="all gradients of a backward are reduced, or none",
             hint="leave recurse out",
         )
-    with handle.runtime.no_sync():  # (which a model in stages refuses)
+    with runtime().no_sync():  # (which a model in stages refuses)
         pass
-    handle.runtime.accumulating = not requires_gradient_sync
+    runtime().accumulating = not requires_gradient_sync
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -507,7 +507,7 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     for name in _METHODS:
         if not _owns(module, name):
             module.__dict__[name] = getattr(handle, name)
-    for name, method in fsdp_methods.methods_of(handle).items():
+    for name, method in fsdp_methods.methods_of(lambda: handle.runtime).items():
         if not _owns(module, name):
             module.__dict__[name] = method
     module.__dict__["zgraph"] = handle
