@@ -22,7 +22,7 @@ def main() -> None:
     model = zgraph.compile(llama(), zgraph.Plan(zero=3, backend=given.backend))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     each = 8 // accelerator.num_processes
-    loader = torch.utils.data.DataLoader(rows()[:48], each, collate_fn=DataCollatorForSeq2Seq(tokenizer()))
+    loader = torch.utils.data.DataLoader(rows(), each, collate_fn=DataCollatorForSeq2Seq(tokenizer()))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     for batch in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), 2 * given.steps):
