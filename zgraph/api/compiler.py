@@ -30,7 +30,7 @@ from zgraph.parameters.mixed_precision import check, overflow_error, prepare, re
 from zgraph.parameters.replaced import refuse_unmovable
 from zgraph.parameters.sharding import fingerprint, planned_layout, shard
 from zgraph.plan.lr_schedules import TorchSchedule
-from zgraph.plan.plan import Plan
+from zgraph.plan.plan import MESH_DIMENSIONS, Plan
 from zgraph.plan.shapes import Size, buckets_of
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM, ParamSpec
 from zgraph.ranks.agreement import Agreement
@@ -235,9 +235,11 @@ def _mesh(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> tuple[De
         sizes = plan.resolve_mesh(mesh.size())
         given = dict(zip(names, mesh.shape, strict=True))
         if given != sizes:
+            other = [name for name in names if name not in MESH_DIMENSIONS]
             raise MeshError(
                 f"the mesh given is {given}, the plan's is {sizes}",
-                hint="give one of the plan's sizes, or change plan.mesh",
+                why=f"a plan calls no dimension {other[0]!r}: they are {', '.join(MESH_DIMENSIONS)}" if other else None,
+                hint="give one of the plan's names and sizes, or change plan.mesh",
             )
         return mesh, sizes
     if not dist.is_initialized():

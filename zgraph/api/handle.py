@@ -86,6 +86,7 @@ class Handle(Compiled):
         self.loss_fn = loss_fn
         self.forward: Forward  # (set by `attach`)
         self.whole: bool | None = None  # inside `full_weights`: whether this rank has the weights
+        self._accumulates = False  # whether a model that is not divided yet is to begin so (see `accumulate`)
 
     @property
     def runtime(self) -> Runtime:
@@ -128,6 +129,7 @@ class Handle(Compiled):
         call it."""
         if isinstance(self._runtime, DeferredPipeline):
             self._runtime = started(self._runtime.runtime(args, kwargs))
+            self._runtime.accumulating = self._accumulates
         return self.runtime
 
     def divides(self) -> bool:
@@ -228,6 +230,15 @@ class Handle(Compiled):
         """
         with self.runtime.no_sync():
             yield
+
+    def accumulate(self, only: bool) -> None:
+        """Let backward passes from now on only accumulate as inside `no_sync`, or reduce again. Raises `StepError` for a model in stages."""
+        if self.uncut is not None and not self.uncut.staged:
+            self._accumulates = only
+            return
+        with self.runtime.no_sync():  # (which a model in stages refuses)
+            pass
+        self.runtime.accumulating = only
 
     # -- steps --------------------------------------------------------------------------------------------------------
     def step(self) -> torch.Tensor | None:
@@ -474,6 +485,7 @@ class Handle(Compiled):
             context = replace(old.context, sizes=sizes, costs=costs)
             made = Runtime(old.module, old.forward_function, plan, old.shards, context)
         made.updater.adopt(old.updater, copies=False)
+        made.accumulating = old.accumulating
         made.samples, made.own_steps, made.backwards = old.samples, old.own_steps, old.backwards
         made.saver = old.saver
         made.recorder = old.recorder.of(made) if old.recorder is not None else None
@@ -507,7 +519,7 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     for name in _METHODS:
         if not _owns(module, name):
             module.__dict__[name] = getattr(handle, name)
-    for name, method in fsdp_methods.methods_of(lambda: handle.runtime).items():
+    for name, method in fsdp_methods.methods_of(runtime.sizes, handle.accumulate, handle.zero_grad).items():
         if not _owns(module, name):
             module.__dict__[name] = method
     module.__dict__["zgraph"] = handle
