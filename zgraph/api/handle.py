@@ -514,7 +514,7 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
             return forward_only(runtime, args, kwargs)
         return runtime(*args, **kwargs)
 
-    handle.forward = Forward(module, run, handle.adopt_forward)
+    handle.forward = Forward(module, run, handle.adopt_forward, functools.partial(_is_ours, module))
 
     for name in _METHODS:
         if not _owns(module, name):
@@ -586,10 +586,13 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _is_ours(module: nn.Module, name: str) -> bool:
+    """Whether what stands in the module by this name is zgraph's, and not a function of the user's."""
     value = module.__dict__.get(name)
+    if name not in _OWN or value is None:
+        return False
     if name in fsdp_methods.METHODS:
         return fsdp_methods.is_ours(value)
-    return value is not None and (name not in _METHODS or getattr(value, "__self__", None) is module.__dict__["zgraph"])
+    return name not in _METHODS or getattr(value, "__self__", None) is module.__dict__["zgraph"]
 
 
 class _NotForDDP:

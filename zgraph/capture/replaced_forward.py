@@ -64,17 +64,19 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 class Forward:
     """The forward of one compiled model: `run` takes the arguments of a call, `adopt` another function (which takes the module first) to be
-    captured from now on. What stands on the model as `forward` is `compiled`."""
+    captured from now on. `is_ours` tells of a name whether what the model has by it is zgraph's. What stands on the model as `forward` is
+    `compiled`."""
 
     def __init__(
         self,
         module: nn.Module,
         run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
         adopt: Callable[[Callable[..., Any]], None],
+        is_ours: Callable[[str], bool],
     ) -> None:
         self.module = module
         self.runs = 0
-        self._run, self._adopt = run, adopt
+        self._run, self._adopt, self._is_ours = run, adopt, is_ours
         self._of_class = type(module).forward
         self._wrapper: Any = None  # a function of the user's that calls the compiled forward
         self._take(module.forward)
@@ -125,7 +127,7 @@ class Forward:
         elif given is None:  # (it was deleted from the model: the class's is meant)
             self._capture(types.MethodType(type(self.module).forward, self.module))
         elif given is not self._wrapper:
-            if calls(given, self.compiled, self.module):
+            if calls(given, self.compiled, self.module, self._is_ours):
                 self._wrapper = given
             else:
                 self._capture(given)
@@ -169,13 +171,11 @@ def _place(function: Any) -> str | None:
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
 
 
-def calls(function: Any, wanted: Any, module: nn.Module) -> bool:
+def calls(function: Any, wanted: Any, module: nn.Module, is_ours: Callable[[str], bool]) -> bool:
     """Can a function call `wanted`: does it hold it in its closure, arguments, attributes, or the globals that it names, or does the module hold
-    it under another name?"""
+    it under a name that the user gave it?"""
     kinds = (types.FunctionType, types.MethodType, functools.partial)
-    ours = module.__dict__.get("zgraph")
-    kept = [v for k, v in module.__dict__.items() if k not in ("forward", "__deepcopy__") and isinstance(v, kinds)]
-    stack = [function, *(v for v in kept if getattr(v, "__self__", None) is not ours)]
+    stack = [function, *(v for k, v in module.__dict__.items() if isinstance(v, kinds) and not is_ours(k))]
     seen: set[int] = set()
     while stack and len(seen) < _SEARCHED:
         item = stack.pop()
