@@ -28,16 +28,17 @@ def empty(mode: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.d
 def held_after() -> Iterator[list[torch.Tensor]]:
     """Give a list that has, when the block has ended, the fake tensors made in it that something still holds (what the user's code keeps)."""
     made: list[torch.Tensor] = []
-    before = _alive()  # (held to the end, so that no id is given twice)
+    before = _found()  # (held to the end, so that no id is given twice)
     known = {id(x) for x in before}
     yield made
-    made += [x for x in _alive() if id(x) not in known]
+    if any(id(x) not in known for x in _found()):  # (to look for cycles takes longer, and is only needed then)
+        gc.collect()
+        made += [x for x in _found() if id(x) not in known]
 
 
-def _alive() -> list[torch.Tensor]:
+def _found() -> list[torch.Tensor]:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    gc.collect()
     return [x for x in gc.get_objects() if issubclass(type(x), FakeTensor)]
 
 
