@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config
+from sweeps import sweep
 
 import zgraph
 from zgraph.cache import conditions
@@ -68,7 +69,7 @@ def test_the_same_once_more_is_found(kept):
     assert kept() == 1
 
 
-@pytest.mark.parametrize(
+@sweep(
     "change",
     [
         {"source": MODEL.replace("torch.tanh", "torch.sigmoid")},
@@ -100,22 +101,21 @@ def test_the_same_once_more_is_found(kept):
         "plan",
         "hardware",
     ],
+    quick=6,
 )
 def test_another_model_call_or_plan_is_another_program(kept, change):
     assert kept() == 1
     assert kept(**change) == 2
 
 
-@pytest.mark.parametrize("name", ["TORCHINDUCTOR_FREEZING", "OMP_NUM_THREADS", "CXX", "TRITON_PTXAS_PATH"])
+@sweep("name", ["TORCHINDUCTOR_FREEZING", "OMP_NUM_THREADS", "CXX", "TRITON_PTXAS_PATH"], quick=2)
 def test_another_environment_is_another_program(kept, monkeypatch, name):
     assert kept() == 1
     monkeypatch.setenv(name, "17")
     assert kept() == 2
 
 
-@pytest.mark.parametrize(
-    "what", ["torch", "python", "source", "processor", "threads", "products", "autocast", "config"]
-)
+@sweep("what", ["torch", "python", "source", "processor", "threads", "products", "autocast", "config"], quick=4)
 def test_another_state_of_the_machine_or_of_torch_is_another_program(kept, monkeypatch, fresh, what):
     assert kept() == 1
     conditions._versions.cache_clear()

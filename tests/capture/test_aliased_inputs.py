@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -60,7 +61,7 @@ CALLS = {
 RIGHT = ("same", "buffer", "buffer first", "apart")
 
 
-@pytest.mark.parametrize("how", CALLS)
+@sweep("how", CALLS, quick=4)
 def test_a_call_with_aliased_tensors_is_right_or_refused(how):
     found = [outcome(m, CALLS[how]) for m in (zgraph.compile(Writes(), zgraph.Plan(backend="eager")), Writes())]
     if how in RIGHT:

@@ -33,7 +33,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("form", "message"), FORMS.items())
+@sweep("form, message", FORMS.items(), quick=6)
 def test_an_assertion_fails_as_in_plain_pytorch_and_names_its_line(form, message):
     model = zgraph.compile(Net(form), zgraph.Plan(backend="eager"))
     assert torch.equal(model(GOOD), Net(form)(GOOD))

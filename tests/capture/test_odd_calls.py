@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from sweeps import product
 from torch import nn
 
 import zgraph
@@ -228,8 +229,7 @@ MARKS = {
 }
 
 
-@pytest.mark.parametrize("mark", MARKS)
-@pytest.mark.parametrize("held", [False, True])
+@product("mark, held", MARKS, [False, True], together=1)
 def test_what_torch_compile_is_told_of_sizes_changes_nothing(mark, held):
     """A program is for one size, where the plan says so; what is marked as dynamic for torch.compile is so there."""
 

@@ -150,7 +150,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", list(ARGUMENTS))
+@sweep("kind", list(ARGUMENTS), quick=6)
 def test_an_argument_of_any_kind_is_read_at_every_call(kind):
     make, rule = ARGUMENTS[kind]
     mine, plain = zgraph.compile(Net(rule), EAGER), Net(rule)
@@ -279,7 +279,7 @@ def hook_of_all_modules():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
+@sweep(
     "make",
     [
         defaults,
@@ -296,6 +296,7 @@ def hook_of_all_modules():
         hook_of_all_modules,
     ],
     ids=lambda f: f.__name__,
+    quick=6,
 )
 def test_what_a_forward_reads_of_its_surroundings_is_never_stale(make):
     found = []
@@ -347,7 +348,7 @@ class LooksUp(nn.Module):
         return self.a(x).sum() * self.rule(self)
 
 
-@pytest.mark.parametrize("rule", LOOKED_UP)
+@sweep("rule", LOOKED_UP, quick=3)
 def test_an_attribute_that_is_looked_up_by_its_name_is_never_stale(rule):
     found = []
     for plan in (EAGER, None):
@@ -686,7 +687,7 @@ EFFECTS = {
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", list(EFFECTS))
+@sweep("kind", list(EFFECTS), quick=10)
 def test_what_a_forward_changes_is_changed_at_every_call(kind):
     make, programs = EFFECTS[kind]
     if kind == "a counter of a class" and OLD_DYNAMO:

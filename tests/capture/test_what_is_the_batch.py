@@ -118,7 +118,7 @@ class Attends(nn.Module):
 KINDS = ("module", "weights", "layer", "hand", "window", "pool", "buffer", "table", "shift")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@sweep("kind", KINDS, quick=4)
 def test_a_sequence_that_comes_first_is_seen_by_what_is_done_with_it(kind):
     with pytest.raises(StepError, match="is no batch") as caught:
         train(Attends(kind, first=True), torch.randn(8, 4, 8))
@@ -139,7 +139,7 @@ def test_a_pipeline_sees_it_on_all_ranks(two):
     assert all("dimension 0 of input[0] is no batch" in said for said in two.run(in_stages))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@sweep("kind", KINDS, quick=4)
 def test_the_same_with_the_batch_first_is_cut(kind):
     x, plain = torch.randn(8, 4, 8), Attends(kind, first=False)
     plain(x).backward()

@@ -76,7 +76,7 @@ def compare(layer: str, layout: str, backend: str, scaled: bool = False) -> None
         refuse_differences(run(compiled, x), plain)
 
 
-@pytest.mark.parametrize(("layer", "layout"), KNOWN)
+@sweep("layer, layout", KNOWN, quick=4)
 def test_results_with_other_strides_than_promised_change_no_number(layer, layout):
     compare(layer, layout, "eager")
 

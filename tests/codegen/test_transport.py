@@ -8,6 +8,7 @@ import pytest
 import torch
 from networks import ALONE
 from networks import inputs as inputs_of
+from sweeps import product
 
 import zgraph
 from zgraph.build.planned_step import programs
@@ -41,8 +42,7 @@ def backward(name: str, mesh: dict[str, int], **plan) -> Program:
     return part
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", ["uneven_mlp", "channels_last", "mixed_dtypes"])
+@product("mesh, name", MESHES, ["uneven_mlp", "channels_last", "mixed_dtypes"], together=1)
 def test_over_gloo_a_reduce_scatter_is_an_all_reduce_of_which_a_rank_keeps_its_rows(name, mesh, monkeypatch):
     """Also where gathers are on their way: beside one, gloo's own reduce-scatter would corrupt memory."""
     program = backward(name, mesh)

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -233,7 +234,7 @@ def test_parameters_of_no_group_are_frozen_and_named(caplog):
     assert [n for n, p in weights(model).items() if torch.equal(p, before[n])] == ["0.weight", "0.bias"]
 
 
-@pytest.mark.parametrize(
+@sweep(
     "kind, options",
     [
         (FusedAdam, {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1}),
@@ -241,6 +242,7 @@ def test_parameters_of_no_group_are_frozen_and_named(caplog):
         (FusedLion, {"lr": 1e-3}),
         (FusedLamb, {"lr": 1e-2}),
     ],
+    quick=2,
 )
 def test_deepspeeds_optimizers_are_the_plans(kind, options):
     model = net()

@@ -10,7 +10,7 @@ import faults
 import models
 import pytest
 import torch
-from sweeps import sweep
+from sweeps import product, sweep
 from torch import nn
 from typer.testing import CliRunner
 
@@ -64,7 +64,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "found", "least", "plan"), PLANTED, ids=[p[0].replace(" ", "-") for p in PLANTED])
+@sweep("fault, found, least, plan", PLANTED, ids=[p[0].replace(" ", "-") for p in PLANTED], quick=7)
 def test_a_planted_fault_is_found_where_it_stands(fault, found, least, plan):
     finds(fault, found, plan, 2)
 
@@ -164,8 +164,7 @@ def test_a_correct_pipeline_is_not_accused(plan, zero, backend):
     assert {s.program for s in made.stages} >= {"step", "update"}
 
 
-@pytest.mark.parametrize("world", [1, 4])
-@pytest.mark.parametrize("optimizer", ["Muon", "LAMB", "Lion"])
+@product("world, optimizer", [1, 4], ["Muon", "LAMB", "Lion"], together=1)
 def test_updates_that_communicate_are_not_accused(optimizer, world):
     assert searched(world, optimizer={"name": optimizer, "lr": 1e-2}).ok
 
@@ -175,7 +174,7 @@ def test_parameters_that_lie_elsewhere_are_not_accused():
     assert searched(2, optimizer=ADAM, offload=everything).ok
 
 
-@pytest.mark.parametrize("name", ["tied", "dropout", "batch_norm", "channels_last", "frozen", "shared_gradient"])
+@sweep("name", ["tied", "dropout", "batch_norm", "channels_last", "frozen", "shared_gradient"], quick=3)
 def test_odd_models_are_not_accused(name):
     case = models.build(name)
     torch.manual_seed(1)

@@ -12,7 +12,7 @@ import pytest
 import refusals
 import torch
 from divided_models import Llama
-from sweeps import in_turn, sweep
+from sweeps import in_turn, product, sweep
 
 import zgraph
 from zgraph.build.pass_pipeline import costs_of
@@ -79,7 +79,7 @@ def kept(name):
 @sweep(
     "name, place",
     in_turn(EVERY, ["cpu", "nvme"]),
-    quick=[EVERY.index(name) for name in ("used_several_times", "checkpoint_regions", "dataclass_output")],
+    quick=1,
     indirect=["place"],
 )
 def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all_on_the_device(name, place):
@@ -332,8 +332,7 @@ def sent(program) -> list[str]:
     return [str(info(n).param) for n in program.nodes if n.target is transfers_to_host.OFFLOAD and info(n).param]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2])
+@product("zero, world", [0, 1, 2, 3], [1, 2], together=1)
 def test_gradients_leave_while_the_backward_runs(world, zero, place):
     small = {"reduce": 20_000}  # (a layer's gradients)
     step, _ = planned(world, zero=zero, offload=offloaded(place, "optimizer"), grad_clip=1.0, bucket=small)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import product, sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -91,8 +92,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("at_once", [2**24, 30], ids=["at once", "by rows"])
-@pytest.mark.parametrize("name", KNOWN)
+@product("at_once, name", [2**24, 30], KNOWN, together=1)
 def test_a_mask_that_is_known_is_left_out_of_the_forward_and_the_backward(monkeypatch, name, at_once):
     made, kind = KNOWN[name]
     program = program_of(Masked(made))
@@ -134,12 +134,13 @@ def test_a_mask_that_is_given_or_drawn_stays():
     assert not any(known_masks()(drawn).values())
 
 
-@pytest.mark.parametrize(
+@sweep(
     "name,way",
     [
         *((name, way) for name in ("booleans", "infinities", "everything", "one for all") for way in ("heads", "ring")),
         ("a window", "heads"),
     ],
+    quick=4,
 )
 def test_parts_of_the_sequence_give_what_the_whole_gives_with_the_mask(name, way):
     made = KNOWN[name][0] if name in KNOWN else OTHERS[name]

@@ -125,7 +125,7 @@ def test_a_mask_of_documents_is_recognised(name):
     assert large == []
 
 
-@pytest.mark.parametrize("name", STAY)
+@sweep("name", STAY, quick=5)
 def test_any_other_mask_stays(name):
     _, program, _ = program_of(name, STAY)
     assert packed_documents()(program) == {"attentions": 0}
@@ -144,7 +144,7 @@ ODD_PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", [*MASKS, *ODD, *ODD_PLACES])
+@sweep("name", [*MASKS, *ODD, *ODD_PLACES], quick=6)
 def test_it_is_computed_as_with_the_mask_whatever_the_numbers_are(name):
     if name in MASKS:
         mask_of, numbers = MASKS[name]

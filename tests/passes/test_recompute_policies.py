@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -49,7 +50,7 @@ def step(backend, **options):
     return [loss, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("policy", ["keep_attention", "keep_norm", "keep_loss"])
+@sweep("policy", ["keep_attention", "keep_norm", "keep_loss"], quick=1)
 def test_an_operator_with_several_outputs_is_kept_with_them(policy):
     plain, other = step("eager"), step("eager", recompute=f"{__name__}:{policy}")
     assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))

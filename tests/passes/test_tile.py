@@ -253,7 +253,7 @@ def test_steps_in_turns_are_the_steps(plan):
 
 # -- what is whole ----------------------------------------------------------------------------------------------------
 @BACKENDS
-@pytest.mark.parametrize("recompute", ["auto", "full"])
+@sweep("recompute", ["auto", "full"], quick=1)
 @pytest.mark.parametrize("model,tiles,weights", [(Head, {"loss": 8}, 1), (Wide, {"mlp": 8}, 2)])
 def test_at_most_an_eighth_of_the_large_values_is_there(backend, recompute, model, tiles, weights):
     """Of each weight's gradient the sum so far is there beside them, which is else made after them. (Some KiB more are for rows.)"""

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from sweeps import product
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -85,9 +86,7 @@ def check(record: LossScale, overflows: list[list[bool]]) -> None:
     assert state["iteration"].tolist() == [len(overflows[0])] * len(overflows)
 
 
-@pytest.mark.parametrize("consecutive", [False, True], ids=["", "consecutive"])
-@pytest.mark.parametrize("hysteresis", [1, 2, 3])
-@pytest.mark.parametrize("window", [7, 1000])
+@product("consecutive, hysteresis, window", [False, True], [1, 2, 3], [7, 1000], together=1)
 def test_the_scale_moves_as_deepspeeds_at_every_step(window, hysteresis, consecutive):
     check(
         LossScale(loss_scale_window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive),

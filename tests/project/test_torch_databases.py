@@ -41,7 +41,7 @@ def faults(name: str, backend: str, samples: int) -> list[str]:
     return found
 
 
-@sweep("name", QUICK, quick=4)
+@sweep("name", QUICK, quick=2)
 def test_some_samples_are_equal_on_eager(name: str) -> None:
     assert not faults(name, "eager", 1)
 

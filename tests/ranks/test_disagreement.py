@@ -162,11 +162,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "named"),
-    CASES,
-    ids=["-".join([f.__name__, *map(str, args)]) for f, args, _ in CASES],
-)
+@sweep("function, args, named", CASES, ids=["-".join([f.__name__, *map(str, args)]) for f, args, _ in CASES], quick=8)
 def test_a_difference_raises_on_every_rank(two, function, args, named):
     outcomes = two.attempt(function, *args, limit=60, keep=True)
     everything = "\n".join(str(o.error) for o in outcomes)

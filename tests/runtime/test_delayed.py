@@ -86,7 +86,7 @@ def same(model: nn.Module, weights: list[torch.Tensor]) -> bool:
     return all(torch.equal(p.detach(), w) for p, w in zip(model.parameters(), weights, strict=True))
 
 
-@pytest.mark.parametrize("after", [0, 1, 3, 10])
+@sweep("after", [0, 1, 3, 10], quick=2)
 def test_steps_are_those_of_the_definition_bit_for_bit(after):
     model, losses = trained(plan_of(after))
     expected, weights = by_definition(6, after)

@@ -692,7 +692,7 @@ STAGES = sweep("zero", [0, 1, 2, 3], quick=2)
 LAST_STAGE = sweep("zero", [0, 1, 2, 3], quick=1)  # (where each takes a capture of its own)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@sweep("zero", [0, 1, 2, 3], quick=(0, 3))
 @sweep("name", list(MODELS), quick=1)
 def test_five_steps_are_those_of_torch_bit_for_bit(two, name, zero):
     if name == "Tiny" and zero:

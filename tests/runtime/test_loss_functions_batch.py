@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -32,8 +33,8 @@ def test_a_tensor_that_is_no_part_of_the_batch_is_refused(loss, others):
         step(loss, *others)
 
 
-@pytest.mark.parametrize(
-    ("loss", "others"),
+@sweep(
+    "loss, others",
     [
         (F.cross_entropy, (Y,)),
         (lambda out, y, w: (F.cross_entropy(out, y, reduction="none") * w).mean(), (Y, ONES)),
@@ -49,6 +50,7 @@ def test_a_tensor_that_is_no_part_of_the_batch_is_refused(loss, others):
         (lambda out, y: out.square().sum() / len(y), (Y,)),
         (lambda out, y, counts: F.cross_entropy(out, y, reduction="sum") / (counts * 2).sum(), (Y, ONES)),
     ],
+    quick=5,
 )
 def test_rows_of_the_batch_are_cut(loss, others):
     step(loss, *others)

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from models import Net, batch, built, compiled, equal, weights
-from sweeps import product
+from sweeps import product, sweep
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy
@@ -143,14 +143,15 @@ def test_a_step_inside_averaged_weights_is_refused():
     model.step()
 
 
-@pytest.mark.parametrize(
-    ("name", "args"),
+@sweep(
+    "name, args",
     [
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": 10}),
         ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1}),
         ("LambdaLR", {"lr_lambda": "math:sqrt"}),
         ("MultiStepLR", {"milestones": [2, 4]}),
     ],
+    quick=2,
 )
 def test_torchs_schedulers_that_look_into_an_optimizer_work(name, args):
     schedule = zgraph.TorchSchedule(scheduler=name, args=args)
@@ -217,14 +218,15 @@ def test_an_infinite_gradient_raises_where_the_plan_says_so():
     assert not equal(before, weights(model))
 
 
-@pytest.mark.parametrize(
-    ("record", "key", "value"),
+@sweep(
+    "record, key, value",
     [
         (zgraph.SGD(lr=0.1), "maximize", True),
         (zgraph.Muon(), "ns_steps", 3),
         (zgraph.LAMB(), "max_coeff", 0.5),
         (zgraph.AdamW(), "amsgrad", True),
     ],
+    quick=2,
 )
 def test_a_field_that_the_program_was_made_for_cannot_be_changed_in_silence(record, key, value):
     model = compiled(optimizer=record)

@@ -194,7 +194,7 @@ def test_a_float64_model_is_updated_in_float64(name):
     assert all(s.dtype is torch.float64 for s in states.values())
 
 
-@pytest.mark.parametrize("record", [zgraph.Lion(), zgraph.LAMB(), zgraph.Muon(), zgraph.AdamW8bit(min_row_size=4)])
+@sweep("record", [zgraph.Lion(), zgraph.LAMB(), zgraph.Muon(), zgraph.AdamW8bit(min_row_size=4)], quick=2)
 def test_every_optimizer_updates_a_float64_model(record):
     mine = zgraph.compile(built().double(), zgraph.Plan(backend="eager", optimizer=record))
     before = weights(mine)
@@ -447,8 +447,7 @@ class Shaped(Net):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "dataclass", "ModelOutput"])
+@product("parts, kind", [1, 2], ["tuple", "list", "dict", "dataclass", "ModelOutput"], together=1)
 def test_train_step_returns_what_the_model_returns_for_the_whole_batch(kind, parts):
     if kind == "ModelOutput":
         pytest.importorskip("transformers")
@@ -474,7 +473,7 @@ def _leaves(output: Any) -> list[Any]:
     return torch.utils._pytree.tree_leaves(output)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@sweep("parts", [1, 2], quick=1)
 @pytest.mark.parametrize(
     ("loss_fn", "extra", "cls"),
     [

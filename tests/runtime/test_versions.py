@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from sweeps import product
 from torch import nn
 from torch.nn.functional import linear
 
@@ -60,8 +61,12 @@ def outcome(model, change, of):
     return [p.grad for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("of", [torch.sigmoid, torch.relu, torch.tanh, torch.exp])
-@pytest.mark.parametrize("change", ["nothing", "output", "input", "frozen", "buffer", "shift", "attribute", "weight"])
+@product(
+    "of, change",
+    [torch.sigmoid, torch.relu, torch.tanh, torch.exp],
+    ["nothing", "output", "input", "frozen", "buffer", "shift", "attribute", "weight"],
+    together=1,
+)
 def test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch(of, change):
     plain, model = Net(of), zgraph.compile(Net(of), zgraph.Plan(backend="eager"))
     mine, its = outcome(model, change, of), outcome(plain, change, of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import product
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -70,8 +71,7 @@ def of_some(zero):
     return [n for n, g in gradients(model).items() if not torch.allclose(whole(g), expected[n], rtol=1e-5, atol=1e-7)]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("first", [1, 4])
+@product("zero, first", [0, 1, 3], [1, 4], together=1)
 def test_autograd_grad_leaves_waiting_gradients_alone(two, zero, first):
     assert two.run(asked, zero, first) == [[], []]
 

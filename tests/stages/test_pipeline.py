@@ -228,7 +228,7 @@ def _order(zero: int) -> list[str]:
     return order
 
 
-@pytest.mark.parametrize(("zero", "again"), [(0, []), (1, []), (3, ["ahead"])])
+@sweep("zero, again", [(0, []), (1, []), (3, ["ahead"])], quick=1)
 def test_a_stage_starts_its_first_gathers_before_it_waits_for_what_it_receives(
     four: Ranks, zero: int, again: list[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import product
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -194,8 +195,7 @@ def test_inductor_does(two):
     assert two.run(trained, OtherStage, {"pp": 2}, "inductor") == [None, None]
 
 
-@pytest.mark.parametrize("kind", [SameStage, Data, OnlyAlias])
-@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "dp": 2}, {"dp": 2}])
+@product("kind, mesh", [SameStage, Data, OnlyAlias], [{"pp": 2}, {"pp": 2, "dp": 2}, {"dp": 2}], together=1)
 def test_virtual_ranks_do(kind, mesh):
     plan = zgraph.Plan(backend="eager", mesh=mesh, micro_batches=2)
     inputs = (torch.randn(8 * mesh.get("dp", 1), 4),)

@@ -217,7 +217,7 @@ def test_neither_the_model_nor_the_random_state_changes() -> None:
 
 # -- what is wrong ------------------------------------------------------------------------------------------------------
 @pytest.mark.core
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+@sweep("schedule", ["1f1b", "zb"], quick=1)
 @pytest.mark.parametrize(
     ("fault", "stage", "what", "name", "right"),
     [

@@ -49,7 +49,7 @@ FIRST = range(len(stage_models.MODELS))  # each model, by one way or the other
 
 # -- the same numbers ---------------------------------------------------------------------------------------------------
 @pytest.mark.core
-@sweep("name, way", [*in_turn([*stage_models.MODELS], WAYS), *in_turn([*stage_models.MODELS], WAYS[::-1])], quick=FIRST)
+@sweep("name, way", [*in_turn([*stage_models.MODELS], WAYS), *in_turn([*stage_models.MODELS], WAYS[::-1])], quick=5)
 def test_stages_that_are_found_give_what_the_model_gives(name, way):
     it, (count, how, apart) = cutting(name), way
     assert_same(it, it.found(count, how), apart=apart)
@@ -61,7 +61,7 @@ def test_stages_at_random_operators_give_what_the_model_gives(name, at):
     assert_same(it, it.at_random(count, seed), apart=bool(seed % 2))
 
 
-@sweep("name, at", in_turn(sorted({*models.PLAIN} - PARTED), [(3, 1), (4, 8)]), quick=7)
+@sweep("name, at", in_turn(sorted({*models.PLAIN} - PARTED), [(3, 1), (4, 8)]), quick=3)
 def test_any_model_can_be_cut_at_random_operators(name, at):
     it, (count, seed) = cutting(name), at
     assert_same(it, it.at_random(count, seed), apart=bool(seed % 2), rounded=name in ROUNDED)

@@ -11,6 +11,7 @@ import io
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from sweeps import product, sweep
 from torch import nn
 
 import zgraph
@@ -189,8 +190,7 @@ def rate_as_tensor(optimizer, model):
 CHANGES = [cleared, deleted, popped, assigned, updated, in_place, replaced, counted, rate_as_tensor]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@product("change, kind", CHANGES, ["SGD", "AdamW"], together=1)
 def test_what_is_changed_in_the_state_acts_as_in_torch(kind, change):
     both = Both(kind, 3)
     both.change(change)
@@ -218,7 +218,7 @@ def test_inductor_takes_changed_states_too():
     both.assert_equal(rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "change, said",
     [
         (lambda o, m: o.state[m.a.weight].pop("exp_avg"), "'exp_avg' of 'a.weight' is gone"),
@@ -229,6 +229,7 @@ def test_inductor_takes_changed_states_too():
         (lambda o, m: o.param_groups.append(dict(o.param_groups[0])), "there are 2 groups"),
         (lambda o, m: o.param_groups[0].pop("lr"), "no lr any more"),
     ],
+    quick=4,
 )
 def test_what_no_update_can_go_on_from_is_refused_and_changes_nothing(change, said):
     both = Both("AdamW", 2)

@@ -51,7 +51,7 @@ def test_a_model_is_bit_for_bit_the_plain_one(name, at):
 
 
 @pytest.mark.core
-@sweep("name", ["uneven_mlp", "tied", "dropout", "buffer_update", "shared_gradient", "frozen", "llama"], quick=range(6))
+@sweep("name", ["uneven_mlp", "tied", "dropout", "buffer_update", "shared_gradient", "frozen", "llama"], quick=3)
 def test_stage_3_is_bit_for_bit_on_three_ranks(name):
     assert_same(name, Plan(zero=3, backend="eager"), 3)
 
@@ -78,8 +78,7 @@ def test_hsdp_of_eight_ranks_is_bit_for_bit(name):
     assert_same(name, Plan(mesh={"replicate": 2, "dp": 4}, zero=3, backend="eager"), 8)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("threshold", [20, 10**9])
+@product("stage, threshold", [1, 2, 3], [20, 10**9], together=1)
 def test_parameters_below_the_persistence_threshold_stay_whole_and_bit_for_bit(threshold, stage):
     assert_same("uneven_mlp", Plan(zero=stage, backend="eager", param_persistence_threshold=threshold), 3)
 

@@ -39,7 +39,8 @@ def held_after() -> Iterator[list[torch.Tensor]]:
 def _found() -> list[torch.Tensor]:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return [x for x in gc.get_objects() if issubclass(type(x), FakeTensor)]
+    kinds = {FakeTensor, *FakeTensor.__subclasses__()}
+    return [x for x in gc.get_objects() if type(x) in kinds]
 
 
 def forget_results() -> None:
