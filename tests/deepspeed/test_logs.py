@@ -172,3 +172,32 @@ def test_a_configuration_error_is_caught_by_deepspeeds_name():
     engine, *_ = deepspeed.initialize(model=net(), config=CONFIG | {"checkpoint": {"tag_validation": "Warn"}})
     with pytest.raises(ValueError, match="save_dir"):
         engine.save_checkpoint("")
+
+
+def communicated(stage, ops):
+    """What `comms_logger` says of 4 steps on this rank."""
+    from zgraph.deepspeed import comm
+
+    comm.reset_log()
+    section = {"enabled": True, "prof_all": not ops, "prof_ops": ops}
+    engine, _ = run({"comms_logger": section, "zero_optimization": {"stage": stage}}, steps=4)
+    comm.all_reduce(torch.ones(3))
+    found = comm.log_summary(return_dict=True)
+    comm.configure(enabled=False)
+    engine.destroy()
+    return found
+
+
+def bytes_of(found, name):
+    return sum(row["bytes_per_step"] for row in found["compiled"].get(name, {}).values())
+
+
+def test_collectives_of_compiled_steps_are_counted_with_their_bytes(two):
+    weights = 4 * (8 * 16 + 16 + 16 * 4 + 4)
+    for found in two.run(communicated, 3, []):
+        assert found["steps"] == 4 and found["summary"]["all_reduce"][12]["count"] == 1
+        assert bytes_of(found, "reduce_scatter_tensor") == 2 * weights  # (stage 3 reduces each micro-batch)
+        assert 2 * weights <= bytes_of(found, "all_gather_into_tensor") <= 4 * weights
+        assert found["waited_ms"].keys() == {"gather", "reduce"}
+    only = two.run(communicated, 3, ["all_gather_into_tensor"])[0]
+    assert only["compiled"].keys() == {"all_gather_into_tensor"} and not only["summary"]

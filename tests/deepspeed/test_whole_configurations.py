@@ -195,6 +195,21 @@ def test_elasticity_says_how_large_a_batch_is():
     assert plan.elastic is not None and set(leaves({"elasticity": section})) <= {row.key for row in report.rows}
 
 
+def test_a_pipeline_in_bf16_is_a_plan_unless_its_overflows_are_to_be_checked():
+    """(DeepSpeed checks them by default, which stages can't do.)"""
+    given = {
+        "pipeline": {"stages": 2},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "train_batch_size": 8,
+    }
+    plan, report = deepspeed.plan(given, world=4)
+    assert plan.mesh == {"pp": 2, "dp": 2} and plan.on_nonfinite == "ignore"
+    assert report["bf16.check_grad_overflow"].verdict == "no effect here" and report["bf16.check_grad_overflow"].implied
+    given["bf16"]["check_grad_overflow"] = True
+    assert [row.key for row in deepspeed.report(given, world=4).refused] == ["bf16.check_grad_overflow"]
+
+
 # -- "auto" -----------------------------------------------------------------------------------------------------------------
 AUTO = {
     "train_batch_size": "auto",

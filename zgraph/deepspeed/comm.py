@@ -7,7 +7,8 @@
     dist.all_reduce(gradients)
     dist.log_summary()
 
-What is logged are calls of these functions. The collectives of a compiled step are in its programs: `model.zgraph.timings()` shows them.
+Calls of these functions are timed. The collectives of a compiled step are those of its programs, so they are counted with their bytes
+(`zgraph.deepspeed.compiled_communication`); of their time only what a step waited for can be seen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import functools
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -158,6 +159,10 @@ class CommsLogger:
         self.verbose = False
         self.prof_ops: list[str] = []
         self.calls: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.compiled: Counter[tuple[str, int]] = Counter()  # of compiled programs: by name and bytes
+        self.steps = 0  # of engines, in which these ran
+        self.waited: dict[str, list[float]] = defaultdict(list)  # seconds that a step waited for "gather" and "reduce"
+        self.wants_sample = True  # an engine's next step is to say what it waits for
 
     def wants(self, name: str) -> bool:
         return self.enabled and (not self.prof_ops or name in self.prof_ops)
@@ -166,6 +171,25 @@ class CommsLogger:
         self.calls[name][size].append(seconds)
         if self.verbose:
             logger.info("%s of %s: %.3f ms", name, shown_bytes(size), seconds * 1e3)
+
+    def compiled_summary(self) -> dict[str, dict[int, dict[str, float]]]:
+        """Of compiled programs, by name and bytes: how often in all and in a step, and bytes of a step."""
+        found: dict[str, dict[int, dict[str, float]]] = {}
+        for (name, size), count in sorted(self.compiled.items()):
+            each = count / max(self.steps, 1)
+            found.setdefault(name, {})[size] = {"count": count, "count_per_step": each, "bytes_per_step": each * size}
+        return found
+
+    def waits(self) -> dict[str, float]:
+        """Milliseconds that the last step that was looked at has waited for gathers and for reductions; empty before there is one."""
+        return {part: seconds[-1] * 1e3 for part, seconds in self.waited.items()}
+
+    def forget(self) -> None:
+        """Forget what was measured and counted."""
+        self.calls.clear()
+        self.compiled.clear()
+        self.waited.clear()
+        self.steps = 0
 
     def summary(self) -> dict[str, dict[int, dict[str, float]]]:
         """By name and bytes: how often, milliseconds in all and each, Gbit/s."""
@@ -207,9 +231,11 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Log what was measured on rank 0; returned as a dict if asked for. With `show_straggler` also how much longer the slowest rank waited than
-    the fastest, which all ranks must call. Raises nothing without calls."""
-    found = comms_logger.summary()
+    """Log what was measured on rank 0; returned as a dict if asked for: "summary" of calls, "compiled" of compiled steps, "waited_ms" of one of
+    them. With `show_straggler` also how much longer the slowest rank waited than the fastest, which all ranks must call. Raises nothing
+    without calls. An engine's next step is looked at again for what it waits for."""
+    found, compiled, waits = comms_logger.summary(), comms_logger.compiled_summary(), comms_logger.waits()
+    comms_logger.wants_sample = True
     late: dict[str, float] = {}
     if show_straggler:
         mine = {name: sum(v["total_latency_ms"] for v in sizes.values()) for name, sizes in found.items()}
@@ -227,16 +253,31 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
                     f"{row['avg_latency_ms']:>10.3f}{row['tput_avg_gbps']:>10.2f}"
                 )
         lines += [f"{name}: the slowest rank waited {ms:.2f} ms longer than the fastest" for name, ms in late.items()]
+        lines += _compiled_lines(compiled, waits)
         logger.info("collectives:\n%s", "\n".join(lines))
     if not return_dict:
         return None
     metadata = {"world_size": get_world_size(), "rank": get_rank()}
-    return {"summary": found, "straggler_analysis": late if show_straggler else None, "metadata": metadata}
+    straggling = late if show_straggler else None
+    of_steps = {"compiled": compiled, "steps": comms_logger.steps, "waited_ms": waits}
+    return {"summary": found, "straggler_analysis": straggling, "metadata": metadata, **of_steps}
+
+
+def _compiled_lines(compiled: dict[str, dict[int, dict[str, float]]], waits: dict[str, float]) -> list[str]:
+    if not compiled:
+        return []
+    lines = [f"{'in a compiled step':24}{'size':>12}{'a step':>8}{'bytes a step':>14}"]
+    for name, sizes in compiled.items():
+        for size, row in sizes.items():
+            total = shown_bytes(round(row["bytes_per_step"]))
+            lines.append(f"{name:24}{shown_bytes(size):>12}{row['count_per_step']:>8.4g}{total:>14}")
+    parts = ", ".join(f"{ms:.2f} ms for {part}s" for part, ms in waits.items())
+    return [*lines, f"of these a step waited {parts}" if parts else "no step was looked at yet for what it waits for"]
 
 
 def reset_log() -> None:
-    """Forget what was measured."""
-    comms_logger.calls.clear()
+    """Forget what was measured and counted."""
+    comms_logger.forget()
 
 
 # -- collectives --------------------------------------------------------------------------------------------------------------

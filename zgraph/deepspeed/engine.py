@@ -90,8 +90,10 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
         self._batch = batch
         self._training = training
         self._counters = Counters()
+        self._log = StepLog(config)
         if self.handle.uncut is None:
             self._counters.seen = self.handle.runtime.backwards
+            self._log.communication.watch(self.handle.runtime.clock)
         self._boundary: bool | None = None  # as set by set_gradient_accumulation_boundary
         self._outer = False  # inside of the script's no_sync()
         self._held = contextlib.ExitStack()  # the run time's no_sync(), while backward passes only accumulate
@@ -99,7 +101,6 @@ class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
         self._applied = False
         self._norm: torch.Tensor | float | None = None
         self._iterator: Iterator[Any] | None = None
-        self._log = StepLog(config)
         self._losses: list[torch.Tensor] = []  # of the step that is under way, for monitors
 
     # -- what it stands on --------------------------------------------------------------------------------------------

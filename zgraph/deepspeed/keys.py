@@ -310,7 +310,8 @@ KEYS: dict[str, Key] = {
     "log_level": _nothing("text", 'logging.getLogger("zgraph").setLevel(…)'),
     "disable_python_gc": _nothing("bool", "call gc.disable() yourself"),
     "comms_logger": _nothing(
-        "table", "zgraph.deepspeed.comm measures its own calls; model.zgraph.timings() shows those of a step"
+        "table",
+        "the engine counts the collectives of its steps; comm.log_summary() shows them, and times calls of zgraph.deepspeed.comm",
     ),
     "timers": _nothing("table", _PROFILED),
     "flops_profiler": _nothing("table", _LOGGED),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from zgraph.deepspeed import comm
+from zgraph.deepspeed.compiled_communication import CompiledCommunication
 from zgraph.deepspeed.monitor import Event, Monitor
 from zgraph.deepspeed.settings import value_of
 from zgraph.deepspeed.utils.memory import see_memory_usage
@@ -62,6 +63,7 @@ class StepLog:
         self._profiler = profiler
         self._clocked = self._breakdown or self._profiles is not None
         self._milliseconds: dict[str, float] = {}
+        self.communication = CompiledCommunication()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -76,6 +78,7 @@ class StepLog:
     def stepped(self, engine: Steps, loss: float | None) -> None:
         """Tell of a step that has ended; `loss` is its mean over this rank's micro-batches, where that is known."""
         took, self._milliseconds = self._milliseconds, {}
+        self.communication.stepped(engine.handle.runtime.clock)
         steps = engine.global_steps
         due = bool(self._every) and steps % self._every == 0
         if self.monitor.enabled:

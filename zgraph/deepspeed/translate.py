@@ -360,6 +360,8 @@ def _bf16(draft: Draft, changes: dict[str, Any]) -> None:
     checks = draft.get(key, True)
     if draft.get("optimizer") is None:
         draft.say(key, "no effect here", "there is no optimizer, so nothing is updated")
+    elif draft.fields.get("mesh", {}).get("pp", 1) > 1 and draft.get(key) is None:
+        draft.say(key, "no effect here", "a pipeline's steps are not looked at: one that is not finite updates as well")
     elif checks:
         draft.apply(
             key, "on_nonfinite", "skip", "a step whose gradients are not finite updates nothing, as DeepSpeed has it"

@@ -39,6 +39,7 @@ class Clock:
     reduced: bool = False  # has a backward of this step reduced its gradients?
     on_begin: Callable[[], None] = lambda: None  # what else is told of steps
     on_end: Callable[[], None] = lambda: None
+    on_ran: Callable[[Program], None] = lambda program: None
     _open: list[tuple[str, Any, Any]] = field(default_factory=list)
     _pending: deque[tuple[list[tuple[str, Any, Any]], Any, Any]] = field(default_factory=lambda: deque(maxlen=KEEP))
     _begin: Any = None
@@ -67,6 +68,7 @@ class Clock:
 
     def ran(self, program: Program) -> None:
         """A program ran (in a step that is profiled, its waits are looked for)."""
+        self.on_ran(program)
         if self._profile is not None:
             self._programs.append(program)
 

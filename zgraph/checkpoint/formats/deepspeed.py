@@ -1,9 +1,9 @@
 """A folder of DeepSpeed's: weights in float32, the optimizer's states by parameter, buffers, counts and the loss scale.
 
-Of ZeRO's stages 0 to 3, universal, and of pipelines with ZeRO. What each file says besides tensors is a pickle of DeepSpeed's objects,
-of which none is made (`zgraph.checkpoint.formats.torchfile`). Tensor parallelism and experts are refused: what they cut is not in these
-files. [Note: pipelines] Each stage has its own model file (mp_rank_01 is the second stage's) and the partitions of its parameters; what
-is no parameter is in a file of its layer.
+Of ZeRO's stages 0 to 3, universal, of pipelines with ZeRO, and of tensor parallelism that says what it has cut. What each file says besides
+tensors is a pickle of DeepSpeed's objects, of which none is made (`zgraph.checkpoint.formats.torchfile`). Experts are refused: what they
+cut is not in these files. [Note: pipelines] Each stage has its own model file (mp_rank_01 is the second stage's) and the partitions of its
+parameters; what is no parameter is in a file of its layer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 
 from zgraph.checkpoint.formats.names import unwrapped_all
 from zgraph.checkpoint.formats.stage0 import unsharded
+from zgraph.checkpoint.formats.tensor_parallel import INFO, Layout, check_buffers, merge
 from zgraph.checkpoint.formats.torchfile import MALFORMED, Inert, Stored, TorchFile
 from zgraph.checkpoint.formats.universal import FOLDER, universal
-from zgraph.checkpoint.formats.zero import Gathered, Read, first_stages, in_equal_parts, third_stage
+from zgraph.checkpoint.formats.zero import Held, Read, first_stages, in_equal_parts, third_stage
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Source, TensorInfo
 from zgraph.checkpoint.tensorfile import damaged
 from zgraph.errors import CheckpointError, UnsupportedError
@@ -52,14 +53,18 @@ class DeepSpeed(Source):
         self._files: list[TorchFile] = []
         if (folder / FOLDER).is_dir() and WHOLE in names:  # (one for any stage has stage 3's files beside it)
             names = [n for n in names if n == WHOLE or not MODEL_FILE.fullmatch(n)]
-        self._held: dict[str, Gathered | Stored | torch.Tensor] = {}
+        self._held: dict[str, Held | torch.Tensor] = {}
         try:
             if any(LAYER_FILE.fullmatch(n) for n in names):
                 state, ranks, read = self._of_stages(names)
+            elif any(int(m[2]) for n in names if (m := MODEL_FILE.fullmatch(n))):
+                state, ranks, read = self._of_parts(names)
             else:
                 state, ranks, read = self._of_one(self._ranked(names, MODEL_FILE), self._ranked(names, OPTIMIZER_FILE))
             self._hold(state, read)
             self.known = self._known(state, ranks, read)
+        except UnsupportedError:  # (which is a RuntimeError)
+            raise
         except MALFORMED as error:
             damaged(folder, f"{type(error).__name__}: {error}"[:300])
         self.tensors = {n: TensorInfo.whole(t.dtype, tuple(t.shape)) for n, t in self._held.items()}
@@ -92,6 +97,27 @@ class DeepSpeed(Source):
                 seen += [n for n in group["names"] if n not in seen]
         return {**first, "module": self._of_layers(names, whole)}, every, whole
 
+    def _of_parts(self, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
+        """The same of tensor parallelism: each of its ranks (mp_rank) has files like those of a whole model."""
+        parts = sorted({int(m[2]) for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))})
+        if parts != list(range(len(parts))):
+            lost = next(r for r in range(len(parts) + 1) if r not in parts)
+            raise CheckpointError(f"the files of mp_rank {lost} are missing", where=str(self.folder))
+        states, every, reads = list[dict[str, Any]](), list[list[dict[str, Any]]](), list[Read]()
+        layout: Layout | None = None
+        for part in parts:
+            mine = [n for n in names if f"mp_rank_{part:02d}_" in n]
+            models = self._ranked(mine, MODEL_FILE)
+            if layout is None:
+                layout = Layout(TorchFile(self.folder / models[0]).value.get(INFO), len(parts), self.folder)
+            state, ranks, read = self._of_one(models, self._ranked(mine, OPTIMIZER_FILE))
+            states.append(state)
+            every.append(ranks)
+            reads.append(read)
+        assert layout is not None
+        check_buffers(states, self.folder)
+        return states[0], every[0], merge(layout, reads, states, self.folder)
+
     def _of_layers(self, names: list[str], read: Read) -> dict[str, Any]:
         """What is no parameter of a pipeline's layers, by its name. (A tied layer's file names it once more.)"""
         found: dict[str, Any] = {}
@@ -113,9 +139,9 @@ class DeepSpeed(Source):
                 hint="save it with ZeRO stage 1, which changes no numbers; or convert it with DeepSpeed's ds_to_universal",
             )
         matches = [m for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))]
-        if any((int(m[2]) and not layers) or m[3] for m in matches) or any(ELSEWHERE.fullmatch(n) for n in names):
+        if any(m[3] for m in matches) or any(ELSEWHERE.fullmatch(n) for n in names):
             raise UnsupportedError(
-                "a DeepSpeed checkpoint of tensor parallelism or of experts can't be read",
+                "a DeepSpeed checkpoint of experts, or of a pipeline with tensor parallelism, can't be read",
                 where=str(self.folder),
                 why="its parameters are cut in ways that these files do not say",
                 hint="convert it with DeepSpeed's ds_to_universal, and load that",
@@ -144,6 +170,8 @@ class DeepSpeed(Source):
         state = states[0]
         shapes = state.get("param_shapes") or []
         if (self.folder / FOLDER).is_dir():
+            if INFO in state:  # (shapes of a tensor-parallel rank's parts, where the folder has the whole)
+                shapes = []
             read, files = universal(self.folder / FOLDER, shapes, set(state.get("buffer_names") or ()))
             self._files += files
         elif ranks:
@@ -184,7 +212,7 @@ class DeepSpeed(Source):
 
     def _hold(self, state: Mapping[str, Any], read: Read) -> None:
         """Everything by its name in a source: what the optimizer has, then what only the module has, tied ones under each name."""
-        weights: dict[str, Gathered | Stored] = dict(read.weights)
+        weights: dict[str, Held] = dict(read.weights)
         module = state.get("module") or {}
         at = {(w.start, w.shape): n for n, w in module.items() if isinstance(w, Stored) and w.elements and n in weights}
         tied = state.get("shared_params") or {}

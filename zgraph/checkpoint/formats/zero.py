@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,17 @@ from zgraph.checkpoint.formats.torchfile import Stored, number, plain_group
 from zgraph.errors import CheckpointError
 
 PADDED_TO = 2  # times the number of ranks, in elements
+
+
+class Held(Protocol):
+    """A tensor of a checkpoint that is read when it is asked for."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def read(self) -> torch.Tensor: ...
+    def rows(self, first: int, count: int) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,8 @@ class Gathered:
 class Read:
     """What a checkpoint holds of a model, by the names of parameters: `states` by parameter and key, steps as tensors of their own."""
 
-    weights: dict[str, Gathered | Stored] = field(default_factory=dict)
-    states: dict[tuple[str, str], Gathered | Stored | torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, Held] = field(default_factory=dict)
+    states: dict[tuple[str, str], Held | torch.Tensor] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
 
