@@ -30,7 +30,14 @@ from zgraph.program.program import InputRole, Level, OutputRole, Port, Program, 
 from zgraph.program.sizes import NO_SIZES, is_symbolic
 from zgraph.torch_compat import fx_graphs
 
-_BACKWARD_ONLY = (InputRole.TANGENT, InputRole.ACCUMULATOR, InputRole.SCALE, InputRole.RETURNED)
+_BACKWARD_ONLY = (
+    InputRole.TANGENT,
+    InputRole.ACCUMULATOR,
+    InputRole.SCALE,
+    InputRole.RETURNED,
+    InputRole.RESIDUAL,
+    InputRole.DRAWS,
+)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from zgraph.program.program import InputRole, OutputRole, Port, Program
 _INPUTS = {
     InputRole.PARAMETER: "parameters",
     InputRole.STATE: "states",
+    InputRole.RESIDUAL: "residuals",
     InputRole.UNSHARDED: "gathered",
     InputRole.GRADIENT: "gradients",
     InputRole.ACCUMULATOR: "gradients",

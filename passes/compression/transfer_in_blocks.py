@@ -11,22 +11,33 @@ from torch import fx
 from zgraph.names import matches
 from zgraph.passes.analysis.costs import CPU, Costs, size_of
 from zgraph.passes.analysis.parameter_collectives import Transfer
+from zgraph.passes.zero.gathers import identifier_of
 from zgraph.program import collectives
-from zgraph.program.block_format import FROM_BLOCKS, MEAN_OF_BLOCKS, TO_BLOCKS, bytes_of
-from zgraph.program.node import Role, info, set_info, tensor
-from zgraph.program.program import Program
+from zgraph.program.block_format import (
+    FROM_BLOCKS,
+    MEAN_OF_BLOCKS,
+    TO_BLOCKS,
+    TO_BLOCKS_DRAWN,
+    TO_BLOCKS_FED,
+    bytes_of,
+)
+from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
+from zgraph.program.program import InputRole, Port, Program
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class CompressOptions:
-    """The `format` that is sent, elements in a `block`, and patterns of parameters that stay `exact`. `costs` know the links."""
+    """The `format` that is sent, elements in a `block`, and patterns of parameters that stay `exact`. `costs` know the links. Of gradients
+    alone: are elements `drawn`, and is what was not sent added to the next gradient (`feedback`)?"""
 
     format: str
     block: int = 256
     exact: tuple[str, ...] = ()
     costs: Costs = field(default_factory=lambda: Costs(CPU))
+    drawn: bool = False
+    feedback: bool = False
 
     def saved(self, transfer: Transfer, parts: int) -> int:
         """How many of a transfer's bytes need not be sent in this format; 0 for what is to be exact, or is no floating-point tensor."""
@@ -44,6 +55,7 @@ class TransferInBlocks:
         self.program, self.start, self.wait, self.after = program, transfer.start, transfer.wait, transfer.after
         self.dim = collectives.group_of(self.start)
         self.ranks = program.mesh[self.dim]
+        self.options = options
         self.told = (options.format, options.block)
         self.over, self.waits = info(self.start), info(self.wait)
         self.layout = self.over.replace(role=Role.LAYOUT, mesh_dim=None, stream=None)
@@ -60,7 +72,7 @@ class TransferInBlocks:
         whole = self.start.target is collectives.ALL_REDUCE
         with self.program.graph.inserting_before(self.start):
             operand = self._in_parts() if whole else self.operand
-            sent = self._layout(TO_BLOCKS, (operand, *self.told, self.ranks), "sent")
+            sent = self._sent(operand, self.ranks, "sent", self.dim)
             sizes = [tensor(sent).numel() // self.ranks] * self.ranks
             start = self._collective(collectives.ALL_TO_ALL, (sent, sizes, sizes, self.dim), "bytes")
         with self.program.graph.inserting_before(self.wait):
@@ -77,7 +89,7 @@ class TransferInBlocks:
     def _whole(self, mean: fx.Node) -> fx.Node:
         """What all ranks get of their parts of the mean: a transfer of its own, behind the first."""
         first, self.layout = self.layout, self.layout.replace(transfer=f"{self.start.name}_shared")
-        sent = self._layout(TO_BLOCKS, (mean, *self.told, 1), "mean_sent")
+        sent = self._sent(mean, 1, "mean_sent", f"{self.dim}/mean")
         self.over, self.waits = (r.replace(transfer=self.layout.transfer) for r in (self.over, self.waits))
         start = self._collective(collectives.ALL_GATHER, (sent, self.ranks, self.dim), "shared")
         found = self._back(FROM_BLOCKS, start, [tensor(mean).shape[0] * self.ranks])
@@ -89,6 +101,28 @@ class TransferInBlocks:
             set_info(node, info(node).replace(transfer=self.layout.transfer))
         self.layout = first
         return found
+
+    def _sent(self, operand: fx.Node, parts: int, name: str, place: str) -> fx.Node:
+        """The bytes of (a part of) a gradient. What was not sent of it is the residual at this `place`."""
+        chosen, made_by = self.options, self.layout.made_by
+        draws: fx.Node | None = None
+        places: list[fx.Node] = []
+        record = NodeInfo(Phase.BACKWARD, made_by=made_by)
+        if chosen.drawn:
+            draws = self.program.number_input(Port(InputRole.DRAWS, "draws"), record, name="draws")
+            places = [self.program.rank_index(dim, made_by) for dim, n in self.program.mesh.items() if n > 1]
+        if chosen.feedback:
+            port = Port(InputRole.RESIDUAL, f"{self.layout.param}/{place}")
+            like = tensor(operand)
+            with self.program.fake_mode:
+                fake = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+            slug = f"residual_{identifier_of(port.name)}"
+            residual = self.program.add_input(port, fake, record.replace(param=self.layout.param), name=slug)
+            scale = self.program.input_nodes(InputRole.SCALE).get("loss_scale")
+            return self._layout(TO_BLOCKS_FED, (operand, residual, draws, places, scale, *self.told, parts), name)
+        if draws is not None:
+            return self._layout(TO_BLOCKS_DRAWN, (operand, draws, places, *self.told, parts), name)
+        return self._layout(TO_BLOCKS, (operand, *self.told, parts), name)
 
     def _layout(self, target: object, args: tuple[object, ...], name: str) -> fx.Node:
         return self.program.call(target, args, self.layout, name=f"{self.start.name}_{name}")

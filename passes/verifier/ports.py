@@ -67,6 +67,8 @@ INPUTS: Mapping[InputRole, PortRule] = {
     InputRole.GRADIENT: PortRule(_stored_gradient, serves=True),
     InputRole.IN_FLIGHT: PortRule(serves=True),
     InputRole.TANGENT: PortRule(phase=Phase.BACKWARD),
+    InputRole.RESIDUAL: PortRule(phase=Phase.BACKWARD),
+    InputRole.DRAWS: PortRule(phase=Phase.BACKWARD),
 }
 
 # By role, and by the role of what they change or are the gradient of (None: any other).

@@ -6,7 +6,7 @@ from torch import fx
 
 from zgraph.passes.verifier.faults import Faults, fault
 from zgraph.program import transfers_to_host
-from zgraph.program.aliases import is_random, is_write, mutates, root_of
+from zgraph.program.aliases import is_feedback, is_random, is_write, mutates, root_of
 from zgraph.program.node import Phase, has_info, info
 from zgraph.program.program import Program
 
@@ -62,7 +62,7 @@ def check_random(program: Program) -> Faults:
 
 def check_mutation(program: Program) -> Faults:
     """No operator writes to its arguments, but an update's last step: it writes an input that nothing reads after it (or what was
-    fetched of one, which is then stored)."""
+    fetched of one, which is then stored); and what sends a gradient writes what is left of it into an input that nothing else reads."""
     written: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
@@ -76,7 +76,7 @@ def check_mutation(program: Program) -> Faults:
                 )
         if is_write(node):
             written[node.all_input_nodes[0]] = node
-        elif mutates(node):
+        elif mutates(node) and not is_feedback(node):
             yield fault(
                 program,
                 node,

@@ -372,6 +372,8 @@ class Search:
         there = ", ".join(f"{k} {shown_bytes(v)}" for v, k in holds[:4])
         held = self.outside.held
         outside = f"; {shown_bytes(held)} of it are optimizer states and gradients" if held else ""
+        if outcome.forecast.peak.get("residuals"):
+            outside += f"; residuals {shown_bytes(outcome.forecast.peak['residuals'])} of wire.error_feedback"
         if self.outside.update == outcome.peak:
             outside = "; at the update, which brings states to the device: offload.sub_group_bytes may be smaller"
         return PlanError(

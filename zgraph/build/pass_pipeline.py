@@ -301,8 +301,15 @@ def _compresses(field: str) -> Callable[[PassContext], Decision]:
     return when
 
 
-def _compress_options(context: PassContext, format: str) -> CompressOptions:
-    return CompressOptions(format, context.plan.wire.block, context.plan.wire.exact, context.costs)
+def _gather_options(context: PassContext) -> CompressOptions:
+    wire = context.plan.wire
+    return CompressOptions(wire.gather, wire.block, wire.exact, context.costs)
+
+
+def _reduction_options(context: PassContext) -> CompressOptions:
+    wire = context.plan.wire
+    drawn = wire.rounding == "stochastic"
+    return CompressOptions(wire.reduce, wire.block, wire.exact, context.costs, drawn, wire.error_feedback)
 
 
 def _overlap_options(context: PassContext) -> OverlapOptions:
@@ -365,10 +372,8 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
         _always("gradients leave as this rank stores them"),
         lambda c: ReduceOptions(c.variant.reduce, c.variant.accumulated),
     ),
-    PassRow(compress_gathers, _compresses("gather"), lambda c: _compress_options(c, c.plan.wire.gather)),
-    PassRow(
-        compress_reductions, _in_training(_compresses("reduce")), lambda c: _compress_options(c, c.plan.wire.reduce)
-    ),
+    PassRow(compress_gathers, _compresses("gather"), _gather_options),
+    PassRow(compress_reductions, _in_training(_compresses("reduce")), _reduction_options),
     PassRow(
         partition_activations,
         _in_training(_of("partition_activations", lambda plan: plan.partition_activations)),

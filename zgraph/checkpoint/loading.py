@@ -119,6 +119,7 @@ class _Parts:
     client: dict[str, Any]
     extra: dict[str, Any]
     programs: dict[str, str]  # the hashes of those that this rank ran
+    residuals: dict[str, Any] | None  # see `zgraph.update.residuals`; None: to begin anew
 
 
 def _opened(runtime: Runtime, path: Path, tag: str | None, partial: bool) -> Source:
@@ -136,7 +137,7 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
     runtime.updater.averages.refuse_checkpoint()
     runtime.shards.refresh()
     loading = planned(runtime, source, optimizer)
-    random, client, extra, programs = None, {}, {}, source.known.programs
+    random, client, extra, programs, residuals = None, {}, {}, source.known.programs, None
     if isinstance(source, Checkpoint):
         own = source.own(runtime.everyone.rank())
         if own is not None:
@@ -144,6 +145,7 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
             programs = saved if isinstance(saved := own.get("programs"), dict) else programs
         client = _client_state(runtime, source)
         first = source.own(0) or {}
+        residuals = _residuals(runtime, source, own if own is not None else first, loading) if optimizer else None
         extra = decode(first.get("extra", {}), _copier(source))
         mine = state.extra_states(runtime.module).keys()
         if mine != extra.keys():
@@ -161,7 +163,22 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
                 f"client_state[{key!r}] is a {type(target).__name__}, which has no load_state_dict()",
                 hint="leave it out, and take its value from what load_checkpoint returns",
             )
-    return _Parts(loading, optimizer, random, client, extra, programs)
+    return _Parts(loading, optimizer, random, client, extra, programs, residuals)
+
+
+def _residuals(runtime: Runtime, source: Checkpoint, own: dict[str, Any], loading: Loading) -> dict[str, Any] | None:
+    """What a rank had not sent of its gradients. On other ranks than before only the count of draws goes on."""
+    if "residuals" not in own:
+        return None
+    saved: dict[str, Any] = decode(own["residuals"], _copier(source))
+    before, now = source.known.mesh, mesh_of(runtime.sizes, runtime.updater.held)
+    if saved["residuals"] and before != now:
+        loading.notes.append(
+            f"residuals of wire.error_feedback are of the ranks of mesh {before}, and it is {now} now: they begin at zero, "
+            "and what those ranks had not sent of their gradients is lost"
+        )
+        saved["residuals"] = {}
+    return saved
 
 
 def _copier(source: Source) -> Callable[[str], torch.Tensor]:
@@ -415,6 +432,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
         steps = agreement.most("the steps of a checkpoint", int(max(loading.counts.values(), default=0.0)))
     with torch.inference_mode(False):
         updater.restore(source.known, steps, loading.begun | loading.counts, parts.optimizer)
+    updater.residuals.restore(parts.residuals)
     runtime.samples = source.known.samples or 0 if parts.optimizer else 0
     runtime.own_steps = source.known.steps or 0 if parts.optimizer else 0
     mesh = mesh_of(runtime.sizes, updater.held)

@@ -161,6 +161,9 @@ def snapshot(runtime: Runtime, client_state: dict[str, Any] | None) -> Snapshot:
         "random": state.random_states(runtime.device),
         "extra": encode(extra, keep, "get_extra_state()") if extra else {},
     }
+    residuals = runtime.updater.residuals.state()
+    if residuals is not None:
+        own["residuals"] = encode(residuals, keep, "the residuals")
     if runtime.held is not None:  # (a stage's ranks run programs of their own)
         own["programs"] = dict(runtime.votes.digests)
     tensors |= added

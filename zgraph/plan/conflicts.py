@@ -92,6 +92,28 @@ def _only_in_a_pipeline(field: str) -> Conflict:
     )
 
 
+def _of_gradients(field: str, value: str | bool) -> tuple[Conflict, Conflict]:
+    """What a field of wire needs that changes how gradients are sent."""
+
+    def is_set(plan: Any) -> bool:
+        return bool(getattr(plan.wire, field) == value)
+
+    return (
+        Conflict(
+            f"wire.{field}",
+            lambda plan: is_set(plan) and plan.wire.reduce == "same",
+            f"wire.{field} is set, and gradients are sent as they are",
+            hint='wire.reduce="int8" sends them in few bits; or leave it out',
+        ),
+        Conflict(
+            f"wire.{field}",
+            lambda plan: is_set(plan) and _ranks(plan, "pp") != 1,
+            f"wire.{field} is set together with a pipeline",
+            hint=LEAVE_OUT,
+        ),
+    )
+
+
 def _wants_symbols(plan: Any) -> bool:
     return bool(sizes_in(plan.dynamic)) or plan.shapes == "dynamic"
 
@@ -141,6 +163,15 @@ CONFLICTS = (
         "wire.gather sends weights in fewer bits, and zero is 0",
         why="every rank has all weights, and none is gathered",
         hint="zero=1 or more divides them; or leave gather out",
+    ),
+    *_of_gradients("error_feedback", True),
+    *_of_gradients("rounding", "stochastic"),
+    Conflict(
+        "wire.error_feedback",
+        lambda plan: plan.wire.error_feedback and plan.optimizer is None,
+        "wire.error_feedback is set, but the plan has no optimizer",
+        why="what was not sent is part of the optimizer's state, and of checkpoints",
+        hint=GIVE_OPTIMIZER,
     ),
     Conflict(
         "lr_schedule",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, StrictInt
+from pydantic import Field, StrictBool, StrictInt
 
 from zgraph.record import Record
 
 __all__ = ["Wire"]
 
 Format = Literal["same", "bf16", "fp16", "fp8", "int8", "int4"]
+Rounding = Literal["nearest", "stochastic"]
 
 
 class Wire(Record, frozen=True):
@@ -19,6 +20,15 @@ class Wire(Record, frozen=True):
     gather: Format = Field(default="same", description="of weights, where a rank's shard is sent to the others")
     reduce: Format = Field(default="same", description="of gradients, where they are sent to the rank that keeps them")
     block: StrictInt = Field(default=256, ge=8, le=1 << 20, description="elements for each scale (of 4 bytes)")
+    rounding: Rounding = Field(
+        default="nearest",
+        description="of gradients: to the nearest number of the format, or up or down by chance, so that they are right on average. "
+        "(Weights are always rounded to the nearest.)",
+    )
+    error_feedback: StrictBool = Field(
+        default=False,
+        description="whether a rank adds what a gradient lost by being sent in few bits to the next one (EF-SGD)",
+    )
     exact: tuple[str, ...] = Field(
         default=(), description="patterns of names of parameters that are sent as they are, with their gradients"
     )

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from zgraph.program import collectives, transfers_to_host
+from zgraph.program.block_format import TO_BLOCKS_FED
 from zgraph.program.node import Phase, info
 
 
@@ -76,6 +77,14 @@ def is_write(node: fx.Node) -> bool:
     if not isinstance(place, fx.Node) or info(node).phase is not Phase.UPDATE:
         return False
     return place.op == "placeholder" or transfers_to_host.is_wait(place)
+
+
+def is_feedback(node: fx.Node) -> bool:
+    """Whether this node leaves in an input of its own what it has not sent (error feedback)."""
+    if node.target is not TO_BLOCKS_FED:
+        return False
+    residual = node.args[1]
+    return isinstance(residual, fx.Node) and residual.op == "placeholder" and len(residual.users) == 1
 
 
 def aliases_of(root: fx.Node) -> list[fx.Node]:

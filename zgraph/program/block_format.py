@@ -7,9 +7,16 @@ sent, and the scale is the block's largest absolute value over the largest numbe
 a scale (int8, int4; block-wise quantization, Dettmers et al. 2022; in collectives, ZeRO++, Wang et al. 2023).
 Infinite and NaN elements make all of their block NaN or infinite: what is not finite is never sent as if it were.
 
+An element is rounded to the nearest number of the format, or *drawn*: rounded up with the probability that makes it right on average. A
+draw's random bits are a hash of a counter that is an input of the program, of the rank's positions in the mesh, of the element's position
+in the tensor and of its block's scale: the same again for the same step, and others on each rank, at each step and in each tensor.
+
 `zgraph::to_blocks(x, format, block, parts) -> bytes` and `zgraph::from_blocks(bytes, format, block, parts, shape, dtype) -> x` are the ways there
 and back, of contiguous tensors whose elements the parts divide. `zgraph::mean_of_blocks(bytes, format, block, parts, shape, dtype)` is the mean
 of the parts, each of which has this shape; it is added up in float32, in the order of the parts.
+`zgraph::to_blocks_drawn(x, draws, places, …) -> bytes` draws. `zgraph::to_blocks_fed(x, residual, draws, places, scale, …) -> bytes`
+sends x + scale * residual, and leaves in the residual what was not sent of it (error feedback: Seide et al. 2014, Karimireddy et al. 2019),
+divided by the scale again; where that is not finite the residual stays as it was.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from zgraph.program.ops import library
 
@@ -27,6 +34,7 @@ LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Those without: elements are rounded to a dtype."""
 FORMATS = (*WIDE, "fp8", "int8", "int4")
+_BITS = {"bf16": (-126, 7), "fp16": (-14, 10), "fp8": (-6, 3)}  # the least exponent, and the bits behind the point
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
 """By how much of itself an element may be wrong."""
 
@@ -41,15 +49,57 @@ def bytes_of(elements: int, format: str, block: int) -> int:
     return _SCALE * math.ceil(elements / block) + payload
 
 
-def _to_blocks(x: Tensor, format: str, block: int, parts: int) -> Tensor:
+def _to_blocks(x: Tensor, format: str, block: int, parts: int, key: Tensor | None = None) -> Tensor:
+    """`key`: of what is drawn; None to round to the nearest."""
     rows = x.reshape(parts, -1)
     if format in WIDE:
+        if key is not None:
+            rows = _drawn(rows.float(), format, _shares(rows.shape, key))
         return rows.to(WIDE[format]).contiguous().view(torch.uint8).reshape(-1)
     count = rows.shape[1]
     blocks = _in_blocks(rows.float(), block)
     scales = blocks.abs().amax(-1, keepdim=True) / LARGEST[format]
     sent = torch.where(scales == 0, 0.0, blocks / scales).reshape(parts, -1)[:, :count]
+    if key is not None:
+        of_blocks = scales.view(torch.int32).expand(blocks.shape).reshape(parts, -1)[:, :count]
+        sent = _drawn(sent, format, _shares(sent.shape, key, of_blocks))
     return torch.cat([scales.view(parts, -1).view(torch.uint8), _payload(sent, format)], 1).reshape(-1)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A hash of each number of 32 bits. (int32: shifts bring copies of the sign in, which are masked.)"""
+    x = x ^ (x >> 16 & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15 & 0x1FFFF)
+    x = x * (0x846CA68B - 2**32)
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def key_of(draws: Tensor, places: list[Tensor]) -> Tensor:
+    """The key of what a rank draws: of a counter, and of its positions in the mesh."""
+    key = _mixed((draws & 0x7FFFFFFF).to(torch.int32) ^ 0x3C6EF372)
+    for place in places:
+        key = _mixed(key + 0x9E3779B + place.reshape(()).to(torch.int32))
+    return key
+
+
+def _shares(shape: torch.Size, key: Tensor, of_blocks: Tensor | None = None) -> Tensor:
+    """A number in [0, 1) for each element."""
+    at = _mixed(torch.arange(shape.numel(), dtype=torch.int32, device=key.device).view(shape)) ^ key
+    bits = _mixed(at if of_blocks is None else at ^ of_blocks)
+    return (bits >> 8 & 0xFFFFFF).float() * 2.0**-24
+
+
+def _drawn(values: Tensor, format: str, shares: Tensor) -> Tensor:
+    """Each value as a number of the format, the one below it or the one above."""
+    if format not in _BITS:
+        whole = values.floor()
+        return whole + (shares < values - whole)
+    lowest, mantissa = _BITS[format]
+    step = torch.frexp(values)[1].sub(1).clamp(min=lowest).sub(mantissa)
+    scaled = torch.ldexp(values.double(), -step)
+    whole = scaled.floor()
+    return torch.ldexp(whole + (shares < scaled - whole), step).float()
 
 
 def _in_blocks(rows: Tensor, block: int) -> Tensor:
@@ -88,6 +138,29 @@ def _elements(payload: Tensor, format: str) -> Tensor:
     return torch.where(halves > 7, halves - 16, halves).float()
 
 
+def _to_blocks_drawn(x: Tensor, draws: Tensor, places: list[Tensor], format: str, block: int, parts: int) -> Tensor:
+    return _to_blocks(x, format, block, parts, key_of(draws, places))
+
+
+def _to_blocks_fed(
+    x: Tensor,
+    residual: Tensor,
+    draws: Tensor | None,
+    places: list[Tensor],
+    scale: Tensor | None,
+    format: str,
+    block: int,
+    parts: int,
+) -> Tensor:
+    carried = residual if scale is None else residual * scale
+    whole = x.reshape(-1).float() + carried
+    sent = _to_blocks(whole, format, block, parts, None if draws is None else key_of(draws, places))
+    left = whole - _parts(sent, format, block, parts, whole.numel() // parts).reshape(-1)
+    left = left if scale is None else left / scale
+    residual.copy_(torch.where(left.isfinite(), left, residual))
+    return sent
+
+
 def _from_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
     return _parts(sent, format, block, parts, math.prod(shape) // parts).reshape(shape).to(dtype)
 
@@ -104,28 +177,57 @@ def _like_bytes(x: Tensor, format: str, block: int, parts: int) -> Tensor:
     return x.new_empty(parts * bytes_of(x.numel() // parts, format, block), dtype=torch.uint8)
 
 
+def _like_bytes_drawn(x: Tensor, draws: Tensor, places: list[Tensor], *told: Any) -> Tensor:
+    return _like_bytes(x, *told)
+
+
+def _like_bytes_fed(x: Tensor, residual: Tensor, draws: Any, places: list[Tensor], scale: Any, *told: Any) -> Tensor:
+    return _like_bytes(x, *told)
+
+
 def _like_tensor(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: Any) -> Tensor:
     return sent.new_empty(shape, dtype=dtype)
 
 
 _WHAT = "str format, int block, int parts"
 library.define(f"to_blocks(Tensor x, {_WHAT}) -> Tensor")
+library.define(f"to_blocks_drawn(Tensor x, Tensor draws, Tensor[] places, {_WHAT}) -> Tensor")
+library.define(
+    f"to_blocks_fed(Tensor x, Tensor(a!) residual, Tensor? draws, Tensor[] places, Tensor? scale, {_WHAT}) -> Tensor"
+)
 library.define(f"from_blocks(Tensor sent, {_WHAT}, int[] shape, ScalarType dtype) -> Tensor")
 library.define(f"mean_of_blocks(Tensor sent, {_WHAT}, int[] shape, ScalarType dtype) -> Tensor")
 library.impl("to_blocks", _to_blocks, "CompositeExplicitAutograd")
+library.impl("to_blocks_drawn", _to_blocks_drawn, "CompositeExplicitAutograd")
+library.impl("to_blocks_fed", _to_blocks_fed, "CompositeExplicitAutograd")
 library.impl("from_blocks", _from_blocks, "CompositeExplicitAutograd")
 library.impl("mean_of_blocks", _mean_of_blocks, "CompositeExplicitAutograd")
 torch.library.register_fake("zgraph::to_blocks", _like_bytes, lib=library)
+torch.library.register_fake("zgraph::to_blocks_drawn", _like_bytes_drawn, lib=library)
+torch.library.register_fake("zgraph::to_blocks_fed", _like_bytes_fed, lib=library)
 torch.library.register_fake("zgraph::from_blocks", _like_tensor, lib=library)
 torch.library.register_fake("zgraph::mean_of_blocks", _like_tensor, lib=library)
 
 TO_BLOCKS = torch.ops.zgraph.to_blocks.default
+TO_BLOCKS_DRAWN = torch.ops.zgraph.to_blocks_drawn.default
+TO_BLOCKS_FED = torch.ops.zgraph.to_blocks_fed.default
+SENDERS = (TO_BLOCKS, TO_BLOCKS_DRAWN, TO_BLOCKS_FED)
+"""What makes bytes of its first argument; the last three arguments are the format, the block and the parts."""
 FROM_BLOCKS = torch.ops.zgraph.from_blocks.default
 MEAN_OF_BLOCKS = torch.ops.zgraph.mean_of_blocks.default
 
 
-def most_wrong(x: Tensor, format: str, block: int, parts: int) -> Tensor:
-    """By how much each element may be wrong that was sent so, in the shape of `x`: the bound that the format gives."""
+def is_drawn(sender: fx.Node) -> bool:
+    """Whether what this node sends is drawn, and not rounded to the nearest."""
+    return sender.target is TO_BLOCKS_DRAWN or (sender.target is TO_BLOCKS_FED and sender.args[2] is not None)
+
+
+def most_wrong(x: Tensor, format: str, block: int, parts: int, drawn: bool = False) -> Tensor:
+    """By how much each element may be wrong that was sent so, in the shape of `x`: the bound that the format gives, twice where it is drawn."""
+    return _most_wrong(x, format, block, parts) * (2 if drawn else 1)
+
+
+def _most_wrong(x: Tensor, format: str, block: int, parts: int) -> Tensor:
     values = x.reshape(parts, -1).double().abs()
     if format in WIDE:
         bound = values * ROUNDING[format] + torch.finfo(WIDE[format]).smallest_normal * ROUNDING[format]

@@ -93,6 +93,8 @@ class InputRole(StrEnum):
     SCALARS = "scalars"  # learning rates and other numbers of the optimizer's groups, 1-dim float64
     SIZE = "size"  # a size that differs from call to call, an int
     RANK_INDEX = "index"  # this rank's position in a mesh dimension, 0-dim int64
+    RESIDUAL = "residual"  # what of earlier gradients was not sent, 1-dim float32, written in place: "parameter/mesh dimension"
+    DRAWS = "draws"  # how many backward passes there were before, 0-dim int64: what is drawn by chance is drawn of it
 
 
 class OutputRole(StrEnum):
@@ -412,16 +414,26 @@ class Program:
     def position(self, dim: str, made_by: str) -> fx.Node:
         """This rank's position in a mesh dimension, as an int64 tensor of one element. The pass `made_by` adds the input for it where there
         is none."""
+        index = self.rank_index(dim, made_by)
         record = NodeInfo(phase=Phase.FORWARD, made_by=made_by)
-        index = self.input_nodes(InputRole.RANK_INDEX).get(dim)
-        if index is None:
-            params = self.input_nodes(InputRole.PARAMETER).values()
-            device = next((value(n).device for n in params), None)
-            with self.fake_mode:
-                fake = torch.empty((), dtype=torch.int64, device=device)
-            index = self.add_input(Port(InputRole.RANK_INDEX, dim), fake, record, name=f"rank_in_{dim}")
         with self.graph.inserting_after(self.placeholders()[-1]):
             return self.call(torch.ops.aten.unsqueeze.default, (index, 0), record, name="place")
+
+    def rank_index(self, dim: str, made_by: str) -> fx.Node:
+        """The input that `position` looks at."""
+        port = Port(InputRole.RANK_INDEX, dim)
+        return self.number_input(port, NodeInfo(phase=Phase.FORWARD, made_by=made_by), name=f"rank_in_{dim}")
+
+    def number_input(self, port: Port, record: NodeInfo, *, name: str) -> fx.Node:
+        """The 0-dim int64 input of a role and a name; it is added where there is none."""
+        found = self.input_nodes(port.role).get(port.name)  # type: ignore[arg-type]
+        if found is not None:
+            return found
+        params = self.input_nodes(InputRole.PARAMETER).values()
+        device = next((value(n).device for n in params), None)
+        with self.fake_mode:
+            fake = torch.empty((), dtype=torch.int64, device=device)
+        return self.add_input(port, fake, record, name=name)
 
     def remove_input(self, node: fx.Node) -> None:
         """Remove a placeholder that nothing uses, and its port."""

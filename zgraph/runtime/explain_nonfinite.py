@@ -200,7 +200,7 @@ class NonFinite:
         flat = [forward.before.get(i, v) for i, v in enumerate(forward.flat)]
         trail = Trail(lowered(program, runtime.groups))
         with restored(forward.random, runtime.device):
-            run_stepwise(trail.program, [self._input(p, flat, run) for p in program.inputs], trail.seen)
+            run_stepwise(trail.program, [self._input(p, flat, run, program) for p in program.inputs], trail.seen)
         trace = run.entry.trace
         found = trail.first(trace.loss if trace.loss in trace.differentiable else None)
         if found is None and not all(math.isfinite(float(loss)) for loss in run.losses):
@@ -208,11 +208,15 @@ class NonFinite:
             return Found(len(program.nodes), "", None, "", "forward", "not finite", what)
         return found
 
-    def _input(self, port: Port, flat: Sequence[Any], run: Run) -> Any:
+    def _input(self, port: Port, flat: Sequence[Any], run: Run, program: Program) -> Any:
         if port.role is InputRole.PARAMETER:
             return self.runtime.shards.local(port.name)
         if port.role is InputRole.SCALE:
             return self.runtime.updater.states["/scale"]
+        if port.role is InputRole.RESIDUAL:
+            return self.runtime.updater.residuals.of(program)(port.name).clone()  # (which the run writes to)
+        if port.role is InputRole.DRAWS:
+            return self.runtime.updater.residuals.last_draw()
         assert port.index is not None
         return run.tangents[port.index] if port.role is InputRole.TANGENT else flat[port.index]
 

@@ -301,12 +301,15 @@ class Runtime(Rank):
         reduction = self.waiting.reduction(adds, accumulating=self.accumulating)
         executable = step.backward(reduction.now, bool(reduction.added))
         bindings, left = executable.bindings, iter(saved)
+        residuals = self.updater.residuals
         inputs = self._of_call(step, flat).and_for_call(
             {
                 InputRole.SAVED: lambda _: next(left),  # (in the backward's order)
                 InputRole.TANGENT: tangents.__getitem__,
                 InputRole.ACCUMULATOR: lambda n: (self.waiting.take if n in reduction.added else self.waiting.zeros)(n),
                 InputRole.UNSHARDED: unsharded.__getitem__,
+                InputRole.RESIDUAL: residuals.of(executable.program),
+                InputRole.DRAWS: lambda _: residuals.next_draw(),
             }
         )
         values = bindings.values(inputs)

@@ -29,6 +29,7 @@ from zgraph.update.build import UpdateOptions, scalar_names
 from zgraph.update.groups import members_of
 from zgraph.update.numbers import Numbers
 from zgraph.update.optimizer import PlanOptimizer
+from zgraph.update.residuals import Residuals
 from zgraph.update.states import States
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Updater:
         self.numbers = UpdateNumbers(runtime, self.optimizer, wanted)
         home = runtime.tiers.of("optimizer")
         self.states = States(members, runtime.shards, self.options, runtime.device, self.optimizer, home)
+        self.residuals = Residuals(runtime.device)
         self.grad_norm: torch.Tensor | None = None
         self.hooks: list[Callable[[dict[str, torch.Tensor]], None]] = []
         self.calls = 0
@@ -88,6 +90,7 @@ class Updater:
         else:
             old.finish()
         self.states.adopt(old.states, copies=copies)
+        self.residuals.adopt(old.residuals, copies=copies)
         self._delayed.adopt(old._delayed)
         self.consistency.adopt(old.consistency)
         self.calls, self.hooks = old.calls, list(old.hooks)
@@ -167,6 +170,10 @@ class Updater:
         self._go_on(named, done, done + self.outcomes.skipped())
         if self.scaling is not None:
             logger.warning("an optimizer's state dict holds no loss scale: it goes on where it is")
+        if self.residuals.tensors:
+            logger.warning(
+                "an optimizer's state dict holds no residuals of wire.error_feedback: they go on where they are"
+            )
 
     def restore(self, known: Known, steps: int, counts: dict[str, float], whole: bool) -> None:
         """Go on from a checkpoint whose weights and states were written: so many `steps` the run has taken, `counts` are the updates

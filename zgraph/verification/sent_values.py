@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.program import collectives
-from zgraph.program.block_format import FROM_BLOCKS, MEAN_OF_BLOCKS, TO_BLOCKS, most_wrong
+from zgraph.program.block_format import FROM_BLOCKS, MEAN_OF_BLOCKS, SENDERS, is_drawn, most_wrong
 from zgraph.program.node import info
 from zgraph.program.program import Program
 from zgraph.program.tolerance import Difference
@@ -32,7 +32,7 @@ class SentValues:
     def __call__(
         self, program: Program, node: fx.Node, environments: Sequence[dict[fx.Node, Any]], results: Sequence[Any]
     ) -> None:
-        if node.target is TO_BLOCKS:
+        if node.target in SENDERS:
             self._sent[info(node).transfer] = node, [env[node.all_input_nodes[0]] for env in environments]
         elif collectives.is_start(node):
             self._groups[info(node).transfer] = collectives.group_of(node)
@@ -44,9 +44,9 @@ class SentValues:
         transfer, name = info(node).transfer, str(info(node).param)
         sender, operands = self._sent[transfer]
         group = group_ranks(program.mesh, self._groups[transfer], rank)
-        format, block, parts = sender.args[1:]
+        format, block, parts = sender.args[-3:]
         sent = [operands[r].reshape(-1) for r in group]
-        bounds = [most_wrong(x, format, block, parts).reshape(-1) for x in sent]  # type: ignore[arg-type]
+        bounds = [most_wrong(x, format, block, parts, is_drawn(sender)).reshape(-1) for x in sent]  # type: ignore[arg-type]
         if node.target is MEAN_OF_BLOCKS:
             at = group.index(rank)
             exact = torch.stack([x.double().chunk(len(group))[at] for x in sent]).mean(0)

@@ -247,6 +247,10 @@ class VirtualStep:
             return _laid_out(run.tangents[int(port.name.removeprefix("output_"))], node)
         if port.role is InputRole.SCALE:
             return torch.tensor(SCALE)
+        if port.role is InputRole.RESIDUAL:
+            return torch.zeros(tensor(node).shape)
+        if port.role is InputRole.DRAWS:
+            return torch.tensor(0)
         assert port.index is not None
         value = run.flat[port.index]
         return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,67 @@
+"""What compressed gradients leave for the next step: what was not sent of them, and how often numbers were drawn by chance.
+
+A residual is of this rank alone, by the name of its RESIDUAL port: "layers.0.weight/dp" is what this rank has not yet sent of its
+gradients of a parameter over a mesh dimension, "layers.0.weight/dp/mean" what it has not yet sent of its part of their mean. It is made,
+of zeros, when a program first takes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zgraph.program.node import tensor
+from zgraph.program.program import InputRole, Program
+
+logger = logging.getLogger(__name__)
+
+
+class Residuals:
+    """Those of one rank; `draws` counts the backward passes that drew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.draws = 0
+
+    def of(self, program: Program) -> Callable[[str], torch.Tensor]:
+        """Gives each residual that a program takes, by its port's name."""
+
+        def found(name: str) -> torch.Tensor:
+            shape = tensor(program.input_nodes(InputRole.RESIDUAL)[name]).shape
+            held = self.tensors.get(name)
+            if held is None or held.shape != shape:
+                if held is not None:
+                    logger.warning(
+                        "the residual %s had %d elements, and has %d: it begins at zero", name, *held.shape, *shape
+                    )
+                self.tensors[name] = held = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            return held
+
+        return found
+
+    def next_draw(self) -> torch.Tensor:
+        """The counter that a backward draws by, and the one after it another."""
+        self.draws += 1
+        return torch.tensor(self.draws, device=self.device)
+
+    def last_draw(self) -> torch.Tensor:
+        """The counter of the last backward, for who runs it again."""
+        return torch.tensor(self.draws, device=self.device)
+
+    def adopt(self, old: Residuals, *, copies: bool) -> None:
+        """Go on with another's (or copies of them)."""
+        self.tensors = {n: t.clone() if copies else t for n, t in old.tensors.items()}
+        self.draws = old.draws
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint holds of this rank's; None for nothing."""
+        return {"residuals": dict(self.tensors), "draws": self.draws} if self.tensors or self.draws else None
+
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from what a checkpoint holds; None: begin anew."""
+        self.tensors = {} if saved is None else {n: t.to(self.device) for n, t in saved["residuals"].items()}
+        self.draws = 0 if saved is None else saved["draws"]
