@@ -9,7 +9,7 @@ import torch
 from ranks import Ranks
 from sweeps import sweep
 
-pytest.importorskip("lightning")
+pytest.importorskip("lightning.pytorch")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint

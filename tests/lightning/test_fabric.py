@@ -9,7 +9,7 @@ import torch
 from ranks import Ranks
 from torch import nn
 
-pytest.importorskip("lightning")
+pytest.importorskip("lightning.pytorch")
 
 from lightning.fabric import Fabric
 from lightning_modules import OneModel, TwoModels, as_launched, rows

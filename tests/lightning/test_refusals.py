@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("lightning")
+pytest.importorskip("lightning.pytorch")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging

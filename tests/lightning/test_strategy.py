@@ -9,7 +9,7 @@ import torch
 from ranks import Ranks
 from sweeps import sweep
 
-pytest.importorskip("lightning")
+pytest.importorskip("lightning.pytorch")
 
 from lightning_modules import OneModel, OwnLayers, PartsOfAModel, Texts, TwoModels, rows, trained
 

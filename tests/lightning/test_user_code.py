@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ranks import Ranks
 from torch import nn
 
-pytest.importorskip("lightning")
+pytest.importorskip("lightning.pytorch")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, GradientAccumulationScheduler, ModelSummary
