@@ -14,6 +14,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -127,6 +128,7 @@ class Shaped(nn.Module):
         return Out(y.sum(), y) if self.kind == "dataclass" else made.get(self.kind, y)
 
 
+@pytest.mark.slow
 def test_a_transformers_output_keeps_its_class_and_keys():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -457,7 +459,7 @@ def test_parameters_of_another_form_are_refused(how, called):
         mine(x)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@sweep("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)], quick=(0,))
 def test_a_buffer_of_another_form_makes_a_new_program(backend):
     mine, plain = pair(Scaled, zgraph.Plan(backend=backend))
     x = torch.randn(4, 8)

@@ -115,6 +115,7 @@ class FailsTwice(nn.Module):
         raise IndexError("what comes next")
 
 
+@pytest.mark.slow
 def test_an_error_of_a_capture_has_those_of_all_attempts():
     model = zgraph.compile(FailsTwice(), zgraph.Plan(backend="eager"))
     with pytest.raises(zgraph.errors.CaptureError, match="can't be captured") as caught:

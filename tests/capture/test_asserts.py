@@ -61,6 +61,7 @@ def test_an_assertion_of_a_backward_fails_in_the_backward(backend):
         loss.backward(torch.tensor(1000.0))
 
 
+@pytest.mark.slow
 def test_an_error_that_is_raised_for_values_is_an_assertion_unless_it_is_handled():
     model = zgraph.compile(Net("raised"), zgraph.Plan(backend="eager"))
     assert torch.equal(model(GOOD), Net("raised")(GOOD))

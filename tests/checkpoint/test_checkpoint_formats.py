@@ -379,7 +379,8 @@ def test_an_index_that_files_do_not_fit_is_refused(tmp_path):
 
 # -- DeepSpeed
 @pytest.mark.gloo
-@sweep("stage, zero", [(0, 3), (1, 2), (2, 3), (3, 1)], quick=1)
+@pytest.mark.parametrize("stage, zero", [(0, 3), (1, 2), (2, 3), (3, 1)])
+@pytest.mark.slow
 def test_zgraph_goes_on_where_deepspeed_stopped(two, made_by_deepspeed, stage, zero):
     folder, losses = made_by_deepspeed(stage)
     for found in (go_on(str(folder), zero), *two.run(go_on, str(folder), zero)):

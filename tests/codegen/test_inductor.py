@@ -138,6 +138,7 @@ class Residual(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_is_made_where_it_is_read_and_not_all_by_one_kernel(group: dict[str, str]) -> None:
     inputs = (torch.randint(0, 512, (8, 64)),)
     least = smallest(
@@ -151,6 +152,7 @@ def test_what_is_computed_again_is_made_where_it_is_read_and_not_all_by_one_kern
     assert len(calls) == len(copies)
 
 
+@pytest.mark.slow
 def test_a_dead_buffer_is_held_within_what_values_take_without_weights(
     group: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +336,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@sweep("kind", KINDS, quick=1)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_gradients_are_those_of_plain_pytorch(kind: str) -> None:
     model, x = example(kind)
     expected = model(x)

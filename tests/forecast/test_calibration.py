@@ -127,6 +127,7 @@ def test_a_timed_program_computes_the_same_and_all_of_its_time_is_its_nodes(back
 
 
 @pytest.mark.inductor
+@pytest.mark.slow
 def test_a_tensor_that_the_generated_code_holds_is_there_when_it_is_timed():
     class Scaled(nn.Module):
         def __init__(self) -> None:

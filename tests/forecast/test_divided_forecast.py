@@ -68,6 +68,7 @@ def test_a_program_counts_a_rank_s_part_of_weights_and_gradients(found):
     assert rows[NORM]["layout"] == "Shard(0) over dp"
 
 
+@pytest.mark.slow
 def test_weights_that_are_only_divided_are_never_whole():
     found = inspected(mesh={"tp": 2})
     rows = {row["name"]: row for row in parameters_of(found.way().last.program, found.update.last.program)}

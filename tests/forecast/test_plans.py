@@ -81,6 +81,7 @@ def test_the_search_finds_the_fastest_that_fits_and_sharding_where_nothing_else_
     assert not any(e.fits for e in narrow if e.plan.zero == 0)
 
 
+@pytest.mark.slow
 def test_one_rank_has_nothing_to_shard():
     assert {e.plan.zero for e in search(net(), INPUTS, PLAN, 1, limit_of(PLAN))[0]} == {3}
 
@@ -131,6 +132,7 @@ def test_a_budget_that_is_no_size_is_usage(here, budget):
     assert done.exit_code == 2 and "no size" in done.stderr
 
 
+@pytest.mark.slow
 def test_each_plan_has_its_own_limit_in_whatever_order_they_are_given(here):
     PLAN.save(here / "free.toml")
     PLAN.model_copy(update={"memory_budget": 1000}).save(here / "tight.toml")

@@ -98,7 +98,8 @@ def of_tied(backend: str) -> SymbolicForecast:
     return forecast(case.model, case.inputs, plan)
 
 
-@sweep("backend", ["eager", "inductor"], quick={0})
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.slow
 def test_formulas_agree_at_other_sequence_lengths(backend):
     case, found = build("tied"), of_tied(backend)
     assert found.sizes == Point(24, 4)
@@ -127,7 +128,7 @@ def test_formulas_of_a_llama_agree_with_the_simulator():
     assert square.has(sympy_symbol(found, "batch")), "attention keeps a square of the sequence for each row"
 
 
-@sweep(
+@pytest.mark.parametrize(
     "mesh, worlds",
     [
         ({"replicate": 2, "dp": -1}, [2, 4, 10]),
@@ -135,8 +136,8 @@ def test_formulas_of_a_llama_agree_with_the_simulator():
         ({"replicate": -1}, [1, 3]),
         ({"dp": 4}, [4]),
     ],
-    quick=(0,),
 )
+@pytest.mark.slow
 def test_the_world_is_what_the_mesh_leaves_free(mesh, worlds):
     case = build("uneven_mlp")
     for zero in (0, 3):
@@ -198,6 +199,7 @@ def test_formulas_of_two_products_are_those_on_paper():
     assert found.upper == found.compute + found.communication
 
 
+@pytest.mark.slow
 def test_equal_layers_are_one_kind():
     one, more = (forecast(Two(n), (torch.randn(8, 16),), zgraph.Plan(backend="eager")) for n in (2, 3))
     assert len(one.kinds) == len(more.kinds)
@@ -326,6 +328,7 @@ def test_sizes_that_the_model_has_not_are_refused():
         forecast(Two(), (3,), zgraph.Plan(backend="eager"))
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_is_forecast():
     with torch.device("meta"):
         model = Two()

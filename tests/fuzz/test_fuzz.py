@@ -280,6 +280,7 @@ def large() -> Case:
     return simple("eager", lines=lines, plan=plan, options=("clipped", "ema"), output="dict", loss="huber")
 
 
+@pytest.mark.slow
 def test_a_failure_becomes_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(large()).verdict.word == "equal"
     lost_effect(monkeypatch)

@@ -278,6 +278,7 @@ def test_bad_input_is_refused(args, says):
     assert done.exit_code == 2 and says in done.stderr and not done.stdout
 
 
+@pytest.mark.slow
 def test_a_transformers_folder_is_run_with_numbers_of_its_own(tmp_path):
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -341,6 +341,7 @@ def small(tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_told_with_its_largest_tensors_and_what_would_fit(small):
     device = small(6 * 10**6)
     made = checked(check_targets.wide, world=1, device=device, recompute="none")

@@ -89,6 +89,7 @@ def test_a_node_is_explained_by_who_made_it_and_who_moved_it(found):
     assert "pass shard_parameters made it" in said and "are held from" in said
 
 
+@pytest.mark.slow
 def test_a_node_that_is_computed_again_names_what_it_repeats():
     found = inspected(PLAN.model_copy(update={"recompute": "full"}), case=models.shallow("llama"))
     from zgraph.program.node import info

@@ -261,6 +261,7 @@ def test_every_command_refuses_a_world_that_can_not_be(shell):
         )  # (a table of plans has no hints)
 
 
+@pytest.mark.slow
 def test_a_search_keeps_the_batch_and_varies_the_rest(shell):
     done = shell("plan", "three_rows:factory", "--world", "2", "--search", "--json")
     assert [p["name"][7:] for p in json.loads(done.stdout)["plans"]] == ["micro_batches=2"] * 4

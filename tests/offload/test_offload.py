@@ -123,7 +123,8 @@ def one_weight() -> models.Case:
 
 
 @pytest.mark.inductor
-@sweep("name", ["transformer_encoder", "channels_last", "even_mlp", "one weight"], quick=1)
+@pytest.mark.parametrize("name", ["transformer_encoder", "channels_last", "even_mlp", "one weight"])
+@pytest.mark.slow
 def test_also_compiled_by_inductor(name, tmp_path):
     small = name == "one weight"
     case = one_weight if small else lambda: models.build(name)

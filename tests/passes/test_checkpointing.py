@@ -239,7 +239,8 @@ def test_of_a_dozen_budgets_each_is_kept_and_none_is_slower_than_a_smaller_one(n
     assert found == sorted(found, reverse=True)
 
 
-@sweep("name", ["llama", "layers of all widths"], quick=1)
+@pytest.mark.parametrize("name", ["llama", "layers of all widths"])
+@pytest.mark.slow
 def test_what_keeping_all_takes_is_known_before_it_is_tried(name):
     """What comes into a segment counts only where its backward reads it."""
     program = captured(SEARCHED[name]())

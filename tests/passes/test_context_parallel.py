@@ -183,7 +183,8 @@ def test_weights_gradients_are_all_that_is_summed_and_the_loss():
     assert sum(backward) == sum(p.numel() for p in Llama(layers=1).parameters())
 
 
-@sweep("attention", ["heads", "ring"], quick=1)
+@pytest.mark.parametrize("attention", ["heads", "ring"])
+@pytest.mark.slow
 def test_no_activation_is_whole_anywhere(attention):
     program = program_of(Llama().double(), 64, 4, attention)
     floats = [t for n in program.nodes if n.op == "call_function" for t in [n.meta.get("val")]]

@@ -155,6 +155,7 @@ def test_masks_are_free(name):
     assert not {a.node for a in line.anchors} & line.free
 
 
+@pytest.mark.slow
 def test_rotary_tables_are_free_and_what_is_drawn_or_read_from_parameters_is_not():
     program, _ = case("llama")
     rotary = [n for n in forward_nodes(program) if n.target in (torch.ops.aten.cos.default, torch.ops.aten.sin.default)]
@@ -260,6 +261,7 @@ def test_of_a_wide_view_its_base_is_sent_and_of_a_narrow_one_itself():
 
 
 # -- how ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_uniform_gives_each_stage_as_many_blocks():
     assert [s.first for s in cut("gpt2", 2, "uniform").stages] == ["transformer.wte", "transformer.h.1.ln_1"]
     t5 = [s.first for s in cut("t5", 4, "uniform").stages]

@@ -40,7 +40,7 @@ def assert_same(model, inputs, world, **plan):
     assert any(d.what == "gradient" for d in found.differences)
 
 
-@sweep("name,ranks,sequence", GRID, quick=(0, 1))
+@sweep("name,ranks,sequence", GRID, quick=(0,))
 def test_a_divided_model_is_the_model(name, ranks, sequence):
     assert_same(*own(name), ranks, mesh={"tp": ranks}, sequence_parallel=sequence)
 
@@ -134,6 +134,7 @@ def test_a_layer_of_llama_has_two_all_reduces_in_each_direction():
     }
 
 
+@pytest.mark.slow
 def test_with_sequence_parallelism_a_reduce_scatter_and_an_all_gather_stand_for_each():
     """In the backward what was saved in parts is gathered again, for the weights' gradients, as Megatron does; and the norms' weights have
     a gradient on each rank, which are summed."""

@@ -77,6 +77,7 @@ def test_costs_that_are_wrong_by_four_cost_five_percent_at_most(rate):
     assert max(losses(rate)) < 1.05
 
 
+@pytest.mark.slow
 def test_the_schedule_for_the_costs_alone_would_lose_more(monkeypatch):
     monkeypatch.setattr(overlap, "SPEEDS", (1.0,))
     monkeypatch.setattr(forgiving, "SPEEDS", (1.0,))

@@ -115,7 +115,8 @@ def test_each_rank_sends_the_same_bytes_in_more_messages(sequence):
     assert len(starts(program)) == count + 3 * found["collectives"]
 
 
-@sweep("sequence", [False, True], ids=["sums", "sequence"], quick=1)
+@pytest.mark.parametrize("sequence", [False, True], ids=["sums", "sequence"])
+@pytest.mark.slow
 def test_a_piece_is_on_the_link_while_the_next_is_multiplied(sequence):
     program, costs = divided(4, 256, SLOW, sequence)
     interleave(InterleaveOptions(pieces=2, costs=costs))(program)
@@ -128,7 +129,7 @@ def test_a_piece_is_on_the_link_while_the_next_is_multiplied(sequence):
     assert all(beside.values()) and set(beside) == ({"all_gather", "reduce_scatter"} if sequence else {"all_reduce"})
 
 
-@sweep(
+@pytest.mark.parametrize(
     "rows,length,width,hardware,sequence,chosen",
     [
         (4, 2048, 1024, SLOW, True, True),
@@ -139,8 +140,8 @@ def test_a_piece_is_on_the_link_while_the_next_is_multiplied(sequence):
         (4, 2048, 1024, H100, True, False),
         (4, 2048, 1024, SLOW, False, False),
     ],
-    quick=(5,),
 )
+@pytest.mark.slow
 def test_it_is_done_where_the_simulator_says_that_it_is_faster(rows, length, width, hardware, sequence, chosen):
     program, costs = divided(rows, length, hardware, sequence, width=width)
     whole = simulate(program, costs)

@@ -351,7 +351,8 @@ def a_forward_alone() -> list[int]:
 
 
 @pytest.mark.gloo
-@sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"])
+@pytest.mark.slow
 def test_two_ranks_compute_the_same_numbers_with_transfers_across_the_turn(two: Ranks, backend: str) -> None:
     two.run(compare, backend)
 

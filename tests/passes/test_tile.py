@@ -172,6 +172,7 @@ def test_turns_are_sharded_over_data_ranks_as_well(stage):
 
 
 @product("recompute, backend", ["full", "none", ("mlps.0",)], ["eager", "inductor"], together=1)
+@pytest.mark.slow
 def test_what_is_around_turns_is_computed_again(backend, recompute):
     assert_same(Net().double(), batch(), tiles=BOTH, recompute=recompute, backend=backend)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
-from sweeps import sweep
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the link is compiled by g++")
@@ -359,7 +358,8 @@ def plain_and_emulated(stage: int, seed: int | None) -> tuple[dict[str, Any], di
 
 
 @pytest.mark.core
-@sweep("stage, seed", [(2, None), (3, None), (3, 0)], quick=1)
+@pytest.mark.parametrize("stage, seed", [(2, None), (3, None), (3, 0)])
+@pytest.mark.slow
 def test_steps_over_the_emulated_link_are_those_of_plain_pytorch(stage: int, seed: int | None) -> None:
     import torch
 

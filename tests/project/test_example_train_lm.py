@@ -284,6 +284,7 @@ def test_loss_falls_in_one_process(tmp_path, capsys):
     assert record["sample"] in said
 
 
+@pytest.mark.slow
 def test_eager_in_one_process_trains_as_plain_pytorch_does(monkeypatch, of_few_weights):
     args = train_lm.parse([*SHORT, f"--plan={EAGER}", "--sample=8"])
     compiled = train_lm.train(args, say=lambda line: None)

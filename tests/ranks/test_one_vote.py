@@ -165,7 +165,8 @@ def in_levels(seed: int) -> None:
         agreement.RING = 4
 
 
-@sweep("seed", [3, 9, 21], quick=(2,))
+@pytest.mark.parametrize("seed", [3, 9, 21])
+@pytest.mark.slow
 def test_ranks_that_vote_in_levels_find_the_same(four, seed):
     check_found(four, seed, in_levels)
 

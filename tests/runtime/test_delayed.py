@@ -99,7 +99,7 @@ def test_late_is_not_in_time():
     assert trained(plan_of(10))[1] == trained(plan_of(None))[1]
 
 
-@sweep("parameters", ["none", "cpu", "disk"], quick=2)
+@sweep("parameters", ["none", "cpu", "disk"], quick=1)
 @sweep("states", ["cpu", "disk"], quick=1)
 def test_wherever_states_and_parameters_lie(states, parameters, tmp_path):
     away = {**AWAY, "optimizer": states, "parameters": parameters}

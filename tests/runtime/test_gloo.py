@@ -719,7 +719,7 @@ def test_parameters_smaller_than_the_world_get_the_plain_mean(two, four, zero):
             assert far(mine, plain_mean("Tiny", ranks.world), 5e-7) == []
 
 
-@STAGES
+@LAST_STAGE
 @sweep("name", ["Net", "Tied"], quick=1)
 def test_four_ranks_agree_with_torch_as_far_as_gloos_ring_lets_them(four, name, zero):
     for mine, other in four.run(against_fsdp, name, zero):

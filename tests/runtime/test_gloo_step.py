@@ -347,6 +347,7 @@ def test_ranks_that_would_update_other_parameters_are_told(two):
         assert "layers.0.1.weight" in said, said
 
 
+@pytest.mark.slow
 def test_the_users_own_optimizer_and_scheduler_work_on_clipped_gradients(two):
     assert max(two.run(schedulers_of_torch)) < 1e-5
 

@@ -423,7 +423,8 @@ def test_gradients_with_inductor_are_those_of_one_process(two, name, pieces):
         assert apart(loss, expected) < 1e-6 and furthest(grads, of_one) < 1e-5
 
 
-@sweep("mesh, zero", [(TP, 0), (DP_TP, 3)], quick=(0,), ids=str)
+@pytest.mark.parametrize("mesh, zero", [(TP, 0), (DP_TP, 3)], ids=str)
+@pytest.mark.slow
 def test_parameters_are_plain_shards_that_a_state_dict_carries(two, four, mesh, zero):
     expected = of_all(built())
     for kinds, values, again in worlds(two, four, mesh).run(parameters, mesh, zero):

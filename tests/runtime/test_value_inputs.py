@@ -145,6 +145,7 @@ class Chooses(nn.Module):
         return (layer(x).mean(1) - labels).square().mean()
 
 
+@pytest.mark.slow
 def test_only_the_input_that_decides_is_taken():
     mine, plain = pair(Chooses)
     for which, rows in ((2, 3), (4, 3), (4, 6), (2, 5)):

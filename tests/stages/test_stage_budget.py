@@ -205,11 +205,11 @@ def both(name: str, plan: Plan, budget: int) -> tuple[dict[str, torch.Tensor], d
 
 
 @pytest.mark.gloo
-@sweep(
+@pytest.mark.parametrize(
     "name, schedule",
     [("deep", "1f1b"), ("deep", "zbv"), ("gpt2", "zb"), ("gpt2", "gpipe"), ("Ladder", "1f1b")],
-    quick={0},
 )
+@pytest.mark.slow
 def test_gradients_are_bit_for_bit_those_without_a_budget(two, name, schedule):
     plan = plan_of(schedule, optimizer=None, hardware=None)
     least = refusals.smallest(lambda: forecast(case_of(name), plan.model_copy(update={"memory_budget": 1})))

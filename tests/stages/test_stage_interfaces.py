@@ -355,6 +355,7 @@ def through_torch(where: str) -> tuple[list[float], list[float], set[str]]:
     return first, steps(other, range(2, 4)), meta
 
 
+@pytest.mark.slow
 def test_torchs_state_dicts_take_what_is_not_on_the_meta_device(two, tmp_path):
     found = two.run(through_torch, str(tmp_path / "dcp"))
     for first, again, _ in found:

@@ -172,6 +172,7 @@ def test_a_stale_weight_is_found(monkeypatch):
     begins(verify(seeded(Net), Plan(backend="eager")), "step 2, forward 1", "output")
 
 
+@pytest.mark.slow
 def test_a_lost_hook_of_a_parameter_is_found(monkeypatch):
     def loses(model, *args, **kwargs):
         for param in model.parameters():
