@@ -6,9 +6,10 @@
 *Contract.* On entry gradients are averaged as they are. On exit those that `wire` says are sent in a format of
 `zgraph.program.block_format`. A gradient is rounded where it is sent, and added up in float32 (so in ZeRO++, Wang et al. 2023, whose
 all-to-all this is); where it was reduced by an all-reduce the mean is rounded once more. Of a mesh with `replicate` and `dp` gradients are
-scattered within a group and reduced between groups, each in few bits. With error feedback what sends a gradient has an input more, the
-residual, which it writes; what is drawn by chance has one more for all, a counter. What has no more bits than the format stays as it is, what `exact`
-names, and an all-reduce whose second half would cost more latency than it saves.
+scattered within a group and reduced between groups, each in few bits, or between groups alone (`hierarchical`: an element is then rounded
+twice at most). With error feedback what sends a gradient has an input more, the residual, which it writes; what is drawn by chance has one
+more for all, a counter. What has no more bits than the format stays as it is, what `exact` names, and an all-reduce whose second half would
+cost more latency than it saves.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def _ranks(program: Program, transfer: Transfer) -> int:
 
 def _is_worth_it(program: Program, transfer: Transfer, options: CompressOptions) -> bool:
     saved = options.saved(transfer, _ranks(program, transfer))
+    if options.over not in (None, collectives.group_of(transfer.start)):
+        return False
     if transfer.start.target is not collectives.ALL_REDUCE:
         return saved > 0
     link = options.costs.hardware.link(collectives.group_of(transfer.start))

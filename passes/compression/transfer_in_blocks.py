@@ -28,16 +28,24 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class Correction:
+    """What makes up for few bits: are elements `drawn`, and is what was not sent added to the next gradient (`feedback`)?"""
+
+    drawn: bool = False
+    feedback: bool = False
+
+
+@dataclass(frozen=True)
 class CompressOptions:
     """The `format` that is sent, elements in a `block`, and patterns of parameters that stay `exact`. `costs` know the links. Of gradients
-    alone: are elements `drawn`, and is what was not sent added to the next gradient (`feedback`)?"""
+    alone: the mesh dimension that they are sent `over` in few bits (None: any), and the `correction`."""
 
     format: str
     block: int = 256
     exact: tuple[str, ...] = ()
     costs: Costs = field(default_factory=lambda: Costs(CPU))
-    drawn: bool = False
-    feedback: bool = False
+    over: str | None = None
+    correction: Correction = Correction()
 
     def saved(self, transfer: Transfer, parts: int) -> int:
         """How many of a transfer's bytes need not be sent in this format; 0 for what is to be exact, or is no floating-point tensor."""
@@ -104,7 +112,7 @@ class TransferInBlocks:
 
     def _sent(self, operand: fx.Node, parts: int, name: str, place: str) -> fx.Node:
         """The bytes of (a part of) a gradient. What was not sent of it is the residual at this `place`."""
-        chosen, made_by = self.options, self.layout.made_by
+        chosen, made_by = self.options.correction, self.layout.made_by
         draws: fx.Node | None = None
         places: list[fx.Node] = []
         record = NodeInfo(Phase.BACKWARD, made_by=made_by)

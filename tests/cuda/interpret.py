@@ -27,7 +27,7 @@ from torch._inductor.runtime import triton_helpers
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
-def _round_to_nearest() -> None:
+def round_to_nearest() -> None:
     """The interpreter cuts float32 to bfloat16; a GPU rounds to nearest even, as torch does."""
     bits = {"bf16": (torch.bfloat16, torch.int16, np.uint16)}
     cast, convert = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
@@ -137,7 +137,7 @@ def run(case: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     triton_helpers.set_driver_to_gpu = lambda: None
-    _round_to_nearest()
+    round_to_nearest()
     _libdevice()
     lowered = json.loads((folder / "lowered.json").read_text())
     (folder / "interpreted.json").write_text(

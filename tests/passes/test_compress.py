@@ -97,6 +97,23 @@ def test_both_halves_of_an_all_reduce_are_small_where_that_saves_more_than_it_co
     assert (grouped["a.weight all_to_all"], grouped["a.weight all_gather"]) == (of_groups, half)
 
 
+def test_gradients_are_small_between_groups_alone() -> None:
+    wire = {"gather": "same", "reduce": "int4", "hierarchical": True}
+    options = plan(mesh={"replicate": 2, "dp": 2}, wire=wire)
+    program = programs(Net(), options, (torch.randn(8, 40),), 4, linked(0.0)).program
+    half = 1200  # of a, which a rank of two keeps of its group's mean
+    assert senders(program) == {
+        "a.weight all_to_all": 2 * bytes_of(half // 2, "int4", 256),  # once to the other group, and its mean once to it
+        "a.weight all_gather": bytes_of(half // 2, "int4", 256),
+        "b.weight all_to_all": 2 * bytes_of(19 * 60 // 2, "int4", 256),
+        "b.weight all_gather": bytes_of(19 * 60 // 2, "int4", 256),
+        "b.bias all_to_all": 2 * bytes_of(10, "int4", 256),
+        "b.bias all_gather": bytes_of(10, "int4", 256),
+    }
+    exact = [n for n in program.nodes if n.target is collectives.REDUCE_SCATTER]
+    assert {collectives.group_of(n) for n in exact} == {"dp"} and len(exact) == 3
+
+
 # -- right ------------------------------------------------------------------------------------------------------------
 WAYS = [
     (0, {"dp": -1}, 3, {"reduce": "int8"}),
@@ -104,6 +121,7 @@ WAYS = [
     (2, {"replicate": 2, "dp": 2}, 4, {"gather": "fp8", "reduce": "int8"}),
     (3, {"dp": -1}, 4, {"gather": "bf16", "reduce": "fp16"}),
     (3, {"replicate": 2, "dp": 2}, 4, {"gather": "int4", "reduce": "fp8", "block": 16}),
+    (3, {"replicate": 2, "dp": 2}, 4, {"gather": "int8", "reduce": "int4", "hierarchical": True}),
 ]
 
 
@@ -213,6 +231,8 @@ def test_it_learns_with_micro_batches_and_clipping(two: Ranks) -> None:
         ({"wire": {"gather": "int3"}}, "gather"),
         ({"wire": {"gathers": "int8"}}, "gather"),
         ({"wire": {"reduce": "int8", "block": 1}}, "block"),
+        ({"wire": {"hierarchical": True}, "mesh": {"replicate": 2, "dp": 2}}, "as they are"),
+        ({"wire": {"reduce": "int4", "hierarchical": True}}, "mesh.replicate is 1"),
     ],
 )
 def test_a_wrong_plan_is_refused(fields, said: str) -> None:

@@ -21,7 +21,7 @@ from zgraph.passes.canonicalize.narrow import narrow
 from zgraph.passes.canonicalize.packed_documents import packed_documents
 from zgraph.passes.compression.compress_gathers import compress_gathers
 from zgraph.passes.compression.compress_reductions import compress_reductions
-from zgraph.passes.compression.transfer_in_blocks import CompressOptions
+from zgraph.passes.compression.transfer_in_blocks import CompressOptions, Correction
 from zgraph.passes.offload.offload import OffloadOptions, offload
 from zgraph.passes.offload.offload_update import OffloadUpdateOptions, offload_update
 from zgraph.passes.overlap.bucket import BucketOptions, bucket
@@ -44,10 +44,13 @@ from zgraph.passes.zero.regather import RegatherOptions, regather
 from zgraph.passes.zero.release import release
 from zgraph.passes.zero.scale_loss import scale_loss
 from zgraph.passes.zero.shard_parameters import shard_parameters
-from zgraph.program.program import CONTEXT_DIM, TENSOR_DIM
+from zgraph.program.program import CONTEXT_DIM, DATA_DIMS, TENSOR_DIM
 
 if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
+
+
+BETWEEN_GROUPS = DATA_DIMS[-1]  # gradients are averaged over it last: what is left of them within a group
 
 
 @dataclass(frozen=True)
@@ -308,8 +311,9 @@ def _gather_options(context: PassContext) -> CompressOptions:
 
 def _reduction_options(context: PassContext) -> CompressOptions:
     wire = context.plan.wire
-    drawn = wire.rounding == "stochastic"
-    return CompressOptions(wire.reduce, wire.block, wire.exact, context.costs, drawn, wire.error_feedback)
+    over = BETWEEN_GROUPS if wire.hierarchical else None
+    correction = Correction(wire.rounding == "stochastic", wire.error_feedback)
+    return CompressOptions(wire.reduce, wire.block, wire.exact, context.costs, over, correction)
 
 
 def _overlap_options(context: PassContext) -> OverlapOptions:

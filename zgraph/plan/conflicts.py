@@ -167,6 +167,19 @@ CONFLICTS = (
     *_of_gradients("error_feedback", True),
     *_of_gradients("rounding", "stochastic"),
     Conflict(
+        "wire.hierarchical",
+        lambda plan: plan.wire.hierarchical and plan.wire.reduce == "same",
+        "wire.hierarchical is set, and gradients are sent as they are",
+        hint='wire.reduce="int4" sends them in few bits between groups; or leave it out',
+    ),
+    Conflict(
+        "wire.hierarchical",
+        lambda plan: plan.wire.hierarchical and _ranks(plan, "replicate") == 1,
+        "wire.hierarchical is set, and mesh.replicate is 1",
+        why="gradients are sent in few bits between groups of ranks, and there is one",
+        hint='mesh={"replicate": 2, "dp": -1} has two groups, say of the devices of a node; or leave it out',
+    ),
+    Conflict(
         "wire.error_feedback",
         lambda plan: plan.wire.error_feedback and plan.optimizer is None,
         "wire.error_feedback is set, but the plan has no optimizer",

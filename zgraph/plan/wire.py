@@ -29,6 +29,11 @@ class Wire(Record, frozen=True):
         default=False,
         description="whether a rank adds what a gradient lost by being sent in few bits to the next one (EF-SGD)",
     )
+    hierarchical: StrictBool = Field(
+        default=False,
+        description="whether gradients are reduced as they are within a group of mesh.dp (the devices of a node), and in few bits between the "
+        "groups alone (mesh.replicate: the nodes), as in ZeRO++'s qgZ",
+    )
     exact: tuple[str, ...] = Field(
         default=(), description="patterns of names of parameters that are sent as they are, with their gradients"
     )

@@ -49,7 +49,7 @@ def bytes_of(elements: int, format: str, block: int) -> int:
     return _SCALE * math.ceil(elements / block) + payload
 
 
-def _to_blocks(x: Tensor, format: str, block: int, parts: int, key: Tensor | None = None) -> Tensor:
+def to_blocks(x: Tensor, format: str, block: int, parts: int, key: Tensor | None = None) -> Tensor:
     """`key`: of what is drawn; None to round to the nearest."""
     rows = x.reshape(parts, -1)
     if format in WIDE:
@@ -139,7 +139,7 @@ def _elements(payload: Tensor, format: str) -> Tensor:
 
 
 def _to_blocks_drawn(x: Tensor, draws: Tensor, places: list[Tensor], format: str, block: int, parts: int) -> Tensor:
-    return _to_blocks(x, format, block, parts, key_of(draws, places))
+    return to_blocks(x, format, block, parts, key_of(draws, places))
 
 
 def _to_blocks_fed(
@@ -154,18 +154,19 @@ def _to_blocks_fed(
 ) -> Tensor:
     carried = residual if scale is None else residual * scale
     whole = x.reshape(-1).float() + carried
-    sent = _to_blocks(whole, format, block, parts, None if draws is None else key_of(draws, places))
-    left = whole - _parts(sent, format, block, parts, whole.numel() // parts).reshape(-1)
+    told = (format, block, parts)
+    sent = TO_BLOCKS(whole, *told) if draws is None else to_blocks(whole, *told, key_of(draws, places))
+    left = whole - FROM_BLOCKS(sent, *told, list(whole.shape), torch.float32)
     left = left if scale is None else left / scale
     residual.copy_(torch.where(left.isfinite(), left, residual))
     return sent
 
 
-def _from_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+def from_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
     return _parts(sent, format, block, parts, math.prod(shape) // parts).reshape(shape).to(dtype)
 
 
-def _mean_of_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+def mean_of_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
     first, *others = _parts(sent, format, block, parts, math.prod(shape)).unbind(0)
     total = first.clone()
     for part in others:
@@ -197,11 +198,11 @@ library.define(
 )
 library.define(f"from_blocks(Tensor sent, {_WHAT}, int[] shape, ScalarType dtype) -> Tensor")
 library.define(f"mean_of_blocks(Tensor sent, {_WHAT}, int[] shape, ScalarType dtype) -> Tensor")
-library.impl("to_blocks", _to_blocks, "CompositeExplicitAutograd")
+library.impl("to_blocks", to_blocks, "CompositeExplicitAutograd")
 library.impl("to_blocks_drawn", _to_blocks_drawn, "CompositeExplicitAutograd")
 library.impl("to_blocks_fed", _to_blocks_fed, "CompositeExplicitAutograd")
-library.impl("from_blocks", _from_blocks, "CompositeExplicitAutograd")
-library.impl("mean_of_blocks", _mean_of_blocks, "CompositeExplicitAutograd")
+library.impl("from_blocks", from_blocks, "CompositeExplicitAutograd")
+library.impl("mean_of_blocks", mean_of_blocks, "CompositeExplicitAutograd")
 torch.library.register_fake("zgraph::to_blocks", _like_bytes, lib=library)
 torch.library.register_fake("zgraph::to_blocks_drawn", _like_bytes_drawn, lib=library)
 torch.library.register_fake("zgraph::to_blocks_fed", _like_bytes_fed, lib=library)
