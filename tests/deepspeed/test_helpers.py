@@ -518,3 +518,26 @@ def test_names_of_deepspeeds_are_there_without_imports_of_their_own():
     assert issubclass(deepspeed.DeepSpeedConfigError, ValueError)
     with pytest.raises(AttributeError, match="no attribute"):
         _ = deepspeed.runtime.nothing
+
+
+def test_what_deepspeed_does_between_steps_is_refused_by_name():
+    engine, *_ = deepspeed.initialize(
+        model=nn.Linear(2, 2),
+        config={
+            "train_batch_size": 2,
+            "optimizer": {"type": "SGD"},
+            "zgraph": {"backend": "eager"},
+            "flops_profiler": {"module_depth": 2},
+        },
+    )
+    for name in ("offload_states", "reload_states"):
+        with pytest.raises(UnsupportedError, match=f"engine.{name}"):
+            getattr(engine, name)()
+    with pytest.raises(UnsupportedError, match=r"utils\.groups\._get_data_parallel_group"):
+        deepspeed.utils.groups._get_data_parallel_group()
+    assert (engine.flops_profiler_module_depth(), engine.zero_allgather_partitions(), engine.autotp_size()) == (
+        2,
+        True,
+        0,
+    )
+    dist.destroy_process_group()

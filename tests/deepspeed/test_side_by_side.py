@@ -106,7 +106,7 @@ def configuration(stage, parts, clip, precision, schedule, optimizer, **others):
     if SCHEDULES[schedule] is not None:
         config["scheduler"] = SCHEDULES[schedule]
     if precision != "fp32":
-        config[precision] = HALF if precision == "fp16" else {"enabled": True}
+        config.setdefault(precision, HALF if precision == "fp16" else {"enabled": True})
     return config
 
 
@@ -161,6 +161,17 @@ OTHERS = [
     ),
     configuration(2, 1, 1.0, "fp32", "none", {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}),
     configuration(1, 2, 1.0, "fp32", "none", {"type": "Adagrad", "params": {"lr": 1e-2}}),
+    configuration(2, 2, 0.3, "fp32", "cosine", {"type": "Adagrad", "params": {"lr": 1e-2}}),
+    configuration(0, 3, 0.3, "fp32", "none", SGD, gradient_predivide_factor=4.0),
+    configuration(3, 2, 1.0, "fp32", "cycle", ADAM),
+    configuration(0, 2, 0.5, "fp32", "cycle", SGD),
+    configuration(0, 1, 0.5, "bf16", "warmup", ADAM),
+    configuration(3, 1, 0.0, "bf16", "none", SGD),
+    configuration(2, 3, 0.3, "fp16", "range", ADAM),
+    configuration(3, 2, None, "fp16", "cosine", SGD),
+    configuration(1, 2, 1.0, "fp16", "none", ADAM, fp16=HALF | {"loss_scale": 64.0}),
+    configuration(3, 2, 1.0, "bf16", "none", ADAM, communication_data_type="fp32"),
+    configuration(1, 3, 0.3, "fp32", "decay", {"type": "SGD", "params": {"lr": 0.03, "weight_decay": 0.1}}),
 ]
 
 

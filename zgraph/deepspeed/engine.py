@@ -29,6 +29,7 @@ from zgraph.deepspeed import comm
 from zgraph.deepspeed.checkpoints import Checkpoints
 from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader, Share
 from zgraph.deepspeed.monitor import Monitor
+from zgraph.deepspeed.refused import Refused
 from zgraph.deepspeed.settings import Settings
 from zgraph.deepspeed.step_log import StepLog
 from zgraph.errors import ModelError, StepError
@@ -77,7 +78,7 @@ class Counters:
     skipped_before: int = field(default=0)  # the run time's count
 
 
-class DeepSpeedEngine(Checkpoints, Settings, nn.Module):  # type: ignore[misc]
+class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignore[misc]
     """See the module. `module` is the script's own model, compiled in place; `config` the configuration as it was given.
 
     Attributes that the engine has not are the model's.

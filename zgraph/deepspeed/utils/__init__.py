@@ -1,6 +1,7 @@
 """DeepSpeed's `utils`: logging, whole values of sharded parameters, loaders."""
 
 from zgraph.deepspeed.dataloader import RepeatingLoader
+from zgraph.deepspeed.utils import groups
 from zgraph.deepspeed.utils.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -29,6 +30,7 @@ from zgraph.deepspeed.whole_values import (
 __all__ = [
     "RepeatingLoader",
     "get_z3_leaf_modules",
+    "groups",
     "log_dist",
     "logger",
     "memory_status",

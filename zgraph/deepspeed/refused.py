@@ -1,0 +1,27 @@
+"""What DeepSpeed's engine does and this one refuses by name."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from zgraph.errors import UnsupportedError
+
+
+class Refused:
+    """Methods of an engine that raise `UnsupportedError`."""
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `UnsupportedError`: a plan says what is stored on the host, for the whole run."""
+        raise _stays("offload_states")
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `UnsupportedError`; see `offload_states`."""
+        raise _stays("reload_states")
+
+
+def _stays(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"engine.{name}()",
+        why="compiled programs know where weights and states are stored, and that does not change between steps",
+        hint='"offload_optimizer" and "offload_param" in the configuration; or save a checkpoint, and load it later',
+    )
