@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from trainers import ONE, as_launched, trained, trainer_of
 
 import zgraph
+from zgraph.checkpoint.detect_format import open_checkpoint
 from zgraph.errors import ModelError
 
 pytest.importorskip("transformers")
@@ -45,6 +46,11 @@ def test_adapters_train_as_over_ddp(two: Ranks, tmp_path: Path, adapter: str, ze
         load_file(tmp_path / run / "checkpoint-6" / "adapter_model.safetensors") for run in ("mine", "plain")
     )
     assert ours.keys() == theirs.keys()
+    if "save_only_model" not in options:
+        held = open_checkpoint(tmp_path / "mine" / "checkpoint-6", "zgraph").tensors
+        assert {n for n in held if n.startswith("model.")} and not any(
+            "base_layer.weight" in n or "embed" in n for n in held
+        )
     for name, value in theirs.items():
         # Adam divides by the gradient's size, so that of one that is nearly zero makes a whole step of its rounding.
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=5e-3 if "bf16" in options else 2e-5, msg=name)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+import zgraph
 
 WORDS = 99
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -278,7 +281,10 @@ _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # (class of the model, 
 
 REFUSED = ("Longformer", "Wav2Vec2")
 """Look at values of tensors, or change which tensors require gradients, in forward."""
-NAMES = sorted(({*DECODERS} | {*_OTHERS}) - {*REFUSED}, key=str.lower)
+LANGUAGE = sorted({*DECODERS} | {n for n, (kind, *_) in _OTHERS.items() if kind.endswith("ForCausalLM")}, key=str.lower)
+"""Language models: dense ones, mixtures of experts, state spaces."""
+ELSE = sorted({*_OTHERS} - {*LANGUAGE} - {*REFUSED}, key=str.lower)
+"""Encoders, pairs of encoder and decoder, vision, sound, several kinds of input."""
 
 
 def words() -> dict[str, Any]:
@@ -343,3 +349,20 @@ def build(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     else:
         batch = words()
     return model, batch
+
+
+def compare(name: str, backend: str) -> tuple[float, float]:
+    """What compiled training differs from plain PyTorch's by: the loss, relative, and the worst gradient, in parts of all gradients' norm."""
+    plain, batch = build(name)
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend=backend))
+    losses = []
+    for model in (plain, mine):
+        torch.manual_seed(5)
+        losses.append(model(**batch).loss)
+        losses[-1].backward()
+    pairs = [(a.grad, b.grad) for a, b in zip(plain.parameters(), mine.parameters(), strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    grads = [(a, b) for a, b in pairs if a is not None]
+    total = torch.stack([a.norm() for a, _ in grads]).norm()
+    worst = max(float((a - b).norm() / total) for a, b in grads)
+    return float((losses[0] - losses[1]).abs() / losses[0].abs()), worst

@@ -75,14 +75,21 @@ def trainer_of(kind: str, folder: str, adapter: str | None = None, **options: An
     return trl.SFTTrainer(model, args=trl.SFTConfig(**given), train_dataset=data, processing_class=words)
 
 
-def trained(kind: str, folder: str, plan: dict[str, Any] | None, adapter: str | None, options: dict[str, Any]) -> Any:
+def trained(
+    kind: str,
+    folder: str,
+    plan: dict[str, Any] | None,
+    adapter: str | None,
+    options: dict[str, Any],
+    resume: str | None = None,
+) -> Any:
     """What a run logged, but for times; and how many programs were made."""
     warnings.filterwarnings("ignore")
     with as_launched():
         trainer = trainer_of(kind, folder, adapter, **options)
         if plan is not None:
             zgraph.hf.attach(trainer, zgraph.Plan(**{**EAGER, **plan}))
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
         logs = [
             {k: float(v) for k, v in entry.items() if "time" not in k and "per_second" not in k and "runtime" not in k}
             for entry in trainer.state.log_history[:-1]

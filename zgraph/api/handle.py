@@ -306,6 +306,7 @@ class Handle(Compiled):
         async_: bool = False,
         *,
         keep_last: int | None = None,
+        frozen: bool = True,
     ) -> str:
         """Save all that a run needs to go on from here, into the folder `tag` ("step100", say) of `dir`; returns the tag.
 
@@ -315,11 +316,12 @@ class Handle(Compiled):
         writes what it holds. The checkpoint is complete, on disk and named by `latest` when this returns, or there is none.
 
         With `async_` it returns once everything was copied to the host's memory; what goes wrong later is raised by the next save or load,
-        or by `finish()`. `keep_last`: remove all but so many of the newest checkpoints. All ranks must call it. Raises
-        `CheckpointError` if it can't be written (the run can go on), `StepError` while gradients wait for `step()`.
+        or by `finish()`. `keep_last`: remove all but so many of the newest checkpoints. `frozen=False`: leave out weights that require no
+        gradient; loading leaves those as the model has them. All ranks must call it. Raises `CheckpointError` if it can't be written (the
+        run can go on), `StepError` while gradients wait for `step()`.
         """
         return self.saver.save(
-            self.runtime, Path(dir).absolute(), tag, client_state, async_=async_, keep_last=keep_last
+            self.runtime, Path(dir).absolute(), tag, client_state, async_=async_, keep_last=keep_last, frozen=frozen
         )
 
     def load_checkpoint(

@@ -109,6 +109,12 @@ def _fault_of(x: torch.Tensor) -> Fault | None:
             "use the plain model",
         )
     kind = type(x)
+    if isinstance(x, nn.Parameter) and kind is not nn.Parameter and not (x.is_floating_point() or x.is_complex()):
+        return (
+            f"a {kind.__qualname__}, quantized weights of {kind.__module__.partition('.')[0]}",
+            "only its own class knows what the numbers mean",
+            'load the model without quantization: precision="bf16" and zero=3 of a plan divide what weights take',
+        )
     given = kind.__torch_function__
     if (
         getattr(given, "__func__", given) not in _PLAIN_FUNCTIONS

@@ -63,6 +63,13 @@ def convert(
         raise CheckpointError(
             "there is something already", where=str(path / chosen), hint="give another tag (--as), or another folder"
         )
+    if source.known.left_out and to != "zgraph":
+        raise CheckpointError(
+            f"{len(source.known.left_out)} frozen weights are not in the checkpoint ({source.known.left_out[0]}, …)",
+            where=str(source.folder),
+            why="it was saved with frozen=False",
+            hint="load it into the model, and save that: model.save_checkpoint(folder), model.save_pretrained(folder)",
+        )
     source.verify()
     unfinished: folder.Unfinished | None = None
     try:

@@ -227,9 +227,13 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
     every = {n for same in names.values() for n in same}
     buffers = state.persistent_buffers(module)
     known = {n.removeprefix(MODEL) for n in source.tensors if n.startswith(MODEL)}
+    optional = set(source.known.left_out)
     missing = [ns[0] for ns in names.values() if not known & set(ns)] + [n for n in buffers if n not in known]
     if isinstance(source, AsModel) and source.partial:
         loading.missing, missing = frozenset(missing), []
+    elif not optional.isdisjoint(missing):
+        loading.missing = frozenset(optional.intersection(missing))
+        missing = [name for name in missing if name not in optional]
     beyond = known - every - {n for n, _ in module.named_buffers(remove_duplicate=False)}
     if missing or beyond:
         parts = [

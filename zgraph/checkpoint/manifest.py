@@ -161,7 +161,8 @@ def _parsed(data: dict[str, Any]) -> Manifest:
         else:
             entry.checksum = _sum(shown["checksum"])
         files[name] = entry
-    known = Known(**{f.name: data["known"][f.name] for f in fields(Known)})
+    said = {"left_out": [], **data["known"]}  # (checkpoints were once without)
+    known = Known(**{f.name: said[f.name] for f in fields(Known)})
     _check_known(known)
     own = [_text(n) for n in data["own"]]
     if any(n not in files for n in own) or not isinstance(data["client"], dict):
@@ -200,6 +201,8 @@ def _check_known(known: Known) -> None:
         raise ValueError("the loss scale is no number")
     if not isinstance(known.programs, dict) or not isinstance(known.mesh, dict):
         raise ValueError("programs and mesh are no tables")
+    if not isinstance(known.left_out, list) or not all(isinstance(name, str) for name in known.left_out):
+        raise ValueError("what is left out is no list of names")
 
 
 def _is_plain(value: Any) -> bool:

@@ -110,19 +110,23 @@ class Saver:
         *,
         async_: bool,
         keep_last: int | None,
+        frozen: bool,
     ) -> str:
         """See `zgraph.api.handle.Handle.save_checkpoint`."""
         self.wait()
         agreement = runtime.everyone
         runtime.updater.settle()
         chosen = f"step{runtime.updates}" if tag is None else tag
-        agreement.vote("a checkpoint", f"{path} {chosen} {async_} {keep_last}")
+        agreement.vote("a checkpoint", f"{path} {chosen} {async_} {keep_last} {frozen}")
         folder.checked_tag(chosen)
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last={keep_last}", why="the checkpoint that is saved is one to keep")
         agreement.relax()  # (disks differ)
         taken, sums = agreement.exchange(
-            "what is to be saved", lambda: snapshot(runtime, client_state), lambda taken: taken.sums, _refused("save")
+            "what is to be saved",
+            lambda: snapshot(runtime, client_state, frozen),
+            lambda taken: taken.sums,
+            _refused("save"),
         )
         share_client(taken, sums, first=agreement.first())
         if not async_:
@@ -138,13 +142,14 @@ class Saver:
         return chosen
 
 
-def snapshot(runtime: Runtime, client_state: dict[str, Any] | None) -> Snapshot:
-    """What this rank has to save now."""
+def snapshot(runtime: Runtime, client_state: dict[str, Any] | None, frozen: bool) -> Snapshot:
+    """What this rank has to save now, with frozen weights or without."""
     runtime.shards.refresh()
     runtime.updater.refuse_unusable()
     runtime.refuse_unset()
     state.refuse_unsaved(runtime)
-    tensors = state.tensors_of(runtime)
+    left_out = [] if frozen else state.frozen_of(runtime)
+    tensors = state.tensors_of(runtime, left_out)
     client = {} if client_state is None else client_state
     if not isinstance(client, dict) or not all(isinstance(k, str) for k in client):
         raise CheckpointError("client_state is no dict with names as keys", hint="give a dict")
@@ -168,7 +173,7 @@ def snapshot(runtime: Runtime, client_state: dict[str, Any] | None) -> Snapshot:
         own["programs"] = dict(runtime.votes.digests)
     tensors |= added
     sums = {key: _digest(value, tensors) for key, value in given.items()}
-    return Snapshot(tensors, state.known_of(runtime), given, sums, own)
+    return Snapshot(tensors, state.known_of(runtime, left_out), given, sums, own)
 
 
 def share_client(taken: Snapshot, sums: Sequence[dict[str, str]], *, first: bool) -> None:

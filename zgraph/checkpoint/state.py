@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,11 +48,22 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def tensors_of(runtime: Runtime) -> dict[str, torch.Tensor]:
+def frozen_of(runtime: Runtime) -> list[str]:
+    """The parameters, under every name they have, that are not trained and never were by this optimizer. The same on all ranks of a stage."""
+    optimizer = runtime.updater.optimizer
+    if optimizer is not None:
+        runtime.updater.make_states()
+    trained = optimizer.state if optimizer is not None else {}
+    named = runtime.module.named_parameters(remove_duplicate=False)
+    return [name for name, param in named if not param.requires_grad and not trained.get(param)]
+
+
+def tensors_of(runtime: Runtime, left_out: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """What this rank writes, by its names in a checkpoint: the model's own tensors, no copies. Each part that several ranks hold is
-    written by one of them, all by about as much; what is no DTensor by the first."""
+    written by one of them, all by about as much; what is no DTensor by the first. `left_out`: names of weights that nobody writes."""
     shards, optimizer = runtime.shards, runtime.updater.optimizer
-    held = {MODEL + n: detached(t) for n, t in of_module(runtime).items()}
+    beyond = set(left_out)
+    held = {MODEL + n: detached(t) for n, t in of_module(runtime).items() if n not in beyond}
     if optimizer is not None:
         runtime.updater.make_states()
         names = {id(p): n for n, p in shards.params().items() if runtime.counts(n)}
@@ -102,7 +114,7 @@ def refuse_unsaved(runtime: Runtime) -> None:
         )
 
 
-def known_of(runtime: Runtime) -> Known:
+def known_of(runtime: Runtime, left_out: Collection[str] = ()) -> Known:
     """What is known of a run, but for its tensors."""
     updater = runtime.updater
     groups = [
@@ -121,6 +133,7 @@ def known_of(runtime: Runtime) -> Known:
         programs=dict(runtime.votes.digests),
         mesh=mesh_of(runtime.sizes, updater.held),
         world=max(1, len(runtime.everyone.ranks)),
+        left_out=list(left_out),
     )
 
 

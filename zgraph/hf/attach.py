@@ -11,9 +11,11 @@ import torch
 
 from zgraph.api.compiler import compile
 from zgraph.hf.arguments import notes_on, refuse_arguments, refuse_trainer
+from zgraph.hf.dora import capturable_dora
 from zgraph.hf.fused_heads import capturable_heads
 from zgraph.hf.loss_scaling import PlanScaler, loss_scale_of
 from zgraph.hf.optimizers import optimizer_of
+from zgraph.hf.other_globals import restore
 from zgraph.hf.plans import plan_of
 from zgraph.hf.trainer import attached_class
 from zgraph.plan.plan import Plan
@@ -58,12 +60,12 @@ def attach(
         chosen = chosen.model_copy(update={"precision": Precision(loss_scale=scale)})
     optimizer, decides = optimizer_of(trainer)
     chosen = chosen.model_copy(update={"optimizer": optimizer})
-    heads = capturable_heads(trainer.model)  # type: ignore[attr-defined]
+    model: Any = trainer.model  # type: ignore[attr-defined]
+    replaced = [*capturable_heads(model), *capturable_dora(model)]
     try:
-        compile(trainer.model, chosen, dynamic=dynamic)  # type: ignore[attr-defined]
+        compile(model, chosen, dynamic=dynamic)
     except BaseException:
-        for module, forward in heads.items():
-            module.forward = forward  # type: ignore[method-assign]
+        restore(replaced)
         raise
     kind: Any = type(trainer)
     trainer.__class__ = attached_class(kind)

@@ -6,13 +6,14 @@ function that writes into its buffers: no graph can hold that. The same numbers 
 
 from __future__ import annotations
 
-import sys
 import types
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from zgraph.hf.other_globals import Before, replace
 
 _FUNCTION = "_ChunkedLogProbFunction"  # TRL's names, in the globals of the forward that it gives a model
 _MODULE = "zgraph.hf.trl_forward"
@@ -53,31 +54,15 @@ class LogProbabilities:
         return target - log_z, entropy, squares, mean, top
 
 
-def capturable_heads(model: nn.Module) -> dict[nn.Module, Any]:
-    """Give each module of a model that has TRL's forward one that is captured; returns what they had, by module."""
-    before = {}
+_REPLACED = {_FUNCTION: LogProbabilities, _COMPACT: lambda device: False}
+
+
+def capturable_heads(model: nn.Module) -> list[Before]:
+    """Give each module of a model that has TRL's forward one that is captured; returns what they had."""
+    replaced = []
     for module in model.modules():
         forward = module.__dict__.get("forward")
-        function = getattr(forward, "__func__", None)
+        function: Any = getattr(forward, "__func__", None)
         if isinstance(forward, types.MethodType) and _FUNCTION in getattr(function, "__globals__", {}):
-            before[module] = forward
-            module.forward = types.MethodType(_with_plain_operators(forward.__func__), module)  # type: ignore[method-assign, arg-type]
-    return before
-
-
-def _with_plain_operators(function: types.FunctionType) -> types.FunctionType:
-    """TRL's forward, whose own globals stay as they are."""
-    names = vars(_module(function.__globals__))
-    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    return made
-
-
-def _module(names: dict[str, Any]) -> types.ModuleType:
-    """A module with TRL's globals and our head: dynamo looks a function's globals up in the module that they name."""
-    if _MODULE not in sys.modules:
-        made = types.ModuleType(_MODULE, "TRL's fused forward on plain operators (zgraph.hf.fused_heads).")
-        vars(made).update({**names, _FUNCTION: LogProbabilities, _COMPACT: lambda device: False, "__name__": _MODULE})
-        sys.modules[_MODULE] = made
-    return sys.modules[_MODULE]
+            replaced.append(replace(module, "forward", function, _MODULE, _REPLACED))
+    return replaced

@@ -59,7 +59,7 @@ class Attached:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.model.save_checkpoint(output_dir, FOLDER)
+        self.model.save_checkpoint(output_dir, FOLDER, frozen=not is_adapted(self.model))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 

@@ -21,7 +21,7 @@ class Known:
 
     `steps`: optimizer steps taken, those that were skipped included. `skipped`: those. `samples`: rows seen over all ranks. `groups`: the
     optimizer's parameter groups, each with "names" and its numbers ("lr", …). `loss_scale`: half precision's, by the names of
-    `zgraph.update.scaler`. `plan`, `programs`, `mesh`, `world`: what it was saved by.
+    `zgraph.update.scaler`. `plan`, `programs`, `mesh`, `world`: what it was saved by. `left_out`: the names of frozen weights that are not in it.
     """
 
     steps: int | None = None
@@ -33,3 +33,4 @@ class Known:
     programs: dict[str, str] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
     world: int = 1
+    left_out: list[str] = field(default_factory=list)

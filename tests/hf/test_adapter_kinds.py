@@ -1,0 +1,124 @@
+"""Kinds of PEFT's adapters on one process: captured as they are, with the numbers of plain PyTorch; others are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sweeps import sweep
+from torch import nn
+from trainers import ONE, as_launched, history, model_of, trainer_of
+
+import zgraph
+from zgraph.errors import UnsupportedError
+from zgraph.hf.dora import capturable_dora
+from zgraph.hf.other_globals import restore
+
+peft = pytest.importorskip("peft")
+
+LORA = {"r": 4, "init_lora_weights": "gaussian"}
+KINDS = {
+    "dora": ("llama", {**LORA, "use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}),
+    "dora of transposed weights": ("gpt2", {**LORA, "use_dora": True, "target_modules": ["c_attn"]}),
+    "rank-stabilized": ("llama", {**LORA, "use_rslora": True, "target_modules": ["q_proj", "lm_head"]}),
+    "embedding": ("llama", {**LORA, "target_modules": ["embed_tokens"]}),
+    "some tokens": ("llama", {**LORA, "target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}),
+}
+
+
+def adapted(kind: str, **more: Any) -> Any:
+    base, options = KINDS[kind]
+    torch.manual_seed(1)
+    return peft.get_peft_model(model_of(base), peft.LoraConfig(task_type="CAUSAL_LM", **options, **more))
+
+
+def losses(model: nn.Module, step: Any) -> list[float]:
+    ids = torch.arange(3, 21).reshape(2, 9)
+    found = []
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        step()
+        found.append(float(loss))
+    return found
+
+
+@sweep("kind", list(KINDS), quick=[0])
+def test_a_kind_trains_as_in_plain_pytorch(kind):
+    plain, mine = adapted(kind), adapted(kind)
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    capturable_dora(mine)
+    zgraph.compile(mine, zgraph.Plan(backend="eager", zero=3, optimizer=zgraph.AdamW(lr=1e-2)))
+    expected = losses(plain, lambda: (optimizer.step(), optimizer.zero_grad()))
+    assert losses(mine, mine.step) == pytest.approx(expected, rel=1e-6)
+
+
+def test_dora_has_its_own_methods_again_where_it_is_not_attached():
+    model = adapted("dora")
+    before = [(m, dict(m.__dict__)) for m in model.modules()]
+    restore(capturable_dora(model))
+    assert all(m.__dict__ == had for m, had in before)
+
+
+class Int8Params(nn.Parameter):
+    """As bitsandbytes has one."""
+
+
+def test_quantized_base_weights_are_refused_by_name():
+    model = nn.Sequential(nn.Linear(2, 2))
+    weight = torch.ones(2, 2, dtype=torch.int8)
+    model[0].weight = torch.Tensor._make_subclass(Int8Params, weight, False)
+    with pytest.raises(UnsupportedError, match="Int8Params, quantized weights of test_adapter_kinds") as caught:
+        zgraph.compile(model, zgraph.Plan(backend="eager"))
+    assert "without quantization" in str(caught.value)
+
+
+def run(trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    trainer.train()
+    return history(trainer), {
+        n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in trainer.model.named_parameters()
+    }
+
+
+@pytest.mark.slow
+def test_of_several_adapters_the_active_one_trains_and_others_stay(tmp_path: Path):
+    found = []
+    for plan in (None, zgraph.Plan(backend="eager", zero=3)):
+        with as_launched():
+            trainer = trainer_of("llama", str(tmp_path / str(plan is None)), adapter="lora", lengths=ONE)
+            torch.manual_seed(2)
+            trainer.model.add_adapter("other", copy.deepcopy(trainer.model.peft_config["default"]))
+            trainer.model.set_adapter("other")
+            if plan is not None:
+                zgraph.hf.attach(trainer, plan)
+            found.append(run(trainer))
+    (plain, theirs), (mine, ours) = found
+    for one, other in zip(mine, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_disabled_switched_and_merged_after_training(tmp_path: Path):
+    ids = torch.arange(3, 21).reshape(2, 9)
+    with as_launched():
+        trainer = trainer_of("llama", str(tmp_path), adapter="lora", lengths=ONE)
+        base = model_of("llama").eval()
+        zgraph.hf.attach(trainer, zgraph.Plan(backend="eager", zero=3))
+        trainer.train()
+        model = trainer.model.eval()
+        with torch.no_grad():
+            trained = model(input_ids=ids).logits
+            with model.disable_adapter():
+                torch.testing.assert_close(model(input_ids=ids).logits, base(input_ids=ids).logits)
+            torch.testing.assert_close(model(input_ids=ids).logits, trained)
+            model.save_pretrained(tmp_path / "adapter")
+            again = peft.PeftModel.from_pretrained(model_of("llama"), tmp_path / "adapter").eval()
+            torch.testing.assert_close(again(input_ids=ids).logits, trained)
+            torch.testing.assert_close(again.merge_and_unload()(input_ids=ids).logits, trained, rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(trained, base(input_ids=ids).logits)
+            model.merge_adapter()
+            torch.testing.assert_close(model(input_ids=ids).logits, trained, rtol=1e-4, atol=1e-5)

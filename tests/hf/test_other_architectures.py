@@ -1,0 +1,16 @@
+"""Models of transformers for other tasks (text, pictures, sound): captured as they are, with the loss and the gradients of plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+from architectures import ELSE, compare
+
+pytest.importorskip("transformers")
+
+
+# (Gradients that are sums of many are added in another order in a few: a handful of float32's roundings.)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ELSE)
+def test_it_trains_as_in_plain_pytorch(name):
+    loss, gradients = compare(name, "eager")
+    assert loss == 0.0 and gradients <= 1e-6
