@@ -128,11 +128,14 @@ def test_a_trainer_of_trl(two: Ranks, tmp_path: Path, kind: str, zero: int, adap
     from trl_trainers import trained as trained_by_trl
 
     options = {"max_steps": STEPS, "learning_rate": RATE, "save_strategy": "steps", "save_steps": HALF}
-    plain = two.run(trained_by_trl, kind, str(tmp_path / "plain"), None, adapter, options)
-    mine = two.run(trained_by_trl, kind, str(tmp_path / "mine"), {"zero": zero}, adapter, options)
-    half = str(tmp_path / "mine" / f"checkpoint-{HALF}")
-    resumed = two.run(trained_by_trl, kind, str(tmp_path / "again"), {"zero": zero}, adapter, options, half)
-    for (one, programs), (again, _), (other, _) in zip(mine, resumed, plain, strict=True):
-        assert programs
+    found = []
+    for name, plan in (("plain", None), ("mine", {"zero": zero})):
+        whole = two.run(trained_by_trl, kind, str(tmp_path / name), plan, adapter, options)
+        half = str(tmp_path / name / f"checkpoint-{HALF}")
+        again = two.run(trained_by_trl, kind, str(tmp_path / f"{name} again"), plan, adapter, options, half)
+        assert all(programs for _, programs in whole) == (plan is not None)
+        found.append([[*logs, *resumed[HALF:]] for (logs, _), (resumed, _) in zip(whole, again, strict=True)])
+    # (TRL itself counts tokens anew after a resume, and GRPO draws other answers then: so both runs are resumed.)
+    for other, one in zip(*found, strict=True):
         equal(one, other)
-        equal(again, other)
+    print(f"largest difference {difference(found[1][0], found[0][0]):.1e}")
