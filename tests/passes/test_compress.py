@@ -78,6 +78,20 @@ def test_what_is_to_be_exact_and_what_gets_no_smaller_stays() -> None:
     assert not senders(low)
 
 
+def test_a_parameter_of_one_element_stays_as_it_is() -> None:
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.gain.sum() * super().forward(x)
+
+    options = plan(wire={"gather": "int4", "reduce": "int4", "block": 9})  # (no block divides a part either)
+    found = senders(programs(Scaled(), options, (torch.randn(8, 40),), 2).program)
+    assert "a.weight all_to_all" in found and not any(key.startswith("gain") for key in found)
+
+
 def linked(latency: float) -> Costs:
     links = {"*": Link(bandwidth=1e9, latency=latency)}
     return Costs(Hardware(name="test", flops={"float32": 1e9}, memory=1e9, capacity=1, host=1.0, links=links))
