@@ -38,12 +38,12 @@ SHARE = 0.1
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """`dim` is the mesh dimension, `sequence_dim` the inputs' dimension that is the sequence's (None: found from the graph); attention is
-    computed by "heads", in a "ring", or "auto"."""
+    """How the sequence is divided."""
 
-    dim: str = CONTEXT_DIM
-    sequence_dim: int | None = None
-    attention: str = "auto"
+    dim: str = CONTEXT_DIM  # of the mesh
+    sequence_dim: int | None = None  # the inputs' dimension that is the sequence's (None: found from the graph)
+    attention: str = "auto"  # how it is computed: by "heads", in a "ring", or "auto"
+    staged: bool = False  # is the program a stage's, so that attention may be in other stages?
 
 
 @graph_pass(
@@ -99,7 +99,7 @@ def _by_ring(
         return any(axes.size(a) % ranks == 0 for a in heads if a not in batch)
 
     stuck = [n for n in found if not by_heads(n)]
-    if options.attention == "ring" and not able:
+    if options.attention == "ring" and not able and (found or not options.staged):
         raise PlanError(
             "no attention of the model can be computed by a ring",
             where="context_attention",

@@ -359,15 +359,15 @@ def argument(node: fx.Node, at: int, default: Any = None) -> Any:
     return node.args[at] if len(node.args) > at else default
 
 
-@_for(aten.select.int, aten.sort.default, aten.topk.default, aten.cumsum.default)
+@_for(aten.select.int, aten.unbind.int, aten.sort.default, aten.topk.default, aten.cumsum.default)
 def _without_dim(b: _Builder) -> Rule:
-    """All but one dimension are walked together; it is as a whole in what is read, and in the results as they are."""
+    """All but one dimension are walked together; it is as a whole in what is read, and in the results that have it."""
     shape = b.shape(0)
     at = 2 if b.node.target is aten.topk.default else 1
-    dim = int(argument(b.node, at, -1)) % len(shape)
+    dim = int(argument(b.node, at, 0 if b.node.target is aten.unbind.int else -1)) % len(shape)
     labels: list[Label | None] = list(_named("d", len(shape)))
     labels[dim] = None
-    kept = labels[:dim] + labels[dim + 1 :] if b.node.target is aten.select.int else labels
+    kept = labels[:dim] + labels[dim + 1 :] if b.node.target in (aten.select.int, aten.unbind.int) else labels
     return b.rule([b.dims(shape, labels)], [b.dims(r, kept) for r in b.results()])
 
 

@@ -75,9 +75,35 @@ def test_parts_of_a_sequence_give_what_the_whole_gives(name, ranks, attention):
 def test_it_goes_together_with_everything_else(mesh, fields, attention):
     world = 2 ** len(mesh)
     model, inputs = own("gpt2" if attention == "heads" else "llama")
-    if "pp" in mesh:
-        model = type(model)(layers=2).double()  # (each stage has an attention)
+    if "pp" in mesh and attention == "heads":
+        model = type(model)(layers=2).double()  # (each stage has an attention; of one layer only the first has)
     assert_same(model, inputs, world, mesh=mesh, context_attention=attention, **fields)
+
+
+class Fused(nn.Module):
+    """One attention, whose queries, keys and values are taken out of one product; the second of two stages has none."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        self.embed, self.mixed, self.out = nn.Embedding(WORDS, 16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.inner = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 96), nn.GELU(), nn.Linear(96, 16))
+        self.head = nn.Linear(16, WORDS)
+        self.heads = heads
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        apart = self.mixed(x).view(*ids.shape, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(*apart.unbind(0), is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(x + self.inner(x)).flatten(0, 1), labels.flatten())
+
+
+@sweep("mesh, attention", [({"cp": 2}, "ring"), ({"cp": 2}, "heads"), ({"pp": 2, "cp": 2}, "ring")], quick=1)
+def test_queries_keys_and_values_may_be_parts_of_one_product_and_a_stage_may_have_none(mesh, attention):
+    torch.manual_seed(0)
+    inputs = (torch.randint(WORDS, (4, 16)), torch.randint(WORDS, (4, 16)))
+    fields = {"micro_batches": 2} if "pp" in mesh else {}
+    assert_same(Fused().double(), inputs, 2 ** len(mesh), mesh=mesh, context_attention=attention, **fields)
 
 
 def transformers_model(name: str):

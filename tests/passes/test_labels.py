@@ -134,6 +134,8 @@ def _examples() -> list[Example]:
     of(aten.squeeze.dims, x(1, 4, 1, 6), [0, -2])
     of(aten.squeeze.default, x(1, 4, 1))
     of(aten.select.int, x(4, 6), -1, 2)
+    of(aten.unbind.int, x(3, 4, 6))
+    of(aten.unbind.int, x(4, 3, 6), 1)
     of(aten.sort.default, x(4, 6))
     of(aten.sort.default, x(4, 6), 0, True)
     of(aten.topk.default, x(4, 6), 2)

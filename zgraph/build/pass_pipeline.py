@@ -273,7 +273,7 @@ def _interleave_options(context: PassContext) -> InterleaveOptions:
 def _context_options(context: PassContext) -> ContextOptions:
     plan = context.plan
     told = None if plan.sequence_dim == "auto" else plan.sequence_dim
-    return ContextOptions(CONTEXT_DIM, told, plan.context_attention)
+    return ContextOptions(CONTEXT_DIM, told, plan.context_attention, context.staged)
 
 
 def _keeps(context: PassContext) -> Decision:
