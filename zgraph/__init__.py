@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         WarmupDecayLR,
         WarmupLR,
     )
-    from zgraph.plan.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, Muon, ParamGroup
+    from zgraph.plan.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, Muon, OneBitAdam, ParamGroup
     from zgraph.plan.plan import Plan
     from zgraph.plan.precision import Precision
     from zgraph.plan.shapes import Size
@@ -63,6 +63,7 @@ __all__ = [
     "Lion",
     "LossScale",
     "Muon",
+    "OneBitAdam",
     "OneCycle",
     "ParamGroup",
     "PerRank",
@@ -86,7 +87,7 @@ __all__ = [
     "verify",
 ]
 
-_OPTIMIZERS = ("Adam", "AdamW", "AdamW8bit", "Adagrad", "LAMB", "Lion", "Muon", "ParamGroup", "SGD")
+_OPTIMIZERS = ("Adam", "AdamW", "AdamW8bit", "Adagrad", "LAMB", "Lion", "Muon", "OneBitAdam", "ParamGroup", "SGD")
 _SCHEDULES = (
     "Constant",
     "Cosine",

@@ -56,7 +56,7 @@ class PortRule:
     type: Callable[[Program, fx.Node, ParamSpec], Type | None] | None = None
     # Does a node that serves a parameter have to serve this one?
     serves: bool = False
-    # Which phase it comes from.
+    # Which phase it comes from, but in an update.
     phase: Phase | None = None
 
 
@@ -108,7 +108,7 @@ def _check_input(program: Program, port: Port, node: fx.Node) -> Faults:
         yield from _same_type(program, node, rule.type(program, node, program.params[port.name]))
     if rule.serves:
         yield from _serves(program, node, port, "inputs")
-    if rule.phase is not None and info(node).phase is not rule.phase:
+    if rule.phase is not None and info(node).phase not in (rule.phase, Phase.UPDATE):
         yield fault(program, node, f"{port.role} {node.name!r} is not of the {rule.phase}", "its record was changed")
 
 

@@ -351,7 +351,7 @@ WRONG = [
     ("torch_autocast.enabled", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch.autocast"),
     ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "fp8"}}, "bf16"),
     ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": "norm"}}, "list"),
-    ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}, "AdamW"),
+    ("optimizer.type", {"optimizer": {"type": "ZeroOneAdam"}}, "AdamW"),
     ("optimizer.type", {"optimizer": {"type": "Adan"}}, "Adam"),
     ("optimizer.type", {"optimizer": {"params": {"lr": 1}}}, "name the optimizer"),
     ("optimizer.params.learning_rate", {"optimizer": {"type": "Adam", "params": {"learning_rate": 1e-3}}}, ""),
@@ -526,3 +526,13 @@ def test_zero_plus_plus_sends_fewer_bits_at_stage_3():
     plan, report = deepspeed.plan({"train_batch_size": 8, "zero_optimization": {"stage": 2, **keys}}, world=4)
     assert not plan.wire.compresses
     assert report["zero_optimization.zero_quantized_weights"].verdict == "no effect here"
+
+
+def test_one_bit_adam_keeps_its_numbers():
+    params = {"lr": 4e-4, "freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl", "betas": [0.8, 0.9]}
+    given = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "OneBitAdam", "params": params}}
+    plan, report = deepspeed.plan(given, world=2)
+    assert plan.optimizer == zgraph.OneBitAdam(lr=4e-4, freeze_steps=400, betas=(0.8, 0.9)) and plan.zero == 0
+    assert not report.refused and "optimizer.params.freeze_step" in str(report)
+    with pytest.raises(PlanError, match="not reduced, and zero is 2"):
+        deepspeed.plan({**given, "zero_optimization": {"stage": 2}}, world=2)

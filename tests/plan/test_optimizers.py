@@ -22,6 +22,7 @@ from zgraph.plan.optimizers import (
     AnyOptimizer,
     Lion,
     Muon,
+    OneBitAdam,
     Optimizer,
     ParamGroup,
 )
@@ -29,7 +30,7 @@ from zgraph.record import Record
 
 pytestmark = pytest.mark.core
 
-ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon)
+ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam)
 
 
 class Owner(Record, frozen=True):

@@ -17,9 +17,11 @@ from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.program.program import ParamSpec, with_gradients_in
 from zgraph.torch_compat import inductor_code
-from zgraph.update.build import UpdateOptions, build_update, state_bytes_of
+from zgraph.update.build import DATA_DIM, UpdateOptions, build_update, state_bytes_of
 from zgraph.update.groups import Member, members_of
 from zgraph.update.owned_parameters import Held, mesh_of, specs_here
+from zgraph.update.rules import RULES
+from zgraph.update.signs import residual_sizes
 
 if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
@@ -105,6 +107,7 @@ def resident_of(
     def at(share: float) -> ResidentMemory:
         members, options = trained(module, whole, plan, share, held)
         size = sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name not in options.homes)
+        size += unsent_bytes(members, specs, sizes)
         homes = gradient_homes(plan, options, device)
         laid = with_gradients_in(homes, specs)
         waiting = waiting_bytes(laid, plan)
@@ -121,6 +124,13 @@ def resident_of(
         )
 
     return ResidentMemoryByShare(shares, at)
+
+
+def unsent_bytes(members: Sequence[Member], specs: Mapping[str, ParamSpec], sizes: Mapping[str, int]) -> int:
+    """Bytes of what a rank has not sent of its momenta, once these are sent in signs."""
+    ranks = sizes.get(DATA_DIM, 1)
+    sending = [m.name for m in members if m.record is not None and RULES[m.record.name].after_freeze is not None]
+    return 4 * sum(sum(residual_sizes(math.prod(specs[n].shape), ranks).values()) for n in sending)
 
 
 def whole_update(

@@ -174,8 +174,8 @@ def _residuals(runtime: Runtime, source: Checkpoint, own: dict[str, Any], loadin
     before, now = source.known.mesh, mesh_of(runtime.sizes, runtime.updater.held)
     if saved["residuals"] and before != now:
         loading.notes.append(
-            f"residuals of wire.error_feedback are of the ranks of mesh {before}, and it is {now} now: they begin at zero, "
-            "and what those ranks had not sent of their gradients is lost"
+            f"what was not sent of gradients or momenta is of the ranks of mesh {before}, and it is {now} now: residuals begin at zero, "
+            "and what those ranks had not sent is lost"
         )
         saved["residuals"] = {}
     return saved

@@ -18,11 +18,11 @@ _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
     "adagrad": ("Adagrad", {"lr": 1e-2}),
     "lamb": ("LAMB", {"lr": 1e-3}),
+    "onebitadam": ("OneBitAdam", {"lr": 1e-3}),
     "lion": ("Lion", {"lr": 1e-3, "betas": [0.9, 0.99]}),
     "sgd": ("SGD", {"lr": 1e-3}),
 }
 _WITHOUT = {
-    "onebitadam": "1-bit Adam",
     "zerooneadam": "0/1 Adam",
     "onebitlamb": "1-bit LAMB",
     "muadam": "mup's Adam",
@@ -30,7 +30,11 @@ _WITHOUT = {
     "musgd": "mup's SGD",
     "muon": "DeepSpeed's Muon (another iteration than that of a plan's Muon)",
 }
+ONE_BIT = ("onebitadam",)  # those that reduce no gradients once they have warmed up
+# What DeepSpeed calls otherwise, by the plan's optimizer.
+_RENAMED = {"OneBitAdam": {"freeze_step": "freeze_steps"}}
 _IGNORED = ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
+_OF_ONE_BIT = ("cuda_aware", "comm_backend_name", "bias_correction")  # (it has never corrected its averages)
 
 
 def optimizer(draft: Draft) -> None:
@@ -77,7 +81,11 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
             "optimizer.params.max_grad_norm", "DeepSpeed refuses it too", '"gradient_clipping" of the configuration'
         )
         return
-    given = {k: v for k, v in params.items() if k not in _IGNORED and not draft.is_refused(f"optimizer.params.{k}")}
+    ignored = (*_IGNORED, *(_OF_ONE_BIT if name == "OneBitAdam" else ()))
+    renamed = {k: new for k, new in _RENAMED.get(name, {}).items() if k in params}
+    params = {renamed.get(k, k): v for k, v in params.items()}
+    asked = {new: old for old, new in renamed.items()}
+    given = {k: v for k, v in params.items() if k not in ignored and not draft.is_refused(f"optimizer.params.{k}")}
     record = getattr(optimizers, name)
     if given.get("bias_correction") is True and "bias_correction" not in record.model_fields:
         del given["bias_correction"]
@@ -94,14 +102,16 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
     draft.apply("optimizer.type", "optimizer", made, note)
     draft.say("optimizer.type", "applied", f"optimizer = {name}{f': {note}' if note else ''}")
     for key in params:
-        if key in _IGNORED:
+        if key in ignored:
             draft.say(
                 f"optimizer.params.{key}",
                 "no effect here" if key not in ("torch_adam", "adam_w_mode") else "applied",
                 _said(key, name),
             )
         elif key in given:
-            draft.say(f"optimizer.params.{key}", "applied", f"optimizer.{key} = {short(getattr(made, key))}")
+            draft.say(
+                f"optimizer.params.{asked.get(key, key)}", "applied", f"optimizer.{key} = {short(getattr(made, key))}"
+            )
     for key, value in defaults.items():
         if key not in params:
             draft.say(f"optimizer.params.{key}", "applied", f"optimizer.{key} = {value}: DeepSpeed's default")

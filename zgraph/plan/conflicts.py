@@ -135,6 +135,50 @@ def _fixed(where: str, when: Callable[[Any], bool], why: str) -> Conflict:
     )
 
 
+def _not_with_signs(where: str, when: Callable[[Any], bool], what: str, why: str, hint: str) -> Conflict:
+    """What an optimizer that sends momenta in signs, and not gradients, from some step on can't be together with."""
+    return Conflict(where, lambda plan: hasattr(plan.optimizer, "freeze_steps") and when(plan), what, hint, why)
+
+
+WITH_MOMENTA_IN_SIGNS = (
+    _not_with_signs(
+        "optimizer",
+        lambda plan: plan.zero > 0,
+        "a 1-bit optimizer shares momenta of gradients that are not reduced, and zero is {plan.zero}",
+        "each rank has to keep whole momenta, and whole gradients until the update: other stages divide them",
+        "zero=0, or an optimizer such as AdamW",
+    ),
+    _not_with_signs(
+        "mesh",
+        lambda plan: any(size != 1 for dim, size in plan.mesh.items() if dim != "dp"),
+        "a 1-bit optimizer shares momenta over the ranks of dp, and the mesh has others",
+        "what it sends is summed over one dimension alone",
+        'mesh={"dp": -1}',
+    ),
+    _not_with_signs(
+        "grad_clip",
+        lambda plan: plan.grad_clip is not None,
+        "grad_clip is set, and a 1-bit optimizer does not reduce gradients once it has warmed up",
+        "no rank knows the mean gradient then, nor its norm",
+        LEAVE_OUT,
+    ),
+    _not_with_signs(
+        "wire",
+        lambda plan: bool(plan.wire.compresses),
+        "wire is set together with a 1-bit optimizer, which compresses what ranks share itself",
+        "gradients are sent only while it warms up, when they are to be exact",
+        LEAVE_OUT,
+    ),
+    _not_with_signs(
+        "offload",
+        lambda plan: plan.offload.tier("optimizer") is not None,
+        "offload.optimizer is set together with a 1-bit optimizer",
+        "what it has not sent stays on the device",
+        LEAVE_OUT,
+    ),
+)
+
+
 CONFLICTS = (
     Conflict(
         "dynamic",
@@ -186,6 +230,7 @@ CONFLICTS = (
         why="what was not sent is part of the optimizer's state, and of checkpoints",
         hint=GIVE_OPTIMIZER,
     ),
+    *WITH_MOMENTA_IN_SIGNS,
     Conflict(
         "lr_schedule",
         lambda plan: plan.lr_schedule is not None and plan.optimizer is None,

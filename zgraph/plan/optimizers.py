@@ -25,6 +25,7 @@ __all__ = [
     "AnyOptimizer",
     "Lion",
     "Muon",
+    "OneBitAdam",
     "Optimizer",
     "ParamGroup",
 ]
@@ -108,7 +109,7 @@ class Optimizer(Record, frozen=True):
             yield PlanError(f"unknown key {key!r}", where=f"groups[{at}].{key}", hint=did_you_mean(key, known))
 
 
-_FOR_ALL = ("name", "groups", "decay", "companion", "companion_modules")
+_FOR_ALL = ("name", "groups", "decay", "companion", "companion_modules", "freeze_steps")
 
 
 class Adam(Optimizer, frozen=True):
@@ -247,7 +248,21 @@ class Muon(Optimizer, frozen=True):
         return self
 
 
-_ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon)
+class OneBitAdam(Optimizer, frozen=True):
+    """Tang et al., 2021, as DeepSpeed 0.19.6 has it: Adam without bias corrections that sends signs of its momentum once it has warmed up.
+
+    Weight decay is decoupled, as in AdamW.
+    """
+
+    name: Literal["OneBitAdam"] = "OneBitAdam"
+    betas: Betas = (0.9, 0.999)
+    eps: Eps = 1e-8
+    freeze_steps: Annotated[StrictInt, Field(ge=1)] = Field(
+        default=100_000, description="steps before the squares' average is frozen, and momenta are sent in signs"
+    )
+
+
+_ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam)
 _NAMES = {str(record.model_fields["name"].default): record for record in _ALL}
 
 
@@ -267,7 +282,7 @@ def _known(value: Any) -> Any:
 
 
 AnyOptimizer = Annotated[
-    Union[Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon],  # noqa: UP007 (pydantic needs a union at run time)
+    Union[Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam],  # noqa: UP007 (pydantic needs a union at run time)
     Field(discriminator="name"),
     BeforeValidator(_known),
 ]

@@ -298,7 +298,7 @@ class Runtime(Rank):
         """The gradients of one backward, by role and name of what they are of; `unsharded` are the whole weights that its forward ran with, and
         `adds` says to which parameters' `.grad` the backward adds."""
         adds = functools.cache(adds)
-        reduction = self.waiting.reduction(adds, accumulating=self.accumulating)
+        reduction = self.waiting.reduction(adds, accumulating=self.accumulating, never=self.updater.frozen)
         executable = step.backward(reduction.now, bool(reduction.added))
         bindings, left = executable.bindings, iter(saved)
         residuals = self.updater.residuals

@@ -43,7 +43,7 @@ class UpdatePrograms:
     def __init__(self, rank: Rank, states: States) -> None:
         self.rank = rank
         self.states = states
-        self._programs: dict[tuple[tuple[str, str], ...], CompiledUpdate] = {}
+        self._programs: dict[tuple[tuple[tuple[str, str], ...], bool], CompiledUpdate] = {}
         self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
 
     def histories(self) -> dict[str, History]:
@@ -71,7 +71,7 @@ class UpdatePrograms:
             return self._last[1]
         self.states.count_apart(names)
         members = [self.states.members.get(n, Member(n, None, -1)) for n in names]
-        key = tuple((m.name, m.count) for m in members)
+        key = tuple((m.name, m.count) for m in members), options.frozen
         if key not in self._programs:
             self._programs[key] = self._make(members, options)
         self._last = names, self._programs[key]

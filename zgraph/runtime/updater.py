@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +120,12 @@ class Updater:
         self.options = options
         self.programs.clear()
 
+    @property
+    def frozen(self) -> bool:
+        """Whether the next update is one of those that take gradients unreduced, and send signs of momenta."""
+        freeze = getattr(self.runtime.plan.optimizer, "freeze_steps", None)
+        return freeze is not None and self.calls >= freeze
+
     def make_states(self) -> None:
         """Make what is otherwise made by the first update; what the user has changed of the others is taken over."""
         self.runtime.shards.refresh()
@@ -172,7 +179,7 @@ class Updater:
             logger.warning("an optimizer's state dict holds no loss scale: it goes on where it is")
         if self.residuals.tensors:
             logger.warning(
-                "an optimizer's state dict holds no residuals of wire.error_feedback: they go on where they are"
+                "an optimizer's state dict holds nothing of what was not sent of gradients and momenta: it goes on where it is"
             )
 
     def restore(self, known: Known, steps: int, counts: dict[str, float], whole: bool) -> None:
@@ -229,7 +236,11 @@ class Updater:
         if self.rates is not None:
             self.rates.set(self.calls - self.outcomes.skipped())
         self.numbers.agree(names, self._changes, coming)
-        runtime.reduce_leftovers()
+        if self.frozen != self.options.frozen:
+            self.options = replace(self.options, frozen=self.frozen)
+            self.programs.forget_last()
+        if not self.frozen:
+            runtime.reduce_leftovers()
         self._run_hooks(names)
         late = self.options.late()
         timely = [n for n in names if n not in late]
@@ -350,6 +361,7 @@ class Updater:
             {
                 InputRole.GRADIENT: lambda name: shards.local_gradient(name, program.params[name].grad_home),
                 InputRole.SCALARS: lambda _: self.numbers.vector(update.numbers, self.options),
+                InputRole.RESIDUAL: self.residuals.of(program),
             }
         )
         values = update.bindings.values(inputs)

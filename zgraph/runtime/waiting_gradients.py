@@ -32,14 +32,16 @@ class WaitingGradients:
         self.device = device
         self._reduces = reduces
 
-    def reduction(self, adds: Callable[[], frozenset[str]], *, accumulating: bool) -> Reduction:
+    def reduction(self, adds: Callable[[], frozenset[str]], *, accumulating: bool, never: bool = False) -> Reduction:
         """How the gradients of the backward that is about to run are reduced; `adds` says to which parameters' `.grad` it adds.
 
         ZeRO stages 2 and 3 reduce each time: only shards are kept. So do parameters with hooks: each is called with the gradient of one
-        backward, as autograd has it, and not with the sum of several.
+        backward, as autograd has it, and not with the sum of several. `never`: the update takes them unreduced.
         """
         if self._reduces:
             return Reduction()
+        if never:
+            return Reduction(now=False)
         params = self.shards.params()
         if any(map(tensor_hooks.has_hooks, params.values())):
             self.reduce()

@@ -105,9 +105,13 @@ class Assembler:
         return self._inline(self._template(function, inputs, key), inputs, None)
 
     def total(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> list[fx.Node]:
-        made = self._inline(self._trace(function, inputs), inputs, None)
+        made = self.together(function, inputs)
         self._known.update(dict.fromkeys(made))
         return made
+
+    def together(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> list[fx.Node]:
+        """A function of tensors of several parameters."""
+        return self._inline(self._trace(function, inputs), inputs, None)
 
     def summed(self, name: str, x: fx.Node, group: str) -> fx.Node:
         """A parameter's tensor, summed over the ranks of a group. These may run other programs, so it is no part of what is done for the

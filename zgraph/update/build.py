@@ -26,16 +26,18 @@ from torch import Tensor, fx
 from zgraph.plan.loss_scaling import LossScale
 from zgraph.program import collectives
 from zgraph.program.node import tensor
-from zgraph.program.program import STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.update import scaler
 from zgraph.update.assembler import Assembler, all_reduce
 from zgraph.update.groups import Member
+from zgraph.update.momenta import Momenta
 from zgraph.update.rule import Part, Rule, State, Unsharded
 from zgraph.update.rules import RULES
 from zgraph.update.skip_nonfinite import found_nonfinite
 
 MASTER = "master"
 EMA = "ema"
+DATA_DIM = DATA_DIMS[0]  # over which momenta are shared
 AHEAD = "ahead"  # a parameter as updates see it that run late: the model gets it one step later
 DERIVED = (MASTER, EMA, AHEAD)  # states that can be made of the weight
 NONFINITE = "nonfinite"  # how many steps were not finite, beyond what a loss scale brings about
@@ -52,7 +54,8 @@ class UpdateOptions:
     counts such steps. `tied` has the group of ranks ("pp[0,3]") over which gradients of parameters that lie on several stages are summed,
     by the parameter's name; `uncounted` are those of them that another stage counts in the norm. `homes` are the tiers that
     parameters' states lie in, by the parameter's name; those of the others are on the device. Where updates are `delayed`, those of
-    parameters with such homes are made on a copy of the parameter, in the same place.
+    parameters with such homes are made on a copy of the parameter, in the same place. `frozen`: gradients come in unreduced, and ranks share
+    momenta in signs (`zgraph.update.momenta`).
     """
 
     clip_norm: float | None = None
@@ -68,6 +71,7 @@ class UpdateOptions:
     uncounted: frozenset[str] = frozenset()
     homes: Mapping[str, str] = field(default_factory=dict)
     delayed: bool = False
+    frozen: bool = False
 
     def late(self) -> frozenset[str]:
         """The parameters whose updates run late."""
@@ -243,8 +247,9 @@ class _Builder:
         overflow = self._skip(inputs, grads, norm, results)
         self._advance_scale(inputs.scaling, overflow, results)
         steps = self._advance_counts(inputs.counts, overflow, results)
+        taken = self._momenta(updated, inputs, clipped, overflow, results) if self.options.frozen else clipped
         for member in updated:
-            results += self._update(member, inputs, clipped[member.name], steps[member.count], overflow)
+            results += self._update(member, inputs, taken[member.name], steps[member.count], overflow)
         for member in members:
             old, new = inputs.grads[member.name], clipped[member.name]
             if member.record is None and new is not old:
@@ -255,6 +260,25 @@ class _Builder:
                     )
                 results.append((Port(OutputRole.MUTATION, member.name, of=InputRole.GRADIENT), new))
         return self.assembler.finish(results)
+
+    def _momenta(
+        self,
+        updated: Sequence[Member],
+        inputs: _Inputs,
+        grads: dict[str, fx.Node],
+        overflow: fx.Node | None,
+        results: list[tuple[Port, fx.Node]],
+    ) -> dict[str, fx.Node]:
+        """The means of the ranks' momenta, by the parameter's name."""
+        momenta = Momenta(self.assembler, self.specs, DATA_DIM, self.mesh.get(DATA_DIM, 1))
+        own: dict[str, fx.Node] = {}
+        for member in updated:
+            rule = RULES[member.record.name]
+            assert rule.after_freeze is not None
+            states = {k: v for k, v in inputs.states[member.name].items() if k not in DERIVED}
+            scalars = {f: inputs.scalars[member.group, f] for f in rule.scalars}
+            own[member.name] = momenta.own(member, rule.after_freeze, grads[member.name], states, scalars)
+        return momenta.means(own, overflow, results)
 
     def _inputs(self, members: Sequence[Member], updated: Sequence[Member]) -> _Inputs:
         """Make the program's inputs, in their order."""
@@ -365,6 +389,8 @@ class _Builder:
         param, states = inputs.params.get(member.name), inputs.states[member.name]
         spec, record = self.specs[member.name], member.record
         rule = RULES[record.name]
+        if self.options.frozen and rule.after_freeze is not None:
+            rule = replace(rule, update=rule.after_freeze.update)
         place = Port(OutputRole.MUTATION, member.name, of=InputRole.PARAMETER)
         if param is None:
             place = Port(OutputRole.MUTATION, f"{member.name}/{AHEAD}", of=InputRole.STATE)

@@ -75,6 +75,21 @@ class State:
 
 
 @dataclass(frozen=True)
+class AfterFreeze:
+    """How an optimizer goes on from its `freeze_steps` on, with gradients that are not reduced.
+
+    `momentum(record, grad, states, scalars)` is this rank's, of its own gradient. Its mean over ranks, as it was sent, is what `update`
+    takes in the place of a gradient.
+    """
+
+    momentum: Callable[[Any, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+    update: Callable[
+        [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part],
+        tuple[Tensor, dict[str, Tensor]],
+    ]
+
+
+@dataclass(frozen=True)
 class Rule:
     """One optimizer.
 
@@ -96,6 +111,7 @@ class Rule:
     ]
     counts: bool = True
     begins: str | None = None
+    after_freeze: AfterFreeze | None = None
 
     def first_count(self, kept: Collection[str]) -> float:
         """How many updates a parameter has had of which these states are kept, and no number."""

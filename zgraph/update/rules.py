@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zgraph.update.adamw8bit import blockwise
 from zgraph.update.muon import MUON
+from zgraph.update.onebit import ONE_BIT_ADAM
 from zgraph.update.rule import Part, Rule, State
 
 __all__ = ["RULES"]
@@ -152,5 +153,6 @@ RULES: dict[str, Rule] = {
     "Lion": Rule(("lr", *_BETAS, "weight_decay"), _lion_states, _lion, counts=False),
     "LAMB": Rule(("lr", *_BETAS, "eps", "weight_decay"), _lamb_states, _lamb),
     "Muon": MUON,
+    "OneBitAdam": ONE_BIT_ADAM,
 }
 """Each optimizer's rule, by the name of its record in `zgraph.plan.optimizers`."""
