@@ -86,7 +86,7 @@ def test_what_is_not_finite_is_not_sent_as_if_it_were(value: float) -> None:
     [
         ({"zero": 2}, "not reduced, and zero is 2"),
         ({"mesh": {"replicate": 2, "dp": -1}}, "over the ranks of dp"),
-        ({"grad_clip": 1.0}, "grad_clip is set"),
+        ({"grad_clip": {"norm": 1.0, "error_if_nonfinite": True}}, "error_if_nonfinite is set together with a 1-bit"),
         ({"wire": {"reduce": "int8"}}, "wire is set"),
         ({"offload": {"optimizer": "cpu"}}, "offload.optimizer is set"),
     ],
@@ -137,7 +137,8 @@ class Shared:
 class Reference:
     """1-bit Adam on all ranks at once: Adam without bias corrections; then v stays, and momenta are shared by `Shared`."""
 
-    def __init__(self, ranks: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, ranks: int, dtype: torch.dtype = torch.float32, clip: float | None = None) -> None:
+        self.clip = clip
         self.net, self.ranks, self.steps = Net().to(dtype), ranks, 0
         named = dict(self.net.named_parameters())
         self.m = {n: torch.zeros_like(p) for n, p in named.items()}
@@ -154,13 +155,19 @@ class Reference:
             grads.append({n: p.grad.clone() for n, p in self.net.named_parameters()})
         (b1, b2), frozen = ADAM["betas"], self.steps >= FREEZE
         self.steps += 1
+        if not frozen:
+            grads = [{n: torch.stack([g[n] for g in grads]).sum(0) / self.ranks for n in self.m}]
+        for given in grads if self.clip is not None else []:
+            norm = torch.stack([g.norm() for g in given.values()]).norm()
+            for name, g in given.items():
+                given[name] = g * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         with torch.no_grad():
             for name, p in self.net.named_parameters():
                 if frozen:
                     mean = self.shared[name].mean([b1 * self.m[name] + (1 - b1) * g[name] for g in grads])
                     self.m[name] = mean * (self.v[name] > 0)
                 else:
-                    g = torch.stack([g[name] for g in grads]).sum(0) / self.ranks
+                    g = grads[0][name]
                     self.m[name] = b1 * self.m[name] + (1 - b1) * g
                     self.v[name] = b2 * self.v[name] + (1 - b2) * g * g
                 update = self.m[name] / (self.v[name].sqrt() + 1e-8) + ADAM["weight_decay"] * p
@@ -170,10 +177,12 @@ class Reference:
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
 def path(
-    steps: int, micro_batches: int, backend: str, own_loop: bool, dtype: torch.dtype
+    steps: int, micro_batches: int, backend: str, own_loop: bool, dtype: torch.dtype, clip: float | None
 ) -> list[dict[str, torch.Tensor]]:
     """The weights after each step."""
-    model = zgraph.compile(Net().to(dtype), plan(backend=backend, micro_batches=1 if own_loop else micro_batches))
+    model = zgraph.compile(
+        Net().to(dtype), plan(backend=backend, grad_clip=clip, micro_batches=1 if own_loop else micro_batches)
+    )
     found = []
     for step in range(steps):
         parts = [batch(2 * step + n, dist.get_rank()) for n in range(micro_batches)]
@@ -196,10 +205,11 @@ def follows(
     backend: str = "eager",
     own: bool = False,
     dtype: torch.dtype = torch.float32,
+    clip: float | None = None,
 ) -> float:
     """How far weights were from the reference's at most."""
-    reference, worst = Reference(world, dtype), 0.0
-    found, *others = ranks.run(path, steps, micro_batches, backend, own, dtype)
+    reference, worst = Reference(world, dtype, clip), 0.0
+    found, *others = ranks.run(path, steps, micro_batches, backend, own, dtype, clip)
     for step, mine in enumerate(found):
         batches = [[batch(2 * step + n, rank) for n in range(micro_batches)] for rank in range(world)]
         for name, value in reference.step(batches).items():
@@ -224,6 +234,12 @@ def test_four_ranks_do_what_the_algorithm_says(four: Ranks) -> None:
 @sweep("own", [False, True], quick=(1,))
 def test_gradients_of_micro_batches_are_added_up_unreduced(two: Ranks, own: bool) -> None:
     assert follows(two, 2, FREEZE + 6, micro_batches=2, own=own) <= 1e-6
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_each_rank_clips_its_own_gradient_by_its_own_norm(two: Ranks) -> None:
+    assert follows(two, 2, FREEZE + 6, dtype=torch.float64, clip=0.05) <= 1e-6
 
 
 @pytest.mark.gloo

@@ -160,9 +160,8 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
         fields |= {"optimizer": None, "lr_schedule": None, "grad_clip": None, "on_nonfinite": "ignore"}
         fields["precision"] = _for_own_optimizer(plan, given)
     else:
-        # (the engine's scheduler moves the groups; and the norm is always known, but to an optimizer that reduces no gradients)
-        one_bit = hasattr(fields.get("optimizer", plan.optimizer), "freeze_steps")
-        fields |= {"lr_schedule": None, "grad_clip": plan.grad_clip or (None if one_bit else GradClip(norm=_UNBOUNDED))}
+        # (the engine's scheduler moves the groups; and the norm is always known)
+        fields |= {"lr_schedule": None, "grad_clip": plan.grad_clip or GradClip(norm=_UNBOUNDED)}
     if fields["precision"] != "fp32":
         fields["numerics"] = None
     asked = config.get("zgraph") or {}  # (the report has brought these in)

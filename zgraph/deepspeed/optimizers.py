@@ -30,7 +30,6 @@ _WITHOUT = {
     "musgd": "mup's SGD",
     "muon": "DeepSpeed's Muon (another iteration than that of a plan's Muon)",
 }
-ONE_BIT = ("onebitadam",)  # those that reduce no gradients once they have warmed up
 # What DeepSpeed calls otherwise, by the plan's optimizer.
 _RENAMED = {"OneBitAdam": {"freeze_step": "freeze_steps"}}
 _IGNORED = ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "capturable", "differentiable")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from zgraph.deepspeed.config import SIZES, UPDATED, elastic
 from zgraph.deepspeed.draft import Draft
 from zgraph.deepspeed.keys import KEYS
-from zgraph.deepspeed.optimizers import ONE_BIT, optimizer, scheduler
+from zgraph.deepspeed.optimizers import optimizer, scheduler
 from zgraph.deepspeed.read import Config, check, fill, read
 from zgraph.deepspeed.report import Report
 from zgraph.errors import PlanError
@@ -413,11 +413,6 @@ def _clipping(draft: Draft) -> None:
     key = "gradient_clipping"
     given = draft.get(key)
     if draft.is_refused(key):
-        return
-    if given is None and str(draft.get("optimizer.type")).lower() in ONE_BIT:
-        draft.say(
-            key, "applied", "nothing is clipped, where DeepSpeed's default is 1.0: no rank knows the mean gradient"
-        )
         return
     norm = 1.0 if given is None else given
     if norm < 0:

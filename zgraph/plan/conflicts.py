@@ -156,11 +156,11 @@ WITH_MOMENTA_IN_SIGNS = (
         'mesh={"dp": -1}',
     ),
     _not_with_signs(
-        "grad_clip",
-        lambda plan: plan.grad_clip is not None,
-        "grad_clip is set, and a 1-bit optimizer does not reduce gradients once it has warmed up",
-        "no rank knows the mean gradient then, nor its norm",
-        LEAVE_OUT,
+        "grad_clip.error_if_nonfinite",
+        _errs_if_nonfinite,
+        "error_if_nonfinite is set together with a 1-bit optimizer",
+        "once it has warmed up each rank clips its own gradient, and knows its norm alone",
+        'on_nonfinite="stop", which all ranks decide',
     ),
     _not_with_signs(
         "wire",
