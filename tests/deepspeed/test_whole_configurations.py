@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -297,6 +298,17 @@ def test_a_file_with_a_fault_is_refused(tmp_path, text, said):
         deepspeed.plan(path, world=1)
     with pytest.raises(PlanError, match="can't be read"):
         deepspeed.plan(tmp_path / "none.json", world=1)
+
+
+def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path, monkeypatch):
+    pytest.importorskip("hjson")
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  # Hjson\n  train_batch_size: 8\n  "zero_optimization": {"stage": 2},  // quoted\n}\n')
+    plan, _ = deepspeed.plan(path, world=4)
+    assert (plan.zero, plan.mesh) == (2, {"dp": 4})
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(PlanError, match="package hjson"):
+        deepspeed.plan(path, world=4)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------------

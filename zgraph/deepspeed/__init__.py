@@ -62,6 +62,8 @@ __all__ = [
 ]
 
 __version__ = version = "0.19.8"  # of the DeepSpeed whose interface this is
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+__git_hash__ = __git_branch__ = None
 
 _NAMES = {
     "DeepSpeedConfigError": "zgraph.deepspeed.runtime.config",

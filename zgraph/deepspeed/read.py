@@ -30,17 +30,18 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def read(config: Config) -> dict[str, Any]:
-    """The configuration as a dict of its own. Raises `PlanError` for a file that can't be read, is no JSON, or has a key twice."""
+    """The configuration as a dict of its own. Raises `PlanError` for a file that can't be read, is no JSON (nor Hjson, which DeepSpeed reads), or
+    has a key twice."""
     if isinstance(config, Mapping):
         return _own(config)
     path = Path(config)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        found = _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError("the configuration can't be read", where=str(path), why=error.strerror or str(error)) from error
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}"
-        raise PlanError("the configuration is no JSON", where=where, why=error.msg, hint="mend that line") from error
+        raise PlanError("the configuration is no JSON", where=where, why=error.msg, hint=_MEND) from error
     except UnicodeDecodeError as error:
         raise PlanError("the configuration is no text", where=str(path), why=str(error)) from error
     except PlanError as error:
@@ -48,6 +49,27 @@ def read(config: Config) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise PlanError(f"the configuration is {short(found)}", where=str(path), hint="it is a table: {…}")
     return _own(found)
+
+
+_MEND = "mend that line; comments and keys without quotes are Hjson, which is read where the package hjson is installed"
+
+
+def _parsed(text: str) -> Any:
+    """A file's value. Raises `json.JSONDecodeError`."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError:
+        try:
+            import hjson
+        except ImportError:
+            hjson = None
+        if hjson is None:
+            raise
+        try:
+            return hjson.loads(text, object_pairs_hook=_once)
+        except hjson.HjsonDecodeError:
+            pass
+        raise
 
 
 def _own(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import os
 import sys
 import types
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from typing import Any
 
 _REAL = "zgraph.deepspeed"
@@ -179,14 +178,15 @@ def _required_torch_version(min_version: float | None = None, max_version: float
 def _with_backend(initialize: Any) -> Any:
     """Run by the backend that the environment names: DeepSpeed's configurations name none."""
     import functools
-    import json
+
+    from zgraph.deepspeed.read import read
 
     @functools.wraps(initialize)
     def run(*args: Any, **kwargs: Any) -> Any:
         for key in ("config", "config_params"):
             given = kwargs.get(key)
             if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
-                given = json.loads(Path(given).read_text())
+                given = read(given)
             if isinstance(given, dict):
                 kwargs[key] = {"zgraph": {"backend": os.environ.get("ZGRAPH_TEST_BACKEND", "eager")}, **given}
         return initialize(*args, **kwargs)
