@@ -223,7 +223,8 @@ def table(rows: list[str], args: argparse.Namespace) -> str:
     notes = (
         f"Ratios are DeepSpeed's time by zgraph's, medians of {args.rounds} rounds of {args.steps} steps. Allocated is what torch's allocator holds "
         "at most in a step; the process is all that it has in memory then, with what it has loaded and compiled.",
-        f"Conditions: {machine.conditions()}; DeepSpeed {importlib.metadata.version('deepspeed')}; one thread and one core a rank.",
+        f"Conditions: {machine.conditions()}; DeepSpeed {importlib.metadata.version('deepspeed')}; one thread and one core a rank. "
+        f"Load average over 5 minutes at the end: {os.getloadavg()[1]:.1f}; where it is above the number of cores, only processor time says much.",
     )
     lines = [f"| {' | '.join(header)} |", f"|{'---:|' * len(header)}", *rows]
     return "\n\n".join(["# DeepSpeed's front door beside DeepSpeed", setting, "\n".join(lines), *notes]) + "\n"
