@@ -13,7 +13,7 @@ from torch import nn
 from trainers import ONE, as_launched, history, model_of, trainer_of
 
 import zgraph
-from zgraph.errors import UnsupportedError
+from zgraph.errors import ModelError, UnsupportedError
 from zgraph.hf.dora import capturable_dora
 from zgraph.hf.other_globals import restore
 
@@ -61,6 +61,14 @@ def test_dora_has_its_own_methods_again_where_it_is_not_attached():
     before = [(m, dict(m.__dict__)) for m in model.modules()]
     restore(capturable_dora(model))
     assert all(m.__dict__ == had for m, had in before)
+
+
+def test_a_release_without_a_name_that_dora_needs_is_refused(monkeypatch):
+    model = adapted("dora")
+    monkeypatch.delattr("peft.tuners.lora.dora.transpose")
+    with pytest.raises(ModelError, match="has no transpose") as caught:
+        capturable_dora(model)
+    assert "is known to work" in str(caught.value)
 
 
 class Int8Params(nn.Parameter):

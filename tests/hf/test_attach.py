@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -58,18 +59,29 @@ def test_a_run_on_two_ranks_is_that_of_ddp(two: Ranks, tmp_path, kind, plan, opt
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=2e-5, msg=name)  # (Adam divides by its size)
 
 
+@pytest.fixture
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_a_run_goes_on_on_other_ranks(two: Ranks, tmp_path):
-    """From two ranks to one to two, with the same rows in all; as plain training without a break."""
-    plan, folder = {"zero": 3}, str(tmp_path / "mine")
-    usual = {"lr_scheduler_type": "constant", "eval_strategy": "no", "lengths": ONE}
-    one, each = {**usual, "per_device_train_batch_size": 4}, usual
-    expected = [e["loss"] for e in run("gpt2", str(tmp_path / "plain"), None, None, {"steps": 9, **one})]
+def test_a_run_goes_on_on_other_ranks(two: Ranks, three: Ranks, tmp_path):
+    """From two ranks to one to three, with the same rows in all; as plain training without a break."""
+    plan, last, folder = {"zero": 3}, {"zero": 2}, str(tmp_path / "mine")
+    usual = {"lr_scheduler_type": "linear", "eval_strategy": "no", "lengths": ONE, "rows": 30}
+
+    def rows_on(world: int) -> dict[str, Any]:
+        return {**usual, "per_device_train_batch_size": 6 // world}
+
+    expected = run("gpt2", str(tmp_path / "plain"), None, None, {"steps": 12, **rows_on(1)})
     found = [
-        two.run(run, "gpt2", folder, plan, None, {"steps": 3, **each})[1],
-        run("gpt2", folder, plan, f"{folder}/checkpoint-3", {"steps": 6, **one}),
-        two.run(run, "gpt2", folder, plan, f"{folder}/checkpoint-6", {"steps": 9, **each})[0],
+        two.run(run, "gpt2", folder, plan, None, {"steps": 12, "stop": 3, **rows_on(2)})[1],
+        run("gpt2", folder, plan, f"{folder}/checkpoint-3", {"steps": 12, "stop": 6, **rows_on(1)}),
+        three.run(run, "gpt2", folder, last, f"{folder}/checkpoint-6", {"steps": 12, **rows_on(3)})[2],
     ]
-    for number, entries in enumerate(found):
-        assert [e["loss"] for e in entries] == pytest.approx(expected[: 3 * number + 3], **TOLERANCE)
+    for entries, count in zip(found, (3, 6, 12), strict=True):
+        assert len(entries) == count
+        for one, other in zip(entries, expected, strict=False):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-5)

@@ -189,7 +189,7 @@ class Texts(Notes):
 def rows(kind: type[Notes], count: int = 24, seed: int = 3, size: int = 2) -> Any:
     """A loader of so many rows. Texts are of one length in a batch."""
     made = torch.Generator().manual_seed(seed)
-    if kind is Texts:
+    if issubclass(kind, Texts):
         lengths = [4 + int(n) for n in torch.randint(9, (count,), generator=made)]
         texts = [torch.randint(WORDS, (n,), generator=made) for n in lengths]
         return torch.utils.data.DataLoader(texts, size, collate_fn=_padded)

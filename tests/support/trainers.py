@@ -138,8 +138,11 @@ def trainer_of(
     cls: Any = None,
     adapter: str | None = None,
     lengths: tuple[int, int] = VARYING,
+    stop: int | None = None,
+    rows: int = 28,
     **options: Any,
 ) -> Any:
+    """A Trainer for so many steps. `stop`: the step after which its run breaks off."""
     import transformers
 
     arguments = transformers.TrainingArguments(
@@ -163,10 +166,21 @@ def trainer_of(
     return (cls or transformers.Trainer)(
         model_of(kind) if adapter is None else adapted(kind, adapter),
         arguments,
-        train_dataset=Rows(kind, 28, lengths),
+        train_dataset=Rows(kind, rows, lengths),
         eval_dataset=Rows(kind, 9, lengths),
         data_collator=collator(kind),
+        callbacks=[_stops_after(stop)] if stop is not None else None,
     )
+
+
+def _stops_after(steps: int) -> Any:
+    import transformers
+
+    class Stops(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            control.should_training_stop = state.global_step >= steps
+
+    return Stops()
 
 
 def history(trainer: Any) -> list[dict[str, float]]:

@@ -61,7 +61,7 @@ def attach(
     optimizer, decides = optimizer_of(trainer)
     chosen = chosen.model_copy(update={"optimizer": optimizer})
     model: Any = trainer.model  # type: ignore[attr-defined]
-    replaced = [*capturable_heads(model), *capturable_dora(model)]
+    replaced = [*capturable_dora(model), *capturable_heads(model)]
     try:
         compile(model, chosen, dynamic=dynamic)
     except BaseException:
