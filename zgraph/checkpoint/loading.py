@@ -248,16 +248,8 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
             hint="build the model that it was saved of",
         )
     for name, buffer in buffers.items():
-        if name in loading.missing:
-            continue
-        _check(source, MODEL + name, buffer)
-        if buffer.numel() > 1 and 0 in buffer.stride() and not buffer.is_sparse:
-            raise CheckpointError(
-                f"buffer {name!r} has elements that share memory",
-                why="it was made by expand()",
-                hint="clone it in the model",
-            )
-        loading.read(MODEL + name, buffer)
+        if name not in loading.missing:
+            _plan_buffer(source, loading, name, buffer)
     saved: dict[str, dict[str, str]] = {}
     for name in source.tensors:
         if name.startswith(OPTIMIZER):
@@ -281,6 +273,17 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
     if saved and optimizer and runtime.updater.optimizer is not None:
         loading.notes.append(f"states of parameters that the model lacks are left out: {', '.join(sorted(saved)[:5])}")
     return loading
+
+
+def _plan_buffer(source: Source, loading: Loading, name: str, buffer: torch.Tensor) -> None:
+    _check(source, MODEL + name, buffer)
+    if buffer.numel() > 1 and 0 in buffer.stride() and not buffer.is_sparse:
+        raise CheckpointError(
+            f"buffer {name!r} has elements that share memory",
+            why="it was made by expand()",
+            hint="clone it in the model",
+        )
+    loading.read(MODEL + name, buffer)
 
 
 def _plan_parameter(
