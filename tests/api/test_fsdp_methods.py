@@ -51,7 +51,7 @@ def accumulated(zero: int | None, backend: str = "eager") -> list[torch.Tensor]:
 
 
 @pytest.mark.gloo
-@sweep("zero, backend", [(1, "eager"), (3, "eager"), (1, "inductor"), (3, "inductor")], quick=2)
+@sweep("zero, backend", [(1, "eager"), (3, "eager"), (1, "inductor"), (3, "inductor")], quick=(0, 1))
 def test_gradients_are_held_back_until_they_are_to_be_reduced(two: Ranks, zero: int, backend: str) -> None:
     expected = accumulated(None)
     for found in two.run(accumulated, zero, backend):

@@ -489,6 +489,7 @@ def test_eager_runs_what_inductor_cant(refused: None) -> None:
     assert torch.equal(model.scale.grad, x)
 
 
+@pytest.mark.slow
 def test_torchs_own_kernel_for_a_custom_operator_is_listed_not_hidden() -> None:
     model = zgraph.compile(UsesUnlowered(), zgraph.Plan(), inputs=(torch.randn(8),))
     assert "torch.ops.zgraph_tests.unlowered" in {k.name for k in model.zgraph.report().library_calls()}

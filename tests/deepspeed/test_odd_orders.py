@@ -200,6 +200,7 @@ def test_an_order_of_calls_is_the_same_at_every_stage_and_in_deepspeeds_first(tw
 
 
 @pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.slow
 def test_several_backwards_of_several_micro_batches_are_plain_pytorchs(two, stage):
     torch.manual_seed(0)
     plain = Net()

@@ -86,6 +86,7 @@ def test_more_ranks_that_divide_hold_less():
         assert whole == 2 * half == 4 * quarter
 
 
+@pytest.mark.slow
 def test_its_collectives_have_a_stream_of_their_own(found):
     starts = [n for n in found.way().last.program.graph.nodes if collectives.is_start(n)]
     assert {(info(n).mesh_dim, info(n).stream) for n in starts} == {("tp", "comm:tp"), ("dp", "comm:dp")}

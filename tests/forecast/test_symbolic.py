@@ -208,6 +208,7 @@ def test_equal_layers_are_one_kind():
     ) + 2 * (1 + 2)
 
 
+@pytest.mark.slow
 def test_a_formula_can_be_made_a_function_of_numbers():
     import sympy
 

@@ -148,7 +148,8 @@ def test_anchors_read_parameters_or_do_arithmetic():
     assert [a.params for a in anchors[4:6]] == [(), ()]
 
 
-@sweep("name", ["t5", "gpt2", "llama"], quick=(1,))
+@pytest.mark.parametrize("name", ["t5", "gpt2", "llama"])
+@pytest.mark.slow
 def test_masks_are_free(name):
     line = Line(case(name)[0])
     assert line.free and not any(info(n).phase is Phase.BACKWARD for n in line.free)
@@ -168,7 +169,7 @@ def test_rotary_tables_are_free_and_what_is_drawn_or_read_from_parameters_is_not
 SMALL = ["gpt2", "llama", "ladder", "masked", "headed", "batch_norm", "multihead_attention"]
 
 
-@sweep("name", [*SMALL, *sorted({*TRANSFORMERS} - {*SMALL})], quick=3)
+@sweep("name", [*SMALL, *sorted({*TRANSFORMERS} - {*SMALL})], quick=range(3))
 def test_stages_are_monotone_nested_and_cross_no_more_than_any_place_in_the_order_of_the_graph(name):
     program, _ = case(name)
     line = Line(program)
@@ -340,6 +341,7 @@ def test_time_is_at_least_a_tenth_faster_than_uniform_under_a_large_vocabulary(s
     assert slowest(cut("headed", stages, "time")) <= 0.9 * slowest(cut("headed", stages, "uniform"))
 
 
+@pytest.mark.slow
 def test_all_seconds_of_a_program_are_in_its_stages():
     for name in ("gpt2", "t5", "ladder"):
         program, _ = case(name)
@@ -350,6 +352,7 @@ def test_all_seconds_of_a_program_are_in_its_stages():
         assert (one.forward, one.backward) == pytest.approx(tuple(whole.values()), rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_backward_node_is_there_for_an_operator_of_its_module():
     program, _ = case("llama")
     anchors = {a.node for a in Line(program).anchors}

@@ -148,6 +148,7 @@ def test_with_sequence_parallelism_a_reduce_scatter_and_an_all_gather_stand_for_
     }
 
 
+@pytest.mark.slow
 def test_the_head_and_its_loss_send_no_logits():
     vocabulary = sent(program_of(Llama(layers=1).double(), _batch(), 2, sequence=False))
     rows, activation = ROWS * LENGTH, ROWS * LENGTH * WIDTH

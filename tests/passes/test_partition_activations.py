@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from divided_models import LENGTH, ROWS, WIDTH, Llama, own
 from ranks import Ranks
-from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -93,8 +92,9 @@ MESHES = [
 ]
 
 
-@sweep("mesh, zero", MESHES, quick=1, ids=str)
-@sweep("name", ["llama", "gpt2 with dropout"], quick=1)
+@pytest.mark.parametrize("mesh, zero", MESHES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2 with dropout"])
+@pytest.mark.slow
 def test_values_kept_in_parts_are_those_kept_whole(name, mesh, zero):
     assert_nothing_changes(*own(name), plan_of(mesh=mesh, zero=zero))
 

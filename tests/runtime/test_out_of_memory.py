@@ -106,6 +106,7 @@ def test_a_plan_that_says_what_is_computed_again_is_told_to_let_zgraph_choose(mo
     assert '"optimizer"' not in error.hint  # (there is none)
 
 
+@pytest.mark.slow
 def test_bytes_that_others_hold_do_not_count_as_room(monkeypatch):
     batch = torch.randn(2048, 64)
     model = zgraph.compile(Deep(), zgraph.Plan(backend="eager"), inputs=(batch,))

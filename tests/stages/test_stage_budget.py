@@ -150,6 +150,7 @@ def test_what_is_offloaded_makes_room_in_each_stage():
     assert all(step.states and step.states > 0 for step in made.steps)
 
 
+@pytest.mark.slow
 def test_the_first_stage_of_1f1b_has_more_computed_again_than_the_last():
     """Of the first more micro-batches are in flight."""
     least, _ = ends("deep", "1f1b")

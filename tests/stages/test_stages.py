@@ -44,7 +44,6 @@ def assert_same(it: Cutting, stages: Stages, *, apart: bool = False, rounded: bo
 
 
 WAYS = [(2, "uniform", False), (3, "time", True)]
-FIRST = range(len(stage_models.MODELS))  # each model, by one way or the other
 
 
 # -- the same numbers ---------------------------------------------------------------------------------------------------

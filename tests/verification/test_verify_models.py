@@ -51,7 +51,7 @@ def test_a_model_is_bit_for_bit_the_plain_one(name, at):
 
 
 @pytest.mark.core
-@sweep("name", ["uneven_mlp", "tied", "dropout", "buffer_update", "shared_gradient", "frozen", "llama"], quick=3)
+@sweep("name", ["uneven_mlp", "tied", "dropout", "buffer_update", "shared_gradient", "frozen", "llama"], quick=range(3))
 def test_stage_3_is_bit_for_bit_on_three_ranks(name):
     assert_same(name, Plan(zero=3, backend="eager"), 3)
 
