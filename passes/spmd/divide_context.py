@@ -89,8 +89,8 @@ def _by_ring(
     """Is attention computed by a ring where it can be? Tells of what is computed whole on every rank. Raises `PlanError` where no attention
     can be and the plan asks for it."""
     ranks = program.mesh[options.dim]
-    found = [n for n in program.nodes if n.target in ATTENTION and info(n).phase is Phase.FORWARD]
-    found = [n for n in found if any(a in along for dim in axes.shape(operands_of(n)[0]) for a in dim)]
+    every = _attention(program)
+    found = [n for n in every if any(a in along for dim in axes.shape(operands_of(n)[0]) for a in dim)]
     able = [n for n in found if can_ring(n, axes, along, folded)]
 
     def by_heads(node: fx.Node) -> bool:
@@ -99,13 +99,10 @@ def _by_ring(
         return any(axes.size(a) % ranks == 0 for a in heads if a not in batch)
 
     stuck = [n for n in found if not by_heads(n)]
-    if options.attention == "ring" and not able and (found or not options.staged):
-        raise PlanError(
-            "no attention of the model can be computed by a ring",
-            where="context_attention",
-            why=f"{len(found)} are calls of scaled_dot_product_attention on the sequence; a mask, dropout, or other lengths than "
-            f"multiples of {2 * ranks} where it is causal stand against it",
-            hint='context_attention="heads", or is_causal=True in place of a mask',
+    if options.attention == "ring" and not able and (every or not options.staged):
+        raise _no_ring(
+            f"{len(found)} are calls of scaled_dot_product_attention on the sequence; a mask, dropout, or other lengths than "
+            f"multiples of {2 * ranks} where it is causal stand against it"
         )
     ring = options.attention == "ring" or (options.attention == "auto" and any(n in able for n in stuck))
     whole = [n for n in stuck if not (ring and n in able)]
@@ -119,6 +116,28 @@ def _by_ring(
             "the plan says so" if whole[0] in able else "a mask, dropout or an odd length stand against a ring",
         )
     return ring
+
+
+def refuse_without_attention(program: Program) -> None:
+    """Raise `PlanError` for a whole model that calls no attention, of which the plan says that a ring computes it."""
+    if not _attention(program):
+        raise _no_ring(
+            "it has no attention operator: scaled_dot_product_attention is not called, or torch computes it by plain products (as where "
+            "the elements of a query do not lie next to each other)"
+        )
+
+
+def _attention(program: Program) -> list[fx.Node]:
+    return [n for n in program.nodes if n.target in ATTENTION and info(n).phase is Phase.FORWARD]
+
+
+def _no_ring(why: str) -> PlanError:
+    return PlanError(
+        "no attention of the model can be computed by a ring",
+        where="context_attention",
+        why=why,
+        hint='context_attention="heads", or is_causal=True in place of a mask',
+    )
 
 
 def batch_axes(program: Program, axes: Axes) -> frozenset[Axis]:

@@ -106,6 +106,32 @@ def test_queries_keys_and_values_may_be_parts_of_one_product_and_a_stage_may_hav
     assert_same(Fused().double(), inputs, 2 ** len(mesh), mesh=mesh, context_attention=attention, **fields)
 
 
+class Apart(Fused):
+    """The parts lie along the last dimension, so that torch computes attention by plain products."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        apart = self.mixed(x).view(*ids.shape, self.heads, -1, 3).transpose(1, 2)
+        seen = F.scaled_dot_product_attention(*apart.unbind(-1), is_causal=True)
+        return F.cross_entropy(self.head(x + seen.transpose(1, 2).flatten(2)).flatten(0, 1), labels.flatten())
+
+
+class Without(Fused):
+    """No attention at all."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        return F.cross_entropy(self.head(x + self.inner(x)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("model", [Apart, Without])
+def test_a_ring_that_no_stage_can_have_is_refused(model):
+    plan = zgraph.Plan(backend="eager", mesh={"pp": 2, "cp": 2}, micro_batches=2, context_attention="ring")
+    inputs = (torch.randint(WORDS, (4, 16)), torch.randint(WORDS, (4, 16)))
+    with pytest.raises(PlanError, match="no attention operator"):
+        zgraph.verify(model(), plan, 4, inputs)
+
+
 def transformers_model(name: str):
     """As `of_transformers`; a picture has as many patches as four ranks divide with the class's own."""
     pytest.importorskip("transformers")

@@ -18,6 +18,7 @@ from zgraph.build.step_program import Serves, StepProgram
 from zgraph.capture.capture import Trace, flat_values
 from zgraph.errors import CaptureError, StepError
 from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.spmd.divide_context import refuse_without_attention
 from zgraph.passes.stages.cut_stages import Stages, cut_stages
 from zgraph.passes.stages.cuts import Cuts, assign, find_cuts
 from zgraph.passes.tiling.tile import check_names
@@ -86,6 +87,8 @@ def needs_of(stages: Stages) -> Needs:
 def partition(joint: Program, plan: Plan, ranks: int, costs: Costs, module: nn.Module) -> Partition:
     """Where the plan cuts the captured program of `module` for so many ranks along "pp". Raises `PlanError`."""
     check_names(joint, plan.tiles)
+    if plan.context_attention == "ring":
+        refuse_without_attention(joint)  # (a stage can't know that no other one has any)
     schedule = make_schedule(plan.schedule, ranks, plan.micro_batches, plan.virtual_stages)
     types = {path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)}
     return Partition(find_cuts(joint, schedule.stages, plan.partition, costs, types=types), schedule)
