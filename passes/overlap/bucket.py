@@ -155,8 +155,10 @@ def _together_after(members: list[Transfer], chained: dict[fx.Node | None, Trans
     cursor = _place(last.before[0].prev if last.before else last.start.prev, members)
     for member in members:
         if member.wait < cursor:
-            following = chained.get(member.last)
-            for node in (member.wait, *member.after, *(following.nodes if following is not None else ())):
+            behind = [member.wait, *member.after]
+            while (following := chained.get(behind[-1])) is not None:
+                behind += following.nodes
+            for node in behind:
                 cursor.append(node)
                 cursor = node
 

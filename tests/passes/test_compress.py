@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from padded_rows import PaddedRows
 from ranks import Ranks
 from sweeps import sweep
 from torch import nn
@@ -25,24 +26,12 @@ from zgraph.program.program import Program
 FULL = {"gather": "int8", "reduce": "int4"}
 
 
-class Net(nn.Module):
-    """A matrix that ranks divide, one that they pad, and a bias of few elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(40, 60, bias=False), nn.Linear(60, 37)
-
-    def forward(self, x):
-        return self.b(self.a(x).tanh()).square().mean()
-
-
 def plan(**fields) -> zgraph.Plan:
     return zgraph.Plan(**{"mesh": {"dp": -1}, "zero": 3, "backend": "eager", **fields})
 
 
 def compressed(world: int, **fields) -> Program:
-    return programs(Net(), plan(**fields), (torch.randn(8, 40),), world).program
+    return programs(PaddedRows(), plan(**fields), (torch.randn(8, 40),), world).program
 
 
 def senders(program: Program) -> dict[str, int]:
@@ -79,7 +68,7 @@ def test_what_is_to_be_exact_and_what_gets_no_smaller_stays() -> None:
 
 
 def test_a_parameter_of_one_element_stays_as_it_is() -> None:
-    class Scaled(Net):
+    class Scaled(PaddedRows):
         def __init__(self) -> None:
             super().__init__()
             self.gain = nn.Parameter(torch.ones(1))
@@ -100,7 +89,7 @@ def linked(latency: float) -> Costs:
 def test_both_halves_of_an_all_reduce_are_small_where_that_saves_more_than_it_costs() -> None:
     def found(latency: float, **fields) -> dict[str, int]:
         options = plan(wire={"reduce": "int8"}, **fields)
-        return senders(programs(Net(), options, (torch.randn(8, 40),), 4, linked(latency)).program)
+        return senders(programs(PaddedRows(), options, (torch.randn(8, 40),), 4, linked(latency)).program)
 
     half = bytes_of(600, "int8", 256)  # a quarter of a
     alone = found(0.0, zero=0)
@@ -114,7 +103,7 @@ def test_both_halves_of_an_all_reduce_are_small_where_that_saves_more_than_it_co
 def test_gradients_are_small_between_groups_alone() -> None:
     wire = {"gather": "same", "reduce": "int4", "hierarchical": True}
     options = plan(mesh={"replicate": 2, "dp": 2}, wire=wire)
-    program = programs(Net(), options, (torch.randn(8, 40),), 4, linked(0.0)).program
+    program = programs(PaddedRows(), options, (torch.randn(8, 40),), 4, linked(0.0)).program
     half = 1200  # of a, which a rank of two keeps of its group's mean
     assert senders(program) == {
         "a.weight all_to_all": 2 * bytes_of(half // 2, "int4", 256),  # once to the other group, and its mean once to it
@@ -126,6 +115,16 @@ def test_gradients_are_small_between_groups_alone() -> None:
     }
     exact = [n for n in program.nodes if n.target is collectives.REDUCE_SCATTER]
     assert {collectives.group_of(n) for n in exact} == {"dp"} and len(exact) == 3
+
+
+def test_the_mean_that_groups_share_moves_into_a_bucket_with_what_it_is_of() -> None:
+    """Three transfers one behind the other: within groups, which a bucket moves, between them, and of the mean."""
+    case = models.build("vit")
+    wire = {"reduce": "int4", "hierarchical": True}
+    program = programs(case.model, plan(mesh={"replicate": 2, "dp": 2}, wire=wire), case.inputs, 4).program
+    buckets = {info(n).bucket for n in program.nodes if n.target is collectives.REDUCE_SCATTER}
+    assert len(buckets - {None}) > 0
+    assert all(used < node for node in program.nodes for used in node.all_input_nodes)
 
 
 # -- right ------------------------------------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ def test_a_stage_of_a_pipeline_sends_few_bits_to_its_replicas() -> None:
 def test_a_value_that_is_too_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = block_format._payload
     monkeypatch.setattr(block_format, "_payload", lambda sent, format: honest(sent * 0.9, format))
-    found = zgraph.verify(Net(), plan(wire={"gather": "int8"}), 2, (torch.randn(8, 40),))
+    found = zgraph.verify(PaddedRows(), plan(wire={"gather": "int8"}), 2, (torch.randn(8, 40),))
     assert not found.ok and found.first is not None and found.first.what == "sent value"
 
 
@@ -177,7 +176,7 @@ def rows_of(x: torch.Tensor, world: int) -> torch.Tensor:
 
 def by_hand(batches: list[torch.Tensor], gather: str, reduce: str) -> dict[str, torch.Tensor]:
     """Gradients of plain PyTorch, with weights as all ranks get them and gradients as each sends them."""
-    world, net = len(batches), Net()
+    world, net = len(batches), PaddedRows()
     with torch.no_grad():
         for p in net.parameters():
             shards = rows_of(p, world).chunk(world)
@@ -197,7 +196,7 @@ def batches(world: int) -> list[torch.Tensor]:
 
 
 def gradients(zero: int, backend: str, wire: dict[str, str]) -> dict[str, torch.Tensor]:
-    model = zgraph.compile(Net(), plan(zero=zero, backend=backend, wire=wire))
+    model = zgraph.compile(PaddedRows(), plan(zero=zero, backend=backend, wire=wire))
     model(batches(dist.get_world_size())[dist.get_rank()]).backward()
     whole = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
     return {n: copy.deepcopy(g) for n, g in whole.items()}
@@ -225,7 +224,8 @@ def test_ranks_compute_with_what_was_sent(two: Ranks, zero, backend, wire) -> No
 
 def trained(wire: dict[str, str], micro_batches: int) -> list[float]:
     model = zgraph.compile(
-        Net(), plan(zero=2, wire=wire, micro_batches=micro_batches, optimizer=zgraph.AdamW(lr=1e-2), grad_clip=1.0)
+        PaddedRows(),
+        plan(zero=2, wire=wire, micro_batches=micro_batches, optimizer=zgraph.AdamW(lr=1e-2), grad_clip=1.0),
     )
     x = batches(dist.get_world_size())[dist.get_rank()]
     return [float(model.zgraph.train_step(x)) for _ in range(20)]
@@ -256,7 +256,7 @@ def test_a_wrong_plan_is_refused(fields, said: str) -> None:
 
 @pytest.mark.parametrize("pattern, said", [("b.wieght", "b.weight"), ("second.weight", "'first.weight'")])
 def test_a_pattern_that_names_no_parameter_is_refused(pattern: str, said: str) -> None:
-    net: nn.Module = Net()
+    net: nn.Module = PaddedRows()
     if "second" in pattern:
         net = nn.Module()
         net.first = net.second = nn.Linear(2, 2)
@@ -267,9 +267,11 @@ def test_a_pattern_that_names_no_parameter_is_refused(pattern: str, said: str) -
 
 def test_what_compares_with_plain_numbers_refuses_it() -> None:
     with pytest.raises(UnsupportedError, match="real ranks"):
-        zgraph.verify(Net(), plan(mesh={"dp": 1}, wire={"gather": "int8"}), 1, (torch.randn(8, 40),), compiled=True)
+        zgraph.verify(
+            PaddedRows(), plan(mesh={"dp": 1}, wire={"gather": "int8"}), 1, (torch.randn(8, 40),), compiled=True
+        )
     with pytest.raises(PlanError, match="few bits"):
-        bisect(Net(), plan(wire={"gather": "int8"}), 2, (torch.randn(8, 40),))
+        bisect(PaddedRows(), plan(wire={"gather": "int8"}), 2, (torch.randn(8, 40),))
 
 
 def test_a_gather_holds_the_weight_that_it_becomes() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from padded_rows import PaddedRows
 from ranks import Ranks
 from sweeps import sweep
 from torch import nn
@@ -30,18 +31,6 @@ from zgraph.program.program import InputRole
 
 BOTH = {"reduce": "int4", "error_feedback": True, "rounding": "stochastic"}
 SGD = zgraph.SGD(lr=0.1)
-
-
-class Net(nn.Module):
-    """Rows that ranks divide, and rows that they pad."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(40, 60, bias=False), nn.Linear(60, 37)
-
-    def forward(self, x):
-        return self.b(self.a(x).tanh()).square().mean()
 
 
 def plan(**fields) -> zgraph.Plan:
@@ -102,13 +91,13 @@ MESHES = [(2, {"dp": 2}, 2), (0, {"dp": 2}, 2), (1, {"replicate": 2, "dp": 2}, 4
 
 @sweep("zero, mesh, world", MESHES, quick=(0,), ids=str)
 def test_each_value_is_within_its_bound(zero: int, mesh: dict[str, int], world: int) -> None:
-    found = zgraph.verify(Net(), plan(zero=zero, mesh=mesh, wire=BOTH), world, (torch.randn(8, 40),))
+    found = zgraph.verify(PaddedRows(), plan(zero=zero, mesh=mesh, wire=BOTH), world, (torch.randn(8, 40),))
     assert found.ok and any(d.what == "sent gradient" for d in found.differences), str(found)
 
 
 def test_residuals_are_in_the_memory_of_a_step() -> None:
     inputs = (torch.randn(8, 40),)
-    program = programs(Net(), plan(wire=BOTH), inputs, 2).program
+    program = programs(PaddedRows(), plan(wire=BOTH), inputs, 2).program
     shapes = {n: v.meta["val"].numel() for n, v in program.input_nodes(InputRole.RESIDUAL).items()}
     assert shapes == {"a.weight/dp": 2400, "b.weight/dp": 38 * 60, "b.bias/dp": 38}  # (37 rows are padded)
     assert memory_of(program)[-1]["residuals"] == 4 * sum(shapes.values())
@@ -117,9 +106,9 @@ def test_residuals_are_in_the_memory_of_a_step() -> None:
 def test_a_budget_without_room_for_residuals_is_refused() -> None:
     inputs = (torch.randn(8, 40),)
     enough = plan(wire={"reduce": "int8"}, memory_budget=64 << 10)
-    programs(Net(), enough, inputs, 2)
+    programs(PaddedRows(), enough, inputs, 2)
     with pytest.raises(PlanError, match="residuals 18872 bytes of wire"):
-        programs(Net(), plan(wire={"reduce": "int8", "error_feedback": True}, memory_budget=64 << 10), inputs, 2)
+        programs(PaddedRows(), plan(wire={"reduce": "int8", "error_feedback": True}, memory_budget=64 << 10), inputs, 2)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +141,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def path(wire: dict, zero: int, steps: int, backend: str = "eager") -> list[dict[str, torch.Tensor]]:
     """The weights before the first step, and after each."""
-    model = zgraph.compile(Net(), plan(zero=zero, wire=wire, backend=backend))
+    model = zgraph.compile(PaddedRows(), plan(zero=zero, wire=wire, backend=backend))
     found = [weights(model)]
     for step in range(steps):
         model.zgraph.train_step(batch(step, dist.get_rank()))
@@ -169,7 +158,7 @@ class ByThePaper:
     def __init__(self, wire: dict, ranks: int) -> None:
         self.fed, self.by_chance = wire.get("error_feedback", False), wire.get("rounding") == "stochastic"
         self.told = (wire["reduce"], 256, ranks)
-        self.net, self.ranks = Net(), ranks
+        self.net, self.ranks = PaddedRows(), ranks
         self.errors: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks)]
 
     def sent(self, rank: int, step: int, name: str, grad: torch.Tensor) -> torch.Tensor:
@@ -237,7 +226,7 @@ def test_inductor_writes_residuals_too(two: Ranks) -> None:
 
 def restarted(folder: Path, zero: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The weights of a run, and of one that was saved in the middle and loaded into a new model."""
-    first, second = (zgraph.compile(Net(), plan(zero=zero, wire=BOTH)) for _ in range(2))
+    first, second = (zgraph.compile(PaddedRows(), plan(zero=zero, wire=BOTH)) for _ in range(2))
     for step in range(6):
         if step == 3:
             first.save_checkpoint(folder)
@@ -255,7 +244,7 @@ def test_a_restart_in_the_middle_is_bit_for_bit(
 ) -> None:
     for one, other in two.run(restarted, tmp_path, zero):
         assert all(torch.equal(one[n], other[n]) for n in one)
-    alone = zgraph.compile(Net(), plan(mesh={"dp": 1}, zero=zero, wire=BOTH))
+    alone = zgraph.compile(PaddedRows(), plan(mesh={"dp": 1}, zero=zero, wire=BOTH))
     with caplog.at_level(logging.WARNING, "zgraph"):
         alone.load_checkpoint(tmp_path)
     assert "begin at zero" in caplog.text and "{'dp': 2}" in caplog.text

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from wire_bytes import PLAN, Net
+from wire_bytes import PLAN, model_of_rows
 
 import zgraph
 from zgraph.build.planned_step import programs
@@ -49,7 +49,7 @@ def counted(ranks: int, folder: Path) -> list[int]:
 
 def by_formula(wire: dict, ranks: int) -> int:
     plan = zgraph.Plan(**PLAN, wire=wire)
-    program = programs(Net(), plan, (torch.ones(4, 256),), ranks).program
+    program = programs(model_of_rows(), plan, (torch.ones(4, 256),), ranks).program
     gathers = [t.name for t in gathers_of(program)]
     total = 0
     for name, spec in program.params.items():
