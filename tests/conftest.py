@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from ranks import Ranks, measure_disks_briefly
 from shards import Shard, longest_first
 
@@ -81,6 +82,14 @@ def two(kept_ranks: dict[int, Ranks]) -> Iterator[Ranks]:
 def four(kept_ranks: dict[int, Ranks]) -> Iterator[Ranks]:
     yield kept_ranks[4]
     kept_ranks[4].renew()
+
+
+@pytest.fixture(scope="module")
+def no_group_left() -> Iterator[None]:
+    """DeepSpeed's `initialize` makes a group of this process alone, which no other file expects."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

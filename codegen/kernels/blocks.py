@@ -25,9 +25,8 @@ from torch import Tensor
 from zgraph.program.block_format import LARGEST, bytes_of
 
 KINDS = {"int8": 0, "int4": 1, "fp8": 2}
-_MAGIC = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2^23: added and taken away, it leaves the nearest whole number, the even one of two
+# 1.5 * 2^23: added and taken away, it leaves the nearest whole number, the even one of two.
+_MAGIC = tl.constexpr(12582912.0)
 
 
 @triton.jit

@@ -18,6 +18,8 @@ from zgraph.deepspeed.ops.lion import FusedLion
 from zgraph.deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
 from zgraph.errors import CheckpointError, ModelError, PlanError, StepError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("no_group_left")
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
@@ -41,14 +43,6 @@ def weights(model):
 def same(one, other):
     mine, theirs = weights(one), weights(other)
     return mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    """(`initialize` makes one of this process alone, which no other test expects.)"""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def loss_of(model, x):

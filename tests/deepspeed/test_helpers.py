@@ -26,19 +26,14 @@ from zgraph.deepspeed.pipe import (
 from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
 from zgraph.errors import MeshError, ModelError, PlanError, StepError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("no_group_left")
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "zero_optimization": {"stage": 3},
     "zgraph": {"backend": "eager"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Net(nn.Module):

@@ -8,7 +8,6 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zgraph.deepspeed as deepspeed
@@ -26,19 +25,14 @@ from zgraph.deepspeed.utils.zero_to_fp32 import (
 )
 from zgraph.errors import PlanError, StepError
 
+pytestmark = pytest.mark.usefixtures("no_group_left")
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "zgraph": {"backend": "eager"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def net():

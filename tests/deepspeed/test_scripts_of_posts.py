@@ -5,22 +5,14 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zgraph.deepspeed as deepspeed
 from zgraph.deepspeed.ops.adam import DeepSpeedCPUAdam
 from zgraph.deepspeed.runtime.lr_schedules import WarmupDecayLR
 
-pytestmark = pytest.mark.slow  # (a second each)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_group_left")]  # (a second each)
 EAGER = {"zgraph": {"backend": "eager"}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def net():
