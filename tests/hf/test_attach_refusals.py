@@ -129,7 +129,7 @@ def test_a_wrapped_model(tmp_path):
 
 def test_a_release_without_a_name(tmp_path, monkeypatch):
     monkeypatch.delattr(transformers.Trainer, "_load_best_model")
-    refused(trainer(tmp_path), PLAN, ModelError, "no _load_best_model", "transformers 5.24 is known to work")
+    refused(trainer(tmp_path), PLAN, ModelError, "no Trainer._load_best_model", "transformers 5.24 is known to work")
 
 
 def test_a_plan_file_that_is_not_there(tmp_path):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import Ranks
+from torch import nn
+
+import zgraph
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 from trl_trainers import trained
+
+from zgraph.hf.fused_heads import capturable_heads
 
 
 @pytest.mark.slow
@@ -60,3 +66,36 @@ def test_the_head_has_the_numbers_of_trls(softcap, scale, temperature, bias):
     for theirs, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert not any(value.requires_grad for value in found[1][2:5])
+
+
+class Scores(nn.Module):
+    """Has, as a model that TRL has changed, a forward of its own that asks its globals for the head's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 8)
+
+
+def patched(factor: float) -> Any:
+    """A library's module of its own, in which that function, and a number, are other ones."""
+    made = types.ModuleType("scores")
+    code = """
+def forward(self, hidden, targets):
+    return _ChunkedLogProbFunction.apply(hidden, self.head.weight, self.head.bias, targets, 1.0, 8)[0].mean() * factor
+"""
+    vars(made).update(factor=factor, _ChunkedLogProbFunction=None, _use_triton=None)
+    exec(code, vars(made))
+    model = Scores()
+    model.forward = types.MethodType(made.forward, model)
+    return model
+
+
+def test_heads_with_other_globals_are_kept_apart():
+    models = [patched(1.0), patched(3.0), patched(1.0)]
+    assert all(capturable_heads(model) for model in models)
+    hidden, targets = torch.randn(5, 4), torch.arange(5)
+    one, other, again = (
+        zgraph.compile(model, zgraph.Plan(backend="eager"))(hidden, targets).item() for model in models
+    )
+    assert other == pytest.approx(3 * one) and again == one

@@ -15,6 +15,7 @@ from zgraph.api.full_state_dict import as_held, full_optimizer_state, full_state
 from zgraph.errors import CheckpointError, ModelError
 from zgraph.plan.plan import Plan
 from zgraph.runtime.compiled_models import is_compiled
+from zgraph.torch_compat.private_names import refuse_release
 from zgraph.update.optimizer import PlanOptimizer
 
 FOLDER = "zgraph"
@@ -50,6 +51,7 @@ class ForAccelerate:
 def _watch(accelerator: Any) -> None:
     """Let an accelerator that prepares a compiled model save and load it by all ranks together."""
     if "get_state_dict" not in accelerator.__dict__:
+        refuse_release("accelerators")
         for name, does in (
             ("get_state_dict", _get_state_dict),
             ("save_state", _save_state),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -52,6 +53,7 @@ from zgraph.stages.partition_model import DeferredPipeline, made_again
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import forward_only, refuse_gradients
 from zgraph.stages.step import train_step as train_step_in_stages
+from zgraph.torch_compat.private_names import refuse_release
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.owned_parameters import mesh_of
 
@@ -601,6 +603,11 @@ class _NotForDDP:
     """What DistributedDataParallel asks a module for first: the names of parameters that it leaves out."""
 
     def __iter__(self) -> Iterator[str]:
+        asks: types.FrameType | None = sys._getframe(1)
+        while asks is not None:
+            if asks.f_globals.get("__name__") == "accelerate.accelerator":
+                refuse_release("accelerators")  # (one that does not ask whether a model is prepared)
+            asks = asks.f_back
         raise ModelError(
             "a compiled model can't be wrapped by DistributedDataParallel",
             where="the model",

@@ -12,6 +12,7 @@ from zgraph.api.compiler import compile
 from zgraph.checkpoint.loading import load
 from zgraph.errors import ModelError
 from zgraph.plan.plan import Plan
+from zgraph.torch_compat.private_names import refuse_release
 
 
 def load_pretrained(
@@ -34,6 +35,7 @@ def load_pretrained(
     """
     import transformers
 
+    refuse_release("published models")
     place = Path(folder).absolute()
     made, config = _class_and_config(transformers, model, place)
     kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "", None) or config.dtype

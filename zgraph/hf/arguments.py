@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from zgraph.errors import ModelError, PlanError
 from zgraph.hf.adapters import is_adapted
 from zgraph.plan.plan import Plan
 from zgraph.runtime.compiled_models import is_compiled
-
-KNOWN = "5.24"
-"""The release of transformers that this was run with."""
-
-# What `zgraph.hf.trainer` calls or overrides of transformers' Trainer.
-_NAMES = (
-    "_load_best_model",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_save",
-    "_save_optimizer_and_scheduler",
-    "_sync_replicated_trainable_parameters",
-    "compute_loss_context_manager",
-    "create_optimizer",
-    "is_distributed_loading_by_transformers",
-)
+from zgraph.torch_compat.private_names import refuse_release
 
 
 def refuse_trainer(trainer: Any) -> None:
@@ -42,13 +26,8 @@ def refuse_trainer(trainer: Any) -> None:
             "the trainer is attached already",
             hint="trainer.model.zgraph.recompile(plan) changes its plan",
         )
-    missing = [name for name in _NAMES if not hasattr(trainer, name)]
-    if missing:
-        raise ModelError(
-            f"the Trainer of transformers {version('transformers')} has no {missing[0]}",
-            why="attach changes how a Trainer saves, loads and makes its optimizer, and that is no public interface",
-            hint=f"transformers {KNOWN} is known to work",
-        )
+    refuse_release("trainers")
+    refuse_release("published models")
     _refuse_model(trainer)
 
 

@@ -15,12 +15,13 @@ from zgraph.hf.dora import capturable_dora
 from zgraph.hf.fused_heads import capturable_heads
 from zgraph.hf.loss_scaling import PlanScaler, loss_scale_of
 from zgraph.hf.optimizers import optimizer_of
-from zgraph.hf.other_globals import restore
+from zgraph.hf.other_globals import Before, restore
 from zgraph.hf.plans import plan_of
 from zgraph.hf.trainer import attached_class
 from zgraph.plan.plan import Plan
 from zgraph.plan.precision import Precision
 from zgraph.plan.shapes import Size
+from zgraph.torch_compat.private_names import refuse_release
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +57,16 @@ def attach(
     if chosen.precision == Plan().precision:
         autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     if autocast is torch.float16:
+        refuse_release("loss scaling")
         scale = loss_scale_of(trainer.accelerator.scaler)  # type: ignore[attr-defined]
         chosen = chosen.model_copy(update={"precision": Precision(loss_scale=scale)})
     optimizer, decides = optimizer_of(trainer)
     chosen = chosen.model_copy(update={"optimizer": optimizer})
     model: Any = trainer.model  # type: ignore[attr-defined]
-    replaced = [*capturable_dora(model), *capturable_heads(model)]
+    replaced: list[Before] = []
     try:
+        replaced += capturable_dora(model)
+        replaced += capturable_heads(model)
         compile(model, chosen, dynamic=dynamic)
     except BaseException:
         restore(replaced)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
 
-from zgraph.errors import ModelError
 from zgraph.hf.other_globals import Before, replace
+from zgraph.torch_compat.private_names import refuse_release
 
 _MODULE = "zgraph.hf.peft_dora"
 
@@ -26,8 +25,6 @@ def _transposed(weight: torch.Tensor, fan_in_fan_out: bool) -> torch.Tensor:
 
 
 _REPLACED = {"dequantize_module_weight": _weight_of, "transpose": _transposed}  # PEFT's names
-KNOWN = "0.21"
-"""The release of PEFT that this was run with."""
 _METHODS = ("forward", "get_weight_norm")
 
 
@@ -37,16 +34,9 @@ def capturable_dora(model: nn.Module) -> list[Before]:
     if peft is None:
         return []
     replaced = []
-    missing = [name for name in _REPLACED if not hasattr(peft, name)]
-    missing += [name for name in _METHODS if not hasattr(peft.DoraLinearLayer, name)]
     for module in model.modules():
         if isinstance(module, peft.DoraLinearLayer):
-            if missing:
-                raise ModelError(
-                    f"DoRA of PEFT {version('peft')} has no {missing[0]}",
-                    why="its layers get methods that can be captured, and that is no public interface",
-                    hint=f"PEFT {KNOWN} is known to work; or LoRA without use_dora",
-                )
+            refuse_release("DoRA")
             for name in _METHODS:
                 function = getattr(type(module), name)
                 plain = getattr(function, "__wrapped__", function)  # (without PEFT's cache, which is for evaluations)

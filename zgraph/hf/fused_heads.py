@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zgraph.hf.other_globals import Before, replace
+from zgraph.torch_compat.private_names import refuse_release
 
 _FUNCTION = "_ChunkedLogProbFunction"  # TRL's names, in the globals of the forward that it gives a model
 _MODULE = "zgraph.hf.trl_forward"
@@ -63,6 +64,9 @@ def capturable_heads(model: nn.Module) -> list[Before]:
     for module in model.modules():
         forward = module.__dict__.get("forward")
         function: Any = getattr(forward, "__func__", None)
-        if isinstance(forward, types.MethodType) and _FUNCTION in getattr(function, "__globals__", {}):
+        names = getattr(function, "__globals__", {})
+        if str(names.get("__name__")).startswith("trl."):
+            refuse_release("fused heads")
+        if isinstance(forward, types.MethodType) and _FUNCTION in names:
             replaced.append(replace(module, "forward", function, _MODULE, _REPLACED))
     return replaced

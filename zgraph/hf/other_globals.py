@@ -30,18 +30,35 @@ class Before:
 def replace(
     module: nn.Module, method: str, function: types.FunctionType, name: str, values: Mapping[str, Any]
 ) -> Before:
-    """Make the function, with other globals, the module's method. They are those of a Python module called `name`: dynamo looks them up there."""
+    """Make the function, with other globals, the module's method. They are those of a Python module of their own, whose name begins with `name`:
+    dynamo looks them up there."""
     before = Before(module, method, module.__dict__.get(method))
-    if name not in sys.modules:
-        made = types.ModuleType(name, f"{function.__module__} with other {', '.join(values)}.")
-        vars(made).update({**function.__globals__, **values, "__name__": name})
-        sys.modules[name] = made
-    names = vars(sys.modules[name])
+    names = _globals_of(name, function, values)
     own = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
     own.__dict__.update(function.__dict__)
     setattr(module, method, types.MethodType(own, module))
     return before
+
+
+def _globals_of(name: str, function: types.FunctionType, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a Python module whose name begins with this one: functions of one file share them, and one whose globals are others (of another
+    file, or of the same one since somebody changed it) has its own."""
+    wanted = {**function.__globals__, **values}
+    file = wanted.pop("__name__")
+    name = f"{name}_of_{file.replace('.', '_')}"
+    number = 1
+    while True:
+        path = name if number == 1 else f"{name}_{number}"
+        if path not in sys.modules:
+            made = types.ModuleType(path)
+            vars(made).update({**wanted, "__doc__": f"{file} with other {', '.join(values)}."})
+            sys.modules[path] = made
+            return vars(made)
+        known = vars(sys.modules[path])
+        if all(known.get(key, known) is value for key, value in wanted.items() if key != "__doc__"):
+            return known
+        number += 1
 
 
 def restore(replaced: Iterable[Before]) -> None:

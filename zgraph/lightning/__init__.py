@@ -11,8 +11,12 @@ from __future__ import annotations
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from zgraph.lightning import fabric
-from zgraph.lightning.strategy import ZGraphStrategy
+from zgraph.torch_compat.private_names import refuse_release
+
+refuse_release("Lightning")  # (before what needs these names is loaded)
+
+from zgraph.lightning import fabric  # noqa: E402
+from zgraph.lightning.strategy import ZGraphStrategy  # noqa: E402
 
 __all__ = ["ZGraphStrategy", "fabric"]
 

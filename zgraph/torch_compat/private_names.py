@@ -1,0 +1,168 @@
+"""What zgraph calls, overrides or reads of other libraries without its being public there: a release that lacks one of these names is refused."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from zgraph.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Names:
+    """Of one library. A name is "module:path"; with "has", the code there uses a name or a string; with "takes", its arguments are these."""
+
+    library: str
+    known: str
+    """The release that zgraph was run with."""
+    why: str
+    names: tuple[str, ...]
+
+
+NAMES = {
+    "trainers": Names(
+        "transformers",
+        "5.24",
+        "attach changes how a Trainer saves, loads and makes its optimizer, and that is no public interface",
+        (
+            "transformers:Trainer._load_best_model",
+            "transformers:Trainer._load_from_checkpoint",
+            "transformers:Trainer._load_optimizer_and_scheduler",
+            "transformers:Trainer._save",
+            "transformers:Trainer._save_optimizer_and_scheduler",
+            "transformers:Trainer._sync_replicated_trainable_parameters",
+            "transformers:Trainer.compute_loss_context_manager",
+            "transformers:Trainer.create_optimizer",
+            "transformers:Trainer.__init__ has is_distributed_loading_by_transformers",
+            "transformers:Trainer.__init__ has model_wrapped",
+            "transformers:Trainer._save has is_distributed_loading_by_transformers",
+            "transformers:Trainer._prepare_for_training has is_distributed_loading_by_transformers",
+        ),
+    ),
+    "published models": Names(
+        "transformers",
+        "5.24",
+        "files of a compiled model have the names and ties of transformers' own, for which there is no public interface",
+        (
+            "transformers:PreTrainedModel._auto_class",
+            "transformers:PreTrainedModel._from_config",
+            "transformers:PreTrainedModel._keys_to_ignore_on_save",
+            "transformers:PreTrainedModel.post_init has all_tied_weights_keys",
+        ),
+    ),
+    "accelerators": Names(
+        "accelerate",
+        "1.15",
+        "a compiled model goes through prepare untouched, and is saved and loaded by all ranks, for which accelerate has no public interface",
+        (
+            "accelerate:Accelerator.__init__ has _models",
+            "accelerate:Accelerator.__init__ has _optimizers",
+            "accelerate:Accelerator.prepare_model has _is_accelerate_prepared",
+        ),
+    ),
+    "loss scaling": Names(
+        "accelerate",
+        "1.15",
+        "with fp16 accelerate is told of skipped steps as its own GradScaler tells it, and that is no public interface",
+        ("accelerate.optimizer:AcceleratedOptimizer.step has _accelerate_step_called",),
+    ),
+    "DoRA": Names(
+        "peft",
+        "0.21",
+        "layers of DoRA get methods that can be captured, and that is no public interface",
+        (
+            "peft.tuners.lora.dora:DoraLinearLayer.forward has dequantize_module_weight",
+            "peft.tuners.lora.dora:DoraLinearLayer.get_weight_norm has transpose",
+            "peft.tuners.lora.dora:dequantize_module_weight",
+            "peft.tuners.lora.dora:transpose",
+        ),
+    ),
+    "fused heads": Names(
+        "trl",
+        "1.16",
+        "attach gives a model another forward than TRL's fused one, which no graph can hold, and that is no public interface",
+        (
+            "trl.trainer.utils:_ChunkedLogProbFunction.forward takes ctx hidden weight bias targets temperature chunk_size"
+            " final_logit_softcapping logit_scale outputs",
+            "trl.trainer.utils:_use_triton",
+            "trl.trainer.utils:add_fused_lm_head has _ChunkedLogProbFunction",
+            "trl.trainer.utils:add_fused_lm_head has _use_triton",
+        ),
+    ),
+    "Lightning": Names(
+        "lightning",
+        "2.6",
+        "ZGraphStrategy overrides what Lightning's DDPStrategy does, part of which is no public interface",
+        (
+            "lightning.fabric.plugins.collectives.torch_collective:default_pg_timeout",
+            "lightning.fabric.strategies.strategy:_BackwardSyncControl.no_backward_sync",
+            "lightning.fabric.strategies:DDPStrategy.__init__ has _backward_sync_control",
+            "lightning.fabric.strategies:DDPStrategy.__init__ has _ddp_kwargs",
+            "lightning.fabric.strategies:Strategy.register_strategies",
+            "lightning.pytorch.core.optimizer:LightningOptimizer.optimizer has _optimizer",
+            "lightning.pytorch.plugins:Precision._wrap_closure",
+            "lightning.pytorch.strategies:DDPStrategy.__init__ has _ddp_kwargs",
+            "lightning.pytorch.strategies:ParallelStrategy.__init__ has _layer_sync",
+            "lightning.pytorch.strategies:DDPStrategy.block_backward_sync",
+            "lightning.pytorch.strategies:Strategy.pre_backward",
+            "lightning.pytorch.strategies:Strategy.register_strategies",
+            "lightning.pytorch.strategies:Strategy._reset_optimizers_and_schedulers",
+            "lightning.pytorch.strategies:Strategy.restore_checkpoint_after_setup",
+            "lightning.pytorch.trainer.states:TrainerFn",
+            "lightning.pytorch.utilities.compile:from_compiled has _compiler_ctx",
+        ),
+    ),
+}
+
+
+def refuse_release(part: str) -> None:
+    """Raise `ModelError` if the release of a library that is installed lacks a name of this part of the table."""
+    needed = NAMES[part]
+    for name in needed.names:
+        lacks = _lacks(name)
+        if lacks is not None:
+            raise ModelError(
+                f"{needed.library} {version(needed.library)} has no {lacks}",
+                why=needed.why,
+                hint=f"{needed.library} {needed.known} is known to work",
+            )
+
+
+def _lacks(name: str) -> str | None:
+    """What is not there, in words."""
+    place, _, rest = name.partition(" ")
+    module, _, path = place.partition(":")
+    try:
+        found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return path
+    asked, *words = rest.split() or [""]
+    if asked == "has" and words[0] not in set(_words(_code(found))):
+        return f"{words[0]} in {path}"
+    if asked == "takes":
+        takes = [p for p in inspect.signature(found).parameters if p not in ("args", "kwargs")]
+        if takes != words:
+            return f"{path}({', '.join(words)})"
+    return None
+
+
+def _code(found: Any) -> types.CodeType | None:
+    found = getattr(found, "fget", found)
+    return getattr(inspect.unwrap(found), "__code__", None)
+
+
+def _words(code: types.CodeType | None) -> Iterator[str]:
+    """The names and strings of a function and of those inside of it."""
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, str):
+                yield constant
+            elif isinstance(constant, types.CodeType):
+                yield from _words(constant)
