@@ -1,6 +1,7 @@
 """The engine does what its calls say: accumulation, counters, checkpoints, optimizers and schedulers of the script's own, bad calls."""
 
 import copy
+import dataclasses
 import io
 import logging
 
@@ -114,13 +115,65 @@ def test_a_backward_of_the_scripts_own_is_divided_too():
     torch.testing.assert_close(weights(engine.module), weights(other.module))
 
 
-def test_both_backwards_in_one_step_are_refused():
+def test_both_backwards_in_one_step_are_one_step():
     engine, *_ = initialized()
     first, second = rows(2)
     loss_of(engine, first).backward()
     engine.step()
-    with pytest.raises(StepError, match=r"loss.backward\(\) and engine.backward"):
-        engine.backward(loss_of(engine, second))
+    engine.backward(loss_of(engine, second))
+    engine.step()
+    other, *_ = initialized()
+    trained(other, [first, second])
+    torch.testing.assert_close(weights(engine.module), weights(other.module))
+
+
+def test_gradients_of_the_scripts_own_backward_are_a_micro_batchs_share_at_once():
+    engine, *_ = initialized()
+    plain, (x, *_) = net(), rows(1)
+    loss_of(engine, x).backward()
+    (loss_of(plain, x) / 2).backward()
+    for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(mine), theirs.grad)
+
+
+@dataclasses.dataclass
+class Named:
+    """What a model may return: neither a tuple nor a dict."""
+
+    first: torch.Tensor
+    others: list
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x, named=False):
+        first, second = self.one(x), self.other(x)
+        return Named(first, [second]) if named else {"first": first, "others": [second, x]}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_loss_of_several_outputs_is_divided_once(named):
+    """Also where one engine's backward goes through another's outputs."""
+    engine, *_ = initialized(Two())
+    second, *_ = initialized(net())
+    plain = net()
+    (x,) = rows(1)
+    out = engine(x, named=named)
+    first, other = (out.first, out.others[0]) if named else (out["first"], out["others"][0])
+    whole = (first * other).mean() + second(x).square().mean()
+    engine.backward(whole)
+    (plain(x).square().mean() / 2).backward()
+    for mine, theirs in zip(second.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(mine), theirs.grad)
+    before = [deepspeed.utils.safe_get_full_grad(p) for p in engine.module.parameters()]
+    engine.zero_grad()
+    out = engine(x, named=named)
+    first, other = (out.first, out.others[0]) if named else (out["first"], out["others"][0])
+    (first * other).mean().backward()
+    torch.testing.assert_close([deepspeed.utils.safe_get_full_grad(p) for p in engine.module.parameters()], before)
 
 
 def test_a_boundary_that_the_script_sets_is_the_end_of_a_step():

@@ -125,7 +125,6 @@ class Checkpoints:
             }
         for name in _COUNTED:
             setattr(counters, name, own[name])
-        counters.scaled, counters.seen = 0, runtime.backwards
         held = self._training.scheduler
         saved = own.get("lr_scheduler")
         if not scheduler or held is None or saved is None:

@@ -7,15 +7,15 @@
         engine.step()
 
 The engine counts micro-batches and moves the schedule; all else is the compiled model's (`engine.module.zgraph`): sharding, reduction, clipping,
-loss scale, update. [Note: accumulation] A backward that is not the last of a step runs in `no_sync`, and its loss is divided by their number. A
-`loss.backward()` of the script's own is seen by the run time's count of backward passes; its gradients are divided before the update.
+loss scale, update. [Note: accumulation] A backward that is not the last of a step runs in `no_sync`, and its loss is divided by their number. In a
+`loss.backward()` of the script's own what comes in at the engine's outputs is divided (`_divided`), as DeepSpeed does it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -72,10 +72,13 @@ class Counters:
     global_steps: int = 0
     global_samples: int = 0
     skipped_steps: int = 0
-    # of the accumulation that is under way:
-    scaled: int = 0  # engine.backward() ran
-    seen: int = 0  # backward passes of the run time, as far as they are accounted for
-    skipped_before: int = field(default=0)  # the run time's count
+    skipped_before: int = 0  # the run time's count
+
+
+class OwnBackwards:
+    """The `engine.backward` calls that run now, of all engines: they have divided their loss by the micro-batches."""
+
+    count = 0
 
 
 class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignore[misc]
@@ -93,7 +96,6 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         self._counters = Counters()
         self._log = StepLog(config)
         if self.handle.uncut is None:
-            self._counters.seen = self.handle.runtime.backwards
             self._log.communication.watch(self.handle.runtime.clock)
         self._boundary: bool | None = None  # as set by set_gradient_accumulation_boundary
         self._outer = False  # inside of the script's no_sync()
@@ -224,7 +226,14 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._accumulate(self._outer or not self._ends())
+            for tensor in _tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._divided)
         return output
+
+    def _divided(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of an output in a backward that the script itself started: a micro-batch's share of it."""
+        return grad if OwnBackwards.count or self._batch.parts == 1 else grad / self._batch.parts
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, for a `backward()` of the script's own. (The loss scale is in the compiled backward.)"""
@@ -247,26 +256,17 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
                 "the loss depends on no parameter that trains",
                 hint="call the engine outside of torch.no_grad(), and don't detach the loss",
             )
-        counters, runtime = self._counters, self.handle.runtime
         self._accumulate(self._outer or not self._ends())
-        self._refuse_both(direct=runtime.backwards != counters.seen, scaled=scale_wrt_gas)
         shared = loss / self._batch.parts if scale_wrt_gas and self._batch.parts > 1 else loss
-        with self._log.timed("backward"):
-            shared.backward(retain_graph=retain_graph)
+        OwnBackwards.count += 1
+        try:
+            with self._log.timed("backward"):
+                shared.backward(retain_graph=retain_graph)
+        finally:
+            OwnBackwards.count -= 1
         if self.monitor.enabled:
             self._losses.append(loss.detach())
-        counters.scaled += 1
-        counters.seen = runtime.backwards
         return shared
-
-    def _refuse_both(self, *, direct: bool, scaled: bool) -> None:
-        """Raise `StepError` where some losses of a step were divided by the micro-batches and others not."""
-        if direct and scaled and self._batch.parts > 1:
-            raise StepError(
-                "loss.backward() and engine.backward(loss) in one step",
-                why=f"the gradients of the first are to be divided by {self._batch.parts} micro-batches, those of the second are",
-                hint="use one of them",
-            )
 
     def _accumulate(self, on: bool) -> None:
         """Let backward passes from now on only accumulate, or reduce."""
@@ -317,7 +317,6 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         self._applied = False
         if self._ends() or not self.managed_gradient_accumulation():  # type: ignore[attr-defined]
             self._accumulate(False)
-            self._divide_direct()
             with self._log.timed("step"):
                 self._update(lr_kwargs)
             self._tell()
@@ -327,18 +326,6 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         """Log what the configuration asks for of the step that has just ended."""
         losses, self._losses = self._losses, []
         self._log.stepped(self, float(torch.stack(losses).float().mean()) if losses else None)
-
-    def _divide_direct(self) -> None:
-        """Divide the gradients of the script's own `loss.backward()` by the number of micro-batches, as the engine's backward does."""
-        counters, runtime = self._counters, self.handle.runtime
-        direct = runtime.backwards != counters.seen
-        self._refuse_both(direct=direct, scaled=counters.scaled > 0)
-        counters.scaled, counters.seen = 0, runtime.backwards
-        if not direct or self._batch.parts == 1:
-            return
-        for param in self.module.parameters():
-            if param.grad is not None:
-                param.grad.div_(self._batch.parts)
 
     def _update(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         training = self._training
@@ -543,6 +530,19 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a model's output."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_in(list(output.values()))
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from _tensors_in(part)
+    elif is_dataclass(output):
+        yield from _tensors_in([getattr(output, part.name) for part in fields(output)])
 
 
 def _loss_in(output: Any) -> torch.Tensor:
