@@ -474,8 +474,10 @@ def test_steps_out_of_order_are_refused():
     engine, *_ = initialized(config=changed(gradient_accumulation_steps=1))
     with pytest.raises(StepError, match="called before backward"):
         engine.step()
-    with pytest.raises(StepError, match=r"step\(\) inside of no_sync"), engine.no_sync():
+    with pytest.raises(AssertionError, match=r"step\(\) inside no_sync"), engine.no_sync():
         engine.step()
+    with pytest.raises(AssertionError, match="reentry"), engine.no_sync(), engine.no_sync():
+        pass
     with pytest.raises(StepError, match="no single number"):
         engine.backward(engine(rows(1)[0]))
     with pytest.raises(StepError, match="depends on no parameter"), torch.no_grad():
@@ -483,6 +485,56 @@ def test_steps_out_of_order_are_refused():
     without, *_ = initialized(config={k: v for k, v in CONFIG.items() if k != "optimizer"})
     with pytest.raises(StepError, match="engine without an optimizer"):
         without.backward(loss_of(without, rows(1)[0]))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_within_a_step_leaves_its_gradients_out_and_says_so(tmp_path, caplog, stage):
+    engine, *_ = initialized(config=changed(zero_optimization={"stage": stage}))
+    trained(engine, rows(3))
+    with caplog.at_level(logging.WARNING):
+        engine.save_checkpoint(tmp_path)
+    assert "within a step" in caplog.text
+    trained(engine, rows(1, seed=9))  # (the gradients still waited: this is the end of a step)
+    other, *_ = initialized(net(1), config=changed(zero_optimization={"stage": stage}))
+    other.load_checkpoint(tmp_path)
+    assert (other.global_steps, other.micro_steps) == (1, 2)
+    trained(other, [rows(3)[2], rows(1, seed=9)[0]])
+    torch.testing.assert_close(weights(other.module), weights(engine.module))
+
+
+def test_states_of_an_optimizer_that_no_plan_has_go_into_checkpoints(tmp_path):
+    def made(seed, kind=torch.optim.RMSprop):
+        model = net(seed)
+        return initialized(model, optimizer=kind(model.parameters(), lr=1e-2))[0]
+
+    engine, other = made(0), made(1)
+    trained(engine, rows(4))
+    engine.save_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path)
+    assert trained(other, rows(4, seed=8)) == trained(engine, rows(4, seed=8))
+    assert same(other.module, engine.module)
+    third = made(2, torch.optim.RAdam)
+    with pytest.raises(CheckpointError, match="states of RMSprop on 1 rank"):
+        third.load_checkpoint(tmp_path)
+    assert third.load_checkpoint(tmp_path, load_optimizer_states=False)[0] is not None
+    engine.module.zgraph.save_checkpoint(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="no states of RMSprop"):
+        other.load_checkpoint(tmp_path / "plain")
+
+
+def test_frozen_weights_stay_out_of_a_checkpoint_where_that_is_asked_for(tmp_path):
+    def made(seed):
+        model = net(seed)
+        model[0].requires_grad_(False)
+        return initialized(model)[0]
+
+    engine, other = made(0), made(1)
+    trained(engine, rows(2))
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    kept = weights(other.module)["0.weight"]
+    other.load_checkpoint(tmp_path)
+    assert torch.equal(weights(other.module)["0.weight"], kept)
+    torch.testing.assert_close(weights(other.module)["2.weight"], weights(engine.module)["2.weight"])
 
 
 # -- on ranks -----------------------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ The engine's counters and its schedule's position are part of what is saved, und
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zgraph.deepspeed import comm
+from zgraph.deepspeed import comm, own_optimizer
 from zgraph.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OURS = "zgraph.deepspeed"  # the key of the engine's own part of a checkpoint's client state
+_STATES = "zgraph.deepspeed.optimizer"  # and of the states of an optimizer that no plan has
 _COUNTED = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
@@ -50,7 +52,9 @@ class Checkpoints:
     ) -> bool:
         """Save all that a run needs to go on, into the folder `tag` ("global_step100") of `save_dir`; returns True.
 
-        See `zgraph.api.handle.Handle.save_checkpoint`. Frozen parameters are saved too. All ranks must call it.
+        See `zgraph.api.handle.Handle.save_checkpoint`. Between a backward and the end of a step the gradients of its micro-batches so far are
+        not saved, with a warning: a run that is loaded begins this step anew. States of an optimizer that no plan has are saved as each rank has
+        them, for as many ranks. All ranks must call it.
         """
         if not save_dir:
             raise ValueError("save_checkpoint needs a folder: save_dir is empty")
@@ -60,20 +64,36 @@ class Checkpoints:
                 why="the file latest names the newest complete checkpoint, and readers rely on it",
                 hint="save into another folder; load_checkpoint(tag=…) loads any by name",
             )
-        counters = self._counters
+        counters, scheduler = self._counters, self._training.scheduler
         own = {name: getattr(counters, name) for name in _COUNTED}
-        scheduler = self._training.scheduler
+        if self.managed_gradient_accumulation():  # type: ignore[attr-defined]
+            own["micro_steps"] -= counters.micro_steps % self._batch.parts  # type: ignore[attr-defined]
         if callable(getattr(scheduler, "state_dict", None)):
             own["lr_scheduler"] = _plain(scheduler.state_dict())
+        client = {**(client_state or {}), _OURS: own}
         if not self._training.planned and self._training.optimizer is not None:
-            raise UnsupportedError(
-                f"a checkpoint with the states of {type(self._training.optimizer).__name__}",
-                why="a plan has no such optimizer, so its states are the script's own",
-                hint="engine.module.save_checkpoint(dir, client_state={…}) with torch.distributed.checkpoint's optimizer state dict; or AdamW",
-            )
+            own["optimizer"] = {"type": type(self._training.optimizer).__name__, "ranks": comm.get_world_size()}
+            client[_STATES] = own_optimizer.states_of(self._training.optimizer)
         chosen = f"global_step{counters.global_steps}" if tag is None else str(tag)
-        self.handle.save_checkpoint(save_dir, chosen, {**(client_state or {}), _OURS: own})
+        with self._without_gradients():
+            self.handle.save_checkpoint(save_dir, chosen, client, frozen=not exclude_frozen_parameters)
         return True
+
+    @contextlib.contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Gradients that wait for a step are set aside, with a warning; afterwards they wait as before."""
+        waiting = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
+        if waiting and comm.get_rank() == 0:
+            logger.warning(
+                "a checkpoint within a step: the gradients of its micro-batches so far are not in it, and a run that loads it begins this step anew"
+            )
+        for param, _ in waiting:
+            param.grad = None
+        try:
+            yield
+        finally:
+            for param, grad in waiting:
+                param.grad = grad
 
     def load_checkpoint(
         self,
@@ -103,7 +123,9 @@ class Checkpoints:
             return None, None
         whole = load_optimizer_states and not load_module_only
         client = dict(self.handle.load_checkpoint(load_dir, chosen, optimizer=whole))
-        own = client.pop(_OURS, None)
+        own, states = client.pop(_OURS, None), client.pop(_STATES, None)
+        if whole and not self._training.planned and self._training.optimizer is not None:
+            own_optimizer.load(self._training.optimizer, (own or {}).get("optimizer"), states)
         if not load_module_only:
             self._go_on(own if isinstance(own, Mapping) else None, scheduler=load_lr_scheduler_states)
         path = Path(load_dir) / chosen if chosen is not None else self.handle.saver.last.folder  # type: ignore[union-attr]

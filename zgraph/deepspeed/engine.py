@@ -29,7 +29,7 @@ from zgraph.deepspeed import comm
 from zgraph.deepspeed.checkpoints import Checkpoints
 from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader, Share
 from zgraph.deepspeed.monitor import Monitor
-from zgraph.deepspeed.refused import Refused
+from zgraph.deepspeed.refused import EngineMisuse, Refused
 from zgraph.deepspeed.settings import Settings
 from zgraph.deepspeed.step_log import StepLog
 from zgraph.errors import ModelError, StepError
@@ -243,12 +243,12 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         """The backward of this micro-batch's loss, divided by the number of micro-batches unless `scale_wrt_gas` is False. Returns the loss
         so divided.
 
-        Raises `StepError` for a loss that is no single number or depends on no parameter, and without an optimizer.
+        Raises `StepError` for a loss that is no single number or depends on no parameter, `EngineMisuse` without an optimizer.
         """
         self._refuse_without_optimizer("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise StepError(
+            raise EngineMisuse(
                 f"the loss is no single number but {what}", hint="take its mean; or tensor.backward(gradient)"
             )
         if not loss.requires_grad:
@@ -281,7 +281,9 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         """Backward passes inside only accumulate. (Stages 2 and 3 keep shards of gradients alone, and reduce each time.) `step()` is refused
         inside."""
         if self._outer:
-            raise StepError("no_sync() inside of no_sync()")
+            raise EngineMisuse(
+                "no_sync context manager reentry is unsupported", hint="leave it before entering it again"
+            )
         self._outer = True
         try:
             yield
@@ -309,10 +311,13 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch: update the weights if it was the last of a step, and move the schedule unless the update was skipped.
 
-        All ranks must call it. Raises `StepError` inside of `no_sync`, without an optimizer, and where no backward ran.
+        All ranks must call it. Raises `StepError` where no backward ran, `EngineMisuse` inside of `no_sync` and without an optimizer.
         """
         if self._outer:
-            raise StepError("step() inside of no_sync()", hint="leave it first: the gradients are not reduced yet")
+            raise EngineMisuse(
+                "It is illegal to call Engine.step() inside no_sync context manager",
+                hint="leave it first: the gradients are not reduced yet",
+            )
         self._refuse_without_optimizer("step")
         self._applied = False
         if self._ends() or not self.managed_gradient_accumulation():  # type: ignore[attr-defined]
@@ -385,7 +390,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     def _refuse_without_optimizer(self, what: str) -> None:
         if self._training.optimizer is None:
-            raise StepError(
+            raise EngineMisuse(
                 f"{what}() of an engine without an optimizer",
                 hint='give initialize one, or the configuration: "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
             )

@@ -25,6 +25,7 @@ from zgraph.deepspeed.parameter_groups import freeze_others, groups_of, names_of
 from zgraph.deepspeed.pipe.engine import PipelineEngine
 from zgraph.deepspeed.pipe.module import PipelineModule
 from zgraph.deepspeed.read import Config, fill, read
+from zgraph.deepspeed.refused import NoModel
 from zgraph.deepspeed.report import Report
 from zgraph.deepspeed.settings import value_of
 from zgraph.deepspeed.translate import report as report_on
@@ -79,7 +80,7 @@ def initialize(
     each key that can't be had, `ModelError` and others as `zgraph.compile` does.
     """
     if model is None:
-        raise ModelError("initialize needs a model", hint="initialize(model=model, config=…)")
+        raise NoModel("initialize needs a model", hint="initialize(model=model, config=…)")
     if isinstance(model, DeepSpeedEngine):
         model = model.module
     if not isinstance(model, nn.Module):

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from zgraph.errors import UnsupportedError
+from zgraph.errors import ModelError, StepError, UnsupportedError
+
+
+class EngineMisuse(StepError, AssertionError):
+    """A call that DeepSpeed asserts not to be: `except AssertionError` catches it too."""
+
+
+class NoModel(ModelError, AssertionError):
+    """`initialize` without a model; an `AssertionError` as well, as in DeepSpeed."""
 
 
 class Refused:

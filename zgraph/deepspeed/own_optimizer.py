@@ -1,0 +1,65 @@
+"""The states of an optimizer of the script's own, that no plan has: saved as each rank has them, and loaded on as many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zgraph.deepspeed import comm
+from zgraph.errors import CheckpointError
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict, of tensors this rank's part."""
+    found = optimizer.state_dict()
+    state = {
+        str(number): {k: v.to_local() if isinstance(v, DTensor) else v for k, v in values.items()}
+        for number, values in found["state"].items()
+    }
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in found["param_groups"]]
+    return {"state": state, "groups": groups, "sizes": [len(group["params"]) for group in found["param_groups"]]}
+
+
+def load(
+    optimizer: torch.optim.Optimizer, saved_by: Mapping[str, Any] | None, states: Mapping[str, Any] | None
+) -> None:
+    """Load what `states_of` gave; `saved_by` names the optimizer and the number of ranks.
+
+    Raises `CheckpointError` where the checkpoint has none, or those of another optimizer, of other parameters or shards.
+    """
+    name, ranks = type(optimizer).__name__, comm.get_world_size()
+    if saved_by is None or states is None:
+        raise _refused(f"the checkpoint has no states of {name}")
+    if saved_by != {"type": name, "ranks": ranks}:
+        raise _refused(
+            f"the checkpoint has states of {saved_by['type']} on {saved_by['ranks']} rank(s), and this is {name} on {ranks}"
+        )
+    if states["sizes"] != [len(group["params"]) for group in optimizer.param_groups]:
+        raise _refused(f"the groups of {name} are others than those that were saved")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {int(n): {k: _like(params[int(n)], v) for k, v in values.items()} for n, values in states["state"].items()}
+    held = optimizer.state_dict()["param_groups"]
+    groups = [{**mine, **saved} for mine, saved in zip(held, states["groups"], strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _like(param: torch.Tensor, value: Any) -> Any:
+    """A state as a shard where its parameter is one: a tensor of the parameter's own sizes."""
+    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if value.shape != param.to_local().shape:
+        raise _refused(f"a state has sizes {list(value.shape)}, and this rank's part {list(param.to_local().shape)}")
+    return DTensor.from_local(
+        value.to(param.device), param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+    )
+
+
+def _refused(what: str) -> CheckpointError:
+    return CheckpointError(
+        what,
+        why="an optimizer that no plan has keeps its states by itself, and they are saved as each rank has them",
+        hint="load_checkpoint(load_optimizer_states=False), or go on with the ranks and the ZeRO stage that saved it",
+    )
