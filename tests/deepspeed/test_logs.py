@@ -18,6 +18,7 @@ from zgraph.deepspeed.runtime.zero.stage3 import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from zgraph.deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_live
+from zgraph.deepspeed.utils.timer import ThroughputTimer
 from zgraph.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -98,6 +99,35 @@ def test_the_time_of_each_phase_is_logged(caplog):
     assert len(lines) == 1 and lines[0].startswith("step 2, ")
     assert all(f" {phase}: " in lines[0] for phase in ("forward", "backward", "step"))
     assert any(r.getMessage().startswith("step=2, skipped=0, lr=[0.01]") for r in caplog.records)
+
+
+def test_rows_a_second_are_logged_as_deepspeed_does(caplog):
+    with caplog.at_level(logging.INFO, logger="zgraph.deepspeed"):
+        engine, _ = run({"steps_per_print": 2}, steps=4)
+    lines = [r.getMessage() for r in caplog.records if "SamplesPerSec" in r.getMessage()]
+    assert len(lines) == 1 and lines[0].startswith("epoch=0/micro_step=8/global_step=4, RunningAvgSamplesPerSec=")
+    words = dict(word.split("=", 1) for word in lines[0].split(", "))
+    assert float(words["RunningAvgSamplesPerSec"]) == engine.tput_timer.avg_samples_per_sec() > 0
+    assert float(words["CurrSamplesPerSec"]) > 0 and words["MaxMemAllocated"].endswith("GB")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="zgraph.deepspeed"):
+        run({"steps_per_print": 1, "timers": {"throughput": {"enabled": False}}}, steps=3)
+    assert "step=3" in caplog.text and "SamplesPerSec" not in caplog.text
+
+
+def test_rows_a_second_leave_out_the_first_steps(monkeypatch):
+    now = iter(
+        (0.0, 100.0, 100.0, 150.0, 160.0, 162.0, 164.0, 165.0)
+    )  # the begin and the end of four steps, two seconds between the last
+    monkeypatch.setattr("zgraph.deepspeed.utils.timer.time.perf_counter", lambda: next(now))
+    timer = ThroughputTimer(None)
+    assert timer.avg_samples_per_sec() == float("-inf")
+    for _ in range(4):
+        timer.start()
+        timer.start()  # (a second micro-batch)
+        timer.stop(30)
+    assert timer.avg_samples_per_sec() == 60 / 15.0 and timer.step_elapsed_time == 1.0
+    assert not timer.due(4)
 
 
 def test_operations_are_told_by_module(tmp_path):

@@ -162,18 +162,19 @@ if "--die" in sys.argv:
 
 @pytest.fixture
 def machines(tmp_path, monkeypatch):
-    """Three machines, which are this one: `ssh` is a script that runs the line, and does not reach one that is called "away"."""
+    """Three machines, which are this one: `ssh` is a script that runs the line, does not reach one that is called "away", and loses one called "mute"."""
     binary = tmp_path / "bin" / "ssh"
     binary.parent.mkdir()
     binary.write_text(
         "#!/bin/bash\nwhile [[ $1 == -* ]]; do [[ $1 == -tt ]] && shift || shift 2; done\n"
+        '[[ $1 == mute ]] && { sleep 2; echo "Timeout, server mute not responding." >&2; exit 255; }\n'
         '[[ $1 == away ]] && { echo "ssh: connect to host away: No route to host" >&2; exit 255; }\n'
         'export NODE=$1; exec bash -c "$2"\n'
     )
     binary.chmod(binary.stat().st_mode | stat.S_IEXEC)
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / ".deepspeed_env").write_text("MINE=here\n")
-    hostfile(tmp_path, "127.0.0.1 slots=1\nn2 slots=2\nn3 slots=1\naway slots=1\n")
+    hostfile(tmp_path, "127.0.0.1 slots=1\nn2 slots=2\nn3 slots=1\naway slots=1\nmute slots=1\n")
 
     def launch(*options, limit=100):
         begin = time.monotonic()
@@ -202,7 +203,7 @@ def ranks_in(text):
 
 @pytest.mark.slow  # (four ranks import torch)
 def test_ranks_run_on_three_machines(machines):
-    done, _ = machines("--hostfile", "hostfile", "--exclude", "away", "--master_port", "29671", "script.py")
+    done, _ = machines("--hostfile", "hostfile", "--exclude", "away@mute", "--master_port", "29671", "script.py")
     assert done.returncode == 0, done.stdout + done.stderr
     found = ranks_in(done.stdout)
     assert [(r["RANK"], r["NODE"], r["LOCAL_RANK"]) for r in found] == [
@@ -217,7 +218,7 @@ def test_ranks_run_on_three_machines(machines):
 @pytest.mark.slow  # (four ranks import torch)
 def test_a_rank_that_dies_ends_the_job_on_all_machines_and_is_shown(machines):
     done, seconds = machines(
-        "--hostfile", "hostfile", "--exclude", "away", "--master_port", "29672", "script.py", "--die"
+        "--hostfile", "hostfile", "--exclude", "away@mute", "--master_port", "29672", "script.py", "--die"
     )
     assert done.returncode != 0 and seconds < 60
     last = done.stdout[done.stdout.index("zgraph launch:") :]
@@ -229,6 +230,28 @@ def test_a_machine_that_does_not_answer_is_named(machines):
     assert done.returncode == 255
     assert "zgraph launch: away ended with 255, which is ssh's own: the node did not answer" in done.stdout
     assert "No route to host" in done.stdout
+
+
+def test_a_machine_that_falls_silent_ends_the_job_on_all(machines):
+    done, seconds = machines("--hostfile", "hostfile", "--include", "n2@mute", "--master_port", "29674", "script.py")
+    assert done.returncode == 255 and seconds < 60
+    last = done.stdout[done.stdout.index("zgraph launch:") :]
+    assert last.startswith("zgraph launch: mute ended with 255") and "server mute not responding" in last
+
+
+def test_a_wrong_hostfile_and_variables_of_a_named_file(machines, tmp_path, monkeypatch):
+    (tmp_path / "wrong").write_text("n2 slots=2\nn3 slots=two\n")
+    done, _ = machines("--hostfile", "wrong", "script.py")
+    assert done.returncode == 2 and "wrong:2" in done.stderr and "is no line of a hostfile" in done.stderr
+    gone, _ = machines("--hostfile", "gone", "script.py")
+    assert gone.returncode == 2 and "gone" in gone.stderr and "Traceback" not in gone.stderr
+    (tmp_path / "variables").write_text("NAMED=a b\n")
+    monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "variables"))
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    shown, _ = machines("--print", "--hostfile", "hostfile", "--num_nodes", "2", "script.py")
+    lines = shown.stdout.splitlines()
+    assert len(lines) == 2 and all("NAMED=" in line and "a b" in line and "NCCL_DEBUG=WARN" in line for line in lines)
+    assert all("ServerAliveInterval=15" in line for line in lines) and "MINE=" not in shown.stdout
 
 
 def test_lines_are_shown_and_nothing_starts(machines, tmp_path):

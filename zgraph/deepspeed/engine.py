@@ -32,6 +32,7 @@ from zgraph.deepspeed.monitor import Monitor
 from zgraph.deepspeed.refused import EngineMisuse, Refused
 from zgraph.deepspeed.settings import Settings
 from zgraph.deepspeed.step_log import StepLog
+from zgraph.deepspeed.utils.timer import ThroughputTimer
 from zgraph.errors import ModelError, StepError
 
 
@@ -147,6 +148,11 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return self._log.monitor
 
     @property
+    def tput_timer(self) -> ThroughputTimer:
+        """Rows a second: `engine.tput_timer.avg_samples_per_sec()`."""
+        return self._log.throughput
+
+    @property
     def device(self) -> torch.device:
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
@@ -222,6 +228,8 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
     # -- a micro-batch --------------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output."""
+        if torch.is_grad_enabled():
+            self.tput_timer.start()
         with self._log.timed("forward"):
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():

@@ -313,7 +313,7 @@ KEYS: dict[str, Key] = {
         "table",
         "the engine counts the collectives of its steps; comm.log_summary() shows them, and times calls of zgraph.deepspeed.comm",
     ),
-    "timers": _nothing("table", _PROFILED),
+    "timers": _nothing("table", _LOGGED),
     "flops_profiler": _nothing("table", _LOGGED),
     "tensorboard": _nothing("table", _LOGGED),
     "csv_monitor": _nothing("table", _LOGGED),

@@ -15,12 +15,13 @@ from zgraph.errors import CheckpointError
 def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state dict, of tensors this rank's part."""
     found = optimizer.state_dict()
-    state = {
-        str(number): {k: v.to_local() if isinstance(v, DTensor) else v for k, v in values.items()}
-        for number, values in found["state"].items()
-    }
+    state, shards = {}, {}
+    for number, values in found["state"].items():
+        state[str(number)] = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in values.items()}
+        shards[str(number)] = [k for k, v in values.items() if isinstance(v, DTensor)]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in found["param_groups"]]
-    return {"state": state, "groups": groups, "sizes": [len(group["params"]) for group in found["param_groups"]]}
+    sizes = [len(group["params"]) for group in found["param_groups"]]
+    return {"state": state, "shards": shards, "groups": groups, "sizes": sizes}
 
 
 def load(
@@ -40,18 +41,19 @@ def load(
     if states["sizes"] != [len(group["params"]) for group in optimizer.param_groups]:
         raise _refused(f"the groups of {name} are others than those that were saved")
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = {int(n): {k: _like(params[int(n)], v) for k, v in values.items()} for n, values in states["state"].items()}
+    state = {
+        int(n): {k: _shard(params[int(n)], v) if k in states["shards"][n] else v for k, v in values.items()}
+        for n, values in states["state"].items()
+    }
     held = optimizer.state_dict()["param_groups"]
     groups = [{**mine, **saved} for mine, saved in zip(held, states["groups"], strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _like(param: torch.Tensor, value: Any) -> Any:
-    """A state as a shard where its parameter is one: a tensor of the parameter's own sizes."""
-    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    if value.shape != param.to_local().shape:
-        raise _refused(f"a state has sizes {list(value.shape)}, and this rank's part {list(param.to_local().shape)}")
+def _shard(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a state that is divided as its parameter is."""
+    if not isinstance(param, DTensor) or value.shape != param.to_local().shape:
+        raise _refused(f"a state of a parameter of sizes {list(param.shape)} has other shards: {list(value.shape)}")
     return DTensor.from_local(
         value.to(param.device), param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
     )

@@ -82,6 +82,7 @@ class Settings:
     """The methods of an engine that say what its configuration has. `config` is the configuration as it was given, with "auto" filled."""
 
     config: dict[str, Any]
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # (gradients of embeddings are dense here)
 
     def zero_optimization(self) -> bool:
         """Whether there is a ZeRO stage above 0."""

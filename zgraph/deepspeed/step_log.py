@@ -18,6 +18,7 @@ from zgraph.deepspeed.compiled_communication import CompiledCommunication
 from zgraph.deepspeed.monitor import Event, Monitor
 from zgraph.deepspeed.settings import value_of
 from zgraph.deepspeed.utils.memory import see_memory_usage
+from zgraph.deepspeed.utils.timer import ThroughputTimer
 from zgraph.passes.analysis.costs import flops_of
 from zgraph.program.node import info
 
@@ -45,6 +46,7 @@ class Steps(Protocol):
     def get_mom(self) -> list[Any]: ...
     def gradient_accumulation_steps(self) -> int: ...
     def train_micro_batch_size_per_gpu(self) -> int: ...
+    def train_batch_size(self) -> int: ...
 
 
 class StepLog:
@@ -64,6 +66,10 @@ class StepLog:
         self._clocked = self._breakdown or self._profiles is not None
         self._milliseconds: dict[str, float] = {}
         self.communication = CompiledCommunication()
+        timed = value_of(config, "timers.throughput", {})
+        self.throughput = ThroughputTimer(
+            self._every, enabled=timed.get("enabled", True), synchronized=timed.get("synchronized", True)
+        )
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -79,8 +85,9 @@ class StepLog:
         """Tell of a step that has ended; `loss` is its mean over this rank's micro-batches, where that is known."""
         took, self._milliseconds = self._milliseconds, {}
         self.communication.stepped(engine.handle.runtime.clock)
-        steps = engine.global_steps
+        steps, rows = engine.global_steps, engine.train_batch_size()
         due = bool(self._every) and steps % self._every == 0
+        self.throughput.stop(rows)
         if self.monitor.enabled:
             self.monitor.write_events(_events(engine, loss, took if self._breakdown else {}))
         if comm.get_rank() == 0:
@@ -88,6 +95,8 @@ class StepLog:
                 logger.info(
                     "step=%d, skipped=%d, lr=%s, mom=%s", steps, engine.skipped_steps, engine.get_lr(), engine.get_mom()
                 )
+            if self.throughput.due(self.throughput.global_step_count) and self.throughput.global_step_count > 2:
+                logger.info("%s", self.throughput.line(steps, rows))
             if self._breakdown and (due or not self._every):
                 logger.info("step %d, time (ms) | %s", steps, " | ".join(f"{k}: {v:.2f}" for k, v in took.items()))
             if steps == self._profiles:

@@ -73,6 +73,12 @@ def carried(job: Job, carrier: str, ssh_port: int | None = None) -> dict[str, li
     names = list(job.hosts)
     if carrier == "ssh":
         options = ["-tt", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "BatchMode=yes"]
+        options += [
+            "-o",
+            f"ServerAliveInterval={CONNECT_SECONDS}",
+            "-o",
+            "ServerAliveCountMax=2",
+        ]  # (a node that has fallen silent)
         options += ["-p", str(ssh_port)] if ssh_port else []
         return {host: ["ssh", *options, host, remote(job, at)] for at, host in enumerate(names)}
     if carrier == "pdsh":

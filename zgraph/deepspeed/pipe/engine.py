@@ -15,6 +15,7 @@ from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from zgraph.deepspeed.engine import DeepSpeedEngine
 from zgraph.deepspeed.pipe.module import PipelineError, PipelineModule
 from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
+from zgraph.deepspeed.utils.logging import logger
 from zgraph.errors import StepError
 
 
@@ -41,6 +42,7 @@ class PipelineEngine(DeepSpeedEngine):
         elif data_iter is not None:
             raise StepError("train_batch(data_iter, data=…)", hint="give one of them")
         self._fit_parts()
+        self.tput_timer.start()
         with self._log.timed("train_batch"):
             loss = self.handle.train_step(data, targets)
         self._norm = self.handle.runtime.updater.grad_norm
@@ -49,6 +51,10 @@ class PipelineEngine(DeepSpeedEngine):
         mean = self._over_ranks(loss)
         self._losses = [mean] if self.monitor.enabled else []
         self._tell()
+        if self.global_rank == 0 and self.tput_timer.due(self.tput_timer.global_step_count):
+            seconds, rows = self.tput_timer.step_elapsed_time, self.train_batch_size()
+            said = (self.global_steps, float(mean), seconds, rows / max(seconds, 1e-12))
+            logger.info("steps: %d loss: %.4f iter time (s): %.3f samples/sec: %.3f", *said)
         return mean
 
     def eval_batch(  # type: ignore[override]
