@@ -162,7 +162,7 @@ if "--die" in sys.argv:
 
 @pytest.fixture
 def machines(tmp_path, monkeypatch):
-    """Three machines, which are this one: `ssh` is a script that runs the line, does not reach one that is called "away", and loses one called "mute"."""
+    """Three machines, which are this one: `ssh` is a script that runs the line, does not reach "away", and loses "mute"."""
     binary = tmp_path / "bin" / "ssh"
     binary.parent.mkdir()
     binary.write_text(
