@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from architectures import REFUSED, build, compare
+from architectures import REFUSED, build, compare, for_two_ranks
 from sweeps import sweep
 
 import zgraph
@@ -26,8 +26,8 @@ def test_it_trains_compiled_by_inductor(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*KINDS, "DeepseekV3", "Qwen2.5-VL"])
 def test_its_shards_are_verified(name):
-    model, batch = build(name)
-    found = zgraph.verify(model, zgraph.Plan(zero=3, backend="eager"), 2, batch)
+    model, batch, dynamic = for_two_ranks(name)
+    found = zgraph.verify(model, zgraph.Plan(zero=3, backend="eager", dynamic=dynamic), 2, batch)
     assert found.ok, str(found)
 
 

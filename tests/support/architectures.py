@@ -351,6 +351,15 @@ def build(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     return model, batch
 
 
+def for_two_ranks(name: str) -> tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]:
+    """(a model, a batch of which each of two ranks has a half, what its plan declares)."""
+    model, batch = build(name)
+    if name != "Qwen2.5-VL":
+        return model, batch, {}
+    two = {k: torch.stack([v, v.flip(0)]) if k == "pixel_values" else v.repeat(2, 1) for k, v in batch.items()}
+    return model, two, {"image_grid_thw": "value"}
+
+
 def compare(name: str, backend: str) -> tuple[float, float]:
     """What compiled training differs from plain PyTorch's by: the loss, relative, and the worst gradient, in parts of all gradients' norm."""
     plain, batch = build(name)

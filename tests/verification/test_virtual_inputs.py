@@ -37,3 +37,21 @@ def test_inputs_share_memory_as_the_users_do(world):
         zgraph.verify(WritesToItsInput(), plan, world, (x, x[:]), lambda out: out.square().mean())
     c = torch.randn(8, 4)
     assert zgraph.verify(WritesToItsInput(), plan, world, (c, c), lambda out: out.square().mean()).ok
+
+
+class ReadsValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, sizes):
+        return torch.cat([part.mean(0, keepdim=True) for part in self.head(x).split(sizes.tolist())])
+
+
+def test_values_that_decide_are_declared_and_alike_on_all_ranks():
+    plan = zgraph.Plan(backend="eager", zero=3, dynamic={"sizes": "value"})
+    x = torch.randn(8, 4)
+    assert zgraph.verify(ReadsValues(), plan, 2, (x, torch.tensor([1, 3])), lambda out: out.square().mean()).ok
+    eight = torch.tensor([1, 0, 0, 3, 1, 0, 3, 0])
+    with pytest.raises(zgraph.errors.SignatureError, match="other values of an input that is a constant"):
+        zgraph.verify(ReadsValues(), plan, 2, (x, eight), lambda out: out.square().mean())

@@ -90,8 +90,9 @@ def verify(
 
     `inputs` is the *global* batch (a tuple of args or a dict of kwargs): tensors whose dimension 0 is the largest there
     is are split on it, all others go whole to every rank. `loss_fn(output)` gives the loss, a scalar, where the model's
-    output holds none. The model is not changed, nor is the random state. All ranks' values are held at once. For
-    Inductor the program is its graph before it is made kernels, with random numbers drawn as plain PyTorch draws them.
+    output holds none. Inputs whose values decide in forward have to be declared (`dynamic` of the plan). The model is not
+    changed, nor is the random state. All ranks' values are held at once. For Inductor the program is its graph before it
+    is made kernels, with random numbers drawn as plain PyTorch draws them.
 
     With mixed precision the plain model is PyTorch's own in that precision (parameters and inputs cast), and tolerances are
     those of the dtype that is computed in.

@@ -34,13 +34,16 @@ from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows
 from zgraph.capture.capture import find_loss, trace
 from zgraph.capture.former_memory import former_memory
+from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.replaced_forward import method_of
 from zgraph.capture.tensor_parallel_layout import divided_layout
+from zgraph.capture.value_inputs import declared_values, with_values
 from zgraph.codegen.partition import Parts
 from zgraph.errors import ModelError, SignatureError
 from zgraph.parameters.mixed_precision import check, prepare
 from zgraph.parameters.sharding import planned_layout
 from zgraph.plan.plan import Plan
+from zgraph.plan.shapes import values_in
 from zgraph.program.node import tensor
 from zgraph.program.program import DATA_DIMS, STAGE_DIM, Fact, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.program.tolerance import Difference, difference, norm_of
@@ -153,10 +156,11 @@ class VirtualStep:
         self.costs = costs_of(self.plan, self.device)
         residents = resident_of(self.model, self.specs, self.plan, self.sizes, self.device, self.costs)
         call = split_inputs(batches[0][0])
-        traced = trace(self.model, forward, *call, self.specs, self.sizes, self.device, precision)
+        opened = _with_constants(self.plan, forward, [split_inputs(rows) for of_rank in batches for rows in of_rank])
+        traced = trace(self.model, forward, *call, self.specs, self.sizes, self.device, precision, opened)
         self.entry = Entry("step", "", traced, batch_rows(*call), BuildContext(self.plan, self.costs, residents))
         if self.pipelined:
-            again = lambda: trace(self.model, forward, *call, self.specs, self.sizes, self.device, precision)  # noqa: E731
+            again = lambda: trace(self.model, forward, *call, self.specs, self.sizes, self.device, precision, opened)  # noqa: E731
             refuse_state(traced, again, self.plan.micro_batches, self.model, *call)
         each = [list(_in_turn(self.model, plain, self.entry, rows, loss_fn)) for rows in batches]
         self.calls = [list(column) for column in zip(*(each[d] for d in data), strict=True)]
@@ -588,6 +592,21 @@ def _in_turn(
 
 def _device(model: nn.Module) -> torch.device:
     return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+def _with_constants(plan: Plan, forward: Callable[..., Any], calls: list[Any]) -> OpenSizes | None:
+    """The inputs whose values a plan declares to be constants of a program, of the first call. Raises `SignatureError` where another call has
+    other values."""
+    first, *others = [declared_values(plan.dynamic, forward, *call) for call in calls]
+    for other in others:
+        if len(first) != len(other) or not all(torch.equal(a, b) for a, b in zip(first, other, strict=True)):
+            raise SignatureError(
+                "ranks or micro-batches have other values of an input that is a constant of the program",
+                where=", ".join(sorted(values_in(plan.dynamic))),
+                why="each value has a program of its own, and one is verified",
+                hint="a batch whose parts have the same values there",
+            )
+    return with_values(None, first)
 
 
 def rows_of(inputs: Inputs, rank: int, world: int) -> Inputs:
