@@ -196,8 +196,12 @@ def test_a_pipeline_refuses_it(two: Ranks) -> None:
 
 
 def test_torch_compile_with_zgraph_as_its_backend_says_what_to_call() -> None:
+    with pytest.raises(BackendCompilerFailed, match=r"is no backend of torch\.compile"):
+        torch.compile(network(), backend="zgraph")(torch.ones(1, 6))
+
+
+@pytest.mark.slow
+def test_it_is_said_in_a_process_that_has_not_imported_zgraph() -> None:
     code = "import torch; torch.compile(torch.nn.Linear(2, 2), backend='zgraph')(torch.ones(1, 2))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "zgraph.compile(model, zgraph.Plan(" in done.stderr
-    with pytest.raises(BackendCompilerFailed, match=r"is no backend of torch\.compile"):
-        torch.compile(network(), backend="zgraph")(torch.ones(1, 6))

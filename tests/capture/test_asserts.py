@@ -134,7 +134,7 @@ def fail_on_ranks(options, bad):
         (dict(mesh={"pp": 2}, micro_batches=2, partition=["second"]), (0, 1)),
         (dict(mesh={"cp": 2}, sequence_dim=0), (0, 1)),
     ],
-    quick={0, 1},
+    quick={0},
     ids=str,
 )
 def test_an_assertion_fails_where_ranks_compute_together(two, options, bad):

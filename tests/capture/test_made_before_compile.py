@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -142,7 +143,7 @@ def hooked(zero, accumulate):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("zero, accumulate", [(0, True), (0, False), (3, False)])
+@sweep("zero, accumulate", [(0, True), (0, False), (3, False)], quick=(0, 2))
 def test_hooks_registered_before_act_on_the_reduced_gradient_of_each_backward(two, zero, accumulate):
     plain = net()
     for number in (0, 1):

@@ -102,7 +102,7 @@ class OfComplex(Net):
         return (z * self.a.weight[0]).imag.sum() + z.real.sum() * self.a.bias.sum()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_inputs_that_are_marked_as_conjugate_or_negative_are_read_as_such(backend):
     z = torch.complex(X, X + 1)
     plain, model = OfComplex(), compiled(OfComplex(), backend)

@@ -35,7 +35,7 @@ class Outputs(nn.Module):
         }
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_writes_to_outputs_reach_nothing_else(backend):
     plain = Outputs()
     model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend=backend))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sweeps import product
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -38,7 +38,7 @@ def compare(make, backend, tolerance):
     torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
 
 
-@product("options, kind", OPTIONS, list(KINDS), together=1, ids=str)
+@sweep("options, kind", [(o, k) for o in OPTIONS for k in KINDS], quick=(1, 5), ids=str)
 def test_values_are_dropped_between_layers_as_in_plain_pytorch(options, kind):
     compare(lambda: Recurrent(kind, 0.5, **options), "eager", 1e-5)
 

@@ -158,22 +158,14 @@ def trained(kind, zero, backend="eager", plan=False):
         torch.testing.assert_close(whole(mine).detach(), its, rtol=1e-5, atol=1e-6)
 
 
-def all_trained(zero, backend="eager"):
-    """What is wrong, of all models: every other one's optimizer is the plan's."""
-    failed = []
-    for at, kind in enumerate(MODELS):
-        plan = (at + zero) % 2 == 0
-        try:
-            trained(kind, zero, backend, plan)
-        except (AssertionError, RuntimeError) as error:
-            failed.append((kind.__name__, plan, str(error)[:300]))
-    return failed
-
-
 @pytest.mark.gloo
-@sweep("zero", [0, 1, 3], quick=(0,))
-def test_ranks_read_the_parameter_as_it_is_now(two, zero):
-    assert two.run(all_trained, zero) == [[], []]
+@sweep(
+    "kind, zero, plan",
+    [(k, zero, (at + zero) % 2 == 0) for zero in (0, 1, 3) for at, k in enumerate(MODELS)],
+    quick=(0, 5, 25),
+)
+def test_ranks_read_the_parameter_as_it_is_now(two, kind, zero, plan):
+    assert two.run(trained, kind, zero, "eager", plan) == [None, None]
 
 
 @pytest.mark.slow  # eagerly above; with Inductor on one rank in test_inductor_reads_the_parameter_as_it_is_now
@@ -308,7 +300,7 @@ def test_an_update_of_parameters_in_one_memory_is_refused(kind):
     trained(kind, 3)  # torch's optimizer writes one after the other
 
 
-class Transposed(nn.Module):
+class TransposedParameter(nn.Module):
     """The second parameter is a transposed view of the first: it gets memory of its own, for its rows lie apart."""
 
     def __init__(self):
@@ -321,7 +313,7 @@ class Transposed(nn.Module):
 
 
 def test_parameters_that_are_stored_otherwise_share_no_memory():
-    assert "'b' shares memory with parameter 'a'" in refusal(Transposed)
+    assert "'b' shares memory with parameter 'a'" in refusal(TransposedParameter)
 
 
 @pytest.mark.parametrize("kind", [Expanded])

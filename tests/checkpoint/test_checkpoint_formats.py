@@ -558,7 +558,7 @@ def test_without_zero_states_go_to_the_only_parameters_that_fit(tmp_path):
 
 # -- conversion
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["nested", "safetensors"])
+@sweep("kind", ["nested", "safetensors"], quick=1)
 def test_a_conversion_holds_the_same_in_either_form(two, made_by_torch, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(converting, "FILE_BYTES", 20_000)  # (several files, then)
     folder, saved = made_by_torch(kind)

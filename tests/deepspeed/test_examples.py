@@ -17,7 +17,7 @@ def hold(mine, theirs):
         assert len(mine[rank]) > 2 and len(set(mine[rank])) > 1
 
 
-@sweep("name", WITHOUT_ARGUMENTS, quick=2)
+@sweep("name", WITHOUT_ARGUMENTS, quick=1)
 def test_a_script_gives_deepspeeds_numbers(two, deepspeeds, name):
     hold(two.run(deepspeed_scripts.run, name, "zgraph"), deepspeeds.run(deepspeed_scripts.run, name, "deepspeed"))
 

@@ -213,7 +213,7 @@ def whole_values(precision):
     return near
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@sweep("precision", ["fp32", "bf16"], quick=(0,))
 def test_whole_values_are_read_and_written(two, precision):
     assert two.run(whole_values, precision) == [True, True]
 
@@ -484,7 +484,7 @@ def piped(stage, method, parts):
     return mine, theirs
 
 
-@sweep("stage, method, parts", [(1, "uniform", 2), (3, "parameters", 2), (0, "type:Linear", 1)], quick=2)
+@sweep("stage, method, parts", [(1, "uniform", 2), (3, "parameters", 2), (0, "type:Linear", 1)], quick=(1,))
 def test_a_pipeline_trains_as_its_layers_do(two, stage, method, parts):
     for mine, theirs in two.run(piped, stage, method, parts):
         assert mine == pytest.approx(theirs, abs=1e-5)

@@ -118,7 +118,7 @@ QUICK = {
 }
 
 
-@sweep("name", QUICK, quick=(0, 2))
+@sweep("name", QUICK, quick=(0,))
 def test_a_configuration_gives_deepspeeds_numbers(two, deepspeeds, name):
     config = QUICK[name]
     low = "bf16" in config or "fp16" in config

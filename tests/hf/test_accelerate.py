@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import Ranks
+from sweeps import sweep
 from torch import nn
 from trainers import as_launched
 
@@ -51,7 +52,7 @@ def loop(plan: zgraph.Plan | None, mixed_precision: str = "no") -> list[float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("zero", [0, 3])
+@sweep("zero", [0, 3], quick=1)
 def test_a_loop_is_that_of_ddp(two: Ranks, zero):
     plain = two.run(loop, None)
     for one, other in zip(two.run(loop, zgraph.Plan(backend="eager", zero=zero)), plain, strict=True):
@@ -93,7 +94,7 @@ def saved_and_loaded(folder: str, plan: zgraph.Plan | None, load: str | None, sa
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("optimizer", [None, zgraph.AdamW(lr=1e-2)], ids=["the user's optimizer", "the plan's"])
+@sweep("optimizer", [None, zgraph.AdamW(lr=1e-2)], ids=["the user's optimizer", "the plan's"], quick=(0,))
 def test_a_state_goes_on_on_other_ranks(two: Ranks, tmp_path, optimizer):
     plain = [
         saved_and_loaded(str(tmp_path), None, None, "plain"),

@@ -219,7 +219,7 @@ def mixed_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
-@sweep("name, fields", [(name, fields) for fields in ({}, LOW) for name in NAMES], quick=1)
+@sweep("name, fields", [(name, fields) for fields in ({}, LOW) for name in NAMES], quick=(6,))
 def test_from_pretrained_reads_the_trained_weights_and_computes_the_same(name, fields, tmp_path):
     state, _, _ = published(name, str(tmp_path / "one"), fields, {})
     assert_loads(name, tmp_path / "one", state)

@@ -50,7 +50,7 @@ RUNS = [
 
 
 @pytest.mark.gloo
-@sweep("kind, modules, zero, options", RUNS, quick=(0, 2, 4, 8))
+@sweep("kind, modules, zero, options", RUNS, quick=(0, 8))
 def test_a_run_on_two_ranks_is_that_of_ddp(two: Ranks, kind, modules, zero, options):
     plain = two.run(run, kind, None, None, options)
     mine = two.run(run, kind, {"zero": zero}, modules, options)

@@ -184,7 +184,7 @@ CASES: dict[str, tuple[type[Notes], dict[str, Any]]] = {
     "16-mixed": (OneModel, {"plugins": lambda: [scaled()], "gradient_clip_val": 0.2}),
 }
 TOLERANCE = {"bf16-true": 1e-2, "16-true": 1e-2}
-QUICK = ["two optimizers", "logs"]
+QUICK = ["two optimizers"]
 
 
 def run(name: str, plan: dict[str, Any] | None) -> Any:

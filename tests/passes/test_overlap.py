@@ -110,7 +110,7 @@ def knobs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(case=cases(), chosen=st.lists(st.tuples(knobs(), tables()), min_size=2, max_size=2))
 def test_any_schedule_keeps_the_bounds_and_the_numbers_and_is_no_slower(
     case: Case, chosen: list[tuple[dict[str, Any], Costs]]

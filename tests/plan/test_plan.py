@@ -294,7 +294,7 @@ plans = st.builds(
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plan=plans)
 def test_every_plan_comes_back_from_every_format(suffix, tmp_path_factory, plan):
     file = tmp_path_factory.mktemp("plan") / f"plan{suffix}"

@@ -507,8 +507,8 @@ def test_reports_timings_and_explanations_know_divided_weights(two):
         assert "tokens/s" in timings and ranks == 2
 
 
-@pytest.mark.parametrize(
-    ("heads", "fields", "said"),
+@sweep(
+    "heads, fields, said",
     [
         (
             4,
@@ -519,6 +519,7 @@ def test_reports_timings_and_explanations_know_divided_weights(two):
         (4, {"tensor_parallel": "model"}, ["Net has no table of its own", "auto"]),
     ],
     ids=["no module", "heads", "no table"],
+    quick=(1,),
 )
 def test_what_does_not_fit_the_model_is_refused_on_all_ranks_and_changes_nothing(two, heads, fields, said):
     for text, same in two.run(refused, 12, heads, fields, heads == 3):

@@ -434,14 +434,15 @@ def refused(fields: dict[str, Any], rows: int) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize(
-    ("fields", "rows", "says"),
+@sweep(
+    "fields, rows, says",
     [
         ({"micro_batches": 3}, 4, "micro_batches: 3 micro-batches do not divide a batch of 4"),
         ({"micro_batches": 2, "schedule": "dualpipev"}, 4, "micro_batches"),
         ({"micro_batches": 2, "schedule": "gpipe", "virtual_stages": 40}, 4, "stages"),
         ({"micro_batches": 2, "partition": ["layerz.1"]}, 4, "partition"),
     ],
+    quick=(0, 3),
 )
 def test_what_can_t_be_cut_or_run_is_refused_on_every_rank(
     two: Ranks, fields: dict[str, Any], rows: int, says: str

@@ -149,7 +149,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@sweep("name", RESUMED, quick=1)
+@sweep("name", RESUMED, quick=(1,))
 def test_a_run_in_stages_goes_on_bit_for_bit(two, four, name, tmp_path):
     world, fields = RESUMED[name]
     for first, again, different, said in {2: two, 4: four}[world].run(went_on, str(tmp_path), fields):

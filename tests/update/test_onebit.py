@@ -219,8 +219,9 @@ def follows(
 
 
 @pytest.mark.gloo
-def test_two_ranks_do_what_the_algorithm_says(two: Ranks) -> None:
-    assert follows(two, 2, STEPS) <= 1e-6
+@sweep("steps", [STEPS, 3 * FREEZE], quick=1)
+def test_two_ranks_do_what_the_algorithm_says(two: Ranks, steps: int) -> None:
+    assert follows(two, 2, steps) <= 1e-6
 
 
 @pytest.mark.gloo

@@ -286,7 +286,7 @@ def test_tied_gradients_are_summed_over_their_stages_also_where_they_are_sharded
 @sweep(
     "stage, name, number",
     [(*place, number) for number in (math.inf, math.nan) for place in ((0, "up"), (1, "gain"), (2, "wte"))],
-    quick=(0, 4),
+    quick=(4,),
 )
 def test_an_overflow_on_one_stage_skips_the_update_on_all(three, stage, name, number):
     found = three.run(on_stages, scaled_plan(), THREE, 3, 1, (stage, name, number))

@@ -103,6 +103,7 @@ def test_inductors_program_is_the_plain_model_but_for_rounding(name, stage):
     assert found.ok, str(found)
 
 
+@pytest.mark.slow
 def test_inductors_program_of_a_resnet_is_the_plain_one_in_double_precision():
     """In single precision one rounding can turn a ReLU on or off, and nothing is near then."""
     case = models.build("resnet")
