@@ -17,6 +17,7 @@ from zgraph.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zgraph.deepspeed.ops.lamb import FusedLamb
 from zgraph.deepspeed.ops.lion import FusedLion
 from zgraph.deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
+from zgraph.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 from zgraph.errors import CheckpointError, ModelError, PlanError, StepError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -176,6 +177,14 @@ def test_a_loss_of_several_outputs_is_divided_once(named):
     torch.testing.assert_close([deepspeed.utils.safe_get_full_grad(p) for p in engine.module.parameters()], before)
 
 
+def test_0_and_1_are_false_and_true_where_a_key_is_either():
+    engine, *_ = initialized(
+        config=changed(zero_allow_untested_optimizer=1, zero_optimization={"stage": 1, "overlap_comm": 0})
+    )
+    assert engine.zero_allow_untested_optimizer() is True and engine.zero_overlap_comm() is False
+    assert engine.zero_optimization_stage() == 1
+
+
 def test_a_boundary_that_the_script_sets_is_the_end_of_a_step():
     engine, *_ = initialized(config=changed(gradient_accumulation_steps=1))
     plain = net()
@@ -200,7 +209,13 @@ def test_without_managed_accumulation_step_is_the_end():
     other, *_ = initialized()
     trained(other, rows(2))
     assert engine.global_steps == 1
+    assert engine.global_samples == 4  # two micro-batches of two rows
     assert same(engine.module, other.module)
+    engine.backward(loss_of(engine, rows(1)[0]))
+    engine.step()
+    assert engine.global_samples == 6
+    with pytest.raises(AssertionError, match=r"set_gradient_accumulation_boundary\(\) is not supported"):
+        engine.set_gradient_accumulation_boundary(True)
 
 
 def test_another_batch_size_is_another_number_of_micro_batches():
@@ -463,6 +478,7 @@ def test_what_is_the_models_is_the_engines():
             "fp16 with RAdam",
         ),
         ({"config": {**CONFIG, "zgraph": {"backends": "eager"}}}, PlanError, "backends"),
+        ({"config": {**CONFIG, "zero_optimization": {"stage": 2, "overlap_comm": 2}}}, PlanError, "true or false"),
     ],
 )
 def test_bad_calls_are_refused(options, error, said):
@@ -478,8 +494,11 @@ def test_steps_out_of_order_are_refused():
         engine.step()
     with pytest.raises(AssertionError, match="reentry"), engine.no_sync(), engine.no_sync():
         pass
-    with pytest.raises(StepError, match="no single number"):
-        engine.backward(engine(rows(1)[0]))
+    for call in (engine.backward, engine.scale):
+        with pytest.raises(AssertionError, match="no scalar tensor"):
+            call(engine(rows(1)[0]))
+    with pytest.raises(AssertionError, match="cannot be nested"), engine.no_sync(), engine.coalesce_grad_reduction():
+        pass
     with pytest.raises(StepError, match="depends on no parameter"), torch.no_grad():
         engine.backward(loss_of(engine, rows(1)[0]))
     without, *_ = initialized(config={k: v for k, v in CONFIG.items() if k != "optimizer"})
@@ -537,6 +556,16 @@ def test_frozen_weights_stay_out_of_a_checkpoint_where_that_is_asked_for(tmp_pat
     torch.testing.assert_close(weights(other.module)["2.weight"], weights(engine.module)["2.weight"])
 
 
+def test_whole_fp32_weights_of_a_checkpoint_are_loaded_into_the_model_that_saved_it(tmp_path):
+    engine, *_ = initialized()
+    trained(engine, rows(2))
+    engine.save_checkpoint(tmp_path)
+    saved = weights(engine.module)
+    trained(engine, rows(2))
+    assert load_state_dict_from_zero_checkpoint(engine.module, tmp_path) is engine.module
+    assert all(torch.equal(value, saved[name]) for name, value in weights(engine.module).items())
+
+
 # -- on ranks -----------------------------------------------------------------------------------------------------------
 def on_ranks(order):
     """Stages one after another on the same model: the losses of each, and of plain PyTorch with a new optimizer each time."""
@@ -562,6 +591,36 @@ def on_ranks(order):
 def test_stages_one_after_another_are_plain_pytorchs_steps(two):
     for found in two.run(on_ranks, [(2, 1), (3, 2), (0, 1), (3, 1), (1, 2)]):
         assert max(found) < 2e-6
+
+
+def summed(stage):
+    """Weights after two steps whose gradients are summed over the ranks, by the engine's backward and by the script's own, and of plain PyTorch."""
+    found = []
+    for own in (False, True):
+        engine, *_ = initialized(config=changed(gradient_allreduce_op="sum", zero_optimization={"stage": stage}))
+        for number in range(4):
+            loss = loss_of(engine, rows(1, seed=2 * number + dist.get_rank())[0])
+            loss.backward() if own else engine.backward(loss)
+            engine.step()
+        assert engine.report["gradient_allreduce_op"].verdict == "applied"
+        found.append(weights(engine.module))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_are_summed_over_ranks_where_that_is_asked_for(two, stage):
+    plain = net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0)
+    for step in range(2):
+        for number in (2 * step, 2 * step + 1):
+            (sum(loss_of(plain, rows(1, seed=2 * number + rank)[0]) for rank in range(2)) / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for both in two.run(summed, stage):
+        for found in both:
+            for name, value in weights(plain).items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6)
 
 
 class Losses(nn.Module):

@@ -155,6 +155,7 @@ SWEEP = [
 OTHERS = [
     configuration(1, 2, 1.0, "fp32", "none", ADAM, prescale_gradients=True),
     configuration(0, 2, 1.0, "fp32", "none", ADAM, gradient_predivide_factor=2.0),
+    configuration(2, 2, 0.3, "fp32", "none", SGD, gradient_allreduce_op="sum"),
     configuration(2, 1, 1.0, "bf16", "none", ADAM, communication_data_type="fp32"),
     configuration(
         2, 2, 1.0, "fp32", "none", {"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1}}

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from zgraph.deepspeed import comm, own_optimizer
+from zgraph.deepspeed.whole_values import load_whole
 from zgraph.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -165,13 +166,7 @@ class Checkpoints:
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
         """Load the model's weights: whole tensors, alike on all ranks, or shards. All ranks must call it."""
-        state = dict(state_dict.get("module", state_dict))
-        held = {**dict(self.module.named_parameters(remove_duplicate=False))}
-        for name, value in state.items():
-            mine = held.get(name)
-            if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                state[name] = distribute_tensor(value.to(mine.device, mine.dtype), mine.device_mesh, mine.placements)
-        self.module.load_state_dict(state, strict=strict)
+        load_whole(self.module, state_dict.get("module", state_dict), strict=strict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         """Load what the engine's `state_dict` gave: names begin with "module."."""

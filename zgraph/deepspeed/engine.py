@@ -74,6 +74,7 @@ class Counters:
     global_samples: int = 0
     skipped_steps: int = 0
     skipped_before: int = 0  # the run time's count
+    backwards: int = 0  # since the last step
 
 
 class OwnBackwards:
@@ -241,10 +242,18 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     def _divided(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of an output in a backward that the script itself started: a micro-batch's share of it."""
-        return grad if OwnBackwards.count or self._batch.parts == 1 else grad / self._batch.parts
+        share = self._share()
+        return grad if OwnBackwards.count or share == 1 else grad * share
+
+    def _share(self, scale_wrt_gas: bool = True) -> float:
+        """What the gradients of a micro-batch are multiplied by: programs average over ranks, and a configuration may ask for the sum."""
+        summed = self._batch.ranks if self.gradient_allreduce_op() == "sum" else 1  # type: ignore[attr-defined]
+        return summed / self._batch.parts if scale_wrt_gas else summed
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, for a `backward()` of the script's own. (The loss scale is in the compiled backward.)"""
+        """The loss, for a `backward()` of the script's own. (The loss scale is in the compiled backward.) Raises `EngineMisuse` for a loss that is
+        no single number."""
+        _refuse_no_number(loss)
         return loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -254,27 +263,24 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         Raises `StepError` for a loss that is no single number or depends on no parameter, `EngineMisuse` without an optimizer.
         """
         self._refuse_without_optimizer("backward")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise EngineMisuse(
-                f"the loss is no single number but {what}", hint="take its mean; or tensor.backward(gradient)"
-            )
+        _refuse_no_number(loss)
         if not loss.requires_grad:
             raise StepError(
                 "the loss depends on no parameter that trains",
                 hint="call the engine outside of torch.no_grad(), and don't detach the loss",
             )
         self._accumulate(self._outer or not self._ends())
-        shared = loss / self._batch.parts if scale_wrt_gas and self._batch.parts > 1 else loss
+        share = self._share(scale_wrt_gas)
         OwnBackwards.count += 1
         try:
             with self._log.timed("backward"):
-                shared.backward(retain_graph=retain_graph)
+                (loss * share if share != 1 else loss).backward(retain_graph=retain_graph)
         finally:
             OwnBackwards.count -= 1
+        self._counters.backwards += 1
         if self.monitor.enabled:
             self._losses.append(loss.detach())
-        return shared
+        return loss / self._batch.parts if scale_wrt_gas and self._batch.parts > 1 else loss
 
     def _accumulate(self, on: bool) -> None:
         """Let backward passes from now on only accumulate, or reduce."""
@@ -298,7 +304,16 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         finally:
             self._outer = False
 
-    coalesce_grad_reduction = no_sync
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backward passes inside are reduced together. Raises `EngineMisuse` inside of `no_sync`, and where `step()` alone ends a step."""
+        self._refuse_unmanaged("coalesce_grad_reduction")
+        if self._outer:
+            raise EngineMisuse(
+                "coalesce_grad_reduction cannot be nested inside another no_sync context", hint="leave that one first"
+            )
+        with self.no_sync():
+            yield
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this micro-batch is the last of a step."""
@@ -312,8 +327,17 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return (self._counters.micro_steps + 1) % self._batch.parts == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next micro-batch is the last of a step, from now on: before its forward."""
+        """Say whether the next micro-batch is the last of a step, from now on: before its forward. Raises `EngineMisuse` where `step()` alone ends
+        a step."""
+        self._refuse_unmanaged("set_gradient_accumulation_boundary")
         self._boundary = is_boundary
+
+    def _refuse_unmanaged(self, what: str) -> None:
+        if not self.managed_gradient_accumulation():  # type: ignore[attr-defined]
+            raise EngineMisuse(
+                f"{what}() is not supported with managed_gradient_accumulation=False",
+                hint="call step() where a step ends",
+            )
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -356,7 +380,10 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         counters.global_steps += 1
-        counters.global_samples += self._batch.total
+        managed = self.managed_gradient_accumulation()  # type: ignore[attr-defined]
+        parts = self._batch.parts if managed else counters.backwards
+        counters.global_samples += self._batch.rows * self._batch.ranks * parts
+        counters.backwards = 0
 
     def _planned_update(self) -> bool:
         """One update of the plan's optimizer; whether it was not skipped."""
@@ -524,6 +551,9 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Nothing to do: the backward of a step's last micro-batch reduces."""
 
+    def _backward_epilogue(self) -> None:
+        """Nothing to do: what a script calls after a `loss.backward()` of several engines."""
+
     def empty_partition_cache(self) -> None:
         """Let whole weights go that are kept for the next forward. All ranks must call it."""
         if self.handle.uncut is None:
@@ -556,6 +586,13 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(part)
     elif is_dataclass(output):
         yield from _tensors_in([getattr(output, part.name) for part in fields(output)])
+
+
+def _refuse_no_number(loss: Any) -> None:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return
+    what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise EngineMisuse(f"the loss is no scalar tensor but {what}", hint="take its mean; or tensor.backward(gradient)")
 
 
 def _loss_in(output: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from zgraph.deepspeed.pipe.engine import PipelineEngine
 from zgraph.deepspeed.pipe.module import PipelineModule
 from zgraph.deepspeed.read import Config, fill, read
 from zgraph.deepspeed.refused import NoModel
-from zgraph.deepspeed.report import Report
+from zgraph.deepspeed.report import Report, Row
 from zgraph.deepspeed.settings import value_of
 from zgraph.deepspeed.translate import report as report_on
 from zgraph.errors import ModelError, PlanError, UnsupportedError
@@ -148,8 +148,14 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
         translated["optimizer"] = {"type": "AdamW"}
         if "optimizer" in config:
             logger.warning("the configuration's optimizer is left out: initialize was given one")
+    summed = translated.get("gradient_allreduce_op") == "sum" and not isinstance(model, PipelineModule)
+    if summed:
+        del translated["gradient_allreduce_op"]
     found = report_on(translated, world=comm.get_world_size(), model=model)
     plan = found.require_plan()
+    if summed:
+        said = "the engine multiplies each loss by the data-parallel ranks, over which the plan averages"
+        found = replace(found, rows=(*found.rows, Row("gradient_allreduce_op", "sum", "applied", said)))
     fields: dict[str, Any] = {"precision": _precision(plan)}
     if own:
         assert given.names is not None

@@ -65,8 +65,8 @@ KEYS: dict[str, Key] = {
     "gradient_predivide_factor": _nothing("number", "a gradient is averaged once, in the dtype that it is reduced in"),
     "gradient_allreduce_op": _refused(
         "text",
-        "gradients are averaged over ranks",
-        'leave it at "mean", and multiply the loss by the number of data-parallel ranks',
+        "a plan averages gradients over ranks",
+        "multiply the loss by the number of data-parallel ranks; initialize's engine does it, but a pipeline's",
         "mean",
     ),
     "communication_data_type": _applied("text"),

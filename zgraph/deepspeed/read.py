@@ -81,12 +81,16 @@ def _own(config: Mapping[str, Any]) -> dict[str, Any]:
             raise PlanError(
                 f"{name} is given twice", where=str(name), hint="keep one of them (bfloat16 is bf16's older name)"
             )
-        found[name] = _own_table(value)
+        found[name] = _own_value(str(name), value)
     return found
 
 
-def _own_table(value: Any) -> Any:
-    return {k: _own_table(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+def _own_value(key: str, value: Any) -> Any:
+    """A copy of a section or of a value; 0 and 1 are false and true where a key is either."""
+    if isinstance(value, Mapping):
+        return {k: _own_value(f"{key}.{k}", v) for k, v in value.items()}
+    switch = key in KEYS and KEYS[key].kind == "bool" and type(value) is int and value in (0, 1)
+    return bool(value) if switch else value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 # The methods that give one key, with DeepSpeed's default.
 _KEYS: dict[str, tuple[str, Any]] = {
+    "gradient_allreduce_op": ("gradient_allreduce_op", "mean"),
     "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
     "steps_per_print": ("steps_per_print", None),
     "dump_state": ("dump_state", False),

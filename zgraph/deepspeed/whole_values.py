@@ -5,12 +5,12 @@ All ranks must call these. The parameter is one of a compiled model's (`engine.m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.errors import ModelError, StepError
 from zgraph.runtime.compiled_models import owner_of
@@ -145,3 +145,14 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def load_whole(model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load whole tensors, alike on all ranks, or shards into a compiled model. All ranks must call it."""
+    state = dict(state_dict)
+    held = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in state.items():
+        mine = held.get(name)
+        if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            state[name] = distribute_tensor(value.to(mine.device, mine.dtype), mine.device_mesh, mine.placements)
+    model.load_state_dict(state, strict=strict)

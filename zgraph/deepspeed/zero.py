@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zgraph.deepspeed.comm import init_distributed
 from zgraph.deepspeed.deferred_init import deferred, materialise
 from zgraph.errors import ModelError, PlanError
 from zgraph.names import did_you_mean
@@ -44,7 +45,8 @@ class Init:
     """A context in which models are built without memory for their parameters: `initialize` makes them real shard by shard.
 
     What constructors do to parameters is recorded, and done then: see `zgraph.deepspeed.deferred_init`. The configuration of `initialize`
-    says where values lie, and their dtype: DeepSpeed's arguments for that have no effect here. Without `enabled` the context does nothing.
+    says where values lie, and their dtype: DeepSpeed's arguments for that have no effect here. It makes the process group, if there is none.
+    Without `enabled` the context does nothing.
     Raises `PlanError` for an unknown argument.
     """
 
@@ -57,6 +59,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self.enabled:
+            init_distributed()
             self._inside.enter_context(deferred())
         return self
 

@@ -15,6 +15,7 @@ from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from zgraph.deepspeed.engine import DeepSpeedEngine
 from zgraph.deepspeed.pipe.module import PipelineError, PipelineModule
 from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
+from zgraph.deepspeed.refused import EngineMisuse
 from zgraph.deepspeed.utils.logging import logger
 from zgraph.errors import StepError
 
@@ -24,6 +25,14 @@ class PipelineEngine(DeepSpeedEngine):
 
     module: PipelineModule
     _batch_fn: Callable[[Any], Any] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.managed_gradient_accumulation():  # type: ignore[attr-defined]
+            raise EngineMisuse(
+                "managed_gradient_accumulation=False is not supported with pipeline parallelism",
+                hint="leave it out: train_batch is a whole step",
+            )
 
     def train_batch(
         self, data_iter: Iterator[Any] | None = None, data: Any = None, targets: Any = None

@@ -13,6 +13,8 @@ from zgraph.checkpoint.detect_format import open_checkpoint
 from zgraph.checkpoint.master_precision import is_current_in
 from zgraph.checkpoint.publish import export
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
+from zgraph.deepspeed.whole_values import load_whole
+from zgraph.runtime.compiled_models import is_compiled
 from zgraph.update.build import MASTER
 
 __all__ = [
@@ -47,9 +49,14 @@ def _wide(source: Source, name: str) -> torch.Tensor:
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Path_, tag: str | None = None) -> nn.Module:
-    """A plain model on the CPU, with the checkpoint's weights."""
+    """The model with the checkpoint's weights: a plain one on the CPU, a compiled one (`engine.module`) with its shards. All ranks must call it for
+    a compiled one."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    if is_compiled(model):
+        load_whole(model, state, strict=False)
+        return model
     model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    model.load_state_dict(state, strict=False)
     return model
 
 

@@ -218,7 +218,8 @@ def _without_gpus() -> None:
 
 
 def _fail_as_an_error() -> None:
-    """Let `pytest.raises` fail by an error that a pool of processes hands back: pytest's own ends the process, and the pool waits for it."""
+    """Let `pytest.raises` and `pytest.fail` fail by an error that a pool of processes hands back: pytest's own ends the process, and the pool
+    waits for it."""
     raises: Any = importlib.import_module("_pytest.raises")
     plain = raises.fail
 
@@ -227,6 +228,7 @@ def _fail_as_an_error() -> None:
 
     fail.Exception = plain.Exception  # type: ignore[attr-defined]
     raises.fail = fail
+    importlib.import_module("pytest").fail = fail  # type: ignore[attr-defined]
 
 
 def _compare_whole() -> None:
