@@ -122,8 +122,13 @@ def adapted(kind: str, adapter: str) -> Any:
         config = peft.LoraConfig(r=4, target_modules=["down_proj"], modules_to_save=["lm_head"], **task)
     elif adapter == "ia3":
         config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **task)
-    else:
+    elif adapter == "prompt":
         config = peft.PromptTuningConfig(num_virtual_tokens=3, **task)
+    elif adapter == "p-tuning":
+        config = peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, encoder_dropout=0.0, **task)
+    else:
+        assert adapter == "prefix"
+        config = peft.PrefixTuningConfig(num_virtual_tokens=3, **task)
     return peft.get_peft_model(model, config)
 
 

@@ -82,6 +82,31 @@ def full_weights(
         places.settle()
 
 
+@contextlib.contextmanager
+def whole_parameters(model: nn.Module, params: Collection[Any], *, write: bool = False) -> Iterator[None]:
+    """Inside, these of a compiled model's parameters are whole plain tensors in their places, and steps are refused, as in `full_weights`. What is
+    no parameter of the model's is left out. All ranks must enter it."""
+    handle = handle_of(model)
+    if handle.whole is not None or (handle.uncut is not None and not handle.uncut.staged):
+        yield  # (they are whole already)
+        return
+    runtime = ready(model, "whole adapters")
+    wanted = {id(p) for p in params}
+    names = [n for n, p in runtime.shards.params().items() if id(p) in wanted]
+    runtime.everyone.vote("whole parameters", f"{names} {write}")
+    places = _Places(runtime, None, keeps=True, write=write)
+    with contextlib.ExitStack() as stack:
+        stack.callback(places.restore)
+        places.put(names)
+        handle.whole = False
+        try:
+            yield
+        finally:
+            handle.whole = None
+        places.take_back()
+        places.settle()
+
+
 class _Places:
     """The places of a model's parameters, which wholes are put in for a while."""
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.api import fsdp_methods
 from zgraph.api.accelerators import ForAccelerate
+from zgraph.api.adapters import is_adapted, save_adapters
 from zgraph.api.full_weights import generate_of
 from zgraph.build.resolve_offload import placed_as
 from zgraph.build.step_program import StepProgram
@@ -353,6 +354,10 @@ class Handle(Compiled):
             client_state=client_state,
         )
 
+    def save_adapters(self, *args: Any, **kwargs: Any) -> Any:
+        """PEFT's own `save_pretrained` of a model with adapters, which are whole meanwhile. All ranks must call it."""
+        return save_adapters(self.forward.module, *args, **kwargs)
+
     def save_pretrained(
         self,
         dir: str | PathLike[str],
@@ -526,6 +531,8 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     for name, method in fsdp_methods.methods_of(runtime.sizes, handle.accumulate, handle.zero_grad).items():
         if not _owns(module, name):
             module.__dict__[name] = method
+    if is_adapted(module) and "save_pretrained" not in module.__dict__:
+        module.__dict__["save_pretrained"] = handle.save_adapters
     module.__dict__["zgraph"] = handle
     module.__dict__["forward"] = handle.forward.compiled
     module.__dict__["_call_impl"] = handle.forward

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from zgraph.errors import ModelError, PlanError
-from zgraph.hf.adapters import is_adapted
 from zgraph.plan.plan import Plan
 from zgraph.runtime.compiled_models import is_compiled
 from zgraph.torch_compat.private_names import refuse_release
@@ -50,12 +49,6 @@ def _refuse_model(trainer: Any) -> None:
             "the trainer's model is compiled already",
             why="its optimizer and clipping would be the plan's of that compile",
             hint="give the Trainer the plain model: attach compiles it",
-        )
-    if is_adapted(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
-        raise ModelError(
-            "the trainer's model has an adapter of prompt learning",
-            why="PEFT saves it by running a part of the model, whose weights are divided over the ranks",
-            hint="LoRA or IA3; or a loop of your own",
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zgraph.hf.adapters import FILE, is_adapted, load_adapter, whole_state
+from zgraph.api.adapters import FILE, is_adapted, load_adapter
 
 FOLDER = "zgraph"
 """In a checkpoint of the Trainer's: all that a run needs to go on from."""
@@ -53,11 +53,6 @@ class Attached:
         """Nothing: programs reduce the gradients of all parameters, whole ones too."""
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and is_adapted(self.model):
-            state_dict = whole_state(self.model)
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.model.save_checkpoint(output_dir, FOLDER, frozen=not is_adapted(self.model))
         if self.args.should_save:

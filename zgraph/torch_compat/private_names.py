@@ -34,7 +34,6 @@ NAMES = {
             "transformers:Trainer._load_best_model",
             "transformers:Trainer._load_from_checkpoint",
             "transformers:Trainer._load_optimizer_and_scheduler",
-            "transformers:Trainer._save",
             "transformers:Trainer._save_optimizer_and_scheduler",
             "transformers:Trainer._sync_replicated_trainable_parameters",
             "transformers:Trainer.compute_loss_context_manager",
@@ -71,6 +70,15 @@ NAMES = {
         "1.15",
         "with fp16 accelerate is told of skipped steps as its own GradScaler tells it, and that is no public interface",
         ("accelerate.optimizer:AcceleratedOptimizer.step has _accelerate_step_called",),
+    ),
+    "prompts": Names(
+        "peft",
+        "0.21",
+        "prompts of divided models are saved and loaded by PEFT's own code while their encoder is whole, and that is no public interface",
+        (
+            "peft:PeftModel.get_prompt_embedding_to_save has prompt_encoder",
+            "peft:PeftModel._setup_prompt_encoder has prompt_encoder",
+        ),
     ),
     "DoRA": Names(
         "peft",
