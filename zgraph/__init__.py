@@ -40,7 +40,19 @@ if TYPE_CHECKING:
         WarmupDecayLR,
         WarmupLR,
     )
-    from zgraph.plan.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, Muon, OneBitAdam, ParamGroup
+    from zgraph.plan.optimizers import (
+        LAMB,
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        AdamW8bit,
+        Lion,
+        Muon,
+        OneBitAdam,
+        OneBitLAMB,
+        ParamGroup,
+    )
     from zgraph.plan.plan import Plan
     from zgraph.plan.precision import Precision
     from zgraph.plan.shapes import Size
@@ -64,6 +76,7 @@ __all__ = [
     "LossScale",
     "Muon",
     "OneBitAdam",
+    "OneBitLAMB",
     "OneCycle",
     "ParamGroup",
     "PerRank",
@@ -87,7 +100,19 @@ __all__ = [
     "verify",
 ]
 
-_OPTIMIZERS = ("Adam", "AdamW", "AdamW8bit", "Adagrad", "LAMB", "Lion", "Muon", "OneBitAdam", "ParamGroup", "SGD")
+_OPTIMIZERS = (
+    "Adam",
+    "AdamW",
+    "AdamW8bit",
+    "Adagrad",
+    "LAMB",
+    "Lion",
+    "Muon",
+    "OneBitAdam",
+    "OneBitLAMB",
+    "ParamGroup",
+    "SGD",
+)
 _SCHEDULES = (
     "Constant",
     "Cosine",

@@ -540,11 +540,15 @@ def test_zero_plus_plus_sends_fewer_bits_at_stage_3():
     assert report["zero_optimization.zero_quantized_weights"].verdict == "no effect here"
 
 
-def test_one_bit_adam_keeps_its_numbers():
+def test_one_bit_adam_and_lamb_keep_their_numbers():
     params = {"lr": 4e-4, "freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl", "betas": [0.8, 0.9]}
     given = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "OneBitAdam", "params": params}}
     plan, report = deepspeed.plan(given, world=2)
     assert plan.optimizer == zgraph.OneBitAdam(lr=4e-4, freeze_steps=400, betas=(0.8, 0.9)) and plan.zero == 0
     assert not report.refused and "optimizer.params.freeze_step" in str(report)
+    params = {"freeze_step": 400, "max_coeff": 0.5, "coeff_beta": 0.8, "factor_max": 3.0, "bias_correction": True}
+    lamb, report = deepspeed.plan({**given, "optimizer": {"type": "OneBitLamb", "params": params}}, world=2)
+    assert lamb.optimizer == zgraph.OneBitLAMB(lr=1e-3, freeze_steps=400, max_coeff=0.5, coeff_beta=0.8, factor_max=3.0)
+    assert not report.refused
     with pytest.raises(PlanError, match="not reduced, and zero is 2"):
         deepspeed.plan({**given, "zero_optimization": {"stage": 2}}, world=2)

@@ -23,6 +23,7 @@ from zgraph.plan.optimizers import (
     Lion,
     Muon,
     OneBitAdam,
+    OneBitLAMB,
     Optimizer,
     ParamGroup,
 )
@@ -30,7 +31,7 @@ from zgraph.record import Record
 
 pytestmark = pytest.mark.core
 
-ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam)
+ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam, OneBitLAMB)
 
 
 class Owner(Record, frozen=True):

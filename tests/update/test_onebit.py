@@ -1,4 +1,4 @@
-"""1-bit Adam, step for step what a reference written from the paper and DeepSpeed 0.19.6's semantics does; its bytes, restarts and refusals."""
+"""1-bit Adam and LAMB, step for step what references written from the papers and DeepSpeed 0.19.6's semantics do; bytes, restarts, refusals."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ from zgraph.update.signs import bytes_of, padded, read, residual_sizes, sent
 
 STEPS, FREEZE = 60, 9
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}
+LAMB = {
+    "max_coeff": 3.0,
+    "min_coeff": 0.05,
+    "coeff_beta": 0.8,
+    "factor_max": 2.0,
+    "factor_min": 0.6,
+    "factor_threshold": 0.2,
+}
 
 
 class Net(nn.Module):
@@ -37,8 +45,9 @@ class Net(nn.Module):
         return (self.b(self.a(self.table(at)).tanh()) * self.gain).square().mean()
 
 
-def plan(**fields) -> zgraph.Plan:
-    record = zgraph.OneBitAdam(freeze_steps=FREEZE, **ADAM)
+def plan(*, lamb: bool = False, **fields) -> zgraph.Plan:
+    kind = zgraph.OneBitLAMB(freeze_steps=FREEZE, **ADAM, **LAMB) if lamb else None
+    record = kind or zgraph.OneBitAdam(freeze_steps=FREEZE, **ADAM)
     return zgraph.Plan(**{"mesh": {"dp": -1}, "zero": 0, "backend": "eager", "optimizer": record, **fields})
 
 
@@ -101,6 +110,10 @@ def test_a_wrong_record_is_refused() -> None:
         zgraph.OneBitAdam(freeze_steps=0)
     with pytest.raises(PlanError, match="unknown key 'freeze_steps'"):
         zgraph.OneBitAdam(groups=(zgraph.ParamGroup(match="*", freeze_steps=3),))
+    with pytest.raises(PlanError, match=r"min_coeff is above max_coeff, 1\.0"):
+        zgraph.OneBitLAMB(max_coeff=1.0, min_coeff=2.0)
+    with pytest.raises(PlanError, match=r"factor_min is above factor_max, 0\.2"):
+        zgraph.OneBitLAMB(factor_max=0.2)
 
 
 # -- the reference ----------------------------------------------------------------------------------------------------
@@ -163,25 +176,63 @@ class Reference:
                 given[name] = g * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         with torch.no_grad():
             for name, p in self.net.named_parameters():
+                before = self.m[name]
                 if frozen:
-                    mean = self.shared[name].mean([b1 * self.m[name] + (1 - b1) * g[name] for g in grads])
+                    mean = self.shared[name].mean([b1 * before + (1 - b1) * g[name] for g in grads])
                     self.m[name] = mean * (self.v[name] > 0)
                 else:
                     g = grads[0][name]
-                    self.m[name] = b1 * self.m[name] + (1 - b1) * g
+                    self.m[name] = b1 * before + (1 - b1) * g
                     self.v[name] = b2 * self.v[name] + (1 - b2) * g * g
                 update = self.m[name] / (self.v[name].sqrt() + 1e-8) + ADAM["weight_decay"] * p
-                p -= ADAM["lr"] * update
+                p -= ADAM["lr"] * self.coefficient(name, p, update, before, frozen) * update
         return weights(self.net)
+
+    def coefficient(self, name, p, update, before, frozen) -> float:
+        return 1.0
+
+
+class LambReference(Reference):
+    """1-bit LAMB (Li et al., 2021, Algorithm 2): the coefficient's average is frozen, and scaled by what the squares have become since.
+
+    Each parameter has its own scale of signs, where the paper gives all the same, and scales momenta before so that it fits them.
+    """
+
+    def __init__(self, ranks: int, dtype: torch.dtype = torch.float32, clip: float | None = None) -> None:
+        super().__init__(ranks, dtype, clip)
+        self.average, self.last, self.fresh = dict.fromkeys(self.m, 0.0), dict.fromkeys(self.m, 1.0), {}
+
+    def coefficient(self, name, p, update, before, frozen) -> float:
+        (b1, b2), v = ADAM["betas"], self.v[name]
+        if not frozen:
+            ratio = 1.0
+            if p.norm() != 0 and update.norm() != 0:
+                ratio = min(max(float(p.norm() / update.norm()), LAMB["min_coeff"]), LAMB["max_coeff"])
+            if ratio != 1.0:
+                beta = LAMB["coeff_beta"]
+                self.average[name] = beta * self.average[name] + (1 - beta) * ratio
+            self.fresh[name] = v.clone()
+            return ratio
+        g = (self.m[name] - b1 * before) / (1 - b1)
+        self.fresh[name] = b2 * self.fresh[name] + (1 - b2) * g * g
+        denominator = v.sqrt() + 1e-8
+        factor = float((denominator / (self.fresh[name].sqrt() + 1e-8)).max())
+        share = min(1.0, float((self.m[name] / denominator).norm() / update.norm()))
+        factor = factor * share + 1 - share
+        factor = min(max(factor, LAMB["factor_min"]), LAMB["factor_max"])
+        last, threshold = self.last[name], LAMB["factor_threshold"]
+        self.last[name] = min(max(factor, last * (1 - threshold)), last * (1 + threshold))
+        return self.average[name] * self.last[name]
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
 def path(
-    steps: int, micro_batches: int, backend: str, own_loop: bool, dtype: torch.dtype, clip: float | None
+    steps: int, micro_batches: int, backend: str, own_loop: bool, dtype: torch.dtype, clip: float | None, lamb: bool
 ) -> list[dict[str, torch.Tensor]]:
     """The weights after each step."""
     model = zgraph.compile(
-        Net().to(dtype), plan(backend=backend, grad_clip=clip, micro_batches=1 if own_loop else micro_batches)
+        Net().to(dtype),
+        plan(lamb=lamb, backend=backend, grad_clip=clip, micro_batches=1 if own_loop else micro_batches),
     )
     found = []
     for step in range(steps):
@@ -206,10 +257,11 @@ def follows(
     own: bool = False,
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
+    lamb: bool = False,
 ) -> float:
     """How far weights were from the reference's at most."""
-    reference, worst = Reference(world, dtype, clip), 0.0
-    found, *others = ranks.run(path, steps, micro_batches, backend, own, dtype, clip)
+    reference, worst = (LambReference if lamb else Reference)(world, dtype, clip), 0.0
+    found, *others = ranks.run(path, steps, micro_batches, backend, own, dtype, clip, lamb)
     for step, mine in enumerate(found):
         batches = [[batch(2 * step + n, rank) for n in range(micro_batches)] for rank in range(world)]
         for name, value in reference.step(batches).items():
@@ -232,6 +284,12 @@ def test_four_ranks_do_what_the_algorithm_says(four: Ranks) -> None:
 
 
 @pytest.mark.gloo
+@sweep("world, steps", [(2, STEPS), (4, STEPS), (2, 2 * FREEZE)], quick=(2,))
+def test_ranks_do_what_the_algorithm_of_lamb_says(two: Ranks, four: Ranks, world: int, steps: int) -> None:
+    assert follows(two if world == 2 else four, world, steps, dtype=torch.float64, lamb=True) <= 1e-6
+
+
+@pytest.mark.gloo
 @sweep("own", [False, True], quick=(1,))
 def test_gradients_of_micro_batches_are_added_up_unreduced(two: Ranks, own: bool) -> None:
     assert follows(two, 2, FREEZE + 6, micro_batches=2, own=own) <= 1e-6
@@ -246,8 +304,9 @@ def test_each_rank_clips_its_own_gradient_by_its_own_norm(two: Ranks) -> None:
 @pytest.mark.gloo
 @pytest.mark.inductor
 @pytest.mark.slow
-def test_inductor_sends_signs_too(two: Ranks) -> None:
-    assert follows(two, 2, FREEZE + 6, backend="inductor") <= 1e-5
+@pytest.mark.parametrize("lamb", [False, True])
+def test_inductor_sends_signs_too(two: Ranks, lamb: bool) -> None:
+    assert follows(two, 2, FREEZE + 6, backend="inductor", lamb=lamb) <= 1e-5
 
 
 def transfers(program) -> list[tuple[str, int]]:
@@ -279,9 +338,9 @@ def test_bytes_after_the_freeze_are_the_formulas_and_two_programs_are_made(two: 
         assert programs == 2
 
 
-def restarted(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def restarted(folder: Path, lamb: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The weights of a run, and of one that was saved once it was frozen and loaded into a new model."""
-    first, second = (zgraph.compile(Net(), plan()) for _ in range(2))
+    first, second = (zgraph.compile(Net(), plan(lamb=lamb)) for _ in range(2))
     for step in range(FREEZE + 6):
         if step == FREEZE + 3:
             first.save_checkpoint(folder)
@@ -293,10 +352,13 @@ def restarted(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
 
 
 @pytest.mark.gloo
-def test_a_restart_in_the_middle_is_bit_for_bit(two: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for one, other in two.run(restarted, tmp_path):
+@sweep("lamb", [False, True], quick=(1,))
+def test_a_restart_in_the_middle_is_bit_for_bit(
+    two: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture, lamb: bool
+) -> None:
+    for one, other in two.run(restarted, tmp_path, lamb):
         assert all(torch.equal(one[n], other[n]) for n in one)
-    alone = zgraph.compile(Net(), plan(mesh={"dp": 1}))
+    alone = zgraph.compile(Net(), plan(lamb=lamb, mesh={"dp": 1}))
     with caplog.at_level(logging.WARNING, "zgraph"):
         alone.load_checkpoint(tmp_path)
     assert "begin at zero" in caplog.text and "momenta is of the ranks of mesh {'dp': 2}" in caplog.text

@@ -19,19 +19,19 @@ _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "adagrad": ("Adagrad", {"lr": 1e-2}),
     "lamb": ("LAMB", {"lr": 1e-3}),
     "onebitadam": ("OneBitAdam", {"lr": 1e-3}),
+    "onebitlamb": ("OneBitLAMB", {"lr": 1e-3}),
     "lion": ("Lion", {"lr": 1e-3, "betas": [0.9, 0.99]}),
     "sgd": ("SGD", {"lr": 1e-3}),
 }
 _WITHOUT = {
     "zerooneadam": "0/1 Adam",
-    "onebitlamb": "1-bit LAMB",
     "muadam": "mup's Adam",
     "muadamw": "mup's AdamW",
     "musgd": "mup's SGD",
     "muon": "DeepSpeed's Muon (another iteration than that of a plan's Muon)",
 }
 # What DeepSpeed calls otherwise, by the plan's optimizer.
-_RENAMED = {"OneBitAdam": {"freeze_step": "freeze_steps"}}
+_RENAMED = {name: {"freeze_step": "freeze_steps"} for name in ("OneBitAdam", "OneBitLAMB")}
 _IGNORED = ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
 _OF_ONE_BIT = ("cuda_aware", "comm_backend_name", "bias_correction")  # (it has never corrected its averages)
 
@@ -80,7 +80,7 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
             "optimizer.params.max_grad_norm", "DeepSpeed refuses it too", '"gradient_clipping" of the configuration'
         )
         return
-    ignored = (*_IGNORED, *(_OF_ONE_BIT if name == "OneBitAdam" else ()))
+    ignored = (*_IGNORED, *(_OF_ONE_BIT if name in _RENAMED else ()))
     renamed = {k: new for k, new in _RENAMED.get(name, {}).items() if k in params}
     params = {renamed.get(k, k): v for k, v in params.items()}
     asked = {new: old for old, new in renamed.items()}

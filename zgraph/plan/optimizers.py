@@ -26,6 +26,7 @@ __all__ = [
     "Lion",
     "Muon",
     "OneBitAdam",
+    "OneBitLAMB",
     "Optimizer",
     "ParamGroup",
 ]
@@ -37,6 +38,11 @@ Eps = Annotated[Rate, Field(description="added to the denominator, so that it is
 Amsgrad = Annotated[StrictBool, Field(description="divide by the largest second moment so far, not the latest")]
 Maximize = Annotated[StrictBool, Field(description="step up the gradient instead of down")]
 Nesterov = Annotated[StrictBool, Field(description="use Nesterov's momentum")]
+MaxCoeff = Annotated[Rate, Field(description="the largest ratio of a weight's norm to its update's")]
+MinCoeff = Annotated[Rate, Field(description="the smallest")]
+FreezeSteps = Annotated[
+    StrictInt, Field(ge=1, description="steps before the squares' average is frozen, and momenta are sent in signs")
+]
 
 
 def _hashable(value: Any) -> Any:
@@ -110,6 +116,12 @@ class Optimizer(Record, frozen=True):
 
 
 _FOR_ALL = ("name", "groups", "decay", "companion", "companion_modules", "freeze_steps")
+
+
+def _refuse_above(record: Optimizer, least: str, most: str) -> None:
+    bound = getattr(record, most)
+    if getattr(record, least) > bound:
+        raise PlanError(f"{least} is above {most}, {bound}", where=least)
 
 
 class Adam(Optimizer, frozen=True):
@@ -203,14 +215,13 @@ class LAMB(Optimizer, frozen=True):
     eps: Annotated[FiniteFloat, Field(gt=0, description="added to the denominator, so that it is not zero")] = (
         1e-6  # (a row of zeros would make the whole norm 0 / 0)
     )
-    max_coeff: Rate = Field(default=10.0, description="the largest ratio of a weight's norm to its update's")
-    min_coeff: Rate = Field(default=0.01, description="the smallest")
+    max_coeff: MaxCoeff = 10.0
+    min_coeff: MinCoeff = 0.01
     bias_correction: StrictBool = Field(default=True, description="correct the averages for beginning with zero")
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
-        if self.min_coeff > self.max_coeff:
-            raise PlanError(f"min_coeff is above max_coeff, {self.max_coeff}", where="min_coeff")
+        _refuse_above(self, "min_coeff", "max_coeff")
         return self
 
 
@@ -257,12 +268,34 @@ class OneBitAdam(Optimizer, frozen=True):
     name: Literal["OneBitAdam"] = "OneBitAdam"
     betas: Betas = (0.9, 0.999)
     eps: Eps = 1e-8
-    freeze_steps: Annotated[StrictInt, Field(ge=1)] = Field(
-        default=100_000, description="steps before the squares' average is frozen, and momenta are sent in signs"
-    )
+    freeze_steps: FreezeSteps = 100_000
 
 
-_ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam)
+class OneBitLAMB(Optimizer, frozen=True):
+    """Li et al., 2021, as DeepSpeed 0.19.6 has it: LAMB without bias corrections that sends signs of its momentum once it has warmed up.
+
+    From then on a weight's ratio of norms is the average that it had, times a factor that follows the squares of gradients.
+    """
+
+    name: Literal["OneBitLAMB"] = "OneBitLAMB"
+    betas: Betas = (0.9, 0.999)
+    eps: Annotated[FiniteFloat, Field(gt=0, description="added to the denominator, so that it is not zero")] = 1e-8
+    freeze_steps: FreezeSteps = 100_000
+    max_coeff: MaxCoeff = 10.0
+    min_coeff: MinCoeff = 0.01
+    coeff_beta: Beta = Field(default=0.9, description="decay rate of the ratio's average while it warms up")
+    factor_max: Rate = Field(default=4.0, description="the largest factor of the frozen ratio")
+    factor_min: Rate = Field(default=0.5, description="the smallest")
+    factor_threshold: Beta = Field(default=0.1, description="how much of itself the factor may change in a step")
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        _refuse_above(self, "min_coeff", "max_coeff")
+        _refuse_above(self, "factor_min", "factor_max")
+        return self
+
+
+_ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam, OneBitLAMB)
 _NAMES = {str(record.model_fields["name"].default): record for record in _ALL}
 
 
@@ -282,7 +315,7 @@ def _known(value: Any) -> Any:
 
 
 AnyOptimizer = Annotated[
-    Union[Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam],  # noqa: UP007 (pydantic needs a union at run time)
+    Union[Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam, OneBitLAMB],  # noqa: UP007 (pydantic needs a union at run time)
     Field(discriminator="name"),
     BeforeValidator(_known),
 ]

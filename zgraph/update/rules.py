@@ -16,8 +16,9 @@ from torch import Tensor
 
 from zgraph.update.adamw8bit import blockwise
 from zgraph.update.muon import MUON
-from zgraph.update.onebit import ONE_BIT_ADAM
+from zgraph.update.onebit import ONE_BIT_ADAM, ONE_BIT_LAMB
 from zgraph.update.rule import Part, Rule, State
+from zgraph.update.trust_ratio import trust_ratio
 
 __all__ = ["RULES"]
 
@@ -121,16 +122,13 @@ def _lamb_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole:
 def _lamb(
     record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """p - size * ratio * u, where ratio is |p| / |u| between the bounds, or 1 where one of the two is zero."""
+    """p - size * ratio * u, where ratio is `trust_ratio`."""
     first = torch.lerp(old["exp_avg"], g, _as(1 - s["betas.0"], g))
     second = torch.addcmul(old["exp_avg_sq"] * _as(s["betas.1"], g), _as(1 - s["betas.1"], g) * g, g)
     update = first / (second.sqrt() + _as(s["eps"], g))
     if record.weight_decay:
         update = update + _as(s["weight_decay"], p) * p
-    weight_norm = part.total((p * p).sum()).sqrt()
-    update_norm = part.total((update * update).sum()).sqrt()
-    bounded = (weight_norm / update_norm).clamp(record.min_coeff, record.max_coeff)
-    ratio = torch.where((weight_norm > 0) & (update_norm > 0), bounded, torch.ones_like(bounded))
+    ratio = trust_ratio(record, p, update, part)
     size = s["lr"]
     if record.bias_correction:
         first_correction, second_correction = _bias_corrections(s, step)
@@ -154,5 +152,6 @@ RULES: dict[str, Rule] = {
     "LAMB": Rule(("lr", *_BETAS, "eps", "weight_decay"), _lamb_states, _lamb),
     "Muon": MUON,
     "OneBitAdam": ONE_BIT_ADAM,
+    "OneBitLAMB": ONE_BIT_LAMB,
 }
 """Each optimizer's rule, by the name of its record in `zgraph.plan.optimizers`."""
