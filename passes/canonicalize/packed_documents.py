@@ -66,13 +66,21 @@ class _Scalar:
 _Meaning = _Places | _Numbers | _Shown | _Scalar | None
 
 
+@dataclass(frozen=True)
+class PackedOptions:
+    """`numbered`: is the place of each key said, where that decides what shows? (Ranks will have parts of the rows.)"""
+
+    numbered: bool = False
+
+
 @graph_pass(
     "packed_documents",
     "attention inside of packed documents is computed without a mask",
+    options=PackedOptions,
     requires=(Fact.CLEAN,),
     bitwise=False,
 )
-def packed_documents(program: Program) -> dict[str, int]:
+def packed_documents(program: Program, options: PackedOptions) -> dict[str, int]:
     meanings, in_rows = _Meanings(), _InRows(program)
     count = 0
     for node in list(program.nodes):
@@ -88,6 +96,8 @@ def packed_documents(program: Program) -> dict[str, int]:
             continue
         with program.graph.inserting_before(node):
             documents, order = (in_rows.of(x, node) for x in (same[0], before[0] if before else None))
+            if before and order is None and options.numbered:
+                order = in_rows.places(documents, node)
             kept = node.args[: _TENSORS[node.target]]
             args = (*kept, documents, order, bool(before), node.kwargs.get("scale"))
             made = program.call(_TAKEN[node.target], args, info(node), name=_TAKEN[node.target].__name__.split(".")[0])
@@ -139,6 +149,7 @@ class _InRows:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._made: dict[fx.Node, fx.Node] = {}
+        self._places: dict[int, fx.Node] = {}
 
     def of(self, numbers: fx.Node | None, beside: fx.Node) -> fx.Node | None:
         if numbers is None or tensor(numbers).dim() == 2:
@@ -149,6 +160,17 @@ class _InRows:
                 aten.unsqueeze.default, (numbers, 0), record, name=f"{numbers.name}_row"
             )
         return self._made[numbers]
+
+    def places(self, documents: fx.Node | None, beside: fx.Node) -> fx.Node:
+        """0, 1, 2, …, as many as a row of documents has, as one row."""
+        kind = tensor(documents)  # type: ignore[arg-type]
+        length = kind.shape[-1]
+        if length not in self._places:
+            record = info(beside).replace(phase=Phase.FORWARD)
+            how = {"dtype": torch.int64, "device": kind.device, "pin_memory": False}
+            made = self.program.call(aten.arange.default, (length,), record, name="places", kwargs=how)
+            self._places[length] = self.program.call(aten.unsqueeze.default, (made, 0), record, name="places_row")
+        return self._places[length]
 
 
 class _Meanings:

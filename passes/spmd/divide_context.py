@@ -22,6 +22,7 @@ from zgraph.passes.analysis.axes import Axes, Axis
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.decide import FindWay, Goal
 from zgraph.passes.spmd.divide import divide_program
+from zgraph.passes.spmd.packed_ring import PACKED_RINGS, can_ring_packed, packed_ring_way
 from zgraph.passes.spmd.placements import Placements
 from zgraph.passes.spmd.ring import RINGS, ROWS, can_ring, is_causal, ring_way
 from zgraph.passes.spmd.sharding_rules import ATTENTION, RANKS, operands_of
@@ -67,6 +68,7 @@ def divide_context(program: Program, options: ContextOptions) -> dict[str, int]:
     ways: dict[object, FindWay] = {}
     if rings:
         ways = dict.fromkeys(RINGS, lambda placements, node: ring_way(placements, node, along))
+        ways |= dict.fromkeys(PACKED_RINGS, lambda placements, node: packed_ring_way(placements, node, along))
     placements = Placements(program, options.dim, axes, folded if rings else frozenset())
     return divide_program(placements, Goal(along=along, batch=batch, ways=ways))
 
@@ -91,7 +93,7 @@ def _by_ring(
     ranks = program.mesh[options.dim]
     every = _attention(program)
     found = [n for n in every if any(a in along for dim in axes.shape(operands_of(n)[0]) for a in dim)]
-    able = [n for n in found if can_ring(n, axes, along, folded)]
+    able = [n for n in found if can_ring(n, axes, along, folded) or can_ring_packed(n, axes, along)]
 
     def by_heads(node: fx.Node) -> bool:
         rule = axes.rules.get(node)
@@ -101,8 +103,8 @@ def _by_ring(
     stuck = [n for n in found if not by_heads(n)]
     if options.attention == "ring" and not able and (every or not options.staged):
         raise _no_ring(
-            f"{len(found)} are calls of scaled_dot_product_attention on the sequence; a mask, dropout, or other lengths than "
-            f"multiples of {2 * ranks} where it is causal stand against it"
+            f"{len(found)} are calls of scaled_dot_product_attention on the sequence; a mask (but that of packed documents), dropout, or other "
+            f"lengths than multiples of {2 * ranks} where it is causal stand against it"
         )
     ring = options.attention == "ring" or (options.attention == "auto" and any(n in able for n in stuck))
     whole = [n for n in stuck if not (ring and n in able)]

@@ -76,14 +76,14 @@ def ring_way(placements: Placements, node: fx.Node, along: Collection[Axis]) -> 
 
 
 def _forward(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> tuple[fx.Node, ...]:
-    return _Ring(reshard, node, record).forward(given)
+    return Ring(reshard, node, record).forward(given)
 
 
 def _backward(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> tuple[fx.Node, ...]:
-    return _Ring(reshard, node, record).backward(given)
+    return Ring(reshard, node, record).backward(given)
 
 
-class _Ring:
+class Ring:
     """Builds what stands for one attention operator."""
 
     def __init__(self, reshard: Resharder, node: fx.Node, record: NodeInfo) -> None:

@@ -23,6 +23,7 @@ from torch import fx
 from zgraph.program import collectives, ops
 from zgraph.program.aliases import is_random
 from zgraph.program.node import tensors, value
+from zgraph.program.packed_attention import PACKED, PACKED_BACKWARD
 from zgraph.program.sizes import is_symbolic, stand_in
 
 aten = torch.ops.aten
@@ -572,8 +573,12 @@ ATTENTION = {
     aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
+    PACKED,
+    PACKED_BACKWARD,
 }
 
+
+IN_ROWS = ("documents", "order")  # operands with a number for each row of queries, and keys, [batch, rows]
 
 # What the third dimension of their operands and results runs over: the rows of queries, or those of keys.
 _ROWS = {
@@ -606,7 +611,9 @@ def _attention(b: _Builder) -> Rule | None:
     read = [name for name, arg in given if isinstance(arg, fx.Node)]
     rows = [_ROWS.get(name) for name in read]
     long = {label: b.shape(read.index(name))[2] for label, name in (("q", "query"), ("k", "key"))}
-    operands = [dims(b.shape(i), rows[i]) for i in range(len(b.operands))]
+    operands = [
+        b.dims(b.shape(i), ["b", "q"]) if read[i] in IN_ROWS else dims(b.shape(i), rows[i]) for i in range(len(read))
+    ]
     if any(len(d) == 4 and not d[1] and b.shape(i)[1] != 1 for i, d in enumerate(operands)):
         return None
     made = [tuple(map(stand_in, v.shape)) if isinstance(v, torch.Tensor) else () for v in value(b.node)]

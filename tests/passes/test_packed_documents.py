@@ -16,7 +16,7 @@ import zgraph
 from zgraph.build.planned_step import captured_program
 from zgraph.passes.canonicalize.cleanup import cleanup
 from zgraph.passes.canonicalize.packed_documents import packed_documents
-from zgraph.program.packed_attention import PACKED
+from zgraph.program.packed_attention import BLOCK, BLOCK_BACKWARD, PACKED
 from zgraph.program.program import Program
 from zgraph.verification.virtual_stages import VirtualPipeline
 from zgraph.verification.virtual_step import virtual_step
@@ -302,22 +302,71 @@ def test_each_stage_of_a_pipeline_has_its_own():
             assert sum(n.target is PACKED for n in step.history().program.graph.nodes) == 1
 
 
-def on_ranks(mesh: dict[str, int]) -> float:
-    lengths = [[5, 9], [14]]
+FIELDS = {"tp": {"tensor_parallel": "auto"}, "cp": {"context_attention": "ring"}}
+
+
+def on_ranks(mesh: dict[str, int], lengths: list[list[int]], backend: str) -> float:
     plain, batch = llama(), packed(lengths)
-    mine = zgraph.compile(
-        copy.deepcopy(plain),
-        zgraph.Plan(mesh=mesh, backend="eager", zero=3, **({"tensor_parallel": "auto"} if "tp" in mesh else {})),
-    )
+    fields = FIELDS.get(next(iter(mesh)), {})
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(mesh=mesh, backend=backend, zero=3, **fields))
     mine(**batch).loss.backward()
     one_by_one(plain, batch, lengths)
     step = next(iter(mine.zgraph.programs.values()))
-    assert sum(n.target is PACKED for n in step.forward().program.graph.nodes) == 1
+    nodes = step.forward().program.graph.nodes
+    assert sum(n.target is PACKED for n in nodes) == 1
+    assert sum(n.target is BLOCK for n in nodes) == (mesh.get("cp", 1) - 1)
     return apart(mine, plain)
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
-@pytest.mark.slow
-def test_on_ranks(two, mesh):
-    assert max(two.run(on_ranks, mesh)) < 3e-6
+@sweep(
+    "mesh, lengths, backend",
+    [
+        ({"dp": 2}, [[5, 9], [14]], "eager"),
+        ({"tp": 2}, [[5, 9], [14]], "eager"),
+        ({"cp": 2}, [[7, 7], [1, 13]], "inductor"),
+        ({"cp": 4}, [[3, 7, 6], [16]], "eager"),
+        ({"cp": 2}, [[5, 9], [14]], "eager"),
+    ],
+    quick=1,
+    ids=str,
+)
+def test_on_ranks(two, four, mesh, lengths, backend):
+    ranks = four if 4 in mesh.values() else two
+    assert max(ranks.run(on_ranks, mesh, lengths, backend)) < 3e-6
+
+
+@sweep("name", [*MASKS, "each alone", "in pieces"], quick=3)
+@pytest.mark.parametrize("attention", ["ring", "heads"])
+def test_ranks_have_parts_of_rows_of_documents(name, attention):
+    mask_of, numbers = MASKS[name] if name in MASKS else (MASKS["numbers, causal"][0], ODD[name])
+    torch.manual_seed(0)
+    model = Masked(mask_of).double()
+    x = torch.randn(ROWS, LENGTH, WIDTH).double()
+    plan = zgraph.Plan(mesh={"cp": 2}, backend="eager", context_attention=attention)
+    found = zgraph.verify(model, plan, 2, (x, numbers))
+    assert found.ok, str(found)
+
+
+@sweep("causal", [False, True], quick=1)
+def test_a_block_is_a_part_of_attention_with_its_mask(causal):
+    draw = torch.Generator().manual_seed(1)
+    q, k, v, grad = (torch.randn(2, 3, 9, 4, generator=draw, dtype=torch.float64) for _ in range(4))
+    documents, others = (torch.randint(0, 4, (2, 9), generator=draw).sort(1).values for _ in range(2))
+    order, other_order = (torch.randint(0, 20, (2, 9), generator=draw) for _ in range(2))
+    shown = documents[:, None, :, None] == others[:, None, None, :]
+    if causal:
+        shown = shown & (other_order[:, None, None, :] <= order[:, None, :, None])
+    sees = shown.any(-1).expand(2, 3, 9)
+    asked = [x.clone().requires_grad_() for x in (q, k, v)]
+    scores = (asked[0] @ asked[1].mT / 2).masked_fill(~shown, -torch.inf)
+    expected = (scores.softmax(-1).nan_to_num() @ asked[2]) * sees.unsqueeze(-1)
+    places = (documents, others, order, other_order, causal, None)
+    out, sums = BLOCK(q, k, v, *places)
+    assert torch.allclose(out, expected) and bool((sums.isneginf() == ~sees).all())
+    assert torch.allclose(sums[sees], scores.logsumexp(-1)[sees])
+    if not causal:  # (a query that sees nothing in any block has no gradient; no mask of documents has one)
+        grads = torch.autograd.grad((scores.softmax(-1).nan_to_num() @ asked[2])[sees].sum(), asked, allow_unused=True)
+        finite = torch.where(sees, sums, 0.0)
+        found = BLOCK_BACKWARD(torch.ones_like(grad), q, k, v, out, finite, *places)
+        assert all(torch.allclose(a, b.nan_to_num()) for a, b in zip(found, grads, strict=True))

@@ -71,13 +71,13 @@ UNEVEN = [((1, 9), (3, 20)), ((3, 12), (1, 31)), ((2, 1), (6, 40)), ((1, 5), (1,
 
 
 def gradients(
-    zero: int, backend: str, steps: Any = STEPS, model: type[nn.Module] = Attention
+    zero: int, backend: str, steps: Any = STEPS, model: type[nn.Module] = Attention, shapes: Any = "auto"
 ) -> tuple[float, list[str]]:
     """(the largest relative difference to plain PyTorch's, the programs) after steps in which each rank has other sizes."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     plain = model()
-    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=zero, backend=backend))
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=zero, backend=backend, shapes=shapes))
     worst = 0.0
     for number, sizes in enumerate(steps):
         mine(**batch(*sizes[dist.get_rank()], number)).backward()

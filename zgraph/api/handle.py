@@ -196,7 +196,7 @@ class Handle(Compiled):
 
         `.history()` of one gives the program after every pass, `.executables()` what of it is compiled, with its source.
         """
-        return {step.name: step for entry in self.runtime.entries.values() for step in entry.programs()}
+        return {step.name: step for entry in self.runtime.entries.values() for step in entry.every_program()}
 
     @property
     def updates(self) -> dict[str, History]:

@@ -7,11 +7,11 @@ different rows, in their order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zgraph.build.meetings import difference, refuse_unlike
 from zgraph.build.pass_pipeline import Variant
-from zgraph.build.step_program import Entry, StepProgram
+from zgraph.build.step_program import Entry, StepProgram, together
 
 
 def put_beside(entries: Sequence[Entry]) -> None:
@@ -37,6 +37,17 @@ def _variants(steps: Sequence[StepProgram]) -> list[Variant]:
     return list(dict.fromkeys(variant for step in steps for variant in step.variants_made()))
 
 
+def add_hot(step: StepProgram, point: Mapping[str, int]) -> str | None:
+    """Let ranks run a program of its own for these sizes. None if they can; else why not: it communicates otherwise than the one for all sizes."""
+    made = step.at(point)
+    for variant in dict.fromkeys([*step.variants(), *_variants(step.beside)]):
+        if found := difference(step, made, variant):
+            return f"{found[0]}: {found[1]}"
+    step.hot[tuple(point.values())] = made
+    together([one for one in step.beside if one.symbolic is one])
+    return None
+
+
 def leave(gone: Entry) -> None:
     """Let an entry that goes be forgotten by those that it was beside."""
     for entry in gone.beside:
@@ -47,4 +58,4 @@ def leave(gone: Entry) -> None:
 def _link(entry: Entry, group: tuple[Entry, ...]) -> None:
     entry.beside = group
     for step in entry.programs():
-        step.beside = tuple(step if one is entry else one.program(step.pattern) for one in group)
+        together([step if one is entry else one.program(step.pattern) for one in group])

@@ -18,7 +18,7 @@ from zgraph.passes.canonicalize.cleanup import cleanup
 from zgraph.passes.canonicalize.inductor_prepare import inductor_prepare
 from zgraph.passes.canonicalize.known_masks import known_masks
 from zgraph.passes.canonicalize.narrow import narrow
-from zgraph.passes.canonicalize.packed_documents import packed_documents
+from zgraph.passes.canonicalize.packed_documents import PackedOptions, packed_documents
 from zgraph.passes.compression.compress_gathers import compress_gathers
 from zgraph.passes.compression.compress_reductions import compress_reductions
 from zgraph.passes.compression.transfer_in_blocks import CompressOptions, Correction
@@ -216,11 +216,6 @@ def _in_training(when: Callable[[PassContext], Decision]) -> Callable[[PassConte
     return lambda context: when(context).unless(not context.training, "the program has no gradients")
 
 
-def _packs(context: PassContext) -> Decision:
-    packs = Decision(True, "attention may be inside of packed documents")
-    return packs.unless(context.plan.mesh.get(CONTEXT_DIM, 1) != 1, "ranks have parts of the rows")
-
-
 def _recomputes(context: PassContext) -> Decision:
     on_inductor = Decision(context.plan.backend == "inductor", f"backend is {context.plan.backend!r}")
     return on_inductor.unless(context.plan.recompute == "none", "recompute is 'none'")
@@ -359,8 +354,12 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     PassRow(narrow, _of("tiles", lambda plan: LOSS in plan.tiles)),
     PassRow(divide, _over(TENSOR_DIM), lambda c: DivideOptions(TENSOR_DIM, c.plan.sequence_parallel)),
     PassRow(known_masks, _over(CONTEXT_DIM)),
+    PassRow(
+        packed_documents,
+        _always("attention may be inside of packed documents"),
+        lambda c: PackedOptions(c.plan.mesh.get(CONTEXT_DIM, 1) != 1),
+    ),
     PassRow(divide_context, _over(CONTEXT_DIM), _context_options),
-    PassRow(packed_documents, _packs),
     PassRow(inductor_prepare, _of("backend", lambda plan: plan.backend == "inductor")),
     PassRow(recompute, _recomputes),
     PassRow(tile, _of("tiles", lambda plan: bool(plan.tiles)), lambda c: TileOptions(tuple(c.plan.tiles.items()))),

@@ -81,8 +81,11 @@ class StepProgram:
         pattern: frozenset[int] = frozenset(),
         kept: KeptStep | None = None,
         from_start: Collection[int] = (),
+        symbolic: StepProgram | None = None,
     ) -> None:
         self.name = captured.name
+        self.symbolic = symbolic or self  # of one for certain sizes that which serves all
+        self.hot: dict[tuple[int, ...], StepProgram] = {}  # those for certain sizes alone
         self.from_start = from_start  # see `Trace.from_start`
         self.kept = (
             kept  # what of it is kept for other processes, and of what these have kept; None where nothing can be
@@ -193,7 +196,8 @@ class StepProgram:
                     self.context,
                     variant,
                     training=self.differentiated,
-                    choice=self._choice if variant != PLAIN else None,  # (that of the plain one is for all)
+                    # (That of the plain one is for all; and that of a symbolic one for those for certain sizes.)
+                    choice=self._choice if variant != PLAIN or self.symbolic is not self else None,
                 )
             if variant == PLAIN and self.kept is not None and self.known is not None:
                 self.kept.refuse_another(self._histories[variant].program, self.known.made)
@@ -232,6 +236,21 @@ class StepProgram:
         if self.plan.zero < 2 and self.plan.micro_batches > 1:
             found += [Variant(self.keeps, reduce=False), Variant(self.keeps, accumulated=True)]
         return found
+
+    def at(self, point: Mapping[str, int]) -> StepProgram:
+        """This program for certain sizes alone: a static one, which saves what was decided under a memory budget, and communicates in this one's
+        order."""
+        captured = self.captured.at(point).renamed(f"{self.name}.{'_'.join(f'{n}{size}' for n, size in point.items())}")
+        order = lambda variant: order_of(self.history(variant).program)  # noqa: E731
+        context = replace(self.context, order=order, keeper=None)
+        made = StepProgram(captured, context, pattern=self.pattern, from_start=self.from_start, symbolic=self)
+        self.history()
+        made._choice = self._choice
+        return made
+
+    def for_call(self, flat: Sequence[Any]) -> StepProgram:
+        """This program, or that for the very sizes of a call with these flat inputs, where there is one."""
+        return self.hot.get(self.captured.sizes.key(flat), self) if self.hot else self
 
     def following(self, other: StepProgram) -> StepProgram:
         """This program made anew, with transfers in the order of another one's."""
@@ -366,6 +385,13 @@ class StepProgram:
         return checked(made, self.context.groups)
 
 
+def together(steps: Sequence[StepProgram]) -> None:
+    """Let ranks run any of these programs in one step, and of each also those for certain sizes."""
+    group = tuple(one for step in steps for one in (step, *step.hot.values()))
+    for one in group:
+        one.beside = group
+
+
 class Serves(abc.ABC):
     """What serves the calls of one input signature, or of many that differ in sizes alone."""
 
@@ -375,6 +401,10 @@ class Serves(abc.ABC):
     @abc.abstractmethod
     def programs(self) -> list[StepProgram]:
         """Those made so far."""
+
+    def every_program(self) -> list[StepProgram]:
+        """Those made so far, with those for certain sizes alone."""
+        return [one for step in self.programs() for one in (step, *step.hot.values())]
 
     @property
     def open(self) -> bool:
@@ -428,9 +458,7 @@ class Entry(Serves):
 
     def _program(self, chosen: frozenset[int]) -> StepProgram:
         if chosen not in self._programs:
-            made = tuple(entry._made(chosen) for entry in self.beside)
-            for step in made:
-                step.beside = made
+            together([entry._made(chosen) for entry in self.beside])
         return self._programs[chosen]
 
     def follow(self, other: StepProgram) -> StepProgram:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zgraph.errors import PlanError
-from zgraph.plan.shapes import FIXED_BY, buckets_of, sizes_in
+from zgraph.plan.shapes import FIXED_BY, buckets_of, hot_of, sizes_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _of_gradients(field: str, value: str | bool) -> tuple[Conflict, Conflict]:
 
 
 def _wants_symbols(plan: Any) -> bool:
-    return bool(sizes_in(plan.dynamic)) or plan.shapes == "dynamic"
+    return bool(sizes_in(plan.dynamic)) or plan.shapes == "dynamic" or hot_of(plan) is not None
 
 
 def _declared_and_padded(plan: Any) -> bool:
@@ -200,6 +200,13 @@ CONFLICTS = (
         "shapes has buckets, in a pipeline",
         why="each stage would have to cut the padding off what it gives",
         hint='shapes="auto": one program serves all sizes; or pad in the collator',
+    ),
+    Conflict(
+        "shapes.hot",
+        lambda plan: hot_of(plan) is not None and _ranks(plan, "pp") != 1,
+        "shapes has hot sizes, in a pipeline",
+        why="a stage sends what the next one's program has for its input, and all stages would have to know which one runs",
+        hint='shapes="auto": one program serves all sizes',
     ),
     Conflict(
         "wire.gather",

@@ -43,7 +43,7 @@ from zgraph.plan.offloading import Offload
 from zgraph.plan.optimizers import AnyOptimizer
 from zgraph.plan.pipeline_schedules.make_schedule import check_name
 from zgraph.plan.precision import Precision, precision_of, preset
-from zgraph.plan.shapes import Buckets, Dynamic, declared, shapes_of
+from zgraph.plan.shapes import Buckets, Dynamic, Hot, declared, shapes_of
 from zgraph.plan.watchdog import Watch
 from zgraph.plan.wire import Wire
 from zgraph.record import Record, Table, joined, short
@@ -385,13 +385,19 @@ class Plan(Record, frozen=True):
         'or "loss" (the classification loss with the matrix product that gives its logits), to numbers of chunks',
     )
     shapes: Annotated[
-        Literal["auto", "static", "dynamic"] | Buckets, Field(union_mode="left_to_right"), BeforeValidator(shapes_of)
+        Literal["auto", "static", "dynamic"] | Buckets | Hot,
+        Field(union_mode="left_to_right"),
+        BeforeValidator(shapes_of),
     ] = Field(
-        examples=["static", {"buckets": [256, 512], "pad": {"input_ids": 0, "attention_mask": 0, "labels": -100}}],
+        examples=[
+            "static",
+            {"buckets": [256, 512], "pad": {"input_ids": 0, "attention_mask": 0, "labels": -100}},
+            {"hot": 2},
+        ],
         default="auto",
         description="calls that differ only in sizes: auto (the first is a program as it stands; at the second the sizes that differ become "
         "symbols, and one program serves all), dynamic (symbols from the first call on), static (each is a program of its own), or a record: "
-        "sizes that inputs are padded to, and with what",
+        "sizes that inputs are padded to, and with what (buckets, pad); or which sizes have static programs besides (hot)",
     )
     dynamic: Annotated[Dynamic, AfterValidator(_check_dynamic)] = Field(
         examples=[{"input_ids": {"0": "batch", "1": {"name": "seq", "max": 2048}}, "image_grid_thw": "value"}],

@@ -11,7 +11,7 @@ from zgraph.errors import PlanError
 from zgraph.names import did_you_mean
 from zgraph.record import Record, Table, short
 
-__all__ = ["Buckets", "Dynamic", "Pad", "Size", "buckets_of", "shapes_of"]
+__all__ = ["Buckets", "Dynamic", "Hot", "Pad", "Size", "buckets_of", "hot_of", "shapes_of"]
 
 
 FIXED_BY: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -172,18 +172,39 @@ class Buckets(Record, frozen=True):
         return {name: pad for name, pad in self.pad.items() if isinstance(pad, Pad)}
 
 
+def _points(given: Any) -> Any:
+    if isinstance(given, (list, tuple)) and not all(isinstance(point, Mapping) and point for point in given):
+        raise PlanError(
+            "hot sizes are tables from the names of sizes to numbers",
+            hint='such as [{"batch": 8, "seq": 512}]; or how many',
+        )
+    return given
+
+
+class Hot(Record, frozen=True):
+    """Sizes that occur often: each gets a static program of its own, beside the one that serves all sizes."""
+
+    hot: Annotated[
+        Annotated[StrictInt, Field(ge=1)]
+        | tuple[Annotated[dict[str, Annotated[StrictInt, Field(ge=2)]], AfterValidator(Table)], ...],
+        BeforeValidator(_points),
+    ] = Field(
+        description="how many of the sizes that were called for most often, or a list of tables from names of sizes to numbers"
+    )
+
+
 def shapes_of(given: Any) -> Any:
-    """A word as it is, a table as `Buckets`."""
+    """A word as it is, a table as `Buckets` or `Hot`."""
     words = ("auto", "static", "dynamic")
-    if isinstance(given, Buckets):
+    if isinstance(given, (Buckets, Hot)):
         return given
     if isinstance(given, Mapping):
-        return Buckets.model_validate(dict(given))
+        return (Hot if "hot" in given else Buckets).model_validate(dict(given))
     if given not in words:
         near = f"{did_you_mean(given, words)}; or " if isinstance(given, str) else ""
         raise PlanError(
             f"{short(given)} can't be the value of shapes",
-            hint=f'{near}"auto", "static", "dynamic", or a record of buckets: {{"buckets": [256, 512], "pad": {{"input_ids": 0}}}}',
+            hint=f'{near}"auto", "static", "dynamic", or a record: {{"buckets": [256, 512], "pad": {{"input_ids": 0}}}}, {{"hot": 2}}',
         )
     return given
 
@@ -191,3 +212,8 @@ def shapes_of(given: Any) -> Any:
 def buckets_of(plan: Any) -> Buckets | None:
     """What a plan pads to; None where it pads nothing."""
     return plan.shapes if isinstance(plan.shapes, Buckets) else None
+
+
+def hot_of(plan: Any) -> Hot | None:
+    """Which sizes of a plan have static programs of their own besides; None where none have."""
+    return plan.shapes if isinstance(plan.shapes, Hot) else None

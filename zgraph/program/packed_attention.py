@@ -5,6 +5,9 @@ query the keys of its own document: those that have the same number in `document
 that do not come behind it: by their place, or by `order` [rows or 1, length]. Each document is computed by itself, by the same kernel that would
 compute it alone, so what it takes is the sum of the documents' squares. Documents that do not lie in one piece, and an order that does not
 ascend in them, are computed with a mask, of one row or of one document.
+
+`zgraph::packed_block` has queries and keys of different places (parts of rows on different ranks), with the `documents` and the `order` of both.
+A query that sees none of the keys has 0, and the logarithm of a sum of nothing. Only what lies in documents of both is computed.
 """
 
 from __future__ import annotations
@@ -26,6 +29,14 @@ library.define(
     "packed_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
     f"{_DOCUMENTS}) -> (Tensor, Tensor, Tensor)"
 )
+_OTHERS = "Tensor documents, Tensor other_documents, Tensor? order, Tensor? other_order, bool is_causal, float? scale"
+library.define(f"packed_block(Tensor query, Tensor key, Tensor value, {_OTHERS}) -> (Tensor, Tensor)")
+library.define(
+    "packed_block_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    f"{_OTHERS}) -> (Tensor, Tensor, Tensor)"
+)
+BLOCK = torch.ops.zgraph.packed_block.default
+BLOCK_BACKWARD = torch.ops.zgraph.packed_block_backward.default
 PACKED = torch.ops.zgraph.packed_attention.default
 PACKED_BACKWARD = torch.ops.zgraph.packed_attention_backward.default
 
@@ -105,6 +116,85 @@ def _backward(
     return grads
 
 
+def _seen(
+    documents: Tensor, others: Tensor, order: Tensor | None, other_order: Tensor | None, rows: int
+) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
+    """Of each of so many rows the queries and the keys that are in documents of both, as parts of their lengths, and what shows there (None: all)."""
+    for row in range(rows):
+        mine, theirs = documents[row % len(documents)], others[row % len(others)]
+        parts = [_span(torch.isin(a, b)) for a, b in ((mine, theirs), (theirs, mine))]
+        if parts[0] is None or parts[1] is None:
+            continue
+        queries, keys = parts[0], parts[1]
+        shown = mine[queries].unsqueeze(1) == theirs[keys]
+        if order is not None and other_order is not None:
+            shown &= other_order[row % len(other_order)][keys] <= order[row % len(order)][queries].unsqueeze(1)
+        if shown.any():
+            yield slice(row, row + 1), queries, keys, None if shown.all() else shown
+
+
+def _span(chosen: Tensor) -> slice | None:
+    """From the first to the last that is chosen."""
+    at = chosen.nonzero()
+    return slice(int(at[0]), int(at[-1]) + 1) if len(at) else None
+
+
+def _added(shown: Tensor | None, like: Tensor) -> Tensor | None:
+    if shown is None:
+        return None
+    return torch.zeros(shown.shape, dtype=like.dtype).masked_fill_(~shown, -torch.inf)
+
+
+def _block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    others: Tensor,
+    order: Tensor | None,
+    other_order: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    out, sums = _like_forward(query, key, value)
+    out.zero_()
+    sums.fill_(-torch.inf)
+    orders = (order, other_order) if is_causal else (None, None)
+    for rows, queries, keys, shown in _seen(documents, others, *orders, query.shape[0]):
+        given = query[rows, :, queries], key[rows, :, keys], value[rows, :, keys]
+        found, logs = _FORWARD(*given, 0.0, False, attn_mask=_added(shown, query), scale=scale)
+        if shown is not None:
+            sees = shown.any(1).unsqueeze(-1)
+            found, logs = torch.where(sees, found, 0.0), torch.where(sees.squeeze(-1), logs, -torch.inf)
+        out[rows, :, queries], sums[rows, :, queries] = found, logs
+    return out, sums
+
+
+def _block_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    documents: Tensor,
+    others: Tensor,
+    order: Tensor | None,
+    other_order: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = [x.zero_() for x in _like_backward(grad_out, query, key, value)]
+    orders = (order, other_order) if is_causal else (None, None)
+    for rows, queries, keys, shown in _seen(documents, others, *orders, query.shape[0]):
+        parts = (queries, queries, keys, keys, queries, queries)
+        given = (x[rows, :, at] for x, at in zip((grad_out, query, key, value, out, logsumexp), parts, strict=True))
+        found = _BACKWARD(*given, 0.0, False, attn_mask=_added(shown, query), scale=scale)
+        for grad, mine, at in zip(grads, found, (queries, keys, keys), strict=True):
+            grad[rows, :, at] = mine
+    return grads[0], grads[1], grads[2]
+
+
 def _like_forward(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     rows, heads, length = query.shape[:3]
     kept = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
@@ -123,5 +213,9 @@ def _like_backward(
 
 library.impl("packed_attention", _forward, "CPU")
 library.impl("packed_attention_backward", _backward, "CPU")
+library.impl("packed_block", _block, "CPU")
+library.impl("packed_block_backward", _block_backward, "CPU")
 torch.library.register_fake("zgraph::packed_attention", _like_forward, lib=library)
 torch.library.register_fake("zgraph::packed_attention_backward", _like_backward, lib=library)
+torch.library.register_fake("zgraph::packed_block", _like_forward, lib=library)
+torch.library.register_fake("zgraph::packed_block_backward", _like_backward, lib=library)

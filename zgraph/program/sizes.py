@@ -109,6 +109,10 @@ class Sizes:
         """The sizes of a call, by its flat inputs."""
         return {s.name: flat[s.index].shape[s.dim] for s in self.every}
 
+    def key(self, flat: Any) -> tuple[int, ...]:
+        """The sizes of a call, by its flat inputs, in the order of their names."""
+        return tuple([flat[s.index].shape[s.dim] for s in self.every])
+
     @functools.cached_property
     def _hold(self) -> Callable[..., bool]:
         conditions = [f"{s.low} <= {s.name}" + (f" <= {s.high}" if s.high is not None else "") for s in self.every]

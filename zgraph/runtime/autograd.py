@@ -90,12 +90,12 @@ class Step(torch.autograd.Function):
         ctx: Any,
         runtime: Runs,
         entry: Entry,
+        step: StepProgram,
         flat: tuple[Any, ...],
         names: list[str],
         loose: list[int],
         *tensors: torch.Tensor,
     ) -> tuple[Any, ...]:
-        step = entry.program()
         ctx.set_materialize_grads(False)
         ctx.runtime, ctx.entry, ctx.step, ctx.flat, ctx.names, ctx.loose = (
             runtime,
@@ -143,14 +143,14 @@ class Step(torch.autograd.Function):
             raise RuntimeError(
                 "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"
             )
-        again = frozenset(tangents) != entry.pattern or step is not entry.program()
+        again = frozenset(tangents) != entry.pattern or step.symbolic is not entry.program()
         ctx.versions.check(ctx.flat, whole=again)
         flat, saved, kept = ctx.flat, ctx.saved, ctx.kept
         if again:
             step, saved, flat = _again(ctx, frozenset(tangents))
             kept = dict(runtime.unsharded.weights)
         if not step.differentiated:  # (nothing has a gradient of these outputs)
-            return (None,) * (5 + len(ctx.names) + len(ctx.loose))
+            return (None,) * (6 + len(ctx.names) + len(ctx.loose))
         clear = not keeps_graph()
         if runtime.nonfinite is not None:
             losses = [v for i, v in ctx.numbers.items() if i in tangents]
@@ -169,7 +169,7 @@ class Step(torch.autograd.Function):
             ctx.saved = ctx.flat = ctx.kept = ctx.versions = None
         of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]
         of_inputs = [found.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
-        return (None, None, None, None, None, *of_params, *of_inputs)
+        return (None,) * 6 + (*of_params, *of_inputs)
 
 
 def refuse_partial(

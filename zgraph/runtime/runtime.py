@@ -40,6 +40,7 @@ from zgraph.runtime.buckets import Cut, Padded, PaddedCalls
 from zgraph.runtime.calls import Calls
 from zgraph.runtime.explain_nonfinite import NonFinite
 from zgraph.runtime.fit import fit
+from zgraph.runtime.hot_sizes import HotSizes
 from zgraph.runtime.made_once import make_all, make_once
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.prefetch import FirstGathers
@@ -70,6 +71,7 @@ class Runtime(Rank):
         buckets = buckets_of(plan)
         self.buckets = PaddedCalls(self, buckets) if buckets is not None else None
         self.calls = Calls(self, self._compile, self._execute)
+        self.hot_sizes = HotSizes(self, self._make)
         self.unsharded = UnshardedWeights(shards, device)
         reduces = plan.zero > 1 or self.mesh is None or self.mesh.size() == 1
         self.waiting = WaitingGradients(shards, device, reduces=reduces)
@@ -121,6 +123,7 @@ class Runtime(Rank):
         args, kwargs = padded.call if padded is not None else given
         with self.calls.lock, self._padded_by(padded):
             key, entry = self.entry(args, kwargs)
+            self.hot_sizes.called(self.entries, begins=not self.forwards)
         self.entered = entry
         trains = entry.program().differentiated and torch.is_grad_enabled()
         self.forwards += trains
@@ -181,10 +184,14 @@ class Runtime(Rank):
 
     def prepare(self, step: StepProgram) -> None:
         """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.) Raises what `fit` does."""
+        self._make(step)
+        self.hot_sizes.made(step)
+
+    def _make(self, step: StepProgram) -> None:
         make_all(step, lambda: fit(self, step))
 
     def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        step = entry.program()
+        step = self.hot_sizes.chosen(entry.program(), flat)
         entry.trace.refuse_moved(flat, former_memory(self.module))
         if step.mutated:
             entry.trace.refuse_overlap(step.mutated, flat, whole=not step.apart)
@@ -204,7 +211,7 @@ class Runtime(Rank):
         # (What has no gradient here would still hold the graph that it came of: that of the call before, and so of all calls.)
         others = [i for i in entry.trace.others if isinstance(flat[i], torch.Tensor) and flat[i].requires_grad]
         loose = [i for i in others if i in step.reached or i in entry.trace.reached]
-        return tuple(Step.apply(self, entry, flat, names, loose, *tensors, *(flat[i] for i in loose)))
+        return tuple(Step.apply(self, entry, step, flat, names, loose, *tensors, *(flat[i] for i in loose)))
 
     def cuts(self, entry: Entry, outputs: Sequence[Any]) -> dict[int, Cut]:
         """How the flat outputs of the call that runs are cut, by which are. Where the model gives no loss of its own they are what one is computed

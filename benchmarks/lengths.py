@@ -1,0 +1,321 @@
+"""What one program for every length costs: beside programs of one size each, and beside plain PyTorch in a Trainer.
+
+    OMP_NUM_THREADS=1 python benchmarks/lengths.py [--layers 4] [--pairs 40] [--parts compile step new peak trainer] [--write]
+
+A Llama of width 256 (8 heads, 4 of keys, vocabulary 1,000), 2 rows, Inductor, one process. All seconds are the processor's, of the process and of
+the compilers that it starts: other load on the machine changes them less than the clock's. Each part is measured in a process of its own.
+
+    compile   from the first call to the end of its backward with empty caches: sizes declared as symbols / shapes="static"
+    step      a step at one size by the symbolic program, the static one of that size, and a hot one (shapes.hot): medians of the ratios of steps
+              that follow each other, in turns
+    new       the first step at a length that was not called for before / the second one, of several lengths
+    peak      the most bytes that torch's allocator holds in a step at the declared maximum / what the forecast says
+    trainer   transformers' Trainer with 10 steps of texts of 5 to 120 words, and an evaluation: after a run to warm up, compiled / plain
+
+`--write` puts the table, with date and conditions, into benchmarks/results/lengths.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import machine
+
+RESULT = Path(__file__).parent / "results" / "lengths.md"
+GOALS = {
+    "compile": ("compile time, symbolic / static", 1.3),
+    "step": ("a step's time, symbolic / static", 1.05),
+    "new": ("the first step at a new length / the second", 2.0),
+    "peak": ("measured peak at the largest sizes / forecast, off by", 0.03),
+    "trainer": ("a Trainer's total time after a run to warm up, compiled / plain", 1.3),
+}
+ROWS, LENGTH, MAX = 2, 64, 256
+NEW = (20, 33, 57, 96, 128, 47, 81, 110, 150, 200)
+
+
+def cpu() -> float:
+    """Seconds of the processor so far, of this process and of those that it has waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def llama(layers: int) -> Any:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=MAX,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def compiled(layers: int, **fields: Any) -> Any:
+    import zgraph
+
+    sizes = {0: "batch", 1: zgraph.Size("seq", max=MAX, typical=LENGTH)}
+    if fields.get("shapes") != "static":
+        fields["dynamic"] = {"input_ids": sizes, "labels": {0: "batch", 1: "seq"}}
+    return zgraph.compile(llama(layers), zgraph.Plan(**fields))
+
+
+def step_of(model: Any, length: int = LENGTH, rows: int = ROWS) -> Callable[[], float]:
+    """What runs a forward and its backward, and gives the seconds that they took."""
+    import torch
+
+    tokens = torch.randint(1000, (rows, length), generator=torch.Generator().manual_seed(length))
+
+    def step() -> float:
+        begin = cpu()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        seconds = cpu() - begin
+        model.zero_grad(set_to_none=True)
+        return seconds
+
+    return step
+
+
+# -- the parts, each in a process of its own ----------------------------------------------------------------------------
+def compile_one(layers: int, shapes: str) -> dict[str, Any]:
+    return {"seconds": step_of(compiled(layers, shapes=shapes))()}
+
+
+def steps(layers: int, pairs: int) -> dict[str, Any]:
+    hot = {"hot": [{"batch": ROWS, "seq": LENGTH}]}
+    ways = {
+        "symbolic": step_of(compiled(layers)),
+        "static": step_of(compiled(layers, shapes="static")),
+        "hot": step_of(compiled(layers, shapes=hot)),
+    }
+    for step in ways.values():
+        for _ in range(5):
+            step()
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(pairs):
+        turn = list(ways) if number % 2 else list(reversed(ways))
+        for name in turn:
+            found[name].append(ways[name]())
+    against = lambda name: statistics.median(a / b for a, b in zip(found[name], found["static"], strict=True))  # noqa: E731
+    return {
+        "ratio": against("symbolic"),
+        "hot": against("hot"),
+        **{f"{name} ms": 1000 * statistics.median(seconds) for name, seconds in found.items()},
+    }
+
+
+def new_lengths(layers: int) -> dict[str, Any]:
+    model = compiled(layers)
+    for _ in range(3):
+        step_of(model)()
+    ratios = {}
+    for length in NEW:
+        step = step_of(model, length)
+        first = step()
+        ratios[length] = first / step()
+    return {"ratio": max(ratios.values()), "median": statistics.median(ratios.values()), "lengths": ratios}
+
+
+def peak(layers: int) -> dict[str, Any]:
+    from zgraph.runtime import allocations
+
+    allocations.count()
+    import zgraph
+    from zgraph.passes.analysis.simulator import simulate
+
+    dynamic = {
+        "input_ids": {0: "batch", 1: "seq"},
+        "labels": {0: zgraph.Size("batch", max=ROWS), 1: zgraph.Size("seq", max=MAX)},
+    }
+    plan = zgraph.Plan(dynamic=dynamic, optimizer=zgraph.SGD(lr=1e-3))
+    gc.collect()
+    before = allocations.live()
+    model = zgraph.compile(llama(layers), plan)
+    import torch
+
+    found = {}
+    for length in (LENGTH, MAX):
+        tokens = torch.randint(1000, (ROWS, length))
+        model.train_step(input_ids=tokens, labels=tokens)
+        gc.collect()
+        allocations.reset_peak()
+        model.train_step(input_ids=tokens, labels=tokens)
+        found[length] = allocations.peak() - before
+    (step,) = model.zgraph.programs.values()
+    said = simulate(step.history().program, model.zgraph.runtime.costs)
+    forecast = sum(said.peak.values()) + step.outside.held
+    return {
+        "peak": found[MAX],
+        "at_typical": found[LENGTH],
+        "forecast": forecast,
+        "ratio": abs(found[MAX] / forecast - 1),
+    }
+
+
+def trainer(layers: int) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    draw = random.Random(0)
+    rows = []
+    for _ in range(60):
+        words = [draw.randrange(1000) for _ in range(draw.randint(5, 120))]
+        rows.append({"input_ids": words, "labels": words})
+
+    def collated(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in batch)
+        pad = lambda name, by: torch.tensor([row[name] + [by] * (longest - len(row[name])) for row in batch])  # noqa: E731
+        return {
+            "input_ids": pad("input_ids", 0),
+            "labels": pad("labels", -100),
+            "attention_mask": (pad("labels", -100) != -100).long(),
+        }
+
+    def seconds(model: Any, folder: str, seed: int) -> float:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=4,
+            max_steps=10,
+            eval_strategy="steps",
+            eval_steps=10,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=seed,
+            data_seed=seed,
+        )
+        made = transformers.Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows[:18], data_collator=collated
+        )
+        begin = cpu()
+        made.train()
+        return cpu() - begin
+
+    import zgraph
+
+    models = {"plain": llama(layers), "compiled": zgraph.compile(llama(layers), zgraph.Plan())}
+    with tempfile.TemporaryDirectory() as folder:
+        first = {name: seconds(model, folder, 0) for name, model in models.items()}
+        later = {name: [] for name in models}
+        for seed in range(1, 6):
+            for name, model in models.items():
+                later[name].append(seconds(model, folder, seed))
+    ratios = [a / b for a, b in zip(later["compiled"], later["plain"], strict=True)]
+    return {
+        "ratio": statistics.median(ratios),
+        "first": first,
+        "later": {name: statistics.median(found) for name, found in later.items()},
+        "programs": list(models["compiled"].zgraph.programs),
+    }
+
+
+# -- all of it ----------------------------------------------------------------------------------------------------------
+def in_own_process(part: str, layers: int, pairs: int, folder: str, *more: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--layers", str(layers), "--pairs", str(pairs), "--one", part, *more]
+    folders = {"ZGRAPH_CACHE": f"{folder}/zgraph", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | folders)
+    return json.loads(run.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def measured(part: str, layers: int, pairs: int, folder: str) -> dict[str, Any]:
+    if part != "compile":
+        return in_own_process(part, layers, pairs, folder)
+    found = {}
+    for shapes in ("auto", "static"):  # (each with folders that are empty)
+        with tempfile.TemporaryDirectory() as own:
+            found[shapes] = in_own_process(part, layers, pairs, own, shapes)["seconds"]
+    return {"ratio": found["auto"] / found["static"], **found}
+
+
+def shown(part: str, found: dict[str, Any]) -> str:
+    """What is behind a ratio, in words."""
+    if part == "compile":
+        return f"{found['auto']:.1f} s / {found['static']:.1f} s"
+    if part == "step":
+        times = ", ".join(f"{name} {found[f'{name} ms']:.1f} ms" for name in ("symbolic", "static", "hot"))
+        return f"{times}; hot / static {found['hot']:.3f}"
+    if part == "new":
+        return f"the largest of {len(found['lengths'])} lengths; their median {found['median']:.2f}"
+    if part == "peak":
+        most, said, typical = (f"{found[name] / 2**20:.1f} MiB" for name in ("peak", "forecast", "at_typical"))
+        return f"{most}, forecast {said}; {typical} at length {LENGTH}"
+    later, first = found["later"], found["first"]
+    return (
+        f"{later['compiled']:.2f} s / {later['plain']:.2f} s (the run to warm up: {first['compiled']:.1f} s / {first['plain']:.1f} s); "
+        f"programs {', '.join(found['programs'])}"
+    )
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    lines = ["| measured | goal, at most | found | | of |", "|---|---:|---:|---|---|"]
+    for part, result in found.items():
+        what, goal = GOALS[part]
+        verdict = "met" if result["ratio"] <= goal else "missed"
+        lines.append(f"| {what} | {goal} | {result['ratio']:.3f} | {verdict} | {shown(part, result)} |")
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "step": lambda args: steps(args.layers, args.pairs),
+    "new": lambda args: new_lengths(args.layers),
+    "peak": lambda args: peak(args.layers),
+    "trainer": lambda args: trainer(args.layers),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=40, help="steps that are timed of each program")
+    parser.add_argument("--parts", nargs="+", default=list(GOALS), choices=list(GOALS))
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one is not None:
+        part, *more = args.one
+        print(json.dumps(compile_one(args.layers, *more) if part == "compile" else PARTS[part](args)))
+        return
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in args.parts:
+            found[part] = measured(part, args.layers, args.pairs, folder)
+            print(table({part: found[part]}).splitlines()[-1], flush=True)
+    text = table(found)
+    print(text)
+    if args.write:
+        load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+        RESULT.write_text(
+            "# One program for every length\n\n"
+            f"`OMP_NUM_THREADS=1 python benchmarks/lengths.py {' '.join(sys.argv[1:])}`: a Llama of {args.layers} layers, width 256, "
+            f"vocabulary 1,000, {ROWS} rows of {LENGTH} tokens (the peak: of {MAX}; the Trainer: 4 rows of 5 to 120), one process, ZeRO 0, Inductor. "
+            "Seconds of the processor.\n\n"
+            f"{text}\n\nConditions: {machine.conditions()}, load average {load} at the end; the machine was shared.\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Attention inside of packed documents over a sequence that ranks have parts of: a ring in which keys come with the documents that they are of.
+
+As in `zgraph.passes.spmd.ring` keys and values are passed around, and what blocks give is put together by their sums of exponentials; with them
+go the numbers of their documents and, where queries see only what is not behind them, their order. A block of another rank's keys computes only
+what lies in documents of both (`zgraph.program.packed_attention`): most often one that a border between ranks cuts, or nothing. So
+pieces of the sequence lie as they are, and are not folded.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+from torch import fx
+
+from zgraph.passes.analysis.axes import Axes, Axis
+from zgraph.passes.spmd.decide import Way
+from zgraph.passes.spmd.placements import Placement, Placements, Shard
+from zgraph.passes.spmd.reshard import Resharder
+from zgraph.passes.spmd.ring import ROWS, Ring
+from zgraph.passes.spmd.sharding_rules import operands_of
+from zgraph.program.node import NodeInfo, tensor
+from zgraph.program.packed_attention import BLOCK, BLOCK_BACKWARD, PACKED, PACKED_BACKWARD
+
+PACKED_RINGS = {PACKED, PACKED_BACKWARD}
+_TENSORS = {PACKED: 3, PACKED_BACKWARD: 6}  # the first arguments; then come documents, order, is_causal, scale
+
+
+def can_ring_packed(node: fx.Node, axes: Axes, along: Collection[Axis]) -> bool:
+    """Can attention inside of packed documents be computed by a ring, where ranks have parts of sequences along these axes?"""
+    if node.target not in PACKED_RINGS or node not in axes.rules:
+        return False
+    count = _TENSORS[node.target]
+    order, is_causal = node.args[count + 1 : count + 3]
+    if is_causal and order is None:
+        return False
+    first = 0 if node.target is PACKED else 1
+    given = operands_of(node)
+    rows = [axes.shape(o)[ROWS] for o in given[first : first + 3]] + [axes.shape(o)[-1] for o in given[count:]]
+    return all(len(row) == 1 and row == rows[0] for row in rows) and rows[0][0] in along
+
+
+def packed_ring_way(placements: Placements, node: fx.Node, along: Collection[Axis]) -> Way | None:
+    """The way to compute it by a ring; None where it can't be taken apart so."""
+    if not can_ring_packed(node, placements.axes, along):
+        return None
+    operands: list[Placement] = []
+    for operand in operands_of(node):
+        shape = placements.axes.shape(operand)
+        at = ROWS if len(shape) > ROWS else len(shape) - 1
+        operands.append(Shard(shape[at][0], at))
+    if node.target is PACKED:
+        return Way(tuple(operands), (operands[0], operands[0]), _forward)
+    return Way(tuple(operands), tuple(operands[1:4]), _backward)
+
+
+def _forward(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> tuple[fx.Node, ...]:
+    return _PackedRing(reshard, node, record).forward(given)
+
+
+def _backward(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> tuple[fx.Node, ...]:
+    return _PackedRing(reshard, node, record).backward(given)
+
+
+class _PackedRing(Ring):
+    """Builds what stands for one such operator."""
+
+    def forward(self, given: list[fx.Node]) -> tuple[fx.Node, ...]:
+        q, k, v, *places = given
+        found = self._some(PACKED, [q, k, v], places)
+        moved = [k, v, *places]
+        for _ in range(1, self.ranks):
+            moved = self._passed_on(moved)
+            found = self._merged(found, self._some(BLOCK, [q, *moved[:2]], places, moved[2:]))
+        return self._cast(found[0], self.captured[0].dtype), found[1]
+
+    def backward(self, given: list[fx.Node]) -> tuple[fx.Node, ...]:
+        grad, q, k, v, out, lse, *places = given
+        dq, *dkv = self._of_some(PACKED_BACKWARD, [grad, q, k, v, out, lse], places)
+        moved = [k, v, *places]
+        for _ in range(1, self.ranks):
+            *moved, dk, dv = self._passed_on([*moved, *dkv])
+            more = self._of_some(BLOCK_BACKWARD, [grad, q, *moved[:2], out, lse], places, moved[2:])
+            dq, *dkv = (self._sum(x, y) for x, y in zip((dq, dk, dv), more, strict=True))
+        dkv = self._passed_on(dkv)
+        return tuple(self._cast(x, like.dtype) for x, like in zip((dq, *dkv), self.captured, strict=True))
+
+    def _some(
+        self, target: object, given: list[fx.Node], places: list[fx.Node], theirs: list[fx.Node] | None = None
+    ) -> tuple[fx.Node, fx.Node]:
+        """What queries give with some keys and values, in the dtype of sums, and the logarithm of their sums."""
+        out, lse = self._called(target, given, places, theirs, 2)
+        return self._cast(out, tensor(lse).dtype), lse
+
+    def _of_some(
+        self, target: object, given: list[fx.Node], places: list[fx.Node], theirs: list[fx.Node] | None = None
+    ) -> list[fx.Node]:
+        """The gradients of queries, keys and values from some of the keys, in the dtype of sums."""
+        packed = [self.reshard.packed(x, self.record) for x in given]
+        return [self._cast(x, tensor(given[5]).dtype) for x in self._called(target, packed, places, theirs, 3)]
+
+    def _called(
+        self, target: object, given: list[fx.Node], places: list[fx.Node], theirs: list[fx.Node] | None, results: int
+    ) -> list[fx.Node]:
+        args, _ = self.reshard.placements.arguments[self.node]
+        rest = args[_TENSORS[self.node.target] + 2 :]  # type: ignore[index]
+        documents, order = places[0], places[1] if len(places) > 1 else None
+        at: tuple[object, ...] = (documents, order)
+        if theirs is not None:
+            at = (documents, theirs[0], order, theirs[1] if order is not None else None)
+        made = self._call(target, (*given, *at, *rest), self.node.name)
+        return [self._call(operator.getitem, (made, number), self.node.name) for number in range(results)]

@@ -1,0 +1,99 @@
+"""Sizes that occur often have static programs of their own, beside the one that serves all: those that the plan names, or the most frequent.
+
+All ranks compile the same ones. Each rank then runs, in each step, the one that is for its own sizes; what ranks do together is the same in all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zgraph.build.beside import add_hot
+from zgraph.build.step_program import Entry, StepProgram
+from zgraph.plan.shapes import hot_of
+from zgraph.program.sizes import Sizes
+from zgraph.runtime.rank import Rank
+
+logger = logging.getLogger(__name__)
+
+FIRST_LOOK = 32  # calls after which ranks first look which sizes are frequent; then after twice as many, and so on
+LEAST_SHARE = 0.05  # of a program's calls that sizes have at least, to be worth a program
+
+Point = tuple[int, ...]
+
+
+class HotSizes:
+    """The programs for certain sizes of one compiled module, which `make` compiles."""
+
+    def __init__(self, rank: Rank, make: Callable[[StepProgram], None]) -> None:
+        self.rank = rank
+        hot = hot_of(rank.plan)
+        self.asked = hot.hot if hot is not None else ()
+        self._make = make
+        self._counts: dict[str, Counter[Point]] = {}  # calls by their sizes, of each program that serves several
+        self._calls = 0
+        self._look = FIRST_LOOK
+
+    def made(self, step: StepProgram) -> None:
+        """A program was made: make those for the sizes that the plan names. All ranks must call it."""
+        if not step.captured.sizes or isinstance(self.asked, int):
+            return
+        for given in self.asked:
+            if (point := self._named(step, given)) is not None:
+                self._add(step, point)
+
+    def chosen(self, step: StepProgram, flat: Sequence[Any]) -> StepProgram:
+        """The program for a call with these flat inputs: that for its sizes, if there is one."""
+        if isinstance(self.asked, int) and step.captured.sizes:
+            self._counts.setdefault(step.name, Counter())[step.captured.sizes.key(flat)] += 1
+        return step.for_call(flat)
+
+    def called(self, entries: Mapping[str, Entry], *, begins: bool) -> None:
+        """A call was made, which `begins` a step or is none of one: now and then, make programs for sizes that were frequent, on all ranks together.
+        All ranks must call it."""
+        self._calls += 1
+        if not isinstance(self.asked, int) or self._calls < self._look or not begins:
+            return
+        self._look = 2 * self._calls
+        views = self.rank.everyone.gather("how often sizes occurred", self._counts)
+        for entry in entries.values():
+            step = entry.program()
+            counts = sum((view[step.name] for view in views if step.name in view), Counter())
+            for point in self._frequent(step, counts):
+                self._add(step, dict(zip(step.captured.sizes.names, point, strict=True)))
+
+    def _frequent(self, step: StepProgram, counts: Counter[Point]) -> list[Point]:
+        """The most frequent sizes that have no program yet, as many as there may be besides."""
+        assert isinstance(self.asked, int)
+        worth = [(-n, point) for point, n in counts.items() if n >= LEAST_SHARE * counts.total() and n > 1]
+        return [point for _, point in sorted(worth) if point not in step.hot][: self.asked - len(step.hot)]
+
+    def _named(self, step: StepProgram, given: Mapping[str, int]) -> dict[str, int] | None:
+        """Sizes that the plan names as a program has them; None where it is not for these."""
+        sizes: Sizes = step.captured.sizes
+        if not given.keys() <= set(sizes.names):  # (where a size is 1 it is a number)
+            return None
+        why = ", ".join(f"{n} is not said" for n in sizes.names if n not in given)
+        if not why and not sizes.hold(given):
+            why = f"it is for {sizes.broken(given)[0]}"
+        if why and self.rank.everyone.first():
+            shown = ", ".join(f"{n}={size}" for n, size in given.items())
+            logger.warning("shapes.hot: %s has no program of its own for %s: %s", step.name, shown, why)
+        return None if why else {n: given[n] for n in sizes.names}
+
+    def _add(self, step: StepProgram, point: dict[str, int]) -> None:
+        rank = self.rank
+        shown = ", ".join(f"{n}={size}" for n, size in point.items())
+        rank.relax()
+        refused = add_hot(step, point)
+        if rank.everyone.first():
+            if refused is None:
+                logger.warning("%s has a program of its own for %s", step.name, shown)
+            else:
+                logger.warning(
+                    "%s has no program of its own for %s: it would communicate otherwise: %s", step.name, shown, refused
+                )
+        if refused is None:
+            self._make(step.hot[tuple(point.values())])
