@@ -60,7 +60,7 @@ class HotSizes:
         views = self.rank.everyone.gather("how often sizes occurred", self._counts)
         for entry in entries.values():
             step = entry.program()
-            counts = sum((view[step.name] for view in views if step.name in view), Counter())
+            counts: Counter[Point] = sum((view[step.name] for view in views if step.name in view), Counter())
             for point in self._frequent(step, counts):
                 self._add(step, dict(zip(step.captured.sizes.names, point, strict=True)))
 
