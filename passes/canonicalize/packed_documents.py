@@ -167,8 +167,8 @@ class _InRows:
         length = kind.shape[-1]
         if length not in self._places:
             record = info(beside).replace(phase=Phase.FORWARD)
-            how = {"dtype": torch.int64, "device": kind.device, "pin_memory": False}
-            made = self.program.call(aten.arange.default, (length,), record, name="places", kwargs=how)
+            how = {"start": 0, "step": 1, "dtype": torch.int64, "device": kind.device, "requires_grad": False}
+            made = self.program.call(torch.ops.prims.iota.default, (length,), record, name="places", kwargs=how)
             self._places[length] = self.program.call(aten.unsqueeze.default, (made, 0), record, name="places_row")
         return self._places[length]
 

@@ -86,27 +86,27 @@ class _PackedRing(Ring):
         return tuple(self._cast(x, like.dtype) for x, like in zip((dq, *dkv), self.captured, strict=True))
 
     def _some(
-        self, target: object, given: list[fx.Node], places: list[fx.Node], theirs: list[fx.Node] | None = None
+        self, target: object, given: list[fx.Node], places: list[fx.Node], others: list[fx.Node] | None = None
     ) -> tuple[fx.Node, fx.Node]:
         """What queries give with some keys and values, in the dtype of sums, and the logarithm of their sums."""
-        out, lse = self._called(target, given, places, theirs, 2)
+        out, lse = self._called(target, given, places, others, 2)
         return self._cast(out, tensor(lse).dtype), lse
 
     def _of_some(
-        self, target: object, given: list[fx.Node], places: list[fx.Node], theirs: list[fx.Node] | None = None
+        self, target: object, given: list[fx.Node], places: list[fx.Node], others: list[fx.Node] | None = None
     ) -> list[fx.Node]:
         """The gradients of queries, keys and values from some of the keys, in the dtype of sums."""
         packed = [self.reshard.packed(x, self.record) for x in given]
-        return [self._cast(x, tensor(given[5]).dtype) for x in self._called(target, packed, places, theirs, 3)]
+        return [self._cast(x, tensor(given[5]).dtype) for x in self._called(target, packed, places, others, 3)]
 
     def _called(
-        self, target: object, given: list[fx.Node], places: list[fx.Node], theirs: list[fx.Node] | None, results: int
+        self, target: object, given: list[fx.Node], places: list[fx.Node], others: list[fx.Node] | None, results: int
     ) -> list[fx.Node]:
         args, _ = self.reshard.placements.arguments[self.node]
         rest = args[_TENSORS[self.node.target] + 2 :]  # type: ignore[index]
         documents, order = places[0], places[1] if len(places) > 1 else None
         at: tuple[object, ...] = (documents, order)
-        if theirs is not None:
-            at = (documents, theirs[0], order, theirs[1] if order is not None else None)
+        if others is not None:
+            at = (documents, others[0], order, others[1] if order is not None else None)
         made = self._call(target, (*given, *at, *rest), self.node.name)
         return [self._call(operator.getitem, (made, number), self.node.name) for number in range(results)]

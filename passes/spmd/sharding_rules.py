@@ -595,31 +595,34 @@ _ROWS = {
 
 @_for(*ATTENTION)
 def _attention(b: _Builder) -> Rule | None:
-    """Sequences and heads are independent of each other; the keys' heads may be fewer than the queries'. Rows are walked as wholes."""
+    """Sequences and heads are independent of each other; where keys have fewer heads than queries, these are not divided. Rows are walked as
+    wholes."""
     queries = b.shape(0)
     if len(queries) != 4:
         return None
 
     def dims(shape: Sequence[int], rows: Label | None) -> Dims:
-        if len(shape) < 3 or shape[0] not in (1, queries[0]) or shape[1] not in (1, queries[1]):
+        if len(shape) < 3 or shape[0] not in (1, queries[0]) or shape[1] not in (1, *heads):
             return ((),) * len(shape)
         row = rows if rows is not None and shape[2] == long[rows] else None  # (some sums are padded)
-        return b.dims(shape, ["b", "h", row, *([None] * (len(shape) - 3))])
+        return b.dims(shape, ["b", "h" if alone else None, row, *([None] * (len(shape) - 3))])
 
     names = [a.name for a in b.node.target._schema.arguments]  # type: ignore[union-attr]
     given = [*zip(names, b.node.args, strict=False), *b.node.kwargs.items()]
     read = [name for name, arg in given if isinstance(arg, fx.Node)]
     rows = [_ROWS.get(name) for name in read]
     long = {label: b.shape(read.index(name))[2] for label, name in (("q", "query"), ("k", "key"))}
+    heads = {b.shape(read.index(name))[1] for name in ("query", "key")}
+    alone = len(heads) == 1
     operands = [
         b.dims(b.shape(i), ["b", "q"]) if read[i] in IN_ROWS else dims(b.shape(i), rows[i]) for i in range(len(read))
     ]
-    if any(len(d) == 4 and not d[1] and b.shape(i)[1] != 1 for i, d in enumerate(operands)):
+    if alone and any(len(d) == 4 and not d[1] and b.shape(i)[1] != 1 for i, d in enumerate(operands)):
         return None
     made = [tuple(map(stand_in, v.shape)) if isinstance(v, torch.Tensor) else () for v in value(b.node)]
     backward = "grad_out" in names or "grad_out_" in names
     results = [dims(r, "k" if backward and i in (1, 2) else "q") for i, r in enumerate(made)]
-    if any(not d[0] or not d[1] for d in results if len(d) > 2) and 1 not in queries[:2]:
+    if any(not d[0] or (alone and not d[1]) for d in results if len(d) > 2) and 1 not in queries[:2]:
         return None
     # What is no array of heads is a length, a random state that is not drawn from, or empty.
     alike = [i for i, d in enumerate(results) if len(d) < 3]

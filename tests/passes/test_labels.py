@@ -20,6 +20,7 @@ from torch import fx
 from zgraph.passes.spmd import sharding_rules
 from zgraph.passes.spmd.sharding_rules import Dims, Rule, operands_of, rule_of
 from zgraph.program import collectives, ops
+from zgraph.program.packed_attention import PACKED, PACKED_BACKWARD
 
 aten, prims = torch.ops.aten, torch.ops.prims
 PARTS = 2
@@ -231,7 +232,7 @@ def _examples() -> list[Example]:
     of(aten.ones.default, [4, 6], sizes_at=0)
     of(aten.empty.memory_format, [4], sizes_at=0, arbitrary=True)
 
-    # Attention: queries, keys and values of batch 2 with 4 heads; then of fewer key-value heads, which has no rule.
+    # Attention: queries, keys and values of batch 2 with 4 heads; then of fewer key-value heads, and inside of packed documents.
     q, k = x(2, 4, 6, 8), x(2, 4, 10, 8)
     mixed = aten._scaled_dot_product_flash_attention_for_cpu
     back = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -239,6 +240,13 @@ def _examples() -> list[Example]:
         of(mixed.default, q, k, k, 0.0, False, attn_mask=mask)
         out, sums = mixed(q, k, k, 0.0, False, attn_mask=mask)
         of(back.default, x(*out.shape), q, k, k, out, sums, 0.0, False, attn_mask=mask)
+    out, sums = mixed(q, k[:, :2], k[:, :2], 0.0, False)
+    of(mixed.default, q, k[:, :2], k[:, :2], 0.0, False)
+    of(back.default, x(*out.shape), q, k[:, :2], k[:, :2], out, sums, 0.0, False)
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [4] * 6])
+    out, sums = PACKED(q, q, q, documents, None, True, None)
+    of(PACKED, q, q, q, documents, None, True, None)
+    of(PACKED_BACKWARD, x(*out.shape), q, q, q, out, sums, documents, None, True, None)
     q, k = (t.to("meta", torch.float16) for t in (x(2, 4, 64, 8), x(2, 4, 64, 8)))
     for gpu, last in (
         (aten._scaled_dot_product_flash_attention, (0.0, False, False)),

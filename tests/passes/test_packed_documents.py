@@ -348,6 +348,30 @@ def test_ranks_have_parts_of_rows_of_documents(name, attention):
     assert found.ok, str(found)
 
 
+class Grouped(nn.Module):
+    """Attention of 4 heads of queries and 2 of keys, inside of documents or over the whole row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x, numbers):
+        q, k, v = (
+            y.unflatten(-1, (-1, 2)).transpose(1, 2) for y in self.inner(x).split((WIDTH, WIDTH // 2, WIDTH // 2), -1)
+        )
+        mask = None if numbers is None else same(numbers) & not_behind()
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return out.square().mean()
+
+
+@sweep("numbers", [NUMBERS, None], quick=1, ids=["documents", "whole"])
+def test_keys_of_fewer_heads_than_queries_go_around_the_ring(numbers):
+    torch.manual_seed(0)
+    plan = zgraph.Plan(mesh={"cp": 2}, backend="eager", context_attention="ring")
+    found = zgraph.verify(Grouped().double(), plan, 2, (torch.randn(ROWS, LENGTH, WIDTH).double(), numbers))
+    assert found.ok, str(found)
+
+
 @sweep("causal", [False, True], quick=1)
 def test_a_block_is_a_part_of_attention_with_its_mask(causal):
     draw = torch.Generator().manual_seed(1)

@@ -14,8 +14,10 @@ from sweeps import sweep
 from test_lengths import Placed, batch, difference, pair
 from test_lengths_gloo import UNEVEN, Sentences, gradients, whole
 from test_lengths_gloo import batch as words_and_targets
+from torch import nn
 
 import zgraph
+from zgraph.build.planned_step import captured_program
 from zgraph.errors import PlanError
 from zgraph.program.program import InputRole
 
@@ -35,6 +37,13 @@ def test_named_sizes_have_static_programs_that_their_calls_run(caplog):
     taken = mine.zgraph.runtime.hot_sizes.chosen
     seen = [taken(programs["train1"], [torch.empty(2, n)] * 9).name for n in (7, 8)]
     assert seen == ["train1.batch2_seq7", "train1"]
+
+
+def test_fractions_of_sizes_are_numbers_at_a_point():
+    plan = zgraph.Plan(backend="inductor", dynamic={"input": {0: "rows"}})
+    program = captured_program(nn.BatchNorm1d(3), plan, (torch.randn(6, 3),), 1).at({"rows": 5})
+    given = [arg for node in program.nodes for arg in node.args if isinstance(arg, float)]
+    assert 5 / 4 in given  # (that of the unbiased variance)
 
 
 def test_the_most_frequent_sizes_are_found(caplog):

@@ -201,7 +201,7 @@ def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step
 def _executables(runtime: Runtime) -> Iterable[tuple[Executable, Program]]:
     """What a step runs, each with the program that it is a part of."""
     for entry in runtime.entries.values():
-        for step in entry.programs():
+        for step in entry.every_program():
             for executable in step.executables():
                 yield executable, step.history().program
     for update in runtime.updater.programs.compiled():

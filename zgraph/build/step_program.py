@@ -81,10 +81,9 @@ class StepProgram:
         pattern: frozenset[int] = frozenset(),
         kept: KeptStep | None = None,
         from_start: Collection[int] = (),
-        symbolic: StepProgram | None = None,
     ) -> None:
         self.name = captured.name
-        self.symbolic = symbolic or self  # of one for certain sizes that which serves all
+        self.symbolic = self  # of one for certain sizes that which serves all
         self.hot: dict[tuple[int, ...], StepProgram] = {}  # those for certain sizes alone
         self.from_start = from_start  # see `Trace.from_start`
         self.kept = (
@@ -243,9 +242,9 @@ class StepProgram:
         captured = self.captured.at(point).renamed(f"{self.name}.{'_'.join(f'{n}{size}' for n, size in point.items())}")
         order = lambda variant: order_of(self.history(variant).program)  # noqa: E731
         context = replace(self.context, order=order, keeper=None)
-        made = StepProgram(captured, context, pattern=self.pattern, from_start=self.from_start, symbolic=self)
+        made = StepProgram(captured, context, pattern=self.pattern, from_start=self.from_start)
         self.history()
-        made._choice = self._choice
+        made.symbolic, made._choice = self, self._choice
         return made
 
     def for_call(self, flat: Sequence[Any]) -> StepProgram:

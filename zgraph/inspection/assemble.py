@@ -86,7 +86,7 @@ def of_runtime(runtime: Runtime) -> Inspection:
     """A running model's programs so far, and what was measured of its steps."""
     ways: dict[str, Way] = {}
     for entry in runtime.entries.values():
-        for program in entry.programs():
+        for program in entry.every_program():
             ways |= {way.name: way for way in _step_ways(program, runtime.costs, program.runs())}
     for name, history in runtime.updater.programs.histories().items():
         ways[name] = _way(history, 0, runtime.costs, name)

@@ -45,7 +45,7 @@ class Report:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.parts = [
-            _part(e) for entry in runtime.entries.values() for step in entry.programs() for e in step.executables()
+            _part(e) for entry in runtime.entries.values() for step in entry.every_program() for e in step.executables()
         ]
         self.parts += [_part(e) for e in runtime.updater.programs.executables()]
 

@@ -276,9 +276,12 @@ def new_mode(sizes: Sequence[ProgramSize], point: Mapping[str, int]) -> tuple[An
 def static_at(program: P, point: Mapping[str, int]) -> P:
     """The program at these sizes: a static one, all of whose sizes are numbers."""
     made: Any = converted(program, FakeTensorMode(), {s.name: point[s.name] for s in program.sizes.symbols}, NO_SIZES)
-    for node in list(reversed(made.graph.nodes)):
-        if type(node.meta.get("val")) is not int:
-            continue
+    numbers = [n for n in made.graph.nodes if type(n.meta.get("val")) in (int, float)]
+    for node in numbers:
+        if node.op == "call_function":  # (as Python calculates it: an expression's value may be rounded otherwise)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)
+    for node in reversed(numbers):
         number = node.meta["val"]
         for user in list(node.users):
             replace_number(user, node, number)
@@ -307,10 +310,10 @@ def converted(program: P, mode: Any, sizes: Mapping[str, Any], known: Sizes) -> 
     def number(size: Any) -> Any:
         if not is_symbolic(size):
             return size
-        found = size.node.expr
-        if found not in numbers:
-            numbers[found] = symbols.substituted(found, by_symbol, target)
-        return numbers[found]
+        found, kind = size.node.expr, float if isinstance(size, torch.SymFloat) else int
+        if (found, kind) not in numbers:
+            numbers[found, kind] = symbols.substituted(found, by_symbol, target, kind)
+        return numbers[found, kind]
 
     if known and target is not None:
         old_to_new = {s: v.node.expr for s, v in by_symbol.items() if isinstance(v, torch.SymInt)}

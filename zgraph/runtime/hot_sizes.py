@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_LOOK = 32  # calls after which ranks first look which sizes are frequent; then after twice as many, and so on
 LEAST_SHARE = 0.05  # of a program's calls that sizes have at least, to be worth a program
+COUNTED = 4096  # sizes of a program whose calls are counted; of more the rarer half is forgotten
 
 Point = tuple[int, ...]
 
@@ -47,7 +48,10 @@ class HotSizes:
     def chosen(self, step: StepProgram, flat: Sequence[Any]) -> StepProgram:
         """The program for a call with these flat inputs: that for its sizes, if there is one."""
         if isinstance(self.asked, int) and step.captured.sizes:
-            self._counts.setdefault(step.name, Counter())[step.captured.sizes.key(flat)] += 1
+            counts = self._counts.setdefault(step.name, Counter())
+            counts[step.captured.sizes.key(flat)] += 1
+            if len(counts) > COUNTED:
+                self._counts[step.name] = Counter(dict(counts.most_common(COUNTED // 2)))
         return step.for_call(flat)
 
     def called(self, entries: Mapping[str, Entry], *, begins: bool) -> None:
@@ -57,9 +61,10 @@ class HotSizes:
         if not isinstance(self.asked, int) or self._calls < self._look or not begins:
             return
         self._look = 2 * self._calls
+        programs = [entry.program() for entry in entries.values()]
+        self._counts = {step.name: self._counts[step.name] for step in programs if step.name in self._counts}
         views = self.rank.everyone.gather("how often sizes occurred", self._counts)
-        for entry in entries.values():
-            step = entry.program()
+        for step in programs:
             counts: Counter[Point] = sum((view[step.name] for view in views if step.name in view), Counter())
             for point in self._frequent(step, counts):
                 self._add(step, dict(zip(step.captured.sizes.names, point, strict=True)))

@@ -248,16 +248,17 @@ def assume(env: Any, condition: Any) -> None:
         env.evaluate_expr(condition)
 
 
-def substituted(found: Any, symbols: Mapping[Symbol, Any], env: Any = None) -> Any:
-    """An expression with numbers, or with sizes of `env`, in place of its symbols: an int or a size of it."""
+def substituted(found: Any, symbols: Mapping[Symbol, Any], env: Any = None, kind: type[int] | type[float] = int) -> Any:
+    """An expression with numbers, or with sizes of `env`, in place of its symbols: a number of this kind, or such a symbolic one of `env`."""
     if not isinstance(found, sympy.Basic):
         return found
     replaced = found.xreplace(
         {s: v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for s, v in symbols.items()}
     )
     if replaced.is_number:
-        return int(replaced)
-    return env.create_symintnode(replaced, hint=int(replaced.xreplace(_values(env))))
+        return kind(replaced)
+    made = env.create_symintnode if kind is int else env.create_symfloatnode
+    return made(replaced, hint=kind(replaced.xreplace(_values(env))))
 
 
 def condition_of(env: Any, found: Any, symbols: Mapping[Symbol, Symbol]) -> Any:
