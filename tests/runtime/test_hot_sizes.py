@@ -23,20 +23,25 @@ from zgraph.program.program import InputRole
 
 warnings.filterwarnings("ignore")
 NAMED = {"hot": [{"batch": 3, "seq": 12}, {"batch": 2, "seq": 7}]}
+DECLARED = {"ids": {0: "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}
 
 
 def test_named_sizes_have_static_programs_that_their_calls_run(caplog):
-    mine, plain = pair(Placed, shapes=NAMED)
-    for rows, length in ((3, 12), (2, 7), (1, 9), (3, 12)):
+    hot = [{"batch": 3, "seq": 12}, {"batch": 3, "seq": 49}, {"seq": 4}, {"batch": 2, "seq": 7}]
+    mine, plain = pair(Placed, shapes={"hot": hot}, dynamic=DECLARED)
+    for rows, length in ((3, 12), (2, 7), (2, 9), (3, 12)):
         assert difference(mine, plain, batch(rows, length)) == 0.0
     programs = mine.zgraph.programs
-    assert list(programs) == ["train0", "train1", "train1.batch3_seq12", "train1.batch2_seq7", "train2"]
-    assert "has no program" not in caplog.text
-    hot = programs["train1.batch2_seq7"].history().program
+    assert list(programs) == ["train0", "train0.batch3_seq12", "train0.batch2_seq7"]
+    told = [r.getMessage() for r in caplog.records if "no program of its own" in r.getMessage()]
+    assert ["for seq=4: batch is not said" in text for text in told] == [False, True]
+    assert "for batch=3, seq=49: the program holds where seq is 2 to 48" in told[0]
+    hot = programs["train0.batch2_seq7"].history().program
     assert not hot.sizes and not any(p.role is InputRole.SIZE for p in hot.inputs)
     taken = mine.zgraph.runtime.hot_sizes.chosen
-    seen = [taken(programs["train1"], [torch.empty(2, n)] * 9).name for n in (7, 8)]
-    assert seen == ["train1.batch2_seq7", "train1"]
+    seen = [taken(programs["train0"], [torch.empty(2, n)] * 9).name for n in (7, 8)]
+    assert seen == ["train0.batch2_seq7", "train0"]
+    assert "train0.batch2_seq7" in str(mine.zgraph.report())
 
 
 def test_fractions_of_sizes_are_numbers_at_a_point():
@@ -47,22 +52,14 @@ def test_fractions_of_sizes_are_numbers_at_a_point():
 
 
 def test_the_most_frequent_sizes_are_found(caplog):
-    mine, plain = pair(Placed, shapes={"hot": 1})
+    mine, plain = pair(Placed, shapes={"hot": 1}, dynamic=DECLARED)
     draw = random.Random(0)
     caplog.set_level(logging.WARNING, "zgraph")
     for number in range(34):
         at = (4, 9) if number % 2 else (draw.randint(2, 5), draw.randint(2, 30))
         assert difference(mine, plain, batch(*at)) == 0.0
-    assert list(mine.zgraph.programs) == ["train0", "train1", "train1.batch4_seq9"]
-    assert "train1 has a program of its own for batch=4, seq=9" in caplog.text
-
-
-def test_sizes_that_a_program_is_not_for_are_told(caplog):
-    mine, plain = pair(Placed, shapes={"hot": [{"batch": 3, "seq": 49}, {"seq": 4}]})
-    for length in (12, 7):
-        assert difference(mine, plain, batch(3, length)) == 0.0
-    assert "batch is not said" in caplog.text
-    assert list(mine.zgraph.programs) == ["train0", "train1"]
+    assert list(mine.zgraph.programs) == ["train0", "train0.batch4_seq9"]
+    assert "train0 has a program of its own for batch=4, seq=9" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class HotSizes:
             return None
         why = ", ".join(f"{n} is not said" for n in sizes.names if n not in given)
         if not why and not sizes.hold(given):
-            why = f"it is for {sizes.broken(given)[0]}"
+            why = f"the program holds where {sizes.broken(given)[0]}"
         if why and self.rank.everyone.first():
             shown = ", ".join(f"{n}={size}" for n, size in given.items())
             logger.warning("shapes.hot: %s has no program of its own for %s: %s", step.name, shown, why)
