@@ -107,6 +107,14 @@ def whole_parameters(model: nn.Module, params: Collection[Any], *, write: bool =
         places.settle()
 
 
+def keep_whole(model: nn.Module) -> None:
+    """Put whole plain tensors in the places of a compiled model's parameters for good. All ranks must call it."""
+    runtime = ready(model, "whole weights")
+    runtime.everyone.vote("whole weights", "for good")
+    places = _Places(runtime, None, keeps=True, write=True)
+    places.put(list(runtime.shards.params()))
+
+
 class _Places:
     """The places of a model's parameters, which wholes are put in for a while."""
 

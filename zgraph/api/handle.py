@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.api import fsdp_methods
 from zgraph.api.accelerators import ForAccelerate
 from zgraph.api.adapters import is_adapted, save_adapters
-from zgraph.api.full_weights import generate_of
+from zgraph.api.full_weights import generate_of, keep_whole
 from zgraph.build.resolve_offload import placed_as
 from zgraph.build.step_program import StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
@@ -54,6 +54,7 @@ from zgraph.stages.partition_model import DeferredPipeline, made_again
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import forward_only, refuse_gradients
 from zgraph.stages.step import train_step as train_step_in_stages
+from zgraph.torch_compat.parts_of_models import unwatch, watch
 from zgraph.torch_compat.private_names import refuse_release
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.owned_parameters import mesh_of
@@ -72,11 +73,13 @@ _METHODS = (
     "load_checkpoint",
     "save_pretrained",
 )
+# And into one with adapters of PEFT's: its methods by the handle's.
+_OF_ADAPTERS = {"save_pretrained": "save_adapters", "merge_and_unload": "merge_and_unload", "unload": "unload"}
 # All that stands in its `__dict__`.
 _OWN = (
     *("zgraph", "forward", "_call_impl", "_ddp_params_and_buffers_to_ignore", "_is_accelerate_prepared"),
     *("__deepcopy__", "__reduce_ex__", "generate"),
-    *_METHODS,
+    *dict.fromkeys([*_METHODS, *_OF_ADAPTERS]),
     *fsdp_methods.METHODS,
 )
 
@@ -358,6 +361,22 @@ class Handle(Compiled):
         """PEFT's own `save_pretrained` of a model with adapters, which are whole meanwhile. All ranks must call it."""
         return save_adapters(self.forward.module, *args, **kwargs)
 
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
+        """PEFT's own: the base model with what adapters add, whole and plain on each rank. This one is compiled no more. All ranks must call it."""
+        return self._undone().merge_and_unload(*args, **kwargs)
+
+    def unload(self, *args: Any, **kwargs: Any) -> Any:
+        """PEFT's own: the base model without adapters, whole and plain on each rank. This one is compiled no more. All ranks must call it."""
+        return self._undone().unload(*args, **kwargs)
+
+    def _undone(self) -> Any:
+        """The plain model with whole weights, as before `zgraph.compile`."""
+        model = self.forward.module
+        if self.uncut is None or self.uncut.staged:
+            keep_whole(model)
+        detach(model)
+        return model
+
     def save_pretrained(
         self,
         dir: str | PathLike[str],
@@ -531,8 +550,10 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     for name, method in fsdp_methods.methods_of(runtime.sizes, handle.accumulate, handle.zero_grad).items():
         if not _owns(module, name):
             module.__dict__[name] = method
-    if is_adapted(module) and "save_pretrained" not in module.__dict__:
-        module.__dict__["save_pretrained"] = handle.save_adapters
+    if is_adapted(module):
+        for name, ours in _OF_ADAPTERS.items():
+            if hasattr(module, name):  # (prompts are merged into nothing)
+                module.__dict__.setdefault(name, getattr(handle, ours))
     module.__dict__["zgraph"] = handle
     module.__dict__["forward"] = handle.forward.compiled
     module.__dict__["_call_impl"] = handle.forward
@@ -545,17 +566,19 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     module.__dict__["__reduce_ex__"] = _refuse_pickle
     if handle.mesh is not None:
         watch_loads(module)
+        watch(module)
     remember(module)
     return handle
 
 
 def detach(module: nn.Module) -> None:
-    """Let a compiled module's own `forward` run again, as before `attach`. Its parameters stay shards."""
+    """Let a compiled module's own `forward` run again, as before `attach`. Its parameters stay as they are."""
     forward: Forward = module.__dict__["zgraph"].forward
     for name in [n for n in _OWN if _is_ours(module, n)]:
         del module.__dict__[name]
     if forward.captured is not type(module).forward:
         module.__dict__["forward"] = types.MethodType(forward.captured, module)
+    unwatch(module)
     release(module)
 
 
@@ -603,7 +626,7 @@ def _is_ours(module: nn.Module, name: str) -> bool:
         return False
     if name in fsdp_methods.METHODS:
         return fsdp_methods.is_ours(value)
-    return name not in _METHODS or getattr(value, "__self__", None) is module.__dict__["zgraph"]
+    return name not in {*_METHODS, *_OF_ADAPTERS} or getattr(value, "__self__", None) is module.__dict__["zgraph"]
 
 
 class _NotForDDP:

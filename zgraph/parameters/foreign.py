@@ -1,11 +1,14 @@
-"""Shards of another rank are refused where they are loaded: rank 0's file, read by all, would give each rank the rows of rank 0."""
+"""Shards of another rank are refused where they are loaded: rank 0's file, read by all, would give each rank the rows of rank 0. Whole tensors are
+refused for weights that are divided, by a sentence in place of torch's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ModelError
 from zgraph.torch_compat.dtensors import shard_of_another_rank
@@ -24,11 +27,23 @@ def refuse_foreign(tensors: Mapping[str, Any]) -> None:
 
 
 def watch_loads(model: nn.Module) -> None:
-    """Let `load_state_dict` of a model, and of each module in it, refuse the shards of other ranks before anything is loaded."""
+    """Let `load_state_dict` of a model, and of each module in it, refuse shards of other ranks and whole tensors before anything is loaded."""
     for module in model.modules():
         if not any(getattr(h, "hook", None) is _before_load for h in module._load_state_dict_pre_hooks.values()):
             module.register_load_state_dict_pre_hook(_before_load)
 
 
-def _before_load(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+def _before_load(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *rest: Any
+) -> None:
     refuse_foreign({n: v for n, v in state_dict.items() if n.startswith(prefix)})
+    if metadata.get("assign_to_params_buffers"):  # (what is assigned has to fit at the next call)
+        return
+    for key, param in module._parameters.items():
+        value = state_dict.get(prefix + key)
+        if isinstance(param, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            raise ModelError(
+                f"{prefix + key!r} is a whole tensor, and the compiled model has a part of it",
+                why="load_state_dict of a compiled model takes the shards that its own state_dict() has",
+                hint="model.load_checkpoint(folder); or load it inside zgraph.full_weights(model, write=True)",
+            )
