@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ModelError
 from zgraph.runtime.autograd import Step
+from zgraph.torch_compat.parts_of_models import CALLED
 
 
 def refuse_plain_loss(loss: torch.Tensor, parts: Iterable[str]) -> None:
@@ -51,14 +52,14 @@ def explained(step: str) -> Iterator[None]:
     """Say what to do where a step reads a divided weight past its module."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ModelError) as error:
         if "data is not allocated yet" in str(error) and "DTensor" not in str(error):
             raise ModelError(
                 f"{step} makes a plain tensor of values that are divided over the ranks",
                 why=f"weights and gradients are DTensors ({str(error).splitlines()[0]})",
                 hint="self.model.zgraph.grad_norms() for norms of gradients; value.full_tensor() for another value",
             ) from error
-        if "mixed torch.Tensor and DTensor" not in str(error):
+        if "mixed torch.Tensor and DTensor" not in str(error) and CALLED not in str(error):
             raise
         raise ModelError(
             f"{step} reads a weight of a compiled module, and does not call the module",

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ModelError
 
+CALLED = "was called, and not by the model's forward"
 _CALL = "_compiled_call_impl"  # what `nn.Module.__call__` asks for first; captures do not
 
 
@@ -34,7 +35,7 @@ def unwatch(model: nn.Module) -> None:
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(p, DTensor) for p in module._parameters.values()):
         raise ModelError(
-            f"a part of a compiled model ({type(module).__name__}) was called, and not by the model's forward",
+            f"a part of a compiled model ({type(module).__name__}) {CALLED}",
             why="its weights are divided over the ranks, and whole only in the model's own programs",
             hint="call the compiled model itself; or call the part inside zgraph.full_weights(model)",
         )
