@@ -48,7 +48,9 @@ def attempts() -> list[str]:
         changed = made(rows)
     assert torch.equal(made(rows), changed) and not torch.equal(changed, expected)
     assert torch.equal(twin(rows), expected)
-    assert len(made.zgraph.programs) == 1, list(made.zgraph.programs)  # (the part that was refused made no program stale)
+    assert len(made.zgraph.programs) == 1, list(
+        made.zgraph.programs
+    )  # (the part that was refused made no program stale)
     return found
 
 

@@ -16,7 +16,7 @@ _CALL = "_compiled_call_impl"  # what `nn.Module.__call__` asks for first; captu
 
 
 def watch(model: nn.Module) -> None:
-    """Let a call of any module in the model, not of the model itself, say that its weights are divided, and `fully_shard` of any that the model is."""
+    """Refuse calls of any module in the model but the model itself, and `fully_shard` of any and of the model."""
     for module in model.modules():
         module.__dict__.setdefault(STATE_KEY, NotForFSDP())
         if module is not model and module._parameters and module._compiled_call_impl is None:
@@ -33,7 +33,8 @@ def unwatch(model: nn.Module) -> None:
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(p, DTensor) for p in module._parameters.values()):
+    whole = bool(module._forward_pre_hooks)  # (one may gather its weights; if not, the call itself fails)
+    if not whole and any(isinstance(p, DTensor) for p in module._parameters.values()):
         raise ModelError(
             f"a part of a compiled model ({type(module).__name__}) {CALLED}",
             why="its weights are divided over the ranks, and whole only in the model's own programs",

@@ -16,7 +16,8 @@ from zgraph.errors import ModelError
 
 @dataclass(frozen=True)
 class Names:
-    """Of one library. A name is "module:path"; with "has", the code there uses a name or a string; with "takes", its arguments are these."""
+    """Of one library. A name is "module:path"; with "has", the code there uses a name or a string; with "takes", its arguments are these. Of two with
+    "or" between them one is enough."""
 
     library: str
     known: str
@@ -40,7 +41,8 @@ NAMES = {
             "transformers:Trainer.create_optimizer",
             "transformers:Trainer.__init__ has is_distributed_loading_by_transformers",
             "transformers:Trainer.__init__ has model_wrapped",
-            "transformers:Trainer._save has is_distributed_loading_by_transformers",
+            "transformers:Trainer._save has is_distributed_loading_by_transformers"
+            " or transformers:Trainer.save_model has is_distributed_loading_by_transformers",
             "transformers:Trainer._prepare_for_training has is_distributed_loading_by_transformers",
         ),
     ),
@@ -144,6 +146,11 @@ def refuse_release(part: str) -> None:
 
 def _lacks(name: str) -> str | None:
     """What is not there, in words."""
+    found = [_one_lacks(one) for one in name.split(" or ")]
+    return None if None in found else found[0]
+
+
+def _one_lacks(name: str) -> str | None:
     place, _, rest = name.partition(" ")
     module, _, path = place.partition(":")
     try:
