@@ -527,11 +527,11 @@ class Long(nn.Module):
 
 @pytest.mark.inductor
 def test_inductor_compiles_once_more_where_its_answers_would_be_others(caplog):
-    mine, plain = pair(Long, backend="inductor")
+    mine, plain = pair(Long, backend="inductor", shapes="dynamic")
     with caplog.at_level(logging.INFO, "zgraph"):
-        for length in (4, 6, 9000, 5):
+        for length in (6, 9000, 5):
             assert difference(mine, plain, {"x": torch.randn(2, length, 8)}) < 1e-5
-    assert len(mine.zgraph.programs) == 2
+    assert len(mine.zgraph.programs) == 1
     again = [r for r in caplog.records if "compiled once more" in r.getMessage()]
     assert 1 <= len(again) <= 4  # (of two halves, for two changes of mind)
 
