@@ -1,6 +1,7 @@
 """DeepSpeed's helpers: zero.Init, gathered parameters, whole values, collectives, launchers' variables, checkpointing, topologies."""
 
 import argparse
+import copy
 import logging
 import math
 
@@ -488,6 +489,124 @@ def piped(stage, method, parts):
 def test_a_pipeline_trains_as_its_layers_do(two, stage, method, parts):
     for mine, theirs in two.run(piped, stage, method, parts):
         assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def resumed(divided, folder):
+    """A model in stages, or with divided weights, goes on from a checkpoint that is loaded before its first call: what is known at once, and the
+    losses and rates of two steps of the run that saved it and of the one that goes on."""
+    config = {
+        **CONFIG,
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 5e-2, "warmup_num_steps": 4, "warmup_type": "linear"},
+        },
+    }
+    if divided:
+        config |= {"tensor_parallel": {"autotp_size": 2}}
+    data = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(2, 6, generator=data), torch.randint(4, (2,), generator=data)) for _ in range(12)]
+
+    def made(seed):
+        torch.manual_seed(seed)
+        layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)]
+        model = (
+            nn.Sequential(*layers)
+            if divided
+            else PipelineModule(layers, num_stages=2, loss_fn=nn.functional.cross_entropy)
+        )
+        return deepspeed.initialize(model=model, config=config)[0]
+
+    def step(engine, number):
+        losses = []
+        parts = engine.gradient_accumulation_steps()
+        now = batches[number * parts : (number + 1) * parts]
+        if not divided:
+            return engine.train_batch(iter(now)).item()
+        for inputs, labels in now:
+            loss = nn.functional.cross_entropy(engine(inputs), labels)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return sum(losses) / parts
+
+    engine = made(0)
+    for number in range(2):
+        step(engine, number)
+    engine.save_checkpoint(folder, client_state={"epoch": 7})
+    said = engine.global_steps, engine.get_lr()
+    other = made(1)
+    path, client = other.load_checkpoint(folder)
+    assert path.endswith("global_step2") and client == {"epoch": 7}
+    assert (other.global_steps, other.get_lr()) == said
+    one, two = ([(step(e, n), e.get_lr()) for n in (2, 3)] for e in (engine, other))
+    return one, two
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_checkpoint_is_loaded_before_a_models_first_call(two, tmp_path, divided):
+    for one, other in two.run(resumed, divided, str(tmp_path)):
+        assert one == other
+
+
+def stepped_by_its_own(rank_count):
+    """An optimizer that no plan has: of a model with divided weights the largest difference to plain PyTorch's, and what is said of one in stages."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = copy.deepcopy(plain)
+    config = {k: v for k, v in CONFIG.items() if k != "optimizer"} | {"tensor_parallel": {"autotp_size": rank_count}}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.RAdam(model.parameters(), lr=0.1), config=config
+    )
+    optimizer = torch.optim.RAdam(plain.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(0)
+    apart = []
+    for _ in range(3):
+        x = torch.randn(2, 6, generator=data)
+        loss, theirs = engine(x).square().mean(), plain(x).square().mean()
+        apart.append(abs(loss.item() - theirs.item()))
+        engine.backward(loss)
+        engine.step()
+        theirs.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    staged = PipelineModule(
+        [nn.Linear(6, 8), nn.Linear(8, 4)], num_stages=rank_count, loss_fn=nn.functional.cross_entropy
+    )
+    try:
+        deepspeed.initialize(model=staged, optimizer=torch.optim.RAdam(staged.parameters()), config=CONFIG)
+    except UnsupportedError as error:
+        return max(apart), str(error)
+
+
+def test_an_optimizer_of_the_scripts_own_steps_divided_weights_and_no_stages(two):
+    for apart, said in two.run(stepped_by_its_own, 2):
+        assert apart < 1e-6
+        assert "RAdam of the script's own with a model in stages" in said
+
+
+def test_leaf_modules_are_found_by_class_name_and_ending():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"experts": nn.Sequential(Own(2, 2), nn.Linear(2, 2)), "head": nn.Linear(2, 2)})
+    own = model["experts"][0]
+    assert utils.set_z3_leaf_modules(model, [Own]) == [own] and utils.get_z3_leaf_modules(model) == [own]
+    assert utils.unset_z3_leaf_modules(model, [f"{Own.__module__}.{Own.__qualname__}"]) == [own]
+    assert len(utils.set_z3_leaf_modules(model, [nn.Linear])) == 3  # classes made from it as well
+    assert utils.set_z3_leaf_modules_by_name(model, ["head", "tail"], raise_if_not_found=False) == (
+        [model["head"]],
+        ["tail"],
+    )
+    assert utils.set_z3_leaf_modules_by_suffix(model, [".0"]) == ([own], [])
+    assert utils.set_z3_leaf_modules(model, ["Conv2d"], raise_if_not_found=False) == []
+    for call, asked in [
+        (utils.set_z3_leaf_modules, [nn.Conv2d]),
+        (utils.set_z3_leaf_modules_by_name, ["tail"]),
+        (utils.set_z3_leaf_modules_by_suffix, ["tail"]),
+    ]:
+        with pytest.raises(ValueError, match="the model has no module"):
+            call(model, asked)
 
 
 def test_modules_are_built_on_a_device_and_in_a_dtype():

@@ -354,6 +354,7 @@ WRONG = [
     ("communication_data_type", {"communication_data_type": "int8"}, "bf16"),
     ("fp16.enabled", {"fp16": {"enabled": True}, "bf16": {"enabled": True}, **ADAM}, "one of them"),
     ("fp16.enabled", {"fp16": {"enabled": "yes"}}, "true or false"),
+    ("log_level", {"log_level": "loud"}, "no level"),
     ("fp16.loss_scale_windw", {"fp16": {"enabled": True, "loss_scale_windw": 5}, **ADAM}, "loss_scale_window"),
     ("fp16.loss_scale_window", {"fp16": {"enabled": True, "loss_scale_window": 0}, **ADAM}, ""),
     ("fp16.initial_scale_power", {"fp16": {"enabled": True, "initial_scale_power": 300}, **ADAM}, ""),

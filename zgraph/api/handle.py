@@ -93,6 +93,7 @@ class Handle(Compiled):
         self.forward: Forward  # (set by `attach`)
         self.whole: bool | None = None  # inside `full_weights`: whether this rank has the weights
         self._accumulates = False  # whether a model that is not divided yet is to begin so (see `accumulate`)
+        self._when_cut: list[Callable[[], None]] = []  # what waits for the cut (see `when_cut`)
 
     @property
     def runtime(self) -> Runtime:
@@ -136,7 +137,17 @@ class Handle(Compiled):
         if isinstance(self._runtime, DeferredPipeline):
             self._runtime = started(self._runtime.runtime(args, kwargs))
             self._runtime.accumulating = self._accumulates
+            waiting, self._when_cut = self._when_cut, []
+            for action in waiting:
+                action()
         return self.runtime
+
+    def when_cut(self, action: Callable[[], None]) -> None:
+        """Do this as soon as a model in stages, or with divided weights, is cut; at once where it is, or never will be."""
+        if self.uncut is None:
+            action()
+        else:
+            self._when_cut.append(action)
 
     def divides(self) -> bool:
         """Is the model one over several ranks?"""

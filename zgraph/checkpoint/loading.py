@@ -30,6 +30,7 @@ from zgraph.errors import CheckpointError
 from zgraph.names import did_you_mean
 from zgraph.parameters.sharding import local_of
 from zgraph.program.tolerance import bits
+from zgraph.ranks.agreement import Agreement
 from zgraph.update.build import AHEAD, DERIVED, EMA, MASTER
 from zgraph.update.owned_parameters import mesh_of
 from zgraph.update.resume import Last
@@ -109,6 +110,20 @@ def load(
     raise failure
 
 
+def peek(everyone: Agreement, path: Path, tag: str | None) -> tuple[Source, dict[str, Any]]:
+    """A checkpoint, and the client state that was saved with it, before there is a run time to load it into. All ranks must call it. Raises
+    `CheckpointError`."""
+
+    def found() -> tuple[Source, dict[str, Any]]:
+        source = open_checkpoint(path, tag)
+        return source, _client_state(everyone, source) if isinstance(source, Checkpoint) else {}
+
+    def refused(rank: int, said: str) -> CheckpointError:
+        return CheckpointError(f"rank {rank} can't load the checkpoint", where=str(path), why=said)
+
+    return everyone.together("the checkpoint", found, refused)
+
+
 @dataclass
 class _Parts:
     """All that was read and checked."""
@@ -143,7 +158,7 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
         if own is not None:
             random = state.RandomStates(own.get("random", {}), runtime.device)
             programs = saved if isinstance(saved := own.get("programs"), dict) else programs
-        client = _client_state(runtime, source)
+        client = _client_state(runtime.everyone, source)
         first = source.own(0) or {}
         residuals = _residuals(runtime, source, own if own is not None else first, loading) if optimizer else None
         extra = decode(first.get("extra", {}), _copier(source))
@@ -190,9 +205,9 @@ def _copier(source: Source) -> Callable[[str], torch.Tensor]:
     return copy
 
 
-def _client_state(runtime: Runtime, source: Checkpoint) -> dict[str, Any]:
+def _client_state(everyone: Agreement, source: Checkpoint) -> dict[str, Any]:
     """What the user had added: what ranks had been given alike, and each rank's own."""
-    ranks = max(1, len(runtime.everyone.ranks))
+    ranks = max(1, len(everyone.ranks))
     saved = len(source.manifest.own)
     load = _copier(source)
 
@@ -203,7 +218,7 @@ def _client_state(runtime: Runtime, source: Checkpoint) -> dict[str, Any]:
 
     found = values(source.manifest.client)
     if saved == ranks:
-        mine = source.own(runtime.everyone.rank()) or {}
+        mine = source.own(everyone.rank()) or {}
         return found | values(mine.get("client", {}))
     all_own = [values((source.own(rank) or {}).get("client", {})) for rank in range(saved)]
     for key in dict.fromkeys(k for own in all_own for k in own):

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zgraph.checkpoint.loading import peek
 from zgraph.deepspeed import comm, own_optimizer
+from zgraph.deepspeed.lr_schedulers import Scheduler
 from zgraph.deepspeed.whole_values import load_whole
 from zgraph.errors import CheckpointError, UnsupportedError
 
@@ -109,8 +111,9 @@ class Checkpoints:
         """Go on from a checkpoint of zgraph's, or of DeepSpeed's own (ZeRO 0 to 3, universal). Returns (its path, the client state), or
         (None, None) with a warning where `load_dir` names none.
 
-        A checkpoint of another model is refused, also where `load_module_strict` is False. All ranks must call it. Raises `CheckpointError`: then
-        nothing was changed.
+        Before the first call of a model in stages, or with divided weights, its counters and schedule go on at once, and weights, states and
+        random states when it is cut, in that call. A checkpoint of another model is refused, also where `load_module_strict` is False. All ranks
+        must call it. Raises `CheckpointError`: then nothing was changed.
         """
         if custom_load_fn is not None:
             raise UnsupportedError(
@@ -123,14 +126,28 @@ class Checkpoints:
             logger.warning("%s has no file latest, and no tag is given: nothing is loaded", load_dir)
             return None, None
         whole = load_optimizer_states and not load_module_only
-        client = dict(self.handle.load_checkpoint(load_dir, chosen, optimizer=whole))
-        own, states = client.pop(_OURS, None), client.pop(_STATES, None)
-        if whole and not self._training.planned and self._training.optimizer is not None:
-            own_optimizer.load(self._training.optimizer, (own or {}).get("optimizer"), states)
-        if not load_module_only:
-            self._go_on(own if isinstance(own, Mapping) else None, scheduler=load_lr_scheduler_states)
-        path = Path(load_dir) / chosen if chosen is not None else self.handle.saver.last.folder  # type: ignore[union-attr]
-        return str(path), client
+
+        def load() -> tuple[Path, dict[str, Any]]:
+            client = dict(self.handle.load_checkpoint(load_dir, chosen, optimizer=whole))
+            own, states = client.pop(_OURS, None), client.pop(_STATES, None)
+            if whole and not self._training.planned and self._training.optimizer is not None:
+                own_optimizer.load(self._training.optimizer, (own or {}).get("optimizer"), states)
+            if not load_module_only:
+                self._go_on(own if isinstance(own, Mapping) else None, scheduler=load_lr_scheduler_states)
+            return self.handle.saver.last.folder, client  # type: ignore[union-attr]
+
+        uncut = self.handle.uncut
+        if uncut is None:
+            folder, client = load()
+        else:
+            source, client = peek(uncut.everyone, Path(load_dir).absolute(), chosen)
+            folder, own, _ = source.folder, client.pop(_OURS, None), client.pop(_STATES, None)
+            if isinstance(own, Mapping) and not load_module_only:
+                self._count_on(own, scheduler=load_lr_scheduler_states)
+                if load_lr_scheduler_states and isinstance(self._training.scheduler, Scheduler):
+                    self._training.scheduler.step(self._training.scheduler.last_batch_iteration)  # (the rates as well)
+            self.handle.when_cut(lambda: load() and None)
+        return str(Path(load_dir) / chosen if chosen is not None else folder), client
 
     def _go_on(self, own: Mapping[str, Any] | None, *, scheduler: bool) -> None:
         """Count on from a checkpoint. One that no engine of zgraph's has saved says how many steps it has had."""
@@ -146,8 +163,11 @@ class Checkpoints:
                 "micro_steps": steps * self._batch.parts,  # type: ignore[attr-defined]
                 "lr_scheduler": {"last_batch_iteration": steps - skipped - 1},
             }
+        self._count_on(own, scheduler=scheduler)
+
+    def _count_on(self, own: Mapping[str, Any], *, scheduler: bool) -> None:
         for name in _COUNTED:
-            setattr(counters, name, own[name])
+            setattr(self._counters, name, own[name])
         held = self._training.scheduler
         saved = own.get("lr_scheduler")
         if not scheduler or held is None or saved is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zgraph.errors import PlanError
+from zgraph.update.groups import members_of
 from zgraph.update.optimizer import PlanOptimizer
 
 if TYPE_CHECKING:
@@ -48,6 +49,16 @@ class LossScaleNow:
         return int(self._now("hysteresis"))
 
 
+class _Uncut:
+    """Stands behind the optimizer of a model that is not cut yet: whatever it is asked for raises `StepError`."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: getattr(self._handle.runtime.updater, name)(*args, **kwargs)
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """The optimizer of an engine. Schedulers move its groups; `engine.step()` steps it.
 
@@ -64,13 +75,31 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self._groups: list[dict[str, Any]] = []
         self._of: PlanOptimizer | None = None
+        self._early: PlanOptimizer | None = None
 
     @property
     def optimizer(self) -> PlanOptimizer:
-        """The plan's own."""
-        found = self._handle.optimizer
-        assert found is not None
-        return found
+        """The plan's own. (Of a model that is not cut yet one without states, whose groups are those of the cut model's later.)"""
+        uncut = self._handle.uncut
+        if uncut is None:
+            found = self._handle.optimizer
+            assert found is not None
+            return found
+        if self._early is None:
+            members = members_of(uncut.module, uncut.specs, self._handle.plan.optimizer)
+            params = dict(uncut.module.named_parameters(remove_duplicate=False))
+            self._early = PlanOptimizer(members, params, _Uncut(self._handle))
+            self._handle.when_cut(self._hand_over)
+        return self._early
+
+    def _hand_over(self) -> None:
+        """Let the cut model's optimizer have the groups that schedulers have moved since."""
+        early, self._early = self._early, None
+        found = self.optimizer
+        assert early is not None
+        for mine, theirs in zip(early.param_groups, found.param_groups, strict=True):
+            mine["params"] = theirs["params"]
+        found.follow(early)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

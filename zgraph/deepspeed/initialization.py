@@ -29,6 +29,7 @@ from zgraph.deepspeed.refused import NoModel
 from zgraph.deepspeed.report import Report, Row
 from zgraph.deepspeed.settings import value_of
 from zgraph.deepspeed.translate import report as report_on
+from zgraph.deepspeed.utils.logging import LEVELS, set_log_level_from_string
 from zgraph.errors import ModelError, PlanError, UnsupportedError
 from zgraph.plan.clipping_and_ema import GradClip
 from zgraph.plan.lr_schedules import AnySchedule, TorchSchedule
@@ -94,6 +95,8 @@ def initialize(
     if isinstance(model, PipelineModule):
         model.configure(given_config)
     comm.configure(deepspeed_config=given_config)
+    if isinstance(level := given_config.get("log_level"), str) and level.lower() in LEVELS:
+        set_log_level_from_string(level)
     _to_device(model)
     given = _given(model, optimizer, model_parameters, lr_scheduler)
     plan, found = _planned(given_config, given, model)
@@ -164,6 +167,7 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
         assert given.names is not None
         fields["optimizer"] = of_model_parameters(plan.optimizer, given.groups, given.names)
     if fields.get("optimizer", plan.optimizer) is None:
+        _refuse_in_stages(given.optimizer, model)
         fields |= {"optimizer": None, "lr_schedule": None, "grad_clip": None, "on_nonfinite": "ignore"}
         fields["precision"] = _for_own_optimizer(plan, given)
     else:
@@ -276,12 +280,21 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
         if given.optimizer is not None:
             follow(given.optimizer, training.optimizer)
     elif given.optimizer is not None:
-        assert given.names is not None
-        rebind(given.optimizer, given.names, dict(model.named_parameters()))
+        names: Any = given.names
+        handle.when_cut(lambda: rebind(given.optimizer, names, dict(model.named_parameters())))
         training.planned, training.optimizer = False, given.optimizer
         training.skips = bool(value_of(config, "bf16.enabled") and value_of(config, "bf16.check_grad_overflow", True))
     training.scheduler = _scheduler(given.scheduler, record, training.optimizer)
     return training
+
+
+def _refuse_in_stages(optimizer: Any, model: nn.Module) -> None:
+    if optimizer is not None and isinstance(model, PipelineModule) and model.num_stages > 1:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} of the script's own with a model in stages",
+            why="it steps by itself, on one rank's parameters, and the norm of the gradients is that of all stages",
+            hint="Adam, AdamW, SGD, Adagrad, Lion or LAMB, which a plan has",
+        )
 
 
 def _take_any_gradients(model: nn.Module) -> None:

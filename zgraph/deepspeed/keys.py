@@ -307,7 +307,9 @@ KEYS: dict[str, Key] = {
     "wall_clock_breakdown": _nothing("bool", _LOGGED),
     "memory_breakdown": _nothing("bool", _LOGGED),
     "dump_state": _nothing("bool", "print(plan) and zgraph dump show it"),
-    "log_level": _nothing("text", 'logging.getLogger("zgraph").setLevel(…)'),
+    "log_level": _nothing(
+        "text", 'initialize sets its own logger so; of a plan alone, logging.getLogger("zgraph").setLevel(…)'
+    ),
     "disable_python_gc": _nothing("bool", "call gc.disable() yourself"),
     "comms_logger": _nothing(
         "table",

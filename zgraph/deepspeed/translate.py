@@ -552,6 +552,9 @@ def _rest(draft: Draft) -> None:
         draft.say("checkpoint.tag_validation", "equivalent", "ranks that save by different tags are refused")
     for field, value in (draft.get("zgraph") or {}).items():
         draft.apply(f"zgraph.{field}", field, value)
+    level = draft.get("log_level")
+    if level is not None and level.lower() not in ("debug", "info", "warning", "error", "critical"):
+        draft.refuse("log_level", f"{level!r} is no level", '"debug", "info", "warning", "error" or "critical"')
     pipelined = draft.fields.get("mesh", {}).get("pp", 1) > 1
     partition = draft.get("pipeline.partition")
     if partition is not None and not pipelined:

@@ -10,9 +10,9 @@ from zgraph.deepspeed import comm
 
 logger = logging.getLogger("zgraph.deepspeed")
 
-_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
-if (_asked := os.environ.get("DEEPSPEED_LOG_LEVEL", "").lower()) in _LEVELS:
-    logger.setLevel(_LEVELS[_asked])
+LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+if (_asked := os.environ.get("DEEPSPEED_LOG_LEVEL", "").lower()) in LEVELS:
+    logger.setLevel(LEVELS[_asked])
 
 
 def log_dist(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
@@ -24,6 +24,6 @@ def log_dist(message: str, ranks: Collection[int] | None = None, level: int = lo
 
 def set_log_level_from_string(level: str) -> None:
     """Log from this level on ("info"). Raises `ValueError` for another word."""
-    if level.lower() not in _LEVELS:
-        raise ValueError(f"{level!r} is no level: {', '.join(_LEVELS)}")
-    logger.setLevel(_LEVELS[level.lower()])
+    if level.lower() not in LEVELS:
+        raise ValueError(f"{level!r} is no level: {', '.join(LEVELS)}")
+    logger.setLevel(LEVELS[level.lower()])

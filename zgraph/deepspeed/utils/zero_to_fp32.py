@@ -77,4 +77,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         return
     folder.mkdir(parents=True, exist_ok=True)
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    torch.save(state, folder / "pytorch_model.bin")
+    made = folder / f"pytorch_model.bin.{os.getpid()}"  # (all ranks may write the same file)
+    torch.save(state, made)
+    made.replace(folder / "pytorch_model.bin")

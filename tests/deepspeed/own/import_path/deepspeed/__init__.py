@@ -143,6 +143,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__dict__["is_moe_param"] = lambda param: False
         if module.__name__ == "deepspeed.runtime.zero.offload_config":
             module.__dict__["OffloadDeviceEnum"] = OffloadDeviceEnum
+        if module.__name__ == "deepspeed.runtime.swap_tensor":
+            module.__dict__["MIN_SWAPPABLE_BYTES"] = 1024**2
         if module.__name__ == "deepspeed.runtime.config":
             module.__dict__["ADAM_OPTIMIZER"] = "adam"
         if module.__name__ == "deepspeed.ops":
