@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from sweeps import sweep
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import zgraph.deepspeed as deepspeed
 from zgraph.deepspeed import comm, utils, zero
@@ -538,6 +539,10 @@ def resumed(divided, folder):
     path, client = other.load_checkpoint(folder)
     assert path.endswith("global_step2") and client == {"epoch": 7}
     assert (other.global_steps, other.get_lr()) == said
+    for name, param in other.module.named_parameters():
+        held = dict(engine.module.named_parameters())[name]
+        if not held.is_meta:  # (of another stage)
+            assert torch.equal(param, held.full_tensor() if isinstance(held, DTensor) else held)
     one, two = ([(step(e, n), e.get_lr()) for n in (2, 3)] for e in (engine, other))
     return one, two
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint.loading import peek
+from zgraph.checkpoint.source import MODEL, Source
 from zgraph.deepspeed import comm, own_optimizer
 from zgraph.deepspeed.lr_schedulers import Scheduler
 from zgraph.deepspeed.whole_values import load_whole
@@ -111,8 +112,8 @@ class Checkpoints:
         """Go on from a checkpoint of zgraph's, or of DeepSpeed's own (ZeRO 0 to 3, universal). Returns (its path, the client state), or
         (None, None) with a warning where `load_dir` names none.
 
-        Before the first call of a model in stages, or with divided weights, its counters and schedule go on at once, and weights, states and
-        random states when it is cut, in that call. A checkpoint of another model is refused, also where `load_module_strict` is False. All ranks
+        Before the first call of a model in stages, or with divided weights, its weights, counters and schedule go on at once, and states and random
+        states when it is cut, in that call. A checkpoint of another model is refused, also where `load_module_strict` is False. All ranks
         must call it. Raises `CheckpointError`: then nothing was changed.
         """
         if custom_load_fn is not None:
@@ -142,6 +143,7 @@ class Checkpoints:
         else:
             source, client = peek(uncut.everyone, Path(load_dir).absolute(), chosen)
             folder, own, _ = source.folder, client.pop(_OURS, None), client.pop(_STATES, None)
+            _write_weights(self.module, source)
             if isinstance(own, Mapping) and not load_module_only:
                 self._count_on(own, scheduler=load_lr_scheduler_states)
                 if load_lr_scheduler_states and isinstance(self._training.scheduler, Scheduler):
@@ -248,6 +250,15 @@ class Checkpoints:
         return True
 
     save_fp16_model = save_16bit_model
+
+
+def _write_weights(model: nn.Module, source: Source) -> None:
+    """Let a model that is not cut yet have a checkpoint's weights, as far as they are its own: when it is cut they are loaded, and checked."""
+    with torch.no_grad():
+        for name, param in model.named_parameters(remove_duplicate=False):
+            saved = source.tensors.get(MODEL + name)
+            if saved is not None and tuple(saved.shape) == tuple(param.shape) and not param.is_meta:
+                param.copy_(source.whole(MODEL + name))
 
 
 def _names_one(folder: Path) -> bool:

@@ -1,9 +1,10 @@
 """A folder of DeepSpeed's: weights in float32, the optimizer's states by parameter, buffers, counts and the loss scale.
 
-Of ZeRO's stages 0 to 3, universal, of pipelines with ZeRO, and of tensor parallelism that says what it has cut. What each file says besides
-tensors is a pickle of DeepSpeed's objects, of which none is made (`zgraph.checkpoint.formats.torchfile`). Experts are refused: what they
+Of ZeRO's stages 0 to 3, universal, of pipelines with ZeRO, and of tensor parallelism that says what it has cut, also in pipelines. What each file
+says besides tensors is a pickle of DeepSpeed's objects, of which none is made (`zgraph.checkpoint.formats.torchfile`). Experts are refused: what they
 cut is not in these files. [Note: pipelines] Each stage has its own model file (mp_rank_01 is the second stage's) and the partitions of its
-parameters; what is no parameter is in a file of its layer.
+parameters; what is no parameter is in a file of its layer. With tensor parallelism in a pipeline the second stage's are those that follow on the
+first stage's, one for each part (of two parts, mp_rank_02 and mp_rank_03), and a layer has a file for each part.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from zgraph.checkpoint.formats.names import unwrapped_all
 from zgraph.checkpoint.formats.stage0 import unsharded
-from zgraph.checkpoint.formats.tensor_parallel import INFO, Layout, check_buffers, merge
+from zgraph.checkpoint.formats.tensor_parallel import INFO, Layout, check_buffers, check_same, merge
 from zgraph.checkpoint.formats.torchfile import MALFORMED, Inert, Stored, TorchFile
 from zgraph.checkpoint.formats.universal import FOLDER, universal
 from zgraph.checkpoint.formats.zero import Held, Read, first_stages, in_equal_parts, third_stage
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})(_\d+)?_model_states\.pt")
 WHOLE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})(_\d+)?_optim_states\.pt")
-LAYER_FILE = re.compile(r"layer_(\d{1,6})(?:-model_00)?-model_states\.pt")
+LAYER_FILE = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
 ELSEWHERE = re.compile(r"layer_\d.*\.pt|expp_rank_\d.*\.pt|.*_expert_\d.*\.pt")
 
 
@@ -58,7 +59,7 @@ class DeepSpeed(Source):
             if any(LAYER_FILE.fullmatch(n) for n in names):
                 state, ranks, read = self._of_stages(names)
             elif any(int(m[2]) for n in names if (m := MODEL_FILE.fullmatch(n))):
-                state, ranks, read = self._of_parts(names)
+                state, ranks, read = self._of_parts(names, self._model_ranks(names))
             else:
                 state, ranks, read = self._of_one(self._ranked(names, MODEL_FILE), self._ranked(names, OPTIMIZER_FILE))
             self._hold(state, read)
@@ -79,12 +80,18 @@ class DeepSpeed(Source):
 
     def _of_stages(self, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
         """The same of a pipeline: see the module's note."""
-        stages = sorted({int(m[2]) for n in names if (m := MODEL_FILE.fullmatch(n))})
+        parts = 1 + max(int(m[2] or 0) for n in names if (m := LAYER_FILE.fullmatch(n)))
+        ranks_of = self._model_ranks(names)
+        if len(ranks_of) % parts:
+            raise CheckpointError(
+                f"there are files of {len(ranks_of)} mp_rank, and each stage of the pipeline has {parts}",
+                where=str(self.folder),
+                hint="copy all of them here",
+            )
         whole, every = Read(), list[dict[str, Any]]()
         first: dict[str, Any] = {}
-        for stage in stages:
-            mine = [n for n in names if f"mp_rank_{stage:02d}_" in n]
-            state, ranks, read = self._of_one(self._ranked(mine, MODEL_FILE), self._ranked(mine, OPTIMIZER_FILE))
+        for begin in range(0, len(ranks_of), parts):
+            state, ranks, read = self._of_parts(names, ranks_of[begin : begin + parts])
             first, every = first or state, every or ranks
             whole.weights |= {
                 n: w for n, w in read.weights.items() if n not in whole.weights
@@ -97,17 +104,23 @@ class DeepSpeed(Source):
                 seen += [n for n in group["names"] if n not in seen]
         return {**first, "module": self._of_layers(names, whole)}, every, whole
 
-    def _of_parts(self, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
-        """The same of tensor parallelism: each of its ranks (mp_rank) has files like those of a whole model."""
-        parts = sorted({int(m[2]) for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))})
-        if parts != list(range(len(parts))):
-            lost = next(r for r in range(len(parts) + 1) if r not in parts)
+    def _model_ranks(self, names: list[str]) -> list[int]:
+        """The numbers of `mp_rank`, all from 0 on. Raises `CheckpointError` where one is missing."""
+        found = sorted({int(m[2]) for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))})
+        if found != list(range(len(found))):
+            lost = next(r for r in range(len(found) + 1) if r not in found)
             raise CheckpointError(f"the files of mp_rank {lost} are missing", where=str(self.folder))
+        return found
+
+    def _of_parts(self, names: list[str], parts: list[int]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
+        """The same of tensor parallelism, or of a stage with it: each of its ranks (mp_rank) has files like those of a whole model."""
         states, every, reads = list[dict[str, Any]](), list[list[dict[str, Any]]](), list[Read]()
         layout: Layout | None = None
         for part in parts:
             mine = [n for n in names if f"mp_rank_{part:02d}_" in n]
             models = self._ranked(mine, MODEL_FILE)
+            if len(parts) == 1:
+                return self._of_one(models, self._ranked(mine, OPTIMIZER_FILE))
             if layout is None:
                 layout = Layout(TorchFile(self.folder / models[0]).value.get(INFO), len(parts), self.folder)
             state, ranks, read = self._of_one(models, self._ranked(mine, OPTIMIZER_FILE))
@@ -122,10 +135,16 @@ class DeepSpeed(Source):
         """What is no parameter of a pipeline's layers, by its name. (A tied layer's file names it once more.)"""
         found: dict[str, Any] = {}
         for name in names:
-            if match := LAYER_FILE.fullmatch(name):
-                held = {f"{int(match[1])}.{key}": value for key, value in self._table(name).items()}
-                if not held.keys().isdisjoint(read.weights):
-                    found |= held
+            if (match := LAYER_FILE.fullmatch(name)) is None:
+                continue
+            held = {f"{int(match[1])}.{key}": value for key, value in self._table(name).items()}
+            if held.keys().isdisjoint(read.weights):
+                continue
+            if int(match[2] or 0):
+                rest = {n: v for n, v in held.items() if n not in read.weights}
+                check_same({n: found.get(n) for n in rest}, rest, self.folder)
+            else:
+                found |= held
         return found
 
     def _refuse_others(self, names: list[str]) -> None:
@@ -141,7 +160,7 @@ class DeepSpeed(Source):
         matches = [m for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))]
         if any(m[3] for m in matches) or any(ELSEWHERE.fullmatch(n) for n in names):
             raise UnsupportedError(
-                "a DeepSpeed checkpoint of experts, or of a pipeline with tensor parallelism, can't be read",
+                "a DeepSpeed checkpoint of experts can't be read",
                 where=str(self.folder),
                 why="its parameters are cut in ways that these files do not say",
                 hint="convert it with DeepSpeed's ds_to_universal, and load that",

@@ -290,14 +290,22 @@ def _held(state: Mapping[str, Any]) -> dict[str, Stored]:
 
 def check_buffers(states: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Raise `UnsupportedError` for a buffer that is another one on each tensor-parallel rank."""
-    for name in states[0].get("buffer_names") or ():
-        held = [(state.get("module") or {}).get(name) for state in states]
-        for one, other in itertools.pairwise(held):
-            if not isinstance(one, Stored):
-                continue
-            if not (isinstance(other, Stored) and one.shape == other.shape and torch.equal(one.read(), other.read())):
-                raise UnsupportedError(
-                    f"buffer {name} of a DeepSpeed checkpoint of tensor parallelism can't be read",
-                    where=str(folder),
-                    why="it is another one on each rank, and how these make a whole is not saved",
-                )
+    names = states[0].get("buffer_names") or ()
+    held = [{name: (state.get("module") or {}).get(name) for name in names} for state in states]
+    for one, other in itertools.pairwise(held):
+        check_same(one, other, folder)
+
+
+def check_same(one: Mapping[str, Any], other: Mapping[str, Any], folder: Path) -> None:
+    """Raise `UnsupportedError` for a tensor that is another one on two tensor-parallel ranks."""
+    for name, mine in one.items():
+        theirs = other.get(name)
+        if not isinstance(mine, Stored) and not isinstance(theirs, Stored):
+            continue
+        alike = isinstance(mine, Stored) and isinstance(theirs, Stored) and mine.shape == theirs.shape
+        if not (alike and torch.equal(mine.read(), theirs.read())):
+            raise UnsupportedError(
+                f"buffer {name} of a DeepSpeed checkpoint of tensor parallelism can't be read",
+                where=str(folder),
+                why="it is another one on each rank, and how these make a whole is not saved",
+            )

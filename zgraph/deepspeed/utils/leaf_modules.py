@@ -60,7 +60,7 @@ def _names_of(kind: type) -> set[str]:
 def _by(
     model: nn.Module, wanted: Iterable[str], fits: Callable[[str, str], bool], flag: bool, must: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    held, found, missing = dict(model.named_modules()), [], []
+    held, found, missing = dict(model.named_modules()), list[nn.Module](), list[str]()
     for text in wanted:
         mine = [module for name, module in held.items() if fits(name, text)]
         found += [module for module in mine if not any(module is other for other in found)]
