@@ -32,6 +32,7 @@ from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program, with_gradients_in
 from zgraph.program.remark import Remark
 from zgraph.program.sizes import Sizes
+from zgraph.ranks import compile_progress
 from zgraph.units import shown_bytes
 
 SEARCH_STEPS = 10  # of the search for the bytes that activations may take
@@ -54,6 +55,7 @@ def run_passes(
     With a `choice` (another variant's: both must save the same values) nothing is decided again.
     Raises `PlanError` with the smallest budget that works if the plan's does not, `SizeError` for a size that nothing bounds beside a budget.
     """
+    compile_progress.at(compile_progress.PASSES)
     if context.plan.memory_budget is None:
         captured.params = with_gradients_in(context.residents.at(None).homes, captured.params)
         return by_choice(captured, context, variant, MemoryDecision(), training=training), MemoryDecision()

@@ -41,6 +41,7 @@ from zgraph.program.digest import digest
 from zgraph.program.kept import is_unseen
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.ranks import compile_progress
 from zgraph.torch_compat import inductor_code, lock
 
 logger = logging.getLogger(__name__)
@@ -364,6 +365,7 @@ class StepProgram:
 
     def _compile(self, program: Program, *, is_backward: bool) -> Executable:
         self.context.agree(program)
+        compile_progress.at(compile_progress.BACKWARD if is_backward else compile_progress.FORWARD)
         start = time.perf_counter()
         with lock.ONE_AT_A_TIME:
             if self.plan.backend == "eager":

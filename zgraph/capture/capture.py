@@ -50,6 +50,7 @@ from zgraph.program import ops
 from zgraph.program.aliases import root_of
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
+from zgraph.ranks import compile_progress
 from zgraph.torch_compat import aot, dynamo, fake_tensors, fx_graphs, lock, symbols, tensor_storage
 
 logger = logging.getLogger(__name__)
@@ -208,6 +209,7 @@ class Trace:
 
         With none (or under no_grad) it is the forward alone.
         """
+        compile_progress.at(compile_progress.JOINT)
         graph_module = _with_output_marks(self.flat.graph_module, differentiated, self)
         fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         context = torch.enable_grad() if differentiated else torch.no_grad()

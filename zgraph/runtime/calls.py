@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -20,6 +21,7 @@ from zgraph.capture.value_inputs import ValueInputs, warn_of_unknown, with_value
 from zgraph.capture.varying_sizes import Signature
 from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
 from zgraph.plan.shapes import buckets_of
+from zgraph.ranks import compile_progress
 from zgraph.runtime.rank import Rank
 from zgraph.runtime.same_on_all_ranks import INPUTS
 from zgraph.runtime.sizes_of_calls import CallSizes, SizesOfCalls
@@ -264,7 +266,8 @@ class Calls:
         sizes.made_at(self._asked(sizes, refused=refused is not None and not refused.holds(sizes.point)))
         while found.new:
             try:
-                entry = self._compile(found.key, args, kwargs, self._open_sizes(found, sizes))
+                with self._shown():
+                    entry = self._compile(found.key, args, kwargs, self._open_sizes(found, sizes))
             except ZgraphError as error:
                 if self._values.may_help(error, sizes.call):
                     sizes.restore()
@@ -292,6 +295,16 @@ class Calls:
             found = self._find_together(sizes, args, kwargs)
             rank.everyone.vote(INPUTS, found.ballot)
         return found
+
+    def _shown(self) -> contextlib.AbstractContextManager[None]:
+        """Show how far compiling is, to the user of one rank."""
+        plan, rank = self.rank.plan, self.rank
+        return compile_progress.shown(
+            type(rank.module).__name__,
+            here=rank.everyone.first(),
+            inductor=plan.backend == "inductor",
+            searched=plan.memory_budget is not None,
+        )
 
     def _open_sizes(self, found: _Found, sizes: CallSizes) -> OpenSizes | None:
         """What the capture of a program for a call has as symbols; and as inputs the Python numbers that differ from what the one before it was
