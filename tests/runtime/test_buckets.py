@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import zgraph
-from zgraph.errors import CaptureError, PlanError, RankMismatchError, SignatureError, UnsupportedError
+from zgraph.errors import CaptureError, PlanError, RankMismatchError, SignatureError, UnsupportedError, ZgraphError
 
 warnings.filterwarnings("ignore")
 WORDS = 31
@@ -295,8 +295,9 @@ def test_buckets_that_can_not_be_are_refused(shapes, said):
 
 def test_what_does_not_go_with_buckets_is_refused():
     shapes = {"buckets": [8], "pad": PAD}
-    with pytest.raises(PlanError, match="shapes has buckets, in a pipeline"):
-        zgraph.Plan(shapes=shapes, mesh={"pp": 2})
+    rows = {"buckets": [8], "pad": {"words": {"value": 0, "dims": [0]}}}
+    with pytest.raises(PlanError, match=r"shapes\.pad pads dimension 0, and a pipeline has micro-batches"):
+        zgraph.Plan(shapes=rows, mesh={"pp": 2}, micro_batches=2)
     with pytest.raises(PlanError, match=r"a symbol that shapes\.pad pads"):
         zgraph.Plan(shapes=shapes, dynamic={"words": {1: "length"}})
     with pytest.raises(PlanError, match="forward has no argument 'wrods'"):
@@ -470,3 +471,74 @@ def test_ranks_of_one_group_have_equal_sizes_though_one_bucket_holds_them(two):
         assert isinstance(outcome.error, RankMismatchError) and "length 5 on rank 0, length 6 on rank 1" in str(
             outcome.error
         )
+
+
+class Written(Reader):
+    """Writes to its mask."""
+
+    def forward(self, words, mask=None, targets=None):
+        mask.clamp_(max=1)
+        return super().forward(words, mask, targets)
+
+
+def in_stages(mesh: dict[str, int], micro: int) -> tuple[float, list[tuple[int, ...]], dict[int, int]]:
+    """(the largest difference of a weight after steps with buckets in a pipeline, the shapes of an evaluation's logits where they are, the calls of
+    each bucket)."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    plain = Reader()
+    made = compiled(plain, mesh=mesh, micro_batches=micro, optimizer=zgraph.SGD(lr=0.1), zero=0)
+    shapes = []
+    rows = mesh.get("dp", 1)
+    for number, lengths in enumerate(((5, 9), (7, 3), (12, 11), (16, 2))):
+        calls = [batch(2 * micro, length, number) for length in lengths[:rows]]
+        here = made.zgraph.mesh.get_local_rank("dp") if "dp" in mesh else 0
+        loss = made.train_step(**calls[here])["loss"]
+        parts = [{k: v[at : at + 2] for k, v in call.items()} for call in calls for at in range(0, 2 * micro, 2)]
+        losses = [plain(**part)["loss"] for part in parts]
+        torch.stack(losses).mean().backward()
+        mine = torch.stack(losses[micro * here : micro * (here + 1)]).mean()
+        assert torch.allclose(loss, mine.detach(), rtol=1e-5)
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= 0.1 * p.grad
+        plain.zero_grad()
+        with torch.no_grad():
+            given = made(**calls[here])
+        if given["logits"] is not None:
+            assert torch.allclose(given["logits"], plain(**calls[here])["logits"], atol=1e-5)
+            shapes.append(tuple(given["logits"].shape))
+    mine, theirs = (
+        {n: whole(p).detach() for n, p in m.named_parameters() if p.device.type == "cpu"} for m in (made, plain)
+    )
+    worst = max(float((mine[n] - theirs[n]).abs().max()) for n in mine)
+    return worst, shapes, made.zgraph.padding.calls
+
+
+@pytest.mark.gloo
+@sweep("mesh, micro", [({"pp": 2, "dp": 2}, 2), ({"pp": 2}, 2), ({"pp": 2}, 1)], quick={1}, ids=str)
+def test_stages_of_a_pipeline_pad_to_one_bucket(two, four, mesh, micro):
+    found = (four if "dp" in mesh else two).run(in_stages, mesh, micro)
+    assert all(worst < 1e-6 for worst, _, _ in found)
+    shapes = [tuple(shape[1] for shape in shapes) for _, shapes, _ in found if shapes]
+    assert shapes == ([(5, 7, 12, 16), (9, 3, 11, 2)] if "dp" in mesh else [(5, 7, 12, 16)])
+    assert all(calls == ({16: 6, 8: 2} if "dp" in mesh else {8: 4, 16: 4}) for _, _, calls in found)
+
+
+def refused_in_stages() -> list[str]:
+    found = []
+    for model, arguments in ((Written(), {}), (Reader(), {"loss_fn": lambda out, targets: out["logits"].mean()})):
+        plan = zgraph.Plan(mesh={"pp": 2}, backend="eager", shapes={"buckets": [8], "pad": PAD})
+        made = zgraph.compile(model, plan, **arguments)
+        with pytest.raises(ZgraphError) as error:
+            made.train_step(**batch(2, 5))
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_what_stages_can_not_pad_is_refused(two):
+    for written, loss in two.run(refused_in_stages):
+        assert "forward writes to an input that is padded" in written
+        assert "a loss_fn can't have outputs without padding, in a pipeline" in loss

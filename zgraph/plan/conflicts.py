@@ -118,6 +118,12 @@ def _wants_symbols(plan: Any) -> bool:
     return bool(sizes_in(plan.dynamic)) or plan.shapes == "dynamic" or hot_of(plan) is not None
 
 
+def _padded_rows_are_split(plan: Any) -> bool:
+    buckets = buckets_of(plan)
+    rows = buckets is not None and any(0 in pad.dims for pad in buckets.padded().values())
+    return rows and _ranks(plan, "pp") != 1 and plan.micro_batches != 1
+
+
 def _declared_and_padded(plan: Any) -> bool:
     buckets = buckets_of(plan)
     padded = {(name, str(dim)) for name, pad in buckets.padded().items() for dim in pad.dims} if buckets else set()
@@ -195,11 +201,11 @@ CONFLICTS = (
         hint="leave it out of one of them",
     ),
     Conflict(
-        "shapes",
-        lambda plan: buckets_of(plan) is not None and _ranks(plan, "pp") != 1,
-        "shapes has buckets, in a pipeline",
-        why="each stage would have to cut the padding off what it gives",
-        hint='shapes="auto": one program serves all sizes; or pad in the collator',
+        "shapes.pad",
+        _padded_rows_are_split,
+        "shapes.pad pads dimension 0, and a pipeline has micro-batches",
+        why="a batch is cut into micro-batches after it is padded: rows of padding would be in some of them alone",
+        hint="pad the other dimensions, and give batches whose rows micro_batches divides; or micro_batches=1",
     ),
     Conflict(
         "shapes.hot",

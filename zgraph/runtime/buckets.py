@@ -11,9 +11,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -25,8 +27,9 @@ from zgraph.capture.varying_sizes import inputs_by_path
 from zgraph.errors import CaptureError, RankMismatchError, SignatureError, UnsupportedError, ZgraphError
 from zgraph.plan.shapes import Buckets, Pad
 from zgraph.program.program import DATA_DIMS
-from zgraph.runtime.rank import Rank
+from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.same_on_all_ranks import SAME_ROWS
+from zgraph.torch_compat.tensor_storage import storage_address
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class Padded:
     call: Call
     real: Lengths
     lengths: Lengths
-    made: frozenset[int]  # the ids of tensors that are not the user's own
+    made: frozenset[int]  # the addresses of storages that are not the user's own
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,25 @@ class _Seen:
     shapes: tuple[tuple[int, ...] | None, ...]
 
 
+class Pads(Protocol):
+    """A rank whose calls are padded."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def forward_function(self) -> Callable[..., Any]: ...
+    @property
+    def sizes(self) -> dict[str, int]: ...
+    @property
+    def everyone(self) -> Agreement: ...
+    @property
+    def mesh(self) -> DeviceMesh | None: ...
+
+
 class PaddedCalls:
     """The calls of one compiled module whose plan has `buckets`."""
 
-    def __init__(self, rank: Rank, buckets: Buckets) -> None:
+    def __init__(self, rank: Pads, buckets: Buckets) -> None:
         self.rank = rank
         self.buckets = buckets.buckets
         self.pads = buckets.padded()
@@ -111,6 +129,13 @@ class PaddedCalls:
 
     # -- in -----------------------------------------------------------------------------------------------------------
     def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padded:
+        """As `agreed`, of a call that will run: what is padded is counted."""
+        found = self.agreed(args, kwargs)
+        self._warn_of_missing(args, kwargs)
+        self._count(args, kwargs, found.call, found.lengths)
+        return found
+
+    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padded:
         """A call padded to the buckets that all ranks take. All ranks must call it. Raises `SignatureError` for a call that can't be padded, on
         every rank, `RankMismatchError` for ranks of one group that have other sizes."""
         everyone = self.rank.everyone
@@ -137,9 +162,7 @@ class PaddedCalls:
                 )
         lengths = {name: max(self._bucket(view.get(name, 0)) for _, view in views) for name in real}
         found = self._with(args, kwargs, lengths)
-        self._warn_of_missing(args, kwargs)
-        self._count(args, kwargs, found, lengths)
-        made = frozenset(map(id, pytree.tree_leaves(found))) - frozenset(map(id, pytree.tree_leaves((args, kwargs))))
+        made = _addresses(found) - _addresses((args, kwargs)) - {0}
         return Padded(found, real, lengths, made)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -316,18 +339,23 @@ class PaddedCalls:
         return {
             at: Cut(tuple(outputs[at].shape), {dim: padded.real[name] for dim, name in dims.items()}, copied)
             for at, dims in follows.items()
+            if outputs[at] is not None  # (another stage's rank may have it)
         }
 
     def refuse_written(self, written: Sequence[int], flat: Sequence[Any]) -> None:
         """Raise `UnsupportedError` where forward writes to an input of the call that runs, which was padded: the user's own would not be."""
         padded: Padded = self._now.padded
-        if any(id(flat[at]) in padded.made for at in written):
+        if any(storage_address(flat[at]) in padded.made for at in written):
             raise UnsupportedError(
                 "forward writes to an input that is padded",
                 where="shapes.pad",
                 why="it writes to the padded copy, and the caller's tensor would stay as it is",
                 hint="let forward write to a copy (x = x.clone())",
             )
+
+
+def _addresses(call: Any) -> frozenset[int]:
+    return frozenset(storage_address(x) for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor))
 
 
 def _shown(lengths: Lengths) -> str:

@@ -137,9 +137,15 @@ class Runtime(Rank):
 
     def compile_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile the program for calls like this one."""
-        padded = self.buckets.padded(args, kwargs) if self.buckets is not None else None
-        with self._padded_by(padded):
-            self.entry(*(padded.call if padded is not None else (args, kwargs)))
+        with self.padded(args, kwargs) as call:
+            self.entry(*call)
+
+    @contextlib.contextmanager
+    def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """A call with its inputs padded, while it runs; itself where the plan pads nothing. All ranks must call it."""
+        found = self.buckets.padded(args, kwargs) if self.buckets is not None else None
+        with self._padded_by(found):
+            yield found.call if found is not None else (args, kwargs)
 
     def _padded_by(self, padded: Padded | None) -> contextlib.AbstractContextManager[None]:
         """While a call runs that was padded, if it was."""

@@ -26,10 +26,12 @@ from zgraph.passes.stages.cuts import assign
 from zgraph.passes.stages.stage_costs import balance
 from zgraph.plan.pipeline_schedules.make_schedule import make_schedule
 from zgraph.plan.plan import Plan
+from zgraph.plan.shapes import buckets_of
 from zgraph.program import ops
 from zgraph.program.aliases import aliases_of, is_view
 from zgraph.program.program import STAGE_DIM, InputRole, ParamSpec
 from zgraph.ranks.agreement import Agreement
+from zgraph.runtime.buckets import PaddedCalls
 from zgraph.runtime.rank import RankContext, opened_tiers
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.train_step import in_order
@@ -49,6 +51,9 @@ class DeferredPipeline(WholeModel):
     def runtime(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
         """Cut the model by a call with these arguments, a rank's whole batch, and put this rank's parameters in their places; those of
         other stages go to the meta device. All ranks must call it. Raises what `zgraph.compile` does with inputs."""
+        buckets = buckets_of(self.plan)
+        if buckets is not None:  # (models for batches of other sizes could be cut at other places)
+            args, kwargs = PaddedCalls(self, buckets).agreed(args, in_order(self, kwargs)).call
         inner = within(self.sizes)
         params = dict(self.module.named_parameters(remove_duplicate=False))
         whole = with_requires_grad(self.specs, params)

@@ -126,6 +126,9 @@ class PipelineRuntime(Runtime):
 
         def attempt() -> None:
             self._refuse_moved(staged)
+            if self.buckets is not None:
+                at_another = lambda call: self.origin.captured(name, call[0], call[1], by_loss=False).trace  # noqa: E731
+                staged.follows = self.buckets.follows(found.trace, (args, kwargs), at_another)
             of = duties(self.partition.schedule, self.line.position)
             for stage, step in staged.steps.items():
                 if step.differentiated:
@@ -172,6 +175,8 @@ class PipelineRuntime(Runtime):
             staged.trace.refuse_moved(flat, former_memory(self.module))
             if written:
                 staged.trace.refuse_overlap(written, flat, whole=flat is flats[0])
+            if written and self.buckets is not None:
+                self.buckets.refuse_written(sorted(written), flat)
 
     def _refuse_moved(self, staged: Staged) -> None:
         """Raise `UnsupportedError` where another signature reads a parameter on a rank that does not hold it."""

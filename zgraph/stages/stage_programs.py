@@ -163,6 +163,7 @@ class Staged(Serves):
         self._sizes = capture.joint.sizes.names
         self._likes_at = likes_of(self.stages.transfers, self._sizes)
         self.routes: dict[tuple[str, int], Routes] = {}  # by the names of schedules, and their numbers of micro-batches
+        self.follows: Mapping[int, Mapping[int, str]] = {}  # dimensions of flat outputs that have a padded size: which
         self.seen = False  # (has a batch of this signature been compared between the ranks of a pipeline?)
         self.settled = self.unsettled = self.unsettled_before = False
         self.only = {}

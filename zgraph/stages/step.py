@@ -33,10 +33,23 @@ def train_step(
     runtime: PipelineRuntime, loss_fn: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """See `zgraph.api.handle.Handle.train_step`."""
-    plan = runtime.plan
     refuse_hooks(runtime.shards.params())
     _refuse_module_hooks(runtime.module)
-    kwargs = in_order(runtime, kwargs)
+    if runtime.buckets is not None and loss_fn is not None:
+        raise StepError(
+            "a loss_fn can't have outputs without padding, in a pipeline",
+            where="shapes.buckets",
+            why="the targets that it takes besides would be of another size than what the last stage gives",
+            hint="give the labels to forward, and let it compute the loss; or pad in the collator",
+        )
+    with runtime.padded(args, in_order(runtime, kwargs)) as (args, kwargs):
+        return _train_step(runtime, loss_fn, args, kwargs)
+
+
+def _train_step(
+    runtime: PipelineRuntime, loss_fn: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    plan = runtime.plan
     calls = split_batch(args, kwargs, plan.micro_batches, uneven=None)
     given = [for_forward(runtime, *call) for call in calls]
     runtime.beside = given[0][1:]
@@ -88,9 +101,10 @@ def train_step(
 
 def compile_first(runtime: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Compile what a step takes for a batch of these arguments."""
-    call = split_batch(args, in_order(runtime, kwargs), runtime.plan.micro_batches, uneven=None)[0]
-    given, *runtime.beside = for_forward(runtime, *call)
-    _entry(runtime, [given])
+    with runtime.padded(args, in_order(runtime, kwargs)) as (args, kwargs):
+        call = split_batch(args, kwargs, runtime.plan.micro_batches, uneven=None)[0]
+        given, *runtime.beside = for_forward(runtime, *call)
+        _entry(runtime, [given])
 
 
 def refuse_gradients() -> None:
@@ -109,7 +123,11 @@ def forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[s
     the others. The batch goes through in the plan's micro-batches where they divide it, else whole. Raises `StepError` where there would be
     gradients."""
     refuse_gradients()
-    kwargs = in_order(runtime, kwargs)
+    with runtime.padded(args, in_order(runtime, kwargs)) as batch:
+        return _forward_only(runtime, *batch)
+
+
+def _forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     size, parts = batch_size(args, kwargs), runtime.plan.micro_batches
     calls = split_batch(args, kwargs, parts if size is not None and size % parts == 0 else 1, uneven=None)
     staged = _entry(runtime, calls)
@@ -145,6 +163,9 @@ def _complete(
     for values, flat in zip(outputs, flats, strict=True):
         for number, buffer in staged.kept.items():
             values[number] = flat[buffer]
+        if runtime.buckets is not None:
+            for number, cut in runtime.buckets.cuts(staged.follows, values, copied=staged.trace.loss is None).items():
+                values[number] = cut.of(values[number])
 
 
 def _entry(runtime: PipelineRuntime, calls: Sequence[Call]) -> Staged:
