@@ -10,8 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from zgraph.cli.app import app
 from zgraph.errors import MeshError
+from zgraph.launch.bound import cores_of, share_of
 from zgraph.launch.environment import of_files, passed_on, read
 from zgraph.launch.hosts import chosen, limited, read_hostfile
 from zgraph.launch.lines import Job, carried, torchrun
@@ -144,6 +147,18 @@ def test_slurm_and_mpi_start_all_nodes_by_one_line():
     assert elastic[elastic.index("--nnodes") + 1] == "1:4" and "c10d" in elastic and "--node_rank" not in elastic
 
 
+def test_ranks_share_out_cores():
+    assert cores_of("all", {3, 1, 2}) == [1, 2, 3] and cores_of("0-2,7", range(8)) == [0, 1, 2, 7]
+    assert [share_of([0, 1, 2, 7, 8], rank, 2) for rank in range(2)] == [[0, 1], [2, 7]]
+    for text, said in [("0-", "no list"), ("2-1", "no list"), ("a", "no list"), ("0-2,1", "twice"), ("9", "no core 9")]:
+        with pytest.raises(MeshError, match=said):
+            cores_of(text, range(8))
+    with pytest.raises(MeshError, match="1 cores for 2 ranks"):
+        share_of([0], 0, 2)
+    line = torchrun(Job(["m.train", "--lr", "1"], {"a": [0, 1]}, "a", module=True, cores="0-3"), 0)
+    assert line[-7:] == ["--module", "zgraph.launch.bound", "--module", "0-3", "m.train", "--lr", "1"]
+
+
 # -- runs -------------------------------------------------------------------------------------------------------------------
 SCRIPT = """
 import json, os, sys, time
@@ -264,3 +279,55 @@ def test_lines_are_shown_and_nothing_starts(machines, tmp_path):
     assert "--nproc_per_node 2" in alone.stdout and "ssh" not in alone.stdout
     wrong, _ = machines("--hostfile", "hostfile", "--include", "n9", "script.py")
     assert wrong.returncode == 2 and "there is no machine 'n9'" in wrong.stderr and not Path(tmp_path / "n9").exists()
+
+
+ALONE = """
+import os, sys
+print("cores", sorted(os.sched_getaffinity(0)), "threads", os.environ["OMP_NUM_THREADS"], flush=True)
+if "--once" in sys.argv and os.environ["RANK"] == "0" and not os.path.exists("tried"):
+    open("tried", "w").close()
+    sys.exit(3)
+print("rank", os.environ["RANK"], "is done", flush=True)
+"""
+
+
+def test_other_launchers_and_elastic_jobs_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    hostfile(tmp_path, "n2 slots=2\nn3 slots=1\naway slots=1\n")
+
+    def shown(*options):
+        return CliRunner().invoke(app, ["launch", "--print", "--hostfile", "hostfile", *options, "script.py"]).output
+
+    for launcher, begin, names in [
+        ("slurm", "srun --nodes 2 --ntasks-per-node 1 --nodelist n3,away", ["$SLURM_NODEID"]),
+        ("openmpi", "mpirun -np 2 --host n3,away --map-by ppr:1:node", ["$OMPI_COMM_WORLD_RANK"]),
+        ("pdsh", "pdsh -S -R ssh -w n3", ["--node_rank 0", "--node_rank 1"]),
+    ]:
+        text = shown("--launcher", launcher, "-i", "n3@away")
+        assert text.startswith(begin) and all(name in text for name in names)
+    elastic = shown("--elastic", "1:2", "--max_restarts", "3")
+    assert elastic.count("--nnodes 1:2") == elastic.count("--max_restarts 3") == 3
+    assert shown("--bind_cores_to_rank", "--bind_core_list", "0-3").count("zgraph.launch.bound 0-3 script.py") == 3
+    assert shown("--enable_each_rank_log", "logs").count("--log_dir logs") == 3
+
+
+@pytest.mark.slow  # (torchrun starts, and starts again)
+def test_ranks_of_this_machine_have_cores_logs_and_another_try(machines, tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    cores = sorted(os.sched_getaffinity(0))
+    options = ["--num_gpus", "2", "--bind_cores_to_rank", "--enable_each_rank_log", "logs", "--elastic", "1:1"]
+    done, _ = machines(*options, "--max_restarts", "1", "--master_port", "29675", "alone.py", "--once")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"rank {rank} is done" in done.stdout for rank in range(2))
+    logs = {p.parent.name: p.read_text() for p in (tmp_path / "logs").rglob("stdout.log") if "is done" in p.read_text()}
+    each = len(cores) // 2
+    assert {
+        rank: f"cores {cores[int(rank) * each : (int(rank) + 1) * each]} threads 1" in text
+        for rank, text in logs.items()
+    } == {
+        "0": True,
+        "1": True,
+    }
+    refused, _ = machines("--num_gpus", "2", "--bind_core_list", "0", "alone.py")
+    assert refused.returncode == 2 and "--bind_core_list without --bind_cores_to_rank" in refused.stderr

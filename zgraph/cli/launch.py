@@ -12,6 +12,7 @@ import typer
 
 from zgraph.errors import MeshError
 from zgraph.launch import environment
+from zgraph.launch.bound import ALL
 from zgraph.launch.hosts import Hosts, chosen, limited, read_hostfile
 from zgraph.launch.lines import Job, carried, torchrun
 from zgraph.launch.run import run
@@ -48,6 +49,12 @@ def launch(
         str | None,
         typer.Option("--enable_each_rank_log", "--enable-each-rank-log", help="A folder for a file of each rank."),
     ] = None,
+    bind_cores_to_rank: Annotated[
+        bool, typer.Option("--bind_cores_to_rank", "--bind-cores-to-rank", help="Each rank runs on cores of its own.")
+    ] = False,
+    bind_core_list: Annotated[
+        str | None, typer.Option("--bind_core_list", "--bind-core-list", help='Of these cores: "0-7,16-23".')
+    ] = None,
     show: Annotated[bool, typer.Option("--print", help="Show the lines, and start nothing.")] = False,
 ) -> None:
     """Start a script on ranks: torchrun on each machine of a hostfile, or on this one.
@@ -57,6 +64,8 @@ def launch(
     """
     if module and no_python:
         raise MeshError("--module and --no_python are given together", hint="give one of them")
+    if bind_core_list is not None and not bind_cores_to_rank:
+        raise MeshError("--bind_core_list without --bind_cores_to_rank", hint="give both")
     hosts, whole = _hosts(hostfile, include, exclude, num_nodes, num_gpus)
     alone = len(hosts) == 1 and next(iter(hosts)) in _HERE
     job = Job(
@@ -72,6 +81,7 @@ def launch(
         environment.passed_on(os.environ) | environment.of_files(os.environ, Path.home(), Path.cwd()),
         str(Path.cwd()),
         not whole,
+        (bind_core_list or ALL) if bind_cores_to_rank else None,
     )
     own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, next(iter(hosts.values()))))} if alone and not whole else {}
     lines = {socket.gethostname(): torchrun(job, 0)} if alone else carried(job, launcher, ssh_port)

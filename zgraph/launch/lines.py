@@ -30,6 +30,7 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)
     folder: str = "."
     slots_are_chosen: bool = False  # not all of a machine's: its ranks see these devices alone
+    cores: str | None = None  # that ranks share out ("0-7", or "all"): see `zgraph.launch.bound`
 
 
 def torchrun(job: Job, node: int | str) -> list[str]:
@@ -53,8 +54,10 @@ def torchrun(job: Job, node: int | str) -> list[str]:
     line += ["--nproc_per_node", str(len(slots))]
     if job.log_dir is not None:
         line += ["--log_dir", job.log_dir, "--redirects", "3", "--tee", "3"]
-    line += ["--module"] if job.module else ["--no_python"] if job.no_python else []
-    return [*line, *job.command]
+    kind = ["--module"] if job.module else ["--no_python"] if job.no_python else []
+    if job.cores is not None:
+        return [*line, "--module", "zgraph.launch.bound", *kind, job.cores, *job.command]
+    return [*line, *kind, *job.command]
 
 
 def remote(job: Job, node: int | str) -> str:
