@@ -553,3 +553,24 @@ def test_one_bit_adam_and_lamb_keep_their_numbers():
     assert not report.refused
     with pytest.raises(PlanError, match="not reduced, and zero is 2"):
         deepspeed.plan({**given, "zero_optimization": {"stage": 2}}, world=2)
+
+
+def test_keys_have_their_other_names_too():
+    """DeepSpeed takes the names of its fields as well, and older files have `thread_count`."""
+    section = {"stage": 3, "prefetch_bucket_size": 1e6, "gather_16bit_weights_on_model_save": 1}
+    config = {"zero_optimization": section, "aio": {"thread_count": 2}, "optimizer": {"type": "AdamW"}}
+    found = deepspeed.report(config, world=2)
+    assert (
+        found["zero_optimization.stage3_prefetch_bucket_size"].verdict == "applied"
+        and found.plan.prefetch.ahead_bytes == 4_000_000
+    )
+    assert found["zero_optimization.stage3_gather_16bit_weights_on_model_save"].value is True
+    assert found["aio.intra_op_parallelism"].verdict != "refused"
+    with pytest.raises(PlanError, match="stage3_prefetch_bucket_size is given twice"):
+        deepspeed.report({"zero_optimization": {"stage3_prefetch_bucket_size": 1, "prefetch_bucket_size": 1}}, world=2)
+
+
+def test_offloading_of_an_optimizer_that_the_script_gives_is_no_fault_of_a_configuration():
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    found = deepspeed.report(config, world=2)
+    assert found["zero_optimization.offload_optimizer.device"].verdict == "no effect here" and found.plan is not None

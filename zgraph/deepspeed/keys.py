@@ -363,7 +363,25 @@ KEYS: dict[str, Key] = {
     "compression_training": _refused("table", _GONE, _LEAVE),
 }
 
-ALIASES = {"bfloat16": "bf16"}  # sections by their older names
+# Keys by their other names: older ones, and those of DeepSpeed's fields, which it takes as well.
+ALIASES = {
+    "bfloat16": "bf16",
+    "aio.thread_count": "intra_op_parallelism",
+    **{
+        f"zero_optimization.{name}": f"stage3_{name}"
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    },
+}
 
 
 def whole(name: str) -> bool:

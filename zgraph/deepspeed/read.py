@@ -72,25 +72,19 @@ def _parsed(text: str) -> Any:
         raise
 
 
-def _own(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without comments and with today's names of sections."""
+def _own(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """A copy with today's names of keys; 0 and 1 are false and true where a key is either."""
     found: dict[str, Any] = {}
-    for name, value in config.items():
-        name = ALIASES.get(name, name) if isinstance(name, str) else name
+    for given, value in config.items():
+        name = ALIASES.get(f"{section}{given}", given)
+        key = f"{section}{name}"
         if name in found:
             raise PlanError(
-                f"{name} is given twice", where=str(name), hint="keep one of them (bfloat16 is bf16's older name)"
+                f"{key} is given twice", where=key, hint=f"keep one of them (it has two names, of which one is {given})"
             )
-        found[name] = _own_value(str(name), value)
+        switch = key in KEYS and KEYS[key].kind == "bool" and type(value) is int and value in (0, 1)
+        found[name] = _own(value, f"{key}.") if isinstance(value, Mapping) else bool(value) if switch else value
     return found
-
-
-def _own_value(key: str, value: Any) -> Any:
-    """A copy of a section or of a value; 0 and 1 are false and true where a key is either."""
-    if isinstance(value, Mapping):
-        return {k: _own_value(f"{key}.{k}", v) for k, v in value.items()}
-    switch = key in KEYS and KEYS[key].kind == "bool" and type(value) is int and value in (0, 1)
-    return bool(value) if switch else value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

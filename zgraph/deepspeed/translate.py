@@ -522,6 +522,10 @@ def _place(draft: Draft, section: str, field: str, stage: int) -> None:
         draft.refuse(f"{section}.device", f"the stage is {int(stage)}", f"stage {least}{'' if least == 3 else ' to 3'}")
     elif device == "none":
         draft.say(f"{section}.device", "equivalent", "nothing is offloaded")
+    elif field == "offload.optimizer" and draft.get("optimizer") is None:
+        draft.say(
+            f"{section}.device", "no effect here", "there is no optimizer: one that initialize is given is offloaded"
+        )
     else:
         draft.apply(f"{section}.device", field, f"nvme:{path}" if device == "nvme" else device)
     if path is not None:
