@@ -68,7 +68,9 @@ class Hardware(Record, frozen=True):
         default=50e9, description="bytes per second of the host's memory, as its processors reach it"
     )
     nvme: Rate = Field(default=3e9, description="bytes per second of a local NVMe disk")
-    links: dict[str, Link] = Field(description='by mesh dimension; "*" for those without one of their own')
+    links: dict[str, Link] = Field(
+        description='by mesh dimension, or blocks of one ("dp/8"); "*" for those without one of their own'
+    )
     operators: dict[str, Seconds] = Field(
         default={}, description="seconds of operators that were timed, by zgraph.passes.analysis.costs.signature"
     )
@@ -80,9 +82,10 @@ class Hardware(Record, frozen=True):
         return bool(self.operators)
 
     def link(self, group: str) -> Link:
-        """The link of a mesh dimension, or of a part of one. Raises `PlanError` if there is none."""
+        """The link of a mesh dimension, of a part of one, or of blocks of one ("dp/8"), which may have a link of their own. Raises `PlanError` if
+        there is none."""
         dim = dim_of(group)
-        found = self.links.get(dim) or self.links.get("*")
+        found = self.links.get(group) or self.links.get(dim) or self.links.get("*")
         if found is None:
             raise PlanError(
                 f"hardware {self.name!r} has no link for mesh dimension {dim!r}",

@@ -182,12 +182,11 @@ class _Replay:
     def _collective(self, node: fx.Node) -> None:
         starts = bucket_of(node)
         group = str(info(node).mesh_dim)
-        dim = dim_of(group)
+        lane = next((g for g in (group, dim_of(group)) if g in self.costs.hardware.links), "*")
         seconds = self.costs.transfer(starts, ranks_in(group, self.program.mesh))
         clock = self.timeline.run(COMPUTE, self.costs.work(starts), node=node.name)
         earliest = clock - self.lead if info(node).ahead else clock
-        lane = f"link:{dim if dim in self.costs.hardware.links else '*'}"
-        self.done.update(dict.fromkeys(starts, self.timeline.run(LINK, seconds, earliest, node.name, lane)))
+        self.done.update(dict.fromkeys(starts, self.timeline.run(LINK, seconds, earliest, node.name, f"link:{lane}")))
 
     def _move(self, node: fx.Node) -> None:
         lane, moved = lane_of(node), transfers_to_host.moved_value(node)

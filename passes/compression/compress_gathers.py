@@ -12,6 +12,7 @@ from __future__ import annotations
 from zgraph.passes.analysis.parameter_collectives import gathers_of
 from zgraph.passes.compression.transfer_in_blocks import CompressOptions, TransferInBlocks
 from zgraph.passes.contract import graph_pass
+from zgraph.program import collectives
 from zgraph.program.program import Fact, Program
 
 
@@ -24,7 +25,9 @@ from zgraph.program.program import Fact, Program
     bitwise=False,
 )
 def compress_gathers(program: Program, options: CompressOptions) -> dict[str, int]:
-    found = [t for t in gathers_of(program) if options.saved(t, 1)]
+    # (Between the ranks of a node go parts of what has come in few bits already.)
+    gathers = [t for t in gathers_of(program) if collectives.group_of(t.start) in program.mesh]
+    found = [t for t in gathers if options.saved(t, 1)]
     saved = sum(options.saved(t, 1) for t in found)
     for gather in found:
         TransferInBlocks(program, gather, options).gathered()

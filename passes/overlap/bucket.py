@@ -20,6 +20,7 @@ from zgraph.passes.analysis.costs import CPU, Costs, Link, size_of
 from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, layers_of, reductions_of
 from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives
+from zgraph.program.groups import ranks_in
 from zgraph.program.node import Role, info, set_info, tensor
 from zgraph.program.program import Fact, Program
 
@@ -102,10 +103,11 @@ def _layer(transfer: Transfer, layers: dict[str, str]) -> str:
 def _grown(
     transfers: list[Transfer], wanted: int | None, options: BucketOptions, program: Program
 ) -> list[list[Transfer]]:
-    dim = str(info(transfers[0].start).mesh_dim)
+    group = str(info(transfers[0].start).mesh_dim)
     sizes = [max(size_of(t.wait), size_of(t.start.all_input_nodes[0])) for t in transfers]
     rest = iter(transfers)
-    return [list(islice(rest, n)) for n in cut(sizes, wanted, options.costs.hardware.link(dim), program.mesh[dim])]
+    ranks = ranks_in(group, program.mesh)
+    return [list(islice(rest, n)) for n in cut(sizes, wanted, options.costs.hardware.link(group), ranks)]
 
 
 def cut(sizes: Sequence[int], wanted: int | None, link: Link, ranks: int) -> list[int]:

@@ -282,7 +282,7 @@ class _Scheduler:
     def _gather_is_next(self, i: int) -> bool:
         """Is the next gather urgent, is there room for it, and is it due before a reduction would be done with the link?"""
         gather = self.upcoming[0] if self.upcoming else None
-        if gather is None or not self._urgent(gather, i) or not self._fits(gather, i):
+        if gather is None or i < gather.earliest or not self._urgent(gather, i) or not self._fits(gather, i):
             return False
         if not self.ready:
             return True

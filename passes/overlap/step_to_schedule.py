@@ -12,6 +12,7 @@ from zgraph.passes.analysis.memory import memory_of
 from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, reductions_of
 from zgraph.program import collectives
 from zgraph.program.aliases import is_view
+from zgraph.program.groups import ranks_in
 from zgraph.program.node import Phase, info
 from zgraph.program.program import Program
 
@@ -25,6 +26,7 @@ class Bucket:
     work: float  # of the compute stream, to start them
     held: int  # bytes, from the start on
     counted: bool = True  # does the cap on gathered bytes count it? (not what outlives the program)
+    earliest: int = 0  # position of the first operator before which it may start (gathers)
     first: int = -1  # position of the first reader (gathers), of the source (reductions), among the operators
     started: bool = False
     awaited: bool = False
@@ -73,7 +75,7 @@ class StepToSchedule:
 
     def _bucket(self, members: list[Transfer]) -> Bucket:
         starts = [m.start for m in members]
-        ranks = self.program.mesh[collectives.group_of(starts[0])]
+        ranks = ranks_in(collectives.group_of(starts[0]), self.program.mesh)
         seconds, work = self.costs.transfer(starts, ranks), self.costs.work(starts)
         return Bucket(members, seconds, work, sum(m.bytes for m in members))
 
@@ -84,6 +86,8 @@ class StepToSchedule:
         found = [self._bucket(b) for b in _buckets(gathers)]
         for bucket in found:
             ends = []
+            sources = [self.at[m.source] for m in bucket.members if m.source in self.at]
+            bucket.earliest = max(sources, default=-1) + 1
             for member in bucket.members:
                 readers = [r for r in member.readers() if r in self.at]
                 leaves = any(alias in results for alias in _all_views(member.last)) or member.last in results

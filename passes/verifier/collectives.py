@@ -10,7 +10,7 @@ from zgraph.errors import MeshError
 from zgraph.passes.verifier.faults import Faults, awaited_once, fault
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.block_format import MEAN_OF_BLOCKS
-from zgraph.program.groups import ranks_in
+from zgraph.program.groups import dim_of, ranks_in
 from zgraph.program.node import Phase, Role, has_info, info, value
 from zgraph.program.program import DATA_DIMS, Fact, InputRole, Level, OutputRole, Program
 
@@ -83,6 +83,8 @@ def check_groups(program: Program) -> Faults:
             continue
         spec = program.params[record.param]
         over = {spec.shard_dim}
+        if record.role is Role.GATHER and record.phase is not Phase.UPDATE and dim_of(group) == spec.shard_dim:
+            over.add(group)  # (of what the ranks of a node keep between them)
         if record.role is Role.GATHER and record.phase is Phase.UPDATE and spec.division is not None:
             over.add(spec.division.mesh_dim)  # (for an optimizer that takes whole matrices)
         if (record.role is Role.GATHER or node.target is collectives.REDUCE_SCATTER) and group not in over:

@@ -337,7 +337,8 @@ WRONG = [
     ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"zero_quantized_weights": 8}}, "true or false"),
     ("zero_optimization.zero_quantized_nontrainable_weights",
      {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "zero_quantized_weights"),
-    ("zero_optimization.zero_hpz_partition_size", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, "mics_shard_size"),
+    ("zero_optimization.zero_hpz_partition_size", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}}, "devices of a node"),
+    ("zero_optimization.zero_hpz_partition_size", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "divides"),
     ("zero_optimization.mics_shard_size", {"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "divides"),
     ("zero_optimization.zenflow", {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "delayed_after"),
     ("train_batch_size", {"train_batch_size": 30}, "multiple"),
@@ -533,12 +534,13 @@ def test_a_plan_trains_as_the_configuration_says(stage):
 
 
 def test_zero_plus_plus_sends_fewer_bits_at_stage_3():
-    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
     plan, _ = deepspeed.plan({"train_batch_size": 8, "zero_optimization": {"stage": 3, **keys}}, world=4)
-    assert (plan.wire.gather, plan.wire.reduce) == ("int8", "int4")
+    assert (plan.wire.gather, plan.wire.reduce, plan.wire.secondary) == ("int8", "int4", 2)
     plan, report = deepspeed.plan({"train_batch_size": 8, "zero_optimization": {"stage": 2, **keys}}, world=4)
-    assert not plan.wire.compresses
-    assert report["zero_optimization.zero_quantized_weights"].verdict == "no effect here"
+    assert not plan.wire.compresses and plan.wire.secondary is None
+    for key in keys:
+        assert report[f"zero_optimization.{key}"].verdict == "no effect here"
 
 
 def test_one_bit_adam_and_lamb_keep_their_numbers():

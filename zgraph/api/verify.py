@@ -123,7 +123,7 @@ def verify(
     if compiled:
         run, differences = compare_training(model, plan, world, inputs, loss_fn)
         return Verification(world, run, tuple(differences), compiled=True)
-    exact = plan.model_copy(update={"wire": Wire()})
+    exact = plan.model_copy(update={"wire": Wire(secondary=plan.wire.secondary)})
     with virtual_step(model, exact, world, inputs, loss_fn) as virtual:
         run = virtual.plan
         if virtual.pipelined:

@@ -28,6 +28,7 @@ from zgraph.passes.analysis.parameter_collectives import gathers_of, largest_lay
 from zgraph.passes.analysis.simulator import Forecast, simulate
 from zgraph.passes.remat.solver import Solver
 from zgraph.plan.plan import Plan
+from zgraph.program.groups import ranks_in
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program, with_gradients_in
 from zgraph.program.remark import Remark
@@ -451,7 +452,7 @@ class Search:
         found: dict[str, tuple[float, int]] = {}
         for at, gather in enumerate(gathers_of(made)):
             if info(gather.start).phase is Phase.BACKWARD:
-                ranks = made.mesh[str(info(gather.start).mesh_dim)]
+                ranks = ranks_in(str(info(gather.start).mesh_dim), made.mesh)
                 seconds, place = found.get(gather.name, (0.0, at))
                 found[gather.name] = (seconds + self.context.costs.transfer([gather.start], ranks), place)
         sizes = {g.name: max(g.bytes, 1) for g in gathers_of(made)}

@@ -43,6 +43,7 @@ from zgraph.passes.zero.reduce_gradients import ReduceOptions, reduce_gradients
 from zgraph.passes.zero.regather import RegatherOptions, regather
 from zgraph.passes.zero.release import release
 from zgraph.passes.zero.scale_loss import scale_loss
+from zgraph.passes.zero.secondary_shards import SecondaryOptions, secondary_shards
 from zgraph.passes.zero.shard_parameters import shard_parameters
 from zgraph.program.program import CONTEXT_DIM, DATA_DIMS, TENSOR_DIM
 
@@ -286,6 +287,14 @@ def _regather_options(context: PassContext) -> RegatherOptions:
     return RegatherOptions(reused, context.choice.keep, not context.staged or reused is not None)
 
 
+def _keeps_parts(context: PassContext) -> Decision:
+    ranks = context.plan.wire.secondary
+    found = _lets_go(context)
+    if ranks is None or not found.runs:
+        return Decision(False, "wire.secondary is not set" if ranks is None else found.why)
+    return Decision(True, f"wire.secondary is {ranks}")
+
+
 def _scales(context: PassContext) -> Decision:
     scaled = context.plan.loss_scale() is not None
     return Decision(scaled, "the plan has a loss scale" if scaled else "the plan has no loss scale")
@@ -369,6 +378,7 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     PassRow(shard_parameters, _always("parameters enter as this rank stores them")),
     PassRow(keep_gathered, _keeps, lambda c: KeepOptions(c.variant.gathered_before)),
     PassRow(regather, _lets_go, _regather_options),
+    PassRow(secondary_shards, _keeps_parts, lambda c: SecondaryOptions(c.plan.wire.secondary or 1)),
     PassRow(scale_loss, _in_training(_scales)),
     PassRow(
         reduce_gradients,

@@ -193,12 +193,7 @@ KEYS: dict[str, Key] = {
     "zero_optimization.legacy_stage1": _nothing("bool", _GRAPH),
     "zero_optimization.round_robin_gradients": _nothing("bool", _GRAPH),
     "zero_optimization.parameter_alignment": _nothing("any", _GRAPH),
-    "zero_optimization.zero_hpz_partition_size": _refused(
-        "int",
-        "there is no second copy of the weights for the backward",
-        'mics_shard_size, or a plan with mesh={"replicate": NODES, "dp": GPUS_OF_A_NODE}, shards inside a node',
-        1,
-    ),
+    "zero_optimization.zero_hpz_partition_size": _applied("int"),
     "zero_optimization.zero_quantized_weights": _applied("bool"),
     "zero_optimization.zero_quantized_nontrainable_weights": _refused(
         "bool", "weights that are trained and others are gathered alike", "zero_quantized_weights, for both", False

@@ -459,9 +459,27 @@ def _zero(draft: Draft) -> None:
         draft.apply(f"{section}.overlap_comm", "prefetch.enabled", overlap)
 
 
+def _secondary(draft: Draft, stage: int) -> None:
+    key = "zero_optimization.zero_hpz_partition_size"
+    ranks = draft.get(key)
+    if ranks is None:
+        return
+    if ranks < 1:
+        draft.refuse(
+            key, f"{ranks} is no number of ranks", "the devices of a node; 1 for no second copy of the weights"
+        )
+    elif ranks == 1:
+        draft.say(key, "equivalent", "it asks for nothing")
+    elif stage != 3:
+        draft.say(key, "no effect here", "the backward gathers weights again at stage 3 alone")
+    else:
+        draft.apply(key, "wire.secondary", ranks, "the backward gathers weights within a node")
+
+
 def _wire(draft: Draft) -> None:
-    """ZeRO++: weights and gradients in few bits on the wire."""
+    """ZeRO++: weights and gradients in few bits on the wire, and a second copy of the weights in a node."""
     stage = draft.get("zero_optimization.stage", 0)
+    _secondary(draft, stage)
     for name, field, format, what in (
         ("zero_quantized_weights", "gather", "int8", "weights are gathered in 8 bits"),
         ("zero_quantized_gradients", "reduce", "int4", "gradients are sent in 4 bits, and added up in float32"),

@@ -224,6 +224,27 @@ CONFLICTS = (
     *_of_gradients("error_feedback", True),
     *_of_gradients("rounding", "stochastic"),
     Conflict(
+        "wire.secondary",
+        lambda plan: plan.wire.secondary is not None and plan.zero != 3,
+        "wire.secondary is set, and zero is {plan.zero}",
+        why="the backward gathers weights again at stage 3 alone",
+        hint="zero=3, or leave it out",
+    ),
+    Conflict(
+        "wire.secondary",
+        lambda plan: plan.wire.secondary is not None and _ranks(plan, "pp") != 1,
+        "wire.secondary is set, in a pipeline",
+        why="each micro-batch that a stage has under way would keep a copy",
+        hint=LEAVE_OUT,
+    ),
+    Conflict(
+        "wire.secondary",
+        lambda plan: plan.wire.secondary is not None and plan.offload.tier("parameters") is not None,
+        "wire.secondary is set, and offload.parameters as well",
+        why="the copy would lie on the device that the weights are to leave",
+        hint=LEAVE_OUT,
+    ),
+    Conflict(
         "wire.hierarchical",
         lambda plan: plan.wire.hierarchical and plan.wire.reduce == "same",
         "wire.hierarchical is set, and gradients are sent as they are",

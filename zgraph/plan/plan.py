@@ -646,7 +646,16 @@ class Plan(Record, frozen=True):
                 why=why,
                 hint=f"worlds that can: {shown_worlds(self.worlds(), world)}",
             )
-        return {name: world // known if size == -1 else size for name, size in self.mesh.items()}
+        found = {name: world // known if size == -1 else size for name, size in self.mesh.items()}
+        ranks, block = found.get("dp", 1), self.wire.secondary
+        if block is not None and ranks % block:
+            raise MeshError(
+                f"wire.secondary is {block}, and mesh.dp is {ranks}",
+                where="wire.secondary",
+                why="the ranks of dp are to be nodes of that many",
+                hint=f"a number that divides {ranks}, as the devices of a node do; or leave it out",
+            )
+        return found
 
 
 def located(error: PlanError, file: Path, text: str) -> PlanError:

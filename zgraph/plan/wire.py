@@ -34,6 +34,13 @@ class Wire(Record, frozen=True):
         description="whether gradients are reduced as they are within a group of mesh.dp (the devices of a node), and in few bits between the "
         "groups alone (mesh.replicate: the nodes), as in ZeRO++'s qgZ",
     )
+    secondary: StrictInt | None = Field(
+        default=None,
+        ge=2,
+        examples=[8],
+        description="ranks of mesh.dp, one after the other, that share a node: they keep a second copy of the weights between them from the forward "
+        "to the backward, which gathers from them alone (ZeRO++'s hpZ)",
+    )
     exact: tuple[str, ...] = Field(
         default=(), description="patterns of names of parameters that are sent as they are, with their gradients"
     )

@@ -1,7 +1,8 @@
-"""What the names of groups mean: a mesh dimension ("dp"), or the ranks at some positions of one ("pp[0,3]").
+"""What the names of groups mean: a mesh dimension ("dp"), the ranks at some positions of one ("pp[0,3]"), or blocks of one ("dp/4").
 
 A rank's group over a dimension is the ranks that differ from it there alone, in order of their positions; a part of it is those of
-them at the positions in brackets. A group has one name: positions in order, each once; all of them are the dimension.
+them at the positions in brackets; a block is so many of them, one after the other, and a rank's group the block that it is in (the ranks of its
+node). A group has one name: positions in order, each once; all of them are the dimension.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from zgraph.errors import MeshError
 
+_BLOCK = re.compile(r"(?P<dim>\w+)/(?P<size>\d+)")
 _PART = re.compile(r"(?P<dim>\w+)\[(?P<positions>\d+(,\d+)*)\]")
 
 
@@ -30,26 +32,54 @@ def part_of(dim: str, positions: Iterable[int], mesh: Mapping[str, int]) -> str:
     return dim if len(found) == size else f"{dim}[{','.join(map(str, found))}]"
 
 
+def block_of(dim: str, size: int, mesh: Mapping[str, int]) -> str:
+    """The name of blocks of so many ranks of a mesh dimension. Raises `MeshError` where these do not divide it."""
+    ranks = mesh.get(dim, 1)
+    if size < 2 or ranks % size:
+        raise MeshError(
+            f"{ranks} rank(s) of mesh dimension {dim!r} can't be blocks of {size}",
+            why=f"the mesh has {dict(mesh)}",
+            hint=f"2 or more that divide {ranks}",
+        )
+    return dim if size == ranks else f"{dim}/{size}"
+
+
 def dim_of(group: str) -> str:
     """The mesh dimension that a group's ranks differ in."""
-    return group.partition("[")[0]
+    return group.partition("[")[0].partition("/")[0]
+
+
+def lines_of(group: str, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Where the ranks of each group of this name stand in its dimension: several groups where they are blocks. Raises `MeshError` for a name
+    that is no group's of this mesh."""
+    match = _BLOCK.fullmatch(group)
+    if match is None:
+        return [positions_of(group, mesh)]
+    dim, size = match["dim"], int(match["size"])
+    if block_of(dim, size, mesh) != group:
+        raise _no_group(group, mesh)
+    return [tuple(range(at, at + size)) for at in range(0, mesh[dim], size)]
 
 
 def positions_of(group: str, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Where a group's ranks stand in its dimension. Raises `MeshError` for a name that is no group's of this mesh."""
+    """Where the ranks of a group that is no block stand in its dimension. Raises `MeshError` for a name that is no group's of this mesh."""
     if group in mesh:
         return tuple(range(mesh[group]))
     match = _PART.fullmatch(group)
     positions = [int(p) for p in match["positions"].split(",")] if match else []
     if match is None or part_of(match["dim"], positions, mesh) != group:
-        raise MeshError(
-            f"{group!r} names no group",
-            why=f"the mesh has {dict(mesh)}",
-            hint='a mesh dimension ("pp"), or some of its positions in order, but not all ("pp[0,3]")',
-        )
+        raise _no_group(group, mesh)
     return tuple(positions)
 
 
 def ranks_in(group: str, mesh: Mapping[str, int]) -> int:
     """The number of ranks in a group. Raises `MeshError` for a name that is no group's of this mesh."""
-    return len(positions_of(group, mesh))
+    return len(lines_of(group, mesh)[0])
+
+
+def _no_group(group: str, mesh: Mapping[str, int]) -> MeshError:
+    return MeshError(
+        f"{group!r} names no group",
+        why=f"the mesh has {dict(mesh)}",
+        hint='a mesh dimension ("pp"), some of its positions in order, but not all ("pp[0,3]"), or blocks of it ("dp/4")',
+    )

@@ -27,6 +27,7 @@ from zgraph.ranks.agreement import Agreement
 from zgraph.ranks.course import UPDATE
 from zgraph.runtime.acts import Acts, gradients
 from zgraph.runtime.memory import StepMemory
+from zgraph.runtime.node_groups import node_groups
 from zgraph.runtime.prefetch import FirstGathers
 from zgraph.runtime.same_on_all_ranks import Votes
 from zgraph.runtime.timings import Clock
@@ -116,6 +117,8 @@ class Rank(abc.ABC):
         self.groups = dict(self.tiers.keys)
         if self.mesh is not None:
             self.groups |= {d: str(self.mesh.get_group(d).group_name) for d in self.mesh.mesh_dim_names or ()}
+        self.nodes = node_groups(self.mesh, plan.wire.secondary) if self.mesh is not None else {}
+        self.groups |= {name: str(group.group_name) for name, group in self.nodes.items()}
         self.places = {  # this rank's position in each mesh dimension, as programs take it
             d: torch.tensor(self.mesh.get_local_rank(d), device=self.device)
             for d in self.sizes
@@ -192,7 +195,7 @@ class Rank(abc.ABC):
 
     def process_groups(self) -> list[Any]:
         """Those that steps communicate in."""
-        return [self.mesh.get_group(d) for d in self.sizes] if self.mesh is not None else []
+        return [*map(self.mesh.get_group, self.sizes), *self.nodes.values()] if self.mesh is not None else []
 
     def relax(self) -> None:
         """Let ranks wait for each other as long as they would without the plan's timeout, until their next vote."""

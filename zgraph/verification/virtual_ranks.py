@@ -17,7 +17,7 @@ from torch import fx
 from zgraph.errors import MeshError, UnsupportedError
 from zgraph.program import collectives, ops, transfers_to_host
 from zgraph.program.aliases import is_random, mutates
-from zgraph.program.groups import dim_of, positions_of
+from zgraph.program.groups import dim_of, lines_of
 from zgraph.program.layout import laid_out, promised
 from zgraph.program.program import Program
 
@@ -34,7 +34,9 @@ def coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
 def group_ranks(mesh: dict[str, int], group: str, rank: int) -> list[int]:
     """The ranks that share a group with `rank`, in group order; of a part of a mesh dimension, which `rank` need not be in, those of the
     dimension that are. Raises `MeshError` for a name that is no group's of this mesh."""
-    positions, dim = positions_of(group, mesh), dim_of(group)
+    lines, dim = lines_of(group, mesh), dim_of(group)
+    place = coordinates(mesh, rank)[dim]
+    positions = next((line for line in lines if place in line), lines[0])
     world = 1
     for size in mesh.values():
         world *= size
