@@ -302,8 +302,9 @@ def check_same(one: Mapping[str, Any], other: Mapping[str, Any], folder: Path) -
         theirs = other.get(name)
         if not isinstance(mine, Stored) and not isinstance(theirs, Stored):
             continue
-        alike = isinstance(mine, Stored) and isinstance(theirs, Stored) and mine.shape == theirs.shape
-        if not (alike and torch.equal(mine.read(), theirs.read())):
+        found = [x for x in (mine, theirs) if isinstance(x, Stored)]
+        alike = len(found) == 2 and found[0].shape == found[1].shape
+        if not (alike and torch.equal(found[0].read(), found[1].read())):
             raise UnsupportedError(
                 f"buffer {name} of a DeepSpeed checkpoint of tensor parallelism can't be read",
                 where=str(folder),
