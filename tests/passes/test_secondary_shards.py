@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import zgraph
 from zgraph.errors import MeshError, PlanError, VerifyError
+from zgraph.forecast.symbolic import symbolic_forecast
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import CPU, Costs, Link
 from zgraph.passes.analysis.simulator import simulate
@@ -217,6 +218,12 @@ def test_ranks_train_as_without_it_bit_for_bit(four: Ranks, backend: str):
 def test_a_wrong_plan_is_refused(fields, said):
     with pytest.raises(PlanError, match=said):
         plan(**fields)
+
+
+def test_it_has_no_forecast_by_formulas():
+    inputs = {"x": torch.randn(3, 10)}
+    with pytest.raises(PlanError, match="a second copy of the weights in a node has no forecast by formulas"):
+        symbolic_forecast(Net(), plan(), inputs)
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_refused():

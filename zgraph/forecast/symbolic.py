@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -61,42 +61,60 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
 
     The formulas hold where the program has the operators that it has at the sizes sampled: a model may branch on sizes, and
     torch's min-cut may save other values at sizes that are far away. Raises `SymbolicError` where operators or costs
-    differ already between the samples, `PlanError` for a plan with a memory budget, a pipeline or one that offloads, and what
+    differ already between the samples, `PlanError` for what `_NO_FORMULAS` has (a memory budget, a pipeline …), and what
     `zgraph.build.planned_step.programs` does. Of an elastic plan its batch is left out: the formulas are of any world and batch.
     """
     plan = plan.model_copy(update={"elastic": None})
-    if plan.memory_budget is not None:
-        raise PlanError(
-            "a plan with a memory budget has no forecast by formulas",
-            where="memory_budget",
-            why="what is kept under a budget is decided anew for every size",
-            hint="leave the budget out, or forecast one size at a time",
-        )
-    if plan.offload.tiers():
-        raise PlanError(
-            "a plan that offloads has no forecast by formulas",
-            where="offload",
-            why="formulas know of memory on the device alone",
-            hint="leave it out, or forecast one size at a time",
-        )
-    if plan.mesh.get(STAGE_DIM, 1) != 1:
-        raise PlanError(
-            "a plan with a pipeline has no forecast by formulas",
-            where="mesh.pp",
-            why="where the model is cut is decided anew for every size",
-            hint="leave pp out of the mesh, or forecast one size at a time",
-        )
-    for dim in TEAM_DIMS:
-        if plan.mesh.get(dim, 1) != 1:
-            raise PlanError(
-                "a plan whose ranks compute parts of a layer has no forecast by formulas",
-                where=f"mesh.{dim}",
-                why="which values lie in parts is decided anew for every size",
-                hint=f"leave {dim} out of the mesh, or forecast one size at a time",
-            )
+    _refuse(plan)
     costs = costs or costs_of(plan)
     timeless = Costs(costs.hardware.model_copy(update={"operators": {}}), costs.fused)
     return _Forecaster(model, plan, SizedInputs(inputs), timeless).run()
+
+
+_NO_FORMULAS: tuple[tuple[str, str, Callable[[Plan], bool], str], ...] = (
+    (
+        "memory_budget",
+        "a plan with a memory budget",
+        lambda plan: plan.memory_budget is not None,
+        "what is kept under a budget is decided anew for every size",
+    ),
+    (
+        "offload",
+        "a plan that offloads",
+        lambda plan: bool(plan.offload.tiers()),
+        "formulas know of memory on the device alone",
+    ),
+    (
+        f"mesh.{STAGE_DIM}",
+        "a plan with a pipeline",
+        lambda plan: plan.mesh.get(STAGE_DIM, 1) != 1,
+        "where the model is cut is decided anew for every size",
+    ),
+    (
+        "wire.secondary",
+        "a plan with a second copy of the weights in a node",
+        lambda plan: plan.wire.secondary is not None,
+        "formulas are found at numbers of ranks that are no nodes of so many",
+    ),
+    *(
+        (
+            f"mesh.{dim}",
+            "a plan whose ranks compute parts of a layer",
+            lambda plan, dim=dim: plan.mesh.get(dim, 1) != 1,
+            "which values lie in parts is decided anew for every size",
+        )
+        for dim in TEAM_DIMS
+    ),
+)
+"""(field, what a plan is with it, when, why it has no formulas)"""
+
+
+def _refuse(plan: Plan) -> None:
+    """Raise `PlanError` for a plan that has no forecast by formulas."""
+    for where, what, when, why in _NO_FORMULAS:
+        if when(plan):
+            hint = "leave it out, or forecast one size at a time"
+            raise PlanError(f"{what} has no forecast by formulas", where=where, why=why, hint=hint)
 
 
 @dataclass(frozen=True)
