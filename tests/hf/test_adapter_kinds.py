@@ -130,3 +130,14 @@ def test_an_adapter_is_disabled_switched_and_merged_after_training(tmp_path: Pat
             assert not torch.allclose(trained, base(input_ids=ids).logits)
             model.merge_adapter()
             torch.testing.assert_close(model(input_ids=ids).logits, trained, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_adapter_that_the_optimizer_has_not_is_refused_in_training(tmp_path: Path):
+    with as_launched():
+        trainer = trainer_of("llama", str(tmp_path), adapter="lora", lengths=ONE)
+        trainer.model.add_adapter("other", copy.deepcopy(trainer.model.peft_config["default"]))
+        zgraph.hf.attach(trainer, zgraph.Plan(backend="eager"))
+        trainer.model.set_adapter("other")
+        with pytest.raises(ModelError, match=r"lora_A\.other\.weight is trained now, and was frozen"):
+            trainer.train()

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from zgraph.deepspeed.parameter_groups import names_of, record_of
-from zgraph.errors import PlanError
+from zgraph.errors import ModelError, PlanError
 from zgraph.plan.optimizers import Optimizer
 
 
-def optimizer_of(trainer: Any) -> tuple[Optimizer, bool]:
-    """(the record of `trainer.optimizer`, or of what `create_optimizer` makes, with its groups; whether it decides itself that a step with fp16's
-    overflow is skipped, as torch's fused ones do). The trainer is left as it was.
+class Made(NamedTuple):
+    """The optimizer that a Trainer has or would make."""
+
+    record: Optimizer
+    decides: bool
+    """Whether it decides itself that a step with fp16's overflow is skipped, as torch's fused ones do."""
+    without: list[str]
+    """The parameters that it has not."""
+
+
+def optimizer_of(trainer: Any) -> Made:
+    """`trainer.optimizer`, or what `create_optimizer` makes, as a plan's, with its groups. The trainer is left as it was.
 
     Raises `PlanError` for a class that a plan has not, `ModelError` for parameters that are not the model's, `StepError` for an optimizer that has
     made steps."""
@@ -22,7 +31,8 @@ def optimizer_of(trainer: Any) -> tuple[Optimizer, bool]:
         made = trainer.optimizer
     finally:
         trainer.optimizer = given
-    record = record_of(made, names_of(trainer.model, made.param_groups))
+    names = names_of(trainer.model, made.param_groups)
+    record = record_of(made, names)
     if record is None:
         raise PlanError(
             f"a plan has no {type(made).__name__}",
@@ -30,4 +40,20 @@ def optimizer_of(trainer: Any) -> tuple[Optimizer, bool]:
             why="its update would have to be compiled, and its states divided over the ranks",
             hint='optim="adamw_torch", "sgd" or "adagrad"; or train without attach',
         )
-    return record, bool(getattr(made, "_step_supports_amp_scaling", False))
+    held = {id(p) for group in made.param_groups for p in group["params"]}
+    without = [n for n, p in trainer.model.named_parameters() if id(p) not in held]
+    return Made(record, bool(getattr(made, "_step_supports_amp_scaling", False)), without)
+
+
+def refuse_unfrozen(model: Any, without: list[str]) -> None:
+    """Raise `ModelError` if a parameter that the Trainer's optimizer has not is trained by now."""
+    if not without:
+        return
+    params = dict(model.named_parameters())
+    freed = [n for n in without if n in params and params[n].requires_grad]
+    if freed:
+        raise ModelError(
+            f"{freed[0]} is trained now, and was frozen when the Trainer made its optimizer",
+            why="a Trainer's optimizer has the parameters that were trained when it was made, and leaves others as they are",
+            hint="let it require gradients when attach is called (freeze it after that); or give the Trainer an optimizer with it",
+        )

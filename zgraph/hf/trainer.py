@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zgraph.api.adapters import FILE, is_adapted, load_adapter
+from zgraph.hf.optimizers import refuse_unfrozen
 
 FOLDER = "zgraph"
 """In a checkpoint of the Trainer's: all that a run needs to go on from."""
@@ -29,10 +30,11 @@ class Attached:
     optimizer: Any
 
     autocast_dtype: torch.dtype | None
+    not_optimized: list[str]
 
-    def after_attach(self, autocast_dtype: torch.dtype | None) -> None:
+    def after_attach(self, autocast_dtype: torch.dtype | None, not_optimized: list[str]) -> None:
         """Let the Trainer neither wrap the model nor let rank 0 alone save it: transformers' own switch for models that are divided already."""
-        self.autocast_dtype = autocast_dtype
+        self.autocast_dtype, self.not_optimized = autocast_dtype, not_optimized
         self.is_distributed_loading_by_transformers = True
         self.model._is_accelerate_prepared = True  # (what accelerate would do besides, autocast, is done below)
         self.create_optimizer()
@@ -41,6 +43,11 @@ class Attached:
         """The plan's, which is that which the Trainer made before."""
         self.optimizer = self.model.zgraph.optimizer
         return self.optimizer
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own."""
+        refuse_unfrozen(model, self.not_optimized)
+        return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """Autocast for `bf16=True` and `fp16=True`, which accelerate applies to models that it prepares; a plan's precision stands in its place."""
