@@ -478,6 +478,14 @@ def test_what_is_the_models_is_the_engines():
             "fp16 with RAdam",
         ),
         ({"config": {**CONFIG, "zgraph": {"backends": "eager"}}}, PlanError, "backends"),
+        (
+            {
+                "config": {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+                "optimizer": lambda p: torch.optim.RAdam(p),
+            },
+            PlanError,
+            "offload_optimizer with RAdam",
+        ),
         ({"config": {**CONFIG, "zero_optimization": {"stage": 2, "overlap_comm": 2}}}, PlanError, "true or false"),
     ],
 )

@@ -168,6 +168,7 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
         fields["optimizer"] = of_model_parameters(plan.optimizer, given.groups, given.names)
     if fields.get("optimizer", plan.optimizer) is None:
         _refuse_in_stages(given.optimizer, model)
+        _refuse_offloaded(given.optimizer, plan)
         fields |= {"optimizer": None, "lr_schedule": None, "grad_clip": None, "on_nonfinite": "ignore"}
         fields["precision"] = _for_own_optimizer(plan, given)
     else:
@@ -286,6 +287,16 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
         training.skips = bool(value_of(config, "bf16.enabled") and value_of(config, "bf16.check_grad_overflow", True))
     training.scheduler = _scheduler(given.scheduler, record, training.optimizer)
     return training
+
+
+def _refuse_offloaded(optimizer: Any, plan: Plan) -> None:
+    if optimizer is not None and plan.offload.optimizer not in ("auto", "none"):
+        raise PlanError(
+            f"offload_optimizer with {type(optimizer).__name__} of the script's own",
+            where="zero_optimization.offload_optimizer.device",
+            why="it steps by itself, and keeps its states where its parameters are",
+            hint="Adam, AdamW, SGD, Adagrad, Lion or LAMB, which a plan has; or leave offload_optimizer out",
+        )
 
 
 def _refuse_in_stages(optimizer: Any, model: nn.Module) -> None:
