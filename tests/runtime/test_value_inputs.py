@@ -255,3 +255,37 @@ def test_ranks_may_have_other_values_in_one_step(two, zero, declared):
     for worst, programs in two.run(on_ranks, zero, declared, "eager"):
         assert worst < 2e-6
         assert len(programs) == 5
+
+
+class GivesEach(nn.Module):
+    """Gives a tensor for each part of its rows, before the loss: where that stands among its outputs depends on how many parts there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x, parts):
+        found = [self.mix(part).mean(0) for part in x.split(parts.tolist())]
+        return {"parts": found, "loss": self.out(torch.stack(found)).square().mean()}
+
+
+def outputs_for_each_value() -> float:
+    torch.manual_seed(0)
+    plain = GivesEach()
+    model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=3, backend="eager"), dynamic={"parts": "value"})
+    worst = 0.0
+    for turn in ([[2, 3], [4, 2, 3]], [[4, 2, 3], [2, 3]], [[2, 3], [2, 3]]):
+        mine = turn[dist.get_rank()]
+        model(torch.ones(sum(mine), 6), torch.tensor(mine))["loss"].backward()
+        for parts in turn:
+            (plain(torch.ones(sum(parts), 6), torch.tensor(parts))["loss"] / 2).backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            worst = max(worst, float((a.grad.full_tensor() - b.grad).norm() / b.grad.norm()))
+        model.zero_grad()
+        plain.zero_grad()
+    return worst
+
+
+@pytest.mark.gloo
+def test_ranks_may_have_other_numbers_of_outputs_in_one_step(two):
+    assert max(two.run(outputs_for_each_value)) < 2e-6

@@ -21,15 +21,16 @@ def put_beside(entries: Sequence[Entry]) -> None:
     group = tuple(dict.fromkeys(one for entry in (leader, *entries) for one in entry.beside))
     if all(len(one.beside) == len(group) for one in group):
         return
-    for pattern in dict.fromkeys(step.pattern for entry in group for step in entry.programs()):
-        first, *others = (entry.program(pattern) for entry in group)
+    outputs = dict.fromkeys(entry.in_other(leader, step.pattern) for entry in group for step in entry.programs())
+    for pattern in outputs:
+        first, *others = (entry.program(leader.in_other(entry, pattern)) for entry in group)
         for entry, step in zip(group[1:], others, strict=True):
             if any(difference(first, step, variant) for variant in _variants((first, step))):
-                step = entry.follow(first)
+                step = entry.follow(step, first)
             for variant in _variants((first, step)):
                 refuse_unlike((first, step), variant)
     for entry in group:
-        entry.pattern = group[0].pattern
+        entry.pattern = leader.in_other(entry, leader.pattern)
         _link(entry, group)
 
 
@@ -58,4 +59,4 @@ def leave(gone: Entry) -> None:
 def _link(entry: Entry, group: tuple[Entry, ...]) -> None:
     entry.beside = group
     for step in entry.programs():
-        together([step if one is entry else one.program(step.pattern) for one in group])
+        together([step if one is entry else one.program(entry.in_other(one, step.pattern)) for one in group])

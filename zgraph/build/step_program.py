@@ -459,12 +459,19 @@ class Entry(Serves):
 
     def _program(self, chosen: frozenset[int]) -> StepProgram:
         if chosen not in self._programs:
-            together([entry._made(chosen) for entry in self.beside])
+            together([entry._made(self.in_other(entry, chosen)) for entry in self.beside])
         return self._programs[chosen]
 
-    def follow(self, other: StepProgram) -> StepProgram:
-        """Let the program with the same differentiated outputs as another entry's communicate in its order, and return it."""
-        made = self._programs[other.pattern] = self._programs[other.pattern].following(other)
+    def in_other(self, other: Entry, outputs: frozenset[int]) -> frozenset[int]:
+        """Flat outputs as those that are the same of another entry: where a model gives a tensor for each image, its loss is at another place. (That
+        is known of the loss, and of all that can be differentiated.)"""
+        if outputs == self.trace.pattern:
+            return other.trace.pattern
+        return other.trace.differentiable if outputs == self.trace.differentiable else outputs
+
+    def follow(self, mine: StepProgram, other: StepProgram) -> StepProgram:
+        """Let one of its programs communicate in another entry's order, and return it as it is then."""
+        made = self._programs[mine.pattern] = mine.following(other)
         return made
 
     def _made(self, chosen: frozenset[int]) -> StepProgram:

@@ -138,7 +138,8 @@ class Step(torch.autograd.Function):
         tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
         tangents |= {i: cut.filled(tangents[i]) for i, cut in ctx.cuts.items() if i in tangents}
         refuse_partial(entry, ctx.seen, tangents.keys())
-        runtime.acts.backward(step.shared_name, sorted(tangents), accumulates=runtime.accumulating)
+        outputs = sorted(entry.in_other(entry.beside[0], frozenset(tangents)))
+        runtime.acts.backward(step.shared_name, outputs, accumulates=runtime.accumulating)
         if ctx.saved is None:
             raise RuntimeError(
                 "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"
@@ -206,7 +207,7 @@ def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, Saved, Seque
     runtime.prepare(step)
     if step.differentiated:
         for one in entry.beside:
-            one.pattern = pattern
+            one.pattern = entry.in_other(one, pattern)
     runtime.unsharded.drop()  # (nobody has asked since its forward whether these are those of the shards)
     flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
     lost = [i for i in entry.trace.others if i in step.reached and i not in ctx.loose and ctx.flat[i].requires_grad]
