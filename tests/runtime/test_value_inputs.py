@@ -236,7 +236,7 @@ def on_ranks(zero: int, declared: bool, backend: str) -> tuple[float, list[str]]
     dynamic = {"grid": "value"} if declared else None
     model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=zero, backend=backend), dynamic=dynamic)
     worst = 0.0
-    for first, second in ((0, 2), (1, 4), (3, 5), (6, 0)):
+    for first, second in ((0, 2), (1, 4), (3, 5), (5, 0)):
         model(**CALLS[(first, second)[dist.get_rank()]]).backward()
         for at in (first, second):
             (plain(**CALLS[at]) / 2).backward()
@@ -254,7 +254,7 @@ def on_ranks(zero: int, declared: bool, backend: str) -> tuple[float, list[str]]
 def test_ranks_may_have_other_values_in_one_step(two, zero, declared):
     for worst, programs in two.run(on_ranks, zero, declared, "eager"):
         assert worst < 2e-6
-        assert len(programs) == 5
+        assert len(programs) == 3  # (one for each value)
 
 
 class GivesEach(nn.Module):
