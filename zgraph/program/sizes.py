@@ -19,7 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zgraph.program.node import info, set_info
-from zgraph.torch_compat import symbols
+from zgraph.torch_compat import fake_tensors, symbols
 from zgraph.torch_compat.symbols import is_symbolic
 
 __all__ = [
@@ -348,8 +348,7 @@ def guards_of(env: Any) -> list[SizeGuard]:
 def _convert(val: Any, mode: Any, number: Callable[[Any], Any]) -> Any:
     if isinstance(val, torch.Tensor):
         shape, stride = [number(s) for s in val.shape], [number(s) for s in val.stride()]
-        with mode:
-            made = torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
+        made = fake_tensors.empty(mode, shape, stride, val.dtype, val.device)
         return made.requires_grad_() if val.requires_grad else made
     if isinstance(val, (tuple, list)):
         return type(val)(_convert(v, mode, number) for v in val)

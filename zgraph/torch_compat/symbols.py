@@ -121,11 +121,17 @@ def most(size: Any) -> int:
     env, found = size.node.shape_env, size.node.expr
     if found.is_number:
         return int(found)
-    ranges = {}
+    ranges = []
     for symbol in found.free_symbols:
         low, high = bounds(env, symbol)
-        ranges[symbol] = ValueRanges(low, max(low, point(env, symbol)) if high is None else high)
-    return int(bound_sympy(found, ranges).upper)
+        ranges.append((symbol, low, max(low, point(env, symbol)) if high is None else high))
+    return _upper(found, frozenset(ranges))
+
+
+@functools.lru_cache(4096)
+def _upper(expr: Any, ranges: frozenset[tuple[Any, int, int]]) -> int:
+    """The upper bound of an expression whose symbols have these ranges (symbol, least, most)."""
+    return int(bound_sympy(expr, {symbol: ValueRanges(low, high) for symbol, low, high in ranges}).upper)
 
 
 FIRST_STAND_IN = 2**40  # (no size is as large)
