@@ -282,7 +282,7 @@ class _Scheduler:
     def _gather_is_next(self, i: int) -> bool:
         """Is the next gather urgent, is there room for it, and is it due before a reduction would be done with the link?"""
         gather = self.upcoming[0] if self.upcoming else None
-        if gather is None or i < gather.earliest or not self._urgent(gather, i) or not self._fits(gather, i):
+        if gather is None or not self._urgent(gather, i) or not self._fits(gather, i):
             return False
         if not self.ready:
             return True
@@ -298,6 +298,9 @@ class _Scheduler:
         return latest <= max(self.timeline.now(LINK) - self.timeline.now(), 0.0) + self.step.cost[i]
 
     def _fits(self, gather: Bucket, i: int) -> bool:
+        """Is there what it starts from, and room for it until it is used?"""
+        if i < gather.earliest:
+            return False
         refusal = self.memory.refusal(gather, i)
         if refusal is not None and gather.blocked is None:
             why, remedy = refusal

@@ -5,8 +5,8 @@ Collective Communication for Giant Model Training").
     backward:  that part -> all_gather over the ranks of the node -> the whole parameter
 
 *Contract.* On entry the backward gathers weights from the shards of all ranks. On exit it gathers those that the forward gathers as well from
-parts that the ranks of a block of `ranks` have kept of them; these take a block's share of the weights from the forward to the backward. What
-is gathered are the same values. Gathers start from nothing that waits, so a part is there before the backward.
+parts that the ranks of a block of `ranks` have kept of them: each rank keeps 1 / `ranks` of these weights from the forward to the backward.
+The values that are gathered are the same.
 """
 
 from __future__ import annotations

@@ -12,11 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import zgraph
+from zgraph.build.pass_pipeline import build
 from zgraph.errors import MeshError, PlanError, VerifyError
 from zgraph.forecast.symbolic import symbolic_forecast
-from zgraph.passes import verify_program
+from zgraph.passes import PassManager, verify_program
 from zgraph.passes.analysis.costs import CPU, Costs, Link
 from zgraph.passes.analysis.simulator import simulate
+from zgraph.passes.overlap.follow import order_of
 from zgraph.program import collectives
 from zgraph.program.groups import block_of, dim_of, lines_of, ranks_in
 from zgraph.program.node import Phase, info, set_info
@@ -122,6 +124,15 @@ def test_a_link_of_the_nodes_own_is_what_the_backward_takes():
     slow = CPU.model_copy(update={"links": {"*": Link(bandwidth=1e6, latency=0.0)}})
     own = slow.model_copy(update={"links": {**slow.links, "dp/2": fast}})
     assert simulate(program, Costs(own)).seconds < simulate(program, Costs(slow)).seconds
+
+
+@pytest.mark.parametrize("bandwidth", [1e3, 1e8])
+def test_in_another_programs_order_nothing_starts_before_its_part_is_there(bandwidth):
+    made = zgraph.programs(Net(), plan(bucket={"gather": 0, "reduce": 0}), (INPUTS[Net](),), 4)
+    costs = Costs(CPU.model_copy(update={"links": {"*": Link(bandwidth=bandwidth, latency=0.0)}}))
+    passes = build(plan(bucket={"gather": 0, "reduce": 0}), costs=costs, order=order_of(made.program))
+    found = PassManager(passes).run(made.records[0].program.snapshot()).program
+    assert order_of(found) == order_of(made.program)
 
 
 @pytest.mark.parametrize("group", ["dp", "dp/4"])
