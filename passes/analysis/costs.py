@@ -81,12 +81,15 @@ class Hardware(Record, frozen=True):
         """Was it made by `zgraph.calibrate`?"""
         return bool(self.operators)
 
+    def link_name(self, group: str) -> str:
+        """Which of `links` a group takes: its own, as blocks ("dp/8") may have one, or its mesh dimension's, or that of all others ("*")."""
+        return next((name for name in (group, dim_of(group)) if name in self.links), "*")
+
     def link(self, group: str) -> Link:
-        """The link of a mesh dimension, of a part of one, or of blocks of one ("dp/8"), which may have a link of their own. Raises `PlanError` if
-        there is none."""
-        dim = dim_of(group)
-        found = self.links.get(group) or self.links.get(dim) or self.links.get("*")
+        """The link that a group takes. Raises `PlanError` if there is none."""
+        found = self.links.get(self.link_name(group))
         if found is None:
+            dim = dim_of(group)
             raise PlanError(
                 f"hardware {self.name!r} has no link for mesh dimension {dim!r}",
                 where=f"links.{dim}",

@@ -18,7 +18,7 @@ from zgraph.passes.analysis.costs import Costs, on_host, size_of, tier_of
 from zgraph.passes.analysis.memory import memory_of
 from zgraph.passes.analysis.timeline import COMPUTE, HOST, LINK, Span, Timeline
 from zgraph.program import collectives, transfers_to_host
-from zgraph.program.groups import dim_of, ranks_in
+from zgraph.program.groups import ranks_in
 from zgraph.program.node import Role, info
 from zgraph.program.program import Program
 
@@ -182,11 +182,11 @@ class _Replay:
     def _collective(self, node: fx.Node) -> None:
         starts = bucket_of(node)
         group = str(info(node).mesh_dim)
-        lane = next((g for g in (group, dim_of(group)) if g in self.costs.hardware.links), "*")
         seconds = self.costs.transfer(starts, ranks_in(group, self.program.mesh))
         clock = self.timeline.run(COMPUTE, self.costs.work(starts), node=node.name)
         earliest = clock - self.lead if info(node).ahead else clock
-        self.done.update(dict.fromkeys(starts, self.timeline.run(LINK, seconds, earliest, node.name, f"link:{lane}")))
+        lane = f"link:{self.costs.hardware.link_name(group)}"
+        self.done.update(dict.fromkeys(starts, self.timeline.run(LINK, seconds, earliest, node.name, lane)))
 
     def _move(self, node: fx.Node) -> None:
         lane, moved = lane_of(node), transfers_to_host.moved_value(node)
