@@ -78,6 +78,25 @@ def test_nothing_is_written_by_others_or_where_it_is_switched_off(soon, monkeypa
     assert shown(io.StringIO(), monkeypatch, **how) == ""
 
 
+class Bare:
+    """No more than `print` needs."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None: ...
+
+    def getvalue(self) -> str:
+        return self.text
+
+
+def test_a_stream_that_does_not_say_whether_it_is_a_terminal_gets_lines(soon, monkeypatch):
+    assert "zgraph: compiling Net: the joint graph" in shown(Bare(), monkeypatch)
+
+
 def test_a_stream_that_is_closed_meanwhile_harms_nobody(soon, monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)

@@ -112,7 +112,7 @@ def shown(name: str, *, here: bool, inductor: bool, searched: bool) -> Iterator[
 
 def _write(compiling: Compiling, ended: threading.Event, stream: TextIO) -> None:
     with contextlib.suppress(OSError, ValueError):  # (a stream that was closed meanwhile)
-        if stream.isatty():
+        if getattr(stream, "isatty", bool)():  # (not every object in the place of stderr has it)
             if not ended.wait(BRIEF):
                 _bar(compiling, ended, stream)
             return
