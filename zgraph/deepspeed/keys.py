@@ -358,6 +358,8 @@ KEYS: dict[str, Key] = {
     "compression_training": _refused("table", _GONE, _LEAVE),
 }
 
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
 # Keys by their other names: older ones, and those of DeepSpeed's fields, which it takes as well.
 ALIASES = {
     "bfloat16": "bf16",

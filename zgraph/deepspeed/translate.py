@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from zgraph.deepspeed.config import SIZES, UPDATED, elastic
 from zgraph.deepspeed.draft import Draft
-from zgraph.deepspeed.keys import KEYS
+from zgraph.deepspeed.keys import KEYS, LOG_LEVELS
 from zgraph.deepspeed.optimizers import optimizer, scheduler
 from zgraph.deepspeed.read import Config, check, fill, read
 from zgraph.deepspeed.report import Report
@@ -575,7 +575,7 @@ def _rest(draft: Draft) -> None:
     for field, value in (draft.get("zgraph") or {}).items():
         draft.apply(f"zgraph.{field}", field, value)
     level = draft.get("log_level")
-    if level is not None and level.lower() not in ("debug", "info", "warning", "error", "critical"):
+    if level is not None and level.lower() not in LOG_LEVELS:
         draft.refuse("log_level", f"{level!r} is no level", '"debug", "info", "warning", "error" or "critical"')
     pipelined = draft.fields.get("mesh", {}).get("pp", 1) > 1
     partition = draft.get("pipeline.partition")

@@ -61,7 +61,7 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
 
     The formulas hold where the program has the operators that it has at the sizes sampled: a model may branch on sizes, and
     torch's min-cut may save other values at sizes that are far away. Raises `SymbolicError` where operators or costs
-    differ already between the samples, `PlanError` for what `_NO_FORMULAS` has (a memory budget, a pipeline …), and what
+    differ already between the samples, `PlanError` for a plan that has none (with a memory budget, offloading or a pipeline, say), and what
     `zgraph.build.planned_step.programs` does. Of an elastic plan its batch is left out: the formulas are of any world and batch.
     """
     plan = plan.model_copy(update={"elastic": None})

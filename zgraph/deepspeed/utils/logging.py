@@ -7,10 +7,11 @@ import os
 from collections.abc import Collection
 
 from zgraph.deepspeed import comm
+from zgraph.deepspeed.keys import LOG_LEVELS
 
 logger = logging.getLogger("zgraph.deepspeed")
 
-LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+LEVELS = {name: getattr(logging, name.upper()) for name in LOG_LEVELS}
 if (_asked := os.environ.get("DEEPSPEED_LOG_LEVEL", "").lower()) in LEVELS:
     logger.setLevel(LEVELS[_asked])
 
