@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from zgraph.codegen.eager import Code
 from zgraph.codegen.executable import Executable, lowered
-from zgraph.codegen.stepwise import run_stepwise
+from zgraph.codegen.node_by_node import run_stepwise
 from zgraph.errors import LayoutError, PlanError, WrongValueError
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import mutates

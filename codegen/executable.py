@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.codegen.bindings import Bindings
 from zgraph.codegen.lower_collectives import fit
+from zgraph.codegen.port_bindings import Bindings
 from zgraph.errors import AssertionError
 from zgraph.program import collectives, ops, transfers_to_host
 from zgraph.program.aliases import mutates, root_of
-from zgraph.program.kept import LateProgram
 from zgraph.program.layout import Strides, laid_out, promised, promised_at
+from zgraph.program.lazy_program import LateProgram
 from zgraph.program.node import info, place_of
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.ranks import progress
-from zgraph.ranks.stacks import Line
+from zgraph.ranks.thread_stacks import Line
 from zgraph.torch_compat import autograd_state
 
 # The user's tensors, what autograd gives, and what was sent: their strides are not a program's.

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from zgraph.codegen.code_cache import Code, KeptCode
 from zgraph.codegen.cpu_gemm import library
 from zgraph.codegen.executable import Executable, Kernel, lowered
-from zgraph.codegen.joined import GeneratedCode, UnknownFormError, join
-from zgraph.codegen.kept_code import Code, KeptCode
+from zgraph.codegen.join_sections import GeneratedCode, UnknownFormError, join
 from zgraph.codegen.sections import Section, sections
 from zgraph.errors import LayoutError, LoweringError
 from zgraph.program import collectives, transfers_to_host
@@ -28,7 +28,7 @@ from zgraph.program.layout import laid_out
 from zgraph.program.node import has_info, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.sizes import guards_of, remade
-from zgraph.torch_compat import inductor_code, lock, symbols
+from zgraph.torch_compat import compile_lock, inductor_code, symbols
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class SizedFunction:
                 return function(values)
         sizes = dict(zip(self.names, point, strict=True))
         logger.info("%s: compiled once more, for sizes like %s", self.program.name, sizes)
-        with lock.ONE_AT_A_TIME:
+        with compile_lock.ONE_AT_A_TIME:
             found = _compiled(self.program, self.how, sizes)
         self.made.append((found.fits, found.executable.function))
         return found.executable.function(values)

@@ -129,7 +129,7 @@ _LAZY = {
     "Elastic": "zgraph.plan.elasticity",
     "GradClip": "zgraph.plan.clipping_and_ema",
     "LossScale": "zgraph.plan.loss_scaling",
-    "PerRank": "zgraph.checkpoint.values",
+    "PerRank": "zgraph.checkpoint.user_values",
     "Plan": "zgraph.plan.plan",
     "Precision": "zgraph.plan.precision",
     "Size": "zgraph.plan.shapes",

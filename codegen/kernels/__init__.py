@@ -11,7 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from zgraph.program import block_format
+from zgraph.program import block_quantization
 
 MOST_BLOCK = 16384  # elements that a kernel holds at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,31 +25,31 @@ def _has_triton() -> bool:
 def served(format: str, block: int, dtype: torch.dtype) -> bool:
     """Whether the kernels serve a format: one with scales, in blocks that a kernel holds, which share no byte."""
     apart = format != "int4" or block % 2 == 0
-    return format in block_format.LARGEST and block <= MOST_BLOCK and apart and dtype in DTYPES
+    return format in block_quantization.LARGEST and block <= MOST_BLOCK and apart and dtype in DTYPES
 
 
 def _to_blocks(x: Tensor, format: str, block: int, parts: int) -> Tensor:
     if not _has_triton() or not served(format, block, x.dtype):
-        return block_format.to_blocks(x, format, block, parts)
-    from zgraph.codegen.kernels import blocks
+        return block_quantization.to_blocks(x, format, block, parts)
+    from zgraph.codegen.kernels import quantized_blocks
 
-    return blocks.quantize(x, format, block, parts)
+    return quantized_blocks.quantize(x, format, block, parts)
 
 
 def _from_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
     if not _has_triton() or not served(format, block, dtype):
-        return block_format.from_blocks(sent, format, block, parts, shape, dtype)
-    from zgraph.codegen.kernels import blocks
+        return block_quantization.from_blocks(sent, format, block, parts, shape, dtype)
+    from zgraph.codegen.kernels import quantized_blocks
 
-    return blocks.dequantize(sent, format, block, parts, shape, dtype)
+    return quantized_blocks.dequantize(sent, format, block, parts, shape, dtype)
 
 
 def _mean_of_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
     if not _has_triton() or not served(format, block, dtype):
-        return block_format.mean_of_blocks(sent, format, block, parts, shape, dtype)
-    from zgraph.codegen.kernels import blocks
+        return block_quantization.mean_of_blocks(sent, format, block, parts, shape, dtype)
+    from zgraph.codegen.kernels import quantized_blocks
 
-    return blocks.mean(sent, format, block, parts, shape, dtype)
+    return quantized_blocks.mean(sent, format, block, parts, shape, dtype)
 
 
 library = torch.library.Library("zgraph", "IMPL")

@@ -113,7 +113,7 @@ def _model() -> Any:
 def forecast_of(name: str) -> tuple[str, str] | None:
     """(what `zgraph forecast` prints of the plan, the step's time and peak for the index); None where there is no plan."""
     from zgraph.forecast.stages import forecast_pipeline
-    from zgraph.inspection.assemble import of_model
+    from zgraph.inspection.make_inspection import of_model
     from zgraph.inspection.memory import peak_of
 
     plan = report_of(name).plan

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from zgraph.passes.analysis.losses import normalised
+from zgraph.passes.analysis.classification_losses import normalised
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.sharding_rules import argument
 from zgraph.program.aliases import is_cast

@@ -2,7 +2,7 @@
 
     shard -> to_blocks -> all_gather of bytes -> wait -> from_blocks -> the whole parameter
 
-*Contract.* On entry parameters are gathered as they are. On exit those that `wire` says are sent in a format of `zgraph.program.block_format`.
+*Contract.* On entry parameters are gathered as they are. On exit those that `wire` says are sent in a format of `zgraph.program.block_quantization`.
 All ranks compute with the same weights: a rank takes its own rows as they were sent, too. What has no more bits than the format stays as it
 is, and what `exact` names.
 """
@@ -10,7 +10,7 @@ is, and what `exact` names.
 from __future__ import annotations
 
 from zgraph.passes.analysis.parameter_collectives import gathers_of
-from zgraph.passes.compression.transfer_in_blocks import CompressOptions, TransferInBlocks
+from zgraph.passes.compression.quantized_transfer import CompressOptions, TransferInBlocks
 from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives
 from zgraph.program.program import Fact, Program

@@ -4,7 +4,7 @@
     and, where all ranks need the whole, -> to_blocks -> all_gather of bytes -> wait -> from_blocks
 
 *Contract.* On entry gradients are averaged as they are. On exit those that `wire` says are sent in a format of
-`zgraph.program.block_format`. A gradient is rounded where it is sent, and added up in float32 (so in ZeRO++, Wang et al. 2023, whose
+`zgraph.program.block_quantization`. A gradient is rounded where it is sent, and added up in float32 (so in ZeRO++, Wang et al. 2023, whose
 all-to-all this is); where it was reduced by an all-reduce the mean is rounded once more. Of a mesh with `replicate` and `dp` gradients are
 scattered within a group and reduced between groups, each in few bits, or between groups alone (`hierarchical`: an element is then rounded
 twice at most). With error feedback what sends a gradient has an input more, the residual, which it writes; what is drawn by chance has one
@@ -15,7 +15,7 @@ cost more latency than it saves.
 from __future__ import annotations
 
 from zgraph.passes.analysis.parameter_collectives import Transfer, reductions_of
-from zgraph.passes.compression.transfer_in_blocks import CompressOptions, TransferInBlocks
+from zgraph.passes.compression.quantized_transfer import CompressOptions, TransferInBlocks
 from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives
 from zgraph.program.program import Fact, Program

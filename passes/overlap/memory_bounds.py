@@ -8,7 +8,7 @@ from statistics import median_high
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.memory_slack import Room
 from zgraph.passes.analysis.parameter_collectives import largest_layer
-from zgraph.passes.overlap.step_to_schedule import Bucket, StepToSchedule
+from zgraph.passes.overlap.scheduling_problem import Bucket, StepToSchedule
 from zgraph.units import shown_bytes
 
 NO_BOUND = 2**60  # bytes

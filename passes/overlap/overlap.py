@@ -17,7 +17,7 @@ A gather is urgent if, should it start any later, it or a transfer after it woul
 takes no memory. Room is what the step has below its peak without any prefetch (`zgraph/passes/analysis/memory_slack.py`), and a little more.
 
 Costs are estimates, so this is done for links of several speeds, and the schedule that would lose least is taken
-(`zgraph/passes/overlap/forgiving.py`).
+(`zgraph/passes/overlap/robust_schedule.py`).
 
 The queue on the link is kept just long enough to bridge the operator that runs: what is urgent never stands behind a long
 queue, and all ranks decide from the same table of costs. List scheduling by deadlines is Graham's (1969, "Bounds on
@@ -40,10 +40,10 @@ from zgraph.passes.analysis.costs import CPU, Costs, size_of
 from zgraph.passes.analysis.parameter_collectives import largest_layer
 from zgraph.passes.analysis.timeline import COMPUTE, LINK, Timeline
 from zgraph.passes.contract import graph_pass
-from zgraph.passes.overlap.follow import Followed, Start, followed
-from zgraph.passes.overlap.forgiving import SPEEDS, Event, Played, least_regret
+from zgraph.passes.overlap.follow_order import Followed, Start, followed
 from zgraph.passes.overlap.memory_bounds import BoundedMemory, Bounds
-from zgraph.passes.overlap.step_to_schedule import Bucket, StepToSchedule
+from zgraph.passes.overlap.robust_schedule import SPEEDS, Event, Played, least_regret
+from zgraph.passes.overlap.scheduling_problem import Bucket, StepToSchedule
 from zgraph.program.node import Phase, Role, info, set_info
 from zgraph.program.program import Fact, InputRole, Level, Program
 from zgraph.program.remark import Remark
@@ -65,7 +65,7 @@ class OverlapOptions:
     size at least; no bound if there is `max_bytes`). With `ahead` false every transfer is waited for where it starts. The first
     gathers start before the forward if there is something `beside`: the "update" of the step before, or the wait for what a stage "receives".
     `costs` are what the simulated step is made of. With an `order` transfers start in it, as far as the program can (see
-    `zgraph.passes.overlap.follow`).
+    `zgraph.passes.overlap.follow_order`).
     """
 
     max_bytes: int | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from zgraph.passes.analysis.costs import CPU, Costs
 from zgraph.passes.contract import graph_pass
-from zgraph.passes.remat.replay import Replay, depth_of
+from zgraph.passes.remat.replay_schedule import Replay, depth_of
 from zgraph.passes.remat.segments import chain_of
 from zgraph.passes.remat.solver import Solver, every_segment_again
 from zgraph.program.node import Phase, info

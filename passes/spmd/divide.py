@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from zgraph.passes.analysis.axes import Axes
 from zgraph.passes.contract import graph_pass
-from zgraph.passes.spmd.build_divided import Builder
-from zgraph.passes.spmd.decide import Goal, decide
+from zgraph.passes.spmd.build_divided_graph import Builder
+from zgraph.passes.spmd.choose_placements import Goal, decide
 from zgraph.passes.spmd.placements import Placements
 from zgraph.program.program import Fact, Level, Program
 

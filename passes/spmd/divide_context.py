@@ -20,7 +20,7 @@ from torch import fx
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.axes import Axes, Axis
 from zgraph.passes.contract import graph_pass
-from zgraph.passes.spmd.decide import FindWay, Goal
+from zgraph.passes.spmd.choose_placements import FindWay, Goal
 from zgraph.passes.spmd.divide import divide_program
 from zgraph.passes.spmd.packed_ring import PACKED_RINGS, can_ring_packed, packed_ring_way
 from zgraph.passes.spmd.placements import Placements

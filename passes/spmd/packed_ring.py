@@ -14,7 +14,7 @@ from collections.abc import Collection
 from torch import fx
 
 from zgraph.passes.analysis.axes import Axes, Axis
-from zgraph.passes.spmd.decide import Way
+from zgraph.passes.spmd.choose_placements import Way
 from zgraph.passes.spmd.placements import Placement, Placements, Shard
 from zgraph.passes.spmd.reshard import Resharder
 from zgraph.passes.spmd.ring import ROWS, Ring

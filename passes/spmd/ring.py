@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from zgraph.passes.analysis.axes import Axes, Axis
-from zgraph.passes.spmd.decide import Way
+from zgraph.passes.spmd.choose_placements import Way
 from zgraph.passes.spmd.placements import REPLICATE, Placement, Placements, Shard, bytes_of
 from zgraph.passes.spmd.reshard import Resharder
 from zgraph.passes.spmd.sharding_rules import argument, operands_of

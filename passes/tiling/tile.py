@@ -21,7 +21,7 @@ from torch import fx
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean, matches
 from zgraph.passes.analysis.axes import Axes, Axis
-from zgraph.passes.analysis.losses import LOOK_UPS, normalised
+from zgraph.passes.analysis.classification_losses import LOOK_UPS, normalised
 from zgraph.passes.analysis.slices import PRODUCTS, rows_of
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.sharding_rules import getitem_of, operands_of

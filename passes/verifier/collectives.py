@@ -9,7 +9,7 @@ from torch import fx
 from zgraph.errors import MeshError
 from zgraph.passes.verifier.faults import Faults, awaited_once, fault
 from zgraph.program import collectives, transfers_to_host
-from zgraph.program.block_format import MEAN_OF_BLOCKS
+from zgraph.program.block_quantization import MEAN_OF_BLOCKS
 from zgraph.program.groups import dim_of, ranks_in
 from zgraph.program.node import Phase, Role, has_info, info, value
 from zgraph.program.program import DATA_DIMS, Fact, InputRole, Level, OutputRole, Program

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 import zgraph
 from zgraph.errors import CaptureError
 from zgraph.parameters.optimizer_steps import _Hook, count_steps_on, steps_on, watch_optimizers
-from zgraph.torch_compat.lock import ONE_AT_A_TIME
+from zgraph.torch_compat.compile_lock import ONE_AT_A_TIME
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from sweeps import sweep
 import zgraph
 from zgraph.cache import conditions
 from zgraph.cache.store import Store
-from zgraph.torch_compat import inductor_code, settings
+from zgraph.torch_compat import inductor_code, torch_settings
 
 MODEL = """
 import torch
@@ -172,4 +172,4 @@ def test_every_variable_that_inductor_reads_is_known():
 def test_zgraphs_own_lowering_is_no_stranger():
     """(That of gathers over gloo, which Inductor knows once something was compiled.)"""
     inductor_code.lower_gathers()
-    settings.refuse_own_tables()
+    torch_settings.refuse_own_tables()

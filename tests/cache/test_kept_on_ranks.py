@@ -15,7 +15,7 @@ import zgraph
 from zgraph.cache.store import Store
 from zgraph.capture.capture import Trace
 from zgraph.errors import RankMismatchError
-from zgraph.runtime.made_once import makers_of
+from zgraph.runtime.compile_once import makers_of
 
 
 def test_who_makes_a_program():

@@ -14,7 +14,7 @@ import zgraph
 from zgraph.build import step_program
 from zgraph.capture.capture import Trace
 from zgraph.program.digest import digest, node_digests
-from zgraph.program.kept import LateProgram
+from zgraph.program.lazy_program import LateProgram
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 import zgraph
 from zgraph.checkpoint import folder, manifest, tensorfile
 from zgraph.checkpoint.native import Checkpoint
-from zgraph.checkpoint.values import PerRank
+from zgraph.checkpoint.user_values import PerRank
 from zgraph.errors import CheckpointError, StepError
 
 

@@ -36,10 +36,10 @@ from zgraph.checkpoint import manifest
 from zgraph.checkpoint.convert import convert
 from zgraph.checkpoint.detect_format import open_checkpoint
 from zgraph.checkpoint.formats.deepspeed import DeepSpeed
+from zgraph.checkpoint.formats.deepspeed_partitions import first_stages, third_stage
 from zgraph.checkpoint.formats.huggingface import Safetensors
 from zgraph.checkpoint.formats.plain_dcp import PlainDcp
 from zgraph.checkpoint.formats.torchfile import Inert, TorchFile, plain_group
-from zgraph.checkpoint.formats.zero import first_stages, third_stage
 from zgraph.checkpoint.native import Checkpoint
 from zgraph.errors import CheckpointError, UnsupportedError
 

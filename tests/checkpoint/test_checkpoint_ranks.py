@@ -27,7 +27,7 @@ import zgraph
 from zgraph.checkpoint import folder
 from zgraph.checkpoint.native import Checkpoint
 from zgraph.checkpoint.storage import Writer
-from zgraph.checkpoint.values import PerRank
+from zgraph.checkpoint.user_values import PerRank
 from zgraph.errors import CheckpointError
 from zgraph.update.resume import Known
 

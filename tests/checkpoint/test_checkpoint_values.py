@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 from hypothesis.extra import numpy as arrays
 
 from zgraph.checkpoint import state
-from zgraph.checkpoint.values import KIND, PerRank, decode, encode
+from zgraph.checkpoint.user_values import KIND, PerRank, decode, encode
 from zgraph.errors import CheckpointError
 
 PLAIN = (

@@ -7,7 +7,7 @@ from torch import nn
 
 import zgraph
 from zgraph.checkpoint.detect_format import open_checkpoint
-from zgraph.checkpoint.formats.tensor_parallel import INFO
+from zgraph.checkpoint.formats.deepspeed_tensor_parallel import INFO
 from zgraph.errors import CheckpointError, UnsupportedError
 
 WIDE = 8

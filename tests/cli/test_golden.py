@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import zgraph as zg
 from zgraph.cli.app import app
 from zgraph.cli.targets import load_target
-from zgraph.inspection.assemble import of_model
+from zgraph.inspection.make_inspection import of_model
 
 HERE = Path(__file__).parents[1]
 GOLDEN = HERE / "golden"
@@ -44,11 +44,11 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def in_tests_folder(monkeypatch):
     """Targets are named from here; each is captured once for all commands."""
-    from zgraph.inspection import assemble
+    from zgraph.inspection import make_inspection
 
     monkeypatch.chdir(HERE)
     monkeypatch.syspath_prepend(str(HERE / "support"))
-    monkeypatch.setattr(assemble, "of_model", inspected_once)
+    monkeypatch.setattr(make_inspection, "of_model", inspected_once)
 
 
 def inspected_once(model, plan, inputs, world, *, origin="", pass_filter=None, captured=None):

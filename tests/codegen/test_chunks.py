@@ -9,8 +9,8 @@ from torch import nn
 
 import zgraph
 from zgraph.build.planned_step import update_program
-from zgraph.codegen.chunks import compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
+from zgraph.codegen.update_chunks import compile_chunk, compile_chunks
 from zgraph.passes.update.group_updates import GROUP
 from zgraph.program.node import value
 from zgraph.program.program import InputRole

@@ -20,7 +20,7 @@ from zgraph.build.planned_step import programs
 from zgraph.codegen import inductor, sections
 from zgraph.codegen.executable import Executable, lowered
 from zgraph.codegen.inductor import launches
-from zgraph.codegen.joined import UnknownFormError
+from zgraph.codegen.join_sections import UnknownFormError
 from zgraph.codegen.partition import split
 from zgraph.codegen.sections import Section
 from zgraph.program import collectives, transfers_to_host

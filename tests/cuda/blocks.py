@@ -1,4 +1,4 @@
-"""`blocks.py COUNT SEED`: Triton's kernels for numbers in few bits, by the interpreter, beside the operators of torch that they stand for.
+"""`quantized_blocks.py COUNT SEED`: Triton's kernels for numbers in few bits, by the interpreter, beside the operators of torch that they stand for.
 
 COUNT random shapes, dtypes, blocks and formats, with infinities and NaN among the numbers. Prints one line of JSON: how many were compared,
 and the cases that differ in a bit (NaN is NaN).
@@ -17,8 +17,8 @@ import sys
 import interpret
 import torch
 
-from zgraph.codegen.kernels import DTYPES, blocks, served
-from zgraph.program import block_format
+from zgraph.codegen.kernels import DTYPES, quantized_blocks, served
+from zgraph.program import block_quantization
 
 interpret.round_to_nearest()
 
@@ -47,19 +47,19 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def compare(draw: random.Random) -> list[str]:
-    format, dtype = draw.choice(list(blocks.KINDS)), draw.choice(DTYPES)
+    format, dtype = draw.choice(list(quantized_blocks.KINDS)), draw.choice(DTYPES)
     block, parts, count = draw.choice([8, 10, 32, 100, 256]), draw.randint(1, 4), draw.randint(1, 700)
     count = min(count, 12 * block)
     assert served(format, block, dtype)
     told = (format, block, parts)
     x = values(draw, parts * count, dtype)
-    sent = block_format.to_blocks(x, *told)
+    sent = block_quantization.to_blocks(x, *told)
     pairs = {
-        "quantize": (blocks.quantize(x, *told), sent),
+        "quantize": (quantized_blocks.quantize(x, *told), sent),
         "dequantize": tuple(
-            f(sent, *told, [parts, count], dtype) for f in (blocks.dequantize, block_format.from_blocks)
+            f(sent, *told, [parts, count], dtype) for f in (quantized_blocks.dequantize, block_quantization.from_blocks)
         ),
-        "mean": tuple(f(sent, *told, [count], dtype) for f in (blocks.mean, block_format.mean_of_blocks)),
+        "mean": tuple(f(sent, *told, [count], dtype) for f in (quantized_blocks.mean, block_quantization.mean_of_blocks)),
     }
     return [f"{name} {told} {count} {dtype}" for name, (one, other) in pairs.items() if not same(one, other)]
 

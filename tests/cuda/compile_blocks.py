@@ -8,13 +8,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from zgraph.codegen.kernels import blocks
-from zgraph.program.block_format import LARGEST
+from zgraph.codegen.kernels import quantized_blocks
+from zgraph.program.block_quantization import LARGEST
 
 TYPES = {"count": "i64", "blocks": "i64", "size": "i64", "sent": "*u8"}
 made = []
-for kernel in (blocks.quantize_kernel, blocks.dequantize_kernel, blocks.mean_kernel):
-    for format, kind in blocks.KINDS.items():
+for kernel in (quantized_blocks.quantize_kernel, quantized_blocks.dequantize_kernel, quantized_blocks.mean_kernel):
+    for format, kind in quantized_blocks.KINDS.items():
         for dtype in ("fp32", "bf16", "fp16"):
             values = {"BLOCK": 256, "LEN": 256, "KIND": kind, "LARGEST": LARGEST[format], "PARTS": 8}
             constants = {(at,): values[n] for at, n in enumerate(kernel.arg_names) if n in values}

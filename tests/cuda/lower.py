@@ -22,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zgraph
 from zgraph.build.planned_step import programs, update_program
-from zgraph.codegen.chunks import compile_chunk, compile_chunks
 from zgraph.codegen.inductor import adopt_strides, compile_inductor, launches
 from zgraph.codegen.partition import split
+from zgraph.codegen.update_chunks import compile_chunk, compile_chunks
 from zgraph.passes.analysis.simulator import bucket_of
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import info

@@ -19,11 +19,11 @@ from zgraph.errors import PlanError
 from zgraph.forecast.stages import forecast_pipeline
 from zgraph.forecast.symbolic import symbolic_forecast
 from zgraph.inspection import bundle
-from zgraph.inspection.assemble import of_model
+from zgraph.inspection.compare_plans import evaluate
 from zgraph.inspection.explain import explain
+from zgraph.inspection.make_inspection import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.page.parameters import parameters_of
-from zgraph.inspection.plans import evaluate
 from zgraph.program import collectives
 from zgraph.program.node import info
 from zgraph.program.program import Division

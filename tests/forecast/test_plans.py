@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import zgraph
 from zgraph.cli.app import app
-from zgraph.inspection.assemble import of_model
+from zgraph.inspection.compare_plans import evaluate, limit_of, search
+from zgraph.inspection.make_inspection import of_model
 from zgraph.inspection.memory import peak_of
-from zgraph.inspection.plans import evaluate, limit_of, search
 
 PLAN = zgraph.Plan(mesh={"dp": -1}, backend="eager", optimizer=zgraph.AdamW(lr=1e-3), hardware="h100-80g")
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import zgraph
 from zgraph.cli.app import app
-from zgraph.inspection import plans
+from zgraph.inspection import compare_plans
 
 ARGS = ["plan", "cli_targets:factory", "--search", "--world", "4", "-o"]
 
@@ -33,7 +33,7 @@ def interruptible():
 
 def interrupted(monkeypatch, number, after):
     """Let this signal come during the evaluation after so many."""
-    made, count = plans.evaluate, []
+    made, count = compare_plans.evaluate, []
 
     def evaluate(*args, **kwargs):
         if len(count) == after:
@@ -41,7 +41,7 @@ def interrupted(monkeypatch, number, after):
         count.append(None)
         return made(*args, **kwargs)
 
-    monkeypatch.setattr(plans, "evaluate", evaluate)
+    monkeypatch.setattr(compare_plans, "evaluate", evaluate)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -20,7 +20,7 @@ from zgraph.build.update_program import resident_of
 from zgraph.cli.app import app
 from zgraph.errors import MeshError, PlanError, SymbolicError
 from zgraph.forecast.formulas import SymbolicForecast
-from zgraph.forecast.samples import Point, Polynomials, SizedInputs, batches, lengths
+from zgraph.forecast.several_sizes import Point, Polynomials, SizedInputs, batches, lengths
 from zgraph.forecast.symbolic import symbolic_forecast
 from zgraph.passes.analysis.costs import KNOWN, Costs, Hardware, Link
 from zgraph.passes.analysis.simulator import simulate

@@ -15,7 +15,7 @@ from trainers import ONE, as_launched, history, model_of, trainer_of
 import zgraph
 from zgraph.errors import ModelError, UnsupportedError
 from zgraph.hf.dora import capturable_dora
-from zgraph.hf.other_globals import restore
+from zgraph.hf.replaced_globals import restore
 
 peft = pytest.importorskip("peft")
 

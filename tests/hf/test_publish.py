@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph
-from zgraph.checkpoint import publish as publishing
+from zgraph.checkpoint import write_pretrained as publishing
 from zgraph.checkpoint.detect_format import open_checkpoint
 from zgraph.checkpoint.pretrained import View
-from zgraph.checkpoint.publish import export
 from zgraph.checkpoint.source import Block
+from zgraph.checkpoint.write_pretrained import export
 from zgraph.deepspeed.config import publishing as of_deepspeed
 from zgraph.errors import CheckpointError, PlanError, StepError, UnsupportedError
 

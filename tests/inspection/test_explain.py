@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import zgraph
 from zgraph.cli.app import app
 from zgraph.errors import TargetError
-from zgraph.inspection.assemble import of_model
 from zgraph.inspection.explain import explain
+from zgraph.inspection.make_inspection import of_model
 from zgraph.inspection.memory import peak_of
 
 PLAN = zgraph.Plan(mesh={"dp": -1}, backend="eager", optimizer=zgraph.AdamW(lr=1e-3), hardware="h100-80g")

@@ -26,13 +26,13 @@ from zgraph.build.planned_step import programs
 from zgraph.cli.app import app
 from zgraph.errors import BundleError, TargetError, ZgraphError
 from zgraph.inspection import bundle
-from zgraph.inspection.assemble import of_model
 from zgraph.inspection.compare_profile import beside
 from zgraph.inspection.diff import compare
 from zgraph.inspection.formats.dot import dot
 from zgraph.inspection.formats.explorer import explorer, overlays
 from zgraph.inspection.formats.python import python_source
 from zgraph.inspection.inspection import EVALUATION, STEP, UPDATE
+from zgraph.inspection.make_inspection import of_model
 from zgraph.inspection.memory import parse_bound, peak_of
 from zgraph.inspection.memory_viz import pickle_of, snapshot_of
 from zgraph.inspection.trace import first_reader, trace_of

@@ -24,13 +24,13 @@ from typer.testing import CliRunner
 from zgraph.build.pass_pipeline import PassFilter
 from zgraph.cli.app import app
 from zgraph.inspection import bundle
-from zgraph.inspection.assemble import of_model
+from zgraph.inspection.html_report import page_of
 from zgraph.inspection.inspection import Inspection
+from zgraph.inspection.make_inspection import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.inspection.page import SCRIPTS
 from zgraph.inspection.page.data import runs, unpack
 from zgraph.inspection.page.parameters import parameters_of
-from zgraph.inspection.report import page_of
 from zgraph.plan.plan import Plan
 from zgraph.program.printer import render
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from zgraph.cli.app import app
 from zgraph.errors import MeshError
-from zgraph.launch.bound import cores_of, share_of
+from zgraph.launch.bind_cores import cores_of, share_of
+from zgraph.launch.commands import Job, carried, torchrun
 from zgraph.launch.environment import of_files, passed_on, read
 from zgraph.launch.hosts import chosen, limited, read_hostfile
-from zgraph.launch.lines import Job, carried, torchrun
 
 HOSTS = {"worker-1": [0, 1], "worker-2": [0, 1, 2, 3], "worker-3": [0]}
 
@@ -156,7 +156,7 @@ def test_ranks_share_out_cores():
     with pytest.raises(MeshError, match="1 cores for 2 ranks"):
         share_of([0], 0, 2)
     line = torchrun(Job(["m.train", "--lr", "1"], {"a": [0, 1]}, "a", module=True, cores="0-3"), 0)
-    assert line[-7:] == ["--module", "zgraph.launch.bound", "--module", "0-3", "m.train", "--lr", "1"]
+    assert line[-7:] == ["--module", "zgraph.launch.bind_cores", "--module", "0-3", "m.train", "--lr", "1"]
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_other_launchers_and_elastic_jobs_are_shown(tmp_path, monkeypatch):
         assert text.startswith(begin) and all(name in text for name in names)
     elastic = shown("--elastic", "1:2", "--max_restarts", "3")
     assert elastic.count("--nnodes 1:2") == elastic.count("--max_restarts 3") == 3
-    assert shown("--bind_cores_to_rank", "--bind_core_list", "0-3").count("zgraph.launch.bound 0-3 script.py") == 3
+    assert shown("--bind_cores_to_rank", "--bind_core_list", "0-3").count("zgraph.launch.bind_cores 0-3 script.py") == 3
     assert shown("--enable_each_rank_log", "logs").count("--log_dir logs") == 3
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import zgraph
 from zgraph.build.pass_pipeline import costs_of
 from zgraph.build.planned_step import programs
-from zgraph.machine import kept, measured_costs
+from zgraph.machine import measured_costs, measurement_cache
 from zgraph.machine.device_benchmark import Rates, measure_device, slowest
 from zgraph.machine.measured_costs import FORMAT, VARIABLE, agreed_costs, alike
 from zgraph.passes.analysis.costs import CPU, Link
@@ -109,15 +109,15 @@ def folder(monkeypatch, tmp_path):
 
 
 def test_what_was_written_is_read_and_is_in_one_file(folder):
-    kept.write("device", KEY, RATES)
-    assert kept.read("device", KEY, Rates) == RATES
-    assert [f for f in folder.rglob("*") if f.is_file()] == [kept.entry("device", KEY)]
+    measurement_cache.write("device", KEY, RATES)
+    assert measurement_cache.read("device", KEY, Rates) == RATES
+    assert [f for f in folder.rglob("*") if f.is_file()] == [measurement_cache.entry("device", KEY)]
 
 
 def test_no_damage_gives_other_numbers(folder):
     """Bytes are changed, cut off, doubled, or come from elsewhere: it is as it was, or it is nothing."""
-    kept.write("device", KEY, RATES)
-    path, chance = kept.entry("device", KEY), random.Random(0)
+    measurement_cache.write("device", KEY, RATES)
+    path, chance = measurement_cache.entry("device", KEY), random.Random(0)
     whole = path.read_bytes()
     used = 0
     for number in range(200):
@@ -132,7 +132,7 @@ def test_no_damage_gives_other_numbers(folder):
         else:
             damaged[at : at + 8] = chance.randbytes(8)
         path.write_bytes(damaged)
-        found = kept.read("device", KEY, Rates)
+        found = measurement_cache.read("device", KEY, Rates)
         assert found in (None, RATES)
         used += found is not None
     assert used < 20  # (a space that was a line's end, and the like)
@@ -141,27 +141,27 @@ def test_no_damage_gives_other_numbers(folder):
 @pytest.mark.parametrize("content", ["", "[]", "null", "{}", '{"key": {}, "value": {}, "sum": ""}', "[" * 100_000])
 def test_a_file_that_is_something_else_is_measured_again(content, measures):
     first = alone()
-    (path,) = kept.entry("device", {}).parent.glob("device-*.json")
+    (path,) = measurement_cache.entry("device", {}).parent.glob("device-*.json")
     path.write_text(content)
     assert alone() == first and measures.count == 2
     assert alone() == first and measures.count == 2  # (it was written anew)
 
 
 def test_an_entry_of_another_key_is_foreign(folder):
-    kept.write("device", KEY, RATES)
+    measurement_cache.write("device", KEY, RATES)
     other = KEY | {"threads": "3"}
-    assert kept.read("device", other, Rates) is None
-    kept.entry("device", other).write_bytes(kept.entry("device", KEY).read_bytes())
-    assert kept.read("device", other, Rates) is None
+    assert measurement_cache.read("device", other, Rates) is None
+    measurement_cache.entry("device", other).write_bytes(measurement_cache.entry("device", KEY).read_bytes())
+    assert measurement_cache.read("device", other, Rates) is None
 
 
 @pytest.mark.parametrize("value", [{"memory": -1.0}, {"memory": "NaN"}, {"launch": 3.0}, {"flops": {"float32": 1e300}}])
 def test_what_can_not_be_true_is_not_believed_though_its_sum_is_right(value, folder):
     data = RATES.model_dump(mode="json") | value
-    kept.write("device", KEY, RATES)
-    whole = {"key": KEY, "value": data, "sum": kept._hash(kept._text(KEY) + kept._text(data))}
-    kept.entry("device", KEY).write_text(json.dumps(whole))
-    assert kept.read("device", KEY, Rates) is None
+    measurement_cache.write("device", KEY, RATES)
+    whole = {"key": KEY, "value": data, "sum": measurement_cache._hash(measurement_cache._text(KEY) + measurement_cache._text(data))}
+    measurement_cache.entry("device", KEY).write_text(json.dumps(whole))
+    assert measurement_cache.read("device", KEY, Rates) is None
 
 
 def test_where_nothing_can_be_kept_a_warning_says_so(measures, monkeypatch, tmp_path, caplog):

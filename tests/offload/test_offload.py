@@ -21,7 +21,7 @@ from zgraph.codegen.partition import split
 from zgraph.errors import OffloadError, PlanError, StepError, VerifyError
 from zgraph.offload.files import Backend, FileStore
 from zgraph.offload.host_gradients import Away
-from zgraph.offload.moves import Tiers, in_flight
+from zgraph.offload.run_transfers import Tiers, in_flight
 from zgraph.parameters.sharding import layout, shard
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import CPU, Costs

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 import zgraph
 from zgraph.build.planned_step import captured_program
 from zgraph.errors import PlanError
-from zgraph.passes.analysis.blocks import blocks_of
 from zgraph.passes.analysis.costs import CPU, Costs, size_of
-from zgraph.passes.stages.cuts import Cuts, Place, Room, assign, find_cuts
+from zgraph.passes.analysis.repeated_layers import blocks_of
+from zgraph.passes.stages.cut_points import Cuts, Place, Room, assign, find_cuts
 from zgraph.passes.stages.min_cuts import Line, forward_nodes, made_again, received
 from zgraph.passes.stages.stage_costs import Balance, balance, origins
 from zgraph.program.node import Phase, info

@@ -18,7 +18,7 @@ import zgraph
 from zgraph.build.planned_step import captured_program
 from zgraph.passes.analysis.axes import Axes
 from zgraph.passes.canonicalize.cleanup import cleanup
-from zgraph.passes.spmd.decide import Goal, decide
+from zgraph.passes.spmd.choose_placements import Goal, decide
 from zgraph.passes.spmd.divide import DivideOptions, divide
 from zgraph.passes.spmd.placements import Partial, Placements, Replicate, Shard
 from zgraph.program import collectives

@@ -19,7 +19,7 @@ import zgraph
 from zgraph.build.planned_step import programs
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.memory import memory_of
-from zgraph.program.block_format import (
+from zgraph.program.block_quantization import (
     FORMATS,
     FROM_BLOCKS,
     TO_BLOCKS,

@@ -18,7 +18,7 @@ from zgraph.forecast.symbolic import symbolic_forecast
 from zgraph.passes import PassManager, verify_program
 from zgraph.passes.analysis.costs import CPU, Costs, Link
 from zgraph.passes.analysis.simulator import simulate
-from zgraph.passes.overlap.follow import order_of
+from zgraph.passes.overlap.follow_order import order_of
 from zgraph.program import collectives
 from zgraph.program.groups import block_of, dim_of, lines_of, ranks_in
 from zgraph.program.node import Phase, info, set_info

@@ -16,7 +16,7 @@ from wire_bytes import PLAN, model_of_rows
 import zgraph
 from zgraph.build.planned_step import programs
 from zgraph.passes.analysis.parameter_collectives import gathers_of
-from zgraph.program.block_format import bytes_of
+from zgraph.program.block_quantization import bytes_of
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = [

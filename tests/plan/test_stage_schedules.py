@@ -16,16 +16,16 @@ from torch.distributed.pipelining import schedules as torchs
 
 from zgraph.errors import PlanError
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
+from zgraph.plan.pipeline_schedules.dependencies import Needs, waits
 from zgraph.plan.pipeline_schedules.make_schedule import check_name, make_schedule
-from zgraph.plan.pipeline_schedules.needs import Needs, waits
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.pipeline_schedules.user_tables import save_csv
 from zgraph.plan.pipeline_schedules.validity import check, check_table
 from zgraph.program.program import OutputRole
+from zgraph.stages.activation_stash import stash
 from zgraph.stages.gantt import picture
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.simulation import Times, replay
-from zgraph.stages.stash import stash
 from zgraph.stages.trace import trace_of
 
 FIXED = {"gpipe": 1, "1f1b": 1, "zbvzerobubble": 2, "zbv": 2, "dualpipev": 2}

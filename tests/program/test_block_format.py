@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zgraph.program.block_format import FORMATS, FROM_BLOCKS, MEAN_OF_BLOCKS, TO_BLOCKS, bytes_of, most_wrong
+from zgraph.program.block_quantization import FORMATS, FROM_BLOCKS, MEAN_OF_BLOCKS, TO_BLOCKS, bytes_of, most_wrong
 
 pytestmark = pytest.mark.core
 

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zgraph
 from zgraph.errors import CollectiveError, PlanError
 from zgraph.ranks import heartbeat
-from zgraph.ranks.stacks import stack_of
+from zgraph.ranks.thread_stacks import stack_of
 
 STUCK = 1  # the rank
 LOOP = next(
@@ -496,7 +496,7 @@ def test_the_stack_of_a_thread_is_its_lines_the_innermost_first():
 
 CHURN = """
 import ctypes, sys, threading, time
-from zgraph.ranks.stacks import stack_of
+from zgraph.ranks.thread_stacks import stack_of
 
 libc, end = ctypes.CDLL(None), time.monotonic() + 2
 routine = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda given: None)

@@ -12,10 +12,10 @@ from torch import nn
 
 import zgraph
 from zgraph.build.planned_step import programs, update_program
-from zgraph.codegen.chunks import compile_chunks
 from zgraph.codegen.eager import compile_eager
+from zgraph.codegen.update_chunks import compile_chunks
 from zgraph.errors import OffloadError, PlanError, StepError
-from zgraph.runtime.delayed import refuse_late_collectives
+from zgraph.runtime.delayed_updates import refuse_late_collectives
 
 AWAY = {"optimizer": "cpu", "least_bytes": 1, "sub_group_bytes": 1}
 

@@ -12,18 +12,18 @@ from sweeps import in_turn, sweep
 from torch import nn
 
 import zgraph
-from zgraph.build.context import BuildContext
+from zgraph.build.build_context import BuildContext
 from zgraph.build.pass_pipeline import costs_of
 from zgraph.build.planned_step import captured_program
 from zgraph.build.step_program import StepProgram
 from zgraph.build.update_program import resident_of
+from zgraph.passes.stages.cut_points import assign, find_cuts
 from zgraph.passes.stages.cut_stages import Stages, cut_stages
-from zgraph.passes.stages.cuts import assign, find_cuts
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.make_schedule import make_schedule
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.program.program import InputRole
-from zgraph.stages.duties import Duty, duties
+from zgraph.stages.stage_tasks import Duty, duties
 from zgraph.stages.worker import Worker
 from zgraph.verification.replay import replay
 

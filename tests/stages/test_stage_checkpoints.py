@@ -18,7 +18,7 @@ import zgraph
 from zgraph.checkpoint.comparison import compare
 from zgraph.checkpoint.convert import convert
 from zgraph.checkpoint.detect_format import open_checkpoint
-from zgraph.checkpoint.publish import export
+from zgraph.checkpoint.write_pretrained import export
 from zgraph.cli.app import app
 from zgraph.errors import CheckpointError, StepError
 

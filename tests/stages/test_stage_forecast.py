@@ -19,14 +19,14 @@ from zgraph.errors import PlanError
 from zgraph.forecast.pipeline_plan import planned_stages
 from zgraph.forecast.stages import PipelineForecast, forecast_of, forecast_pipeline, micro_batch
 from zgraph.forecast.symbolic import symbolic_forecast
-from zgraph.inspection.assemble import of_stage
+from zgraph.inspection.compare_plans import evaluate
+from zgraph.inspection.make_inspection import of_stage
 from zgraph.inspection.memory import peak_of
-from zgraph.inspection.plans import evaluate
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.plan.pipeline_schedules.actions import Kind
 from zgraph.plan.plan import Plan
 from zgraph.program.program import OutputRole
-from zgraph.stages.stage_cost import likeness
+from zgraph.stages.simulated_stage import likeness
 
 HERE = Path(__file__).parents[1] / "support"
 

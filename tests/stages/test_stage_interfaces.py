@@ -23,7 +23,7 @@ import zgraph
 from zgraph.errors import ModelError, PlanError, StepError, UnsupportedError, ZgraphError
 from zgraph.inspection.bundle import read
 from zgraph.program.program import InputRole, OutputRole, Port
-from zgraph.stages.buffers import Buffers
+from zgraph.stages.module_buffers import Buffers
 from zgraph.torch_compat import process_groups
 
 pytestmark = pytest.mark.gloo

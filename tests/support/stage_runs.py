@@ -31,8 +31,8 @@ from zgraph.codegen.partition import split
 from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import CPU, Costs
+from zgraph.passes.stages.cut_points import assign, find_cuts
 from zgraph.passes.stages.cut_stages import Stages, cut_stages
-from zgraph.passes.stages.cuts import assign, find_cuts
 from zgraph.passes.stages.min_cuts import forward_nodes, free_nodes
 from zgraph.program.aliases import is_random
 from zgraph.program.node import tensor, value

@@ -17,7 +17,7 @@ import zgraph
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.costs import size_of
 from zgraph.program import collectives
-from zgraph.update.signs import bytes_of, padded, read, residual_sizes, sent
+from zgraph.update.sign_compression import bytes_of, padded, read, residual_sizes, sent
 
 STEPS, FREEZE = 60, 9
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}

@@ -27,8 +27,8 @@ from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.torch_compat import aot
 from zgraph.update import assembler, scaler
 from zgraph.update.adamw8bit import dequantize, dynamic_map, quantize
-from zgraph.update.build import scalar_names, states_of
-from zgraph.update.groups import members_of
+from zgraph.update.build_update import scalar_names, states_of
+from zgraph.update.parameter_groups import members_of
 from zgraph.verification.virtual_ranks import coordinates, run_virtual
 from zgraph.verification.virtual_step import shard_of
 

@@ -22,9 +22,9 @@ from torch.nn.utils import clip_grad_norm_
 import zgraph
 from zgraph.build.pass_pipeline import build_update_passes
 from zgraph.build.update_program import state_bytes, update_history, update_options, whole_update
-from zgraph.codegen.chunks import compile_chunk, compile_chunks
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.inductor import launches
+from zgraph.codegen.update_chunks import compile_chunk, compile_chunks
 from zgraph.errors import MeshError, PlanError, RankMismatchError, VerifyError
 from zgraph.parameters.sharding import layout
 from zgraph.passes import History, PassManager, verify_program
@@ -38,10 +38,10 @@ from zgraph.program.printer import render
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.program.serialize import from_json, to_json
 from zgraph.update import scaler
-from zgraph.update.build import UpdateOptions, scalar_names, states_of
-from zgraph.update.groups import Member, members_of
+from zgraph.update.build_update import UpdateOptions, scalar_names, states_of
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.owned_parameters import Held, check_meetings, held_at, meetings, mesh_of, specs_here
+from zgraph.update.parameter_groups import Member, members_of
 from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virtual
 
 ROUNDING = 1e-6  # a norm summed in another order, in float32 (6e-8 a number)

@@ -21,7 +21,7 @@ from zgraph.codegen.debug_mode import compare, norm_of
 from zgraph.codegen.eager import Code
 from zgraph.codegen.executable import Executable, lowered
 from zgraph.codegen.inductor import compile_inductor
-from zgraph.codegen.stepwise import run_stepwise
+from zgraph.codegen.node_by_node import run_stepwise
 from zgraph.errors import LoweringError, ModelError
 from zgraph.program.layout import in_flight
 from zgraph.program.node import info, value

@@ -2,7 +2,7 @@
 
 Each rank compiles a copy, and trains it as a user would: two steps of an own loop (backwards inside and outside of `no_sync`, from the loss
 and from the outputs, clipped between them, gradients added to clipped ones), then two of `train_step`. Inputs are one set of buffers,
-overwritten for each call. Beside it `zgraph.verification.plain_training` does the same on the whole global batch. All that a user can see
+overwritten for each call. Beside it `zgraph.verification.reference_training` does the same on the whole global batch. All that a user can see
 is compared after each call.
 
 An update is compared as what is made of the compiled model's own gradients, which were compared before: an optimizer makes a large
@@ -29,7 +29,7 @@ from zgraph.api.compiler import compile, init_process_group
 from zgraph.api.handle import Handle
 from zgraph.build.planned_step import Inputs, split_inputs
 from zgraph.capture.cache_key import batch_size
-from zgraph.capture.targets import ignored_of
+from zgraph.capture.ignored_targets import ignored_of
 from zgraph.errors import MeshError, ModelError, RankMismatchError, UnsupportedError
 from zgraph.parameters.sharding import fingerprint
 from zgraph.plan.plan import Plan
@@ -47,8 +47,8 @@ from zgraph.runtime.train_step import (
     split_batch,
 )
 from zgraph.torch_compat import inductor_code
-from zgraph.verification.own_inputs import own_inputs, share_memory
-from zgraph.verification.plain_training import LossFn, PlainTraining, Ran, copy_hooks, tensors_of
+from zgraph.verification.reference_training import LossFn, PlainTraining, Ran, copy_hooks, tensors_of
+from zgraph.verification.unshared_inputs import own_inputs, share_memory
 from zgraph.verification.virtual_step import SCALE, data_rank, own_copy, rows_of
 
 MOVED = (

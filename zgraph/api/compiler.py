@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zgraph.api.deferred import DeferredDivision
+from zgraph.api.deferred_layout import DeferredDivision
 from zgraph.api.handle import attach, started
 from zgraph.build.planned_step import Inputs, device_of, split_inputs
 from zgraph.build.resolve_offload import placed
 from zgraph.build.unmatched_patterns import refuse_unmatched
-from zgraph.capture.former_memory import refuse_shared_memory
+from zgraph.capture.former_storages import refuse_shared_memory
 from zgraph.capture.inputs import refuse_state
+from zgraph.capture.learned_sizes import refuse_unknown_arguments
 from zgraph.capture.replaced_forward import unbound
-from zgraph.capture.varying_sizes import refuse_unknown_arguments
 from zgraph.codegen import debug_mode
 from zgraph.errors import MeshError, ModelError
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
 from zgraph.parameters.mixed_precision import check, overflow_error, prepare, refuse_overflow
-from zgraph.parameters.replaced import refuse_unmovable
+from zgraph.parameters.replaced_parameters import refuse_unmovable
 from zgraph.parameters.sharding import fingerprint, planned_layout, shard
 from zgraph.plan.lr_schedules import TorchSchedule
 from zgraph.plan.plan import MESH_DIMENSIONS, Plan
@@ -40,9 +40,9 @@ from zgraph.runtime.runtime import Runtime
 from zgraph.stages.partition_model import DeferredPipeline
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import compile_first
-from zgraph.update.groups import members_of, refuse_complex_clipping
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.torch_schedule import torch_scheduler
+from zgraph.update.parameter_groups import members_of, refuse_complex_clipping
+from zgraph.update.torch_lr_schedulers import torch_scheduler
 
 logger = logging.getLogger(__name__)
 

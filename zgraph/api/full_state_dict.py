@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zgraph.api.gatherable import bytes_of, ready
+from zgraph.api.gathered_weights import bytes_of, ready
 from zgraph.parameters.sharding import local_of
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 

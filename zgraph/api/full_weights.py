@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zgraph.api.gatherable import bytes_of, handle_of, ready
-from zgraph.checkpoint.publish import dtype_of
+from zgraph.api.gathered_weights import bytes_of, handle_of, ready
+from zgraph.checkpoint.write_pretrained import dtype_of
 from zgraph.errors import ModelError, PlanError
 from zgraph.parameters.sharding import local_of
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.api import fsdp_methods
 from zgraph.api.accelerators import ForAccelerate
-from zgraph.api.adapters import is_adapted, save_adapters
 from zgraph.api.full_weights import generate_of, keep_whole
+from zgraph.api.peft_adapters import is_adapted, save_adapters
 from zgraph.build.resolve_offload import placed_as
 from zgraph.build.step_program import StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
@@ -28,16 +28,16 @@ from zgraph.capture.replaced_forward import Forward
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.checkpoint.loading import load
 from zgraph.checkpoint.pretrained import is_pretrained
-from zgraph.checkpoint.publish import publish
 from zgraph.checkpoint.saving import Saver
+from zgraph.checkpoint.write_pretrained import publish
 from zgraph.errors import ModelError, StepError
-from zgraph.inspection.assemble import of_runtime
 from zgraph.inspection.explain import Explanation, explain
 from zgraph.inspection.inspection import Inspection
+from zgraph.inspection.make_inspection import of_runtime
 from zgraph.inspection.recorder import record
 from zgraph.inspection.run_report import Report
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
-from zgraph.parameters.foreign import watch_loads
+from zgraph.parameters.foreign_shards import watch_loads
 from zgraph.parameters.mixed_precision import release
 from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import History
@@ -45,8 +45,8 @@ from zgraph.passes.analysis.simulator import StepForecast, simulate_step
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.remark import Remark
-from zgraph.runtime.buckets import Padding
 from zgraph.runtime.compiled_models import Compiled, remember
+from zgraph.runtime.pad_to_buckets import Padding
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import Timings
 from zgraph.runtime.train_step import train_step
@@ -54,8 +54,8 @@ from zgraph.stages.partition_model import DeferredPipeline, made_again
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import forward_only, refuse_gradients
 from zgraph.stages.step import train_step as train_step_in_stages
-from zgraph.torch_compat.parts_of_models import unwatch, watch
 from zgraph.torch_compat.private_names import refuse_release
+from zgraph.torch_compat.submodules import unwatch, watch
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.owned_parameters import mesh_of
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from zgraph.api.gatherable import bytes_of, ready
+from zgraph.api.gathered_weights import bytes_of, ready
 from zgraph.checkpoint import pretrained
-from zgraph.checkpoint.publish import dtype_of
+from zgraph.checkpoint.write_pretrained import dtype_of
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 
 

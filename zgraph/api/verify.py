@@ -17,7 +17,7 @@ from zgraph.build.planned_step import Inputs
 from zgraph.plan.plan import Plan
 from zgraph.plan.wire import Wire
 from zgraph.program.tolerance import Difference
-from zgraph.verification.sent_values import SentValues
+from zgraph.verification.compressed_values import SentValues
 from zgraph.verification.virtual_stages import VirtualPipeline
 from zgraph.verification.virtual_step import VirtualStep, virtual_step
 
@@ -105,7 +105,7 @@ def verify(
     part of them, like all that crosses between stages, with what the captured program gives there.
 
     Of a plan with `wire` the program that sends everything as it is is compared with the plain model, and each value that is sent in few bits
-    with what it was: an element may be wrong by what its format allows (`zgraph.program.block_format`), and what is reported is the largest
+    with what it was: an element may be wrong by what its format allows (`zgraph.program.block_quantization`), and what is reported is the largest
     share of it.
 
     With `compiled` the generated code of the plan's backend trains a copy of the model on real tensors, beside the plain model: two steps of

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zgraph.build.context import BuildContext, ResidentMemory
+from zgraph.build.build_context import BuildContext, ResidentMemory
 from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant, build
 from zgraph.build.recipe import to_recipe
 from zgraph.codegen import cpu_gemm

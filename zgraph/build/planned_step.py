@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.build.context import BuildContext
+from zgraph.build.build_context import BuildContext
 from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, costs_of
 from zgraph.build.resolve_offload import placed
 from zgraph.build.step_program import StepProgram
@@ -20,12 +20,12 @@ from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of, whole_update
 from zgraph.capture.cache_key import signed
 from zgraph.capture.capture import trace
-from zgraph.capture.former_memory import former_memory
-from zgraph.capture.open_sizes import OpenSizes
+from zgraph.capture.former_storages import former_memory
+from zgraph.capture.learned_sizes import Signature, VaryingSizes
 from zgraph.capture.replaced_forward import signature_of, unbound
+from zgraph.capture.symbolic_capture import OpenSizes
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.capture.value_inputs import declared_values, with_values
-from zgraph.capture.varying_sizes import Signature, VaryingSizes
 from zgraph.errors import ModelError, PlanError
 from zgraph.parameters.mixed_precision import check, prepare
 from zgraph.parameters.sharding import planned_layout

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zgraph.build.pass_pipeline import MemoryDecision, PassFilter, Variant, build, build_update_passes
 from zgraph.passes import Pass
 from zgraph.passes.analysis.costs import Costs, Hardware
-from zgraph.passes.overlap.follow import Start
+from zgraph.passes.overlap.follow_order import Start
 
 if TYPE_CHECKING:
     from zgraph.plan.plan import Plan

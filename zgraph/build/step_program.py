@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import fx
 
-from zgraph.build.context import BuildContext, ResidentMemory
-from zgraph.build.kept import Heard, KeptStep, StepFacts
-from zgraph.build.meetings import lacking
+from zgraph.build.build_context import BuildContext, ResidentMemory
+from zgraph.build.collective_order import lacking
 from zgraph.build.memory_search import SearchResult, run_passes
 from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant
+from zgraph.build.stored_programs import Heard, KeptStep, StepFacts
 from zgraph.capture.capture import Trace
 from zgraph.capture.storages import Sharing
 from zgraph.codegen.accumulate import summing
@@ -34,15 +34,15 @@ from zgraph.errors import SignatureError
 from zgraph.passes import History, verify_program
 from zgraph.passes.analysis.costs import most_bytes
 from zgraph.passes.analysis.memory import idle_bytes
-from zgraph.passes.overlap.follow import order_of
+from zgraph.passes.overlap.follow_order import order_of
 from zgraph.program import transfers_to_host
 from zgraph.program.aliases import is_random, is_view
 from zgraph.program.digest import digest
-from zgraph.program.kept import is_unseen
+from zgraph.program.lazy_program import is_unseen
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.ranks import compile_progress
-from zgraph.torch_compat import inductor_code, lock
+from zgraph.torch_compat import compile_lock, inductor_code
 
 logger = logging.getLogger(__name__)
 
@@ -367,7 +367,7 @@ class StepProgram:
         self.context.agree(program)
         compile_progress.at(compile_progress.BACKWARD if is_backward else compile_progress.FORWARD)
         start = time.perf_counter()
-        with lock.ONE_AT_A_TIME:
+        with compile_lock.ONE_AT_A_TIME:
             if self.plan.backend == "eager":
                 made = compile_eager(program, self.context.groups)
             else:

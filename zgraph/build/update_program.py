@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zgraph.build.context import ResidentMemory, ResidentMemoryByShare
+from zgraph.build.build_context import ResidentMemory, ResidentMemoryByShare
 from zgraph.build.pass_pipeline import build_update_passes
 from zgraph.build.recipe import to_update_recipe
 from zgraph.passes import History, PassManager
@@ -17,11 +17,11 @@ from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.program.program import ParamSpec, with_gradients_in
 from zgraph.torch_compat import inductor_code
-from zgraph.update.build import DATA_DIM, UpdateOptions, build_update, state_bytes_of
-from zgraph.update.groups import Member, members_of
+from zgraph.update.build_update import DATA_DIM, UpdateOptions, build_update, state_bytes_of
+from zgraph.update.optimizer_rules import RULES
 from zgraph.update.owned_parameters import Held, mesh_of, specs_here
-from zgraph.update.rules import RULES
-from zgraph.update.signs import residual_sizes
+from zgraph.update.parameter_groups import Member, members_of
+from zgraph.update.sign_compression import residual_sizes
 
 if TYPE_CHECKING:
     from zgraph.plan.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.build.context import BuildContext
+from zgraph.build.build_context import BuildContext
 from zgraph.build.memory_search import run_passes
 from zgraph.build.resolve_offload import placed
 from zgraph.build.update_program import resident_of, whole_update

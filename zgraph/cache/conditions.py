@@ -21,9 +21,9 @@ import torch
 from zgraph._version import __version__
 from zgraph.cache.store import hashed
 from zgraph.ranks.host import text_of
-from zgraph.torch_compat import settings
+from zgraph.torch_compat import torch_settings
 
-Unknown = settings.Unknown
+Unknown = torch_settings.Unknown
 
 # Variables that torch's compilers read: all that begin like this, and these by name.
 PREFIXES = (
@@ -104,7 +104,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
         "versions": _versions(),
         "source": source(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if is_read(name)},
-        "settings": settings.settings(),
+        "settings": torch_settings.settings(),
         "processor": _processor(),
         "device": _device(device),
     }

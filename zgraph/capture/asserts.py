@@ -32,7 +32,7 @@ def name_asserts(module: fx.GraphModule) -> None:
 
 def keep_asserts(program: Program) -> list[tuple[Port, fx.Node]]:
     """Replace each assertion of a tensor in a program by a check; returns these as outputs. (What is asserted of a Python number that
-    depends on values is an assertion of a tensor by now: see `zgraph.capture.dynamic_sizes`. Others hold already.)"""
+    depends on values is an assertion of a tensor by now: see `zgraph.capture.data_dependent_sizes`. Others hold already.)"""
     results = []
     for node in [n for n in program.graph.nodes if n.target in (aten._assert_async.msg, aten._assert_scalar.default)]:
         condition, message = node.args[0], str(node.args[1])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zgraph.capture.varying_sizes import CONSTANT, MARK, VALUE, Signature, Value
+from zgraph.capture.learned_sizes import CONSTANT, MARK, VALUE, Signature, Value
 from zgraph.torch_compat import dynamo
 from zgraph.torch_compat.modules import Registered, registered
 

@@ -28,11 +28,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from zgraph.capture.asserts import keep_asserts, name_asserts
-from zgraph.capture.dynamic_sizes import fold_dynamic_sizes, fold_effects, pad_outputs
-from zgraph.capture.fakes import Fakes
-from zgraph.capture.former_memory import Former, FormerMemory, former_memory, insert, moved, seen_as
+from zgraph.capture.data_dependent_sizes import fold_dynamic_sizes, fold_effects, pad_outputs
+from zgraph.capture.fake_inputs import Fakes
+from zgraph.capture.former_storages import Former, FormerMemory, former_memory, insert, moved, seen_as
+from zgraph.capture.ignored_targets import Ignores, ignored_in
 from zgraph.capture.inputs import refuse_state
-from zgraph.capture.open_sizes import (
+from zgraph.capture.storages import PlainStorages, written_twice
+from zgraph.capture.symbolic_capture import (
     OpenSizes,
     TracedSize,
     canonical,
@@ -41,8 +43,6 @@ from zgraph.capture.open_sizes import (
     traced_sizes,
     with_own_sizes,
 )
-from zgraph.capture.storages import PlainStorages, written_twice
-from zgraph.capture.targets import Ignores, ignored_in
 from zgraph.errors import CaptureError, SignatureError, UnsupportedError
 from zgraph.names import module_names
 from zgraph.plan.precision import Precision
@@ -51,7 +51,7 @@ from zgraph.program.aliases import root_of
 from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, source_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
 from zgraph.ranks import compile_progress
-from zgraph.torch_compat import aot, dynamo, fake_tensors, fx_graphs, lock, symbols, tensor_storage
+from zgraph.torch_compat import aot, compile_lock, dynamo, fake_tensors, fx_graphs, symbols, tensor_storage
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Trace:
         graph_module = _with_output_marks(self.flat.graph_module, differentiated, self)
         fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         context = torch.enable_grad() if differentiated else torch.no_grad()
-        with context, lock.ONE_AT_A_TIME:
+        with context, compile_lock.ONE_AT_A_TIME:
             try:
                 joint = aot.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
             except dynamo.ValueDependent as error:
@@ -251,7 +251,7 @@ def trace(
     precision = precision or Precision()
     fakes = Fakes(params, device, precision.dtype("compute") if precision.cast_inputs else None, open_sizes)
     memory = former_memory(module)
-    with lock.ONE_AT_A_TIME, fakes.in_place_of_state(module), memory.readable(), _same_draws():
+    with compile_lock.ONE_AT_A_TIME, fakes.in_place_of_state(module), memory.readable(), _same_draws():
         fake_args, fake_kwargs = fakes.inputs((args, kwargs))
         flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fakes)
         name_asserts(flat.graph_module)

@@ -19,7 +19,7 @@ from zgraph.passes.analysis.axes import Axes
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.passes.spmd.divide import DivideOptions, divide
-from zgraph.passes.spmd.divisions import Choice, choices, compatible, divided, uses_of
+from zgraph.passes.spmd.divided_parameters import Choice, choices, compatible, divided, uses_of
 from zgraph.plan.plan import Plan
 from zgraph.program.program import TENSOR_DIM, Division, InputRole, ParamSpec, Program
 from zgraph.record import joined

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from zgraph.capture.open_sizes import OpenSizes
+from zgraph.capture.learned_sizes import Signature, inputs_by_path
 from zgraph.capture.replaced_forward import signature_of
-from zgraph.capture.varying_sizes import Signature, inputs_by_path
+from zgraph.capture.symbolic_capture import OpenSizes
 from zgraph.errors import SignatureError, SizeError, ZgraphError
 from zgraph.names import did_you_mean
 from zgraph.plan.shapes import values_in

@@ -20,21 +20,21 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 
 from zgraph.checkpoint import state
 from zgraph.checkpoint.detect_format import candidates, open_checkpoint
-from zgraph.checkpoint.formats.as_model import AsModel
 from zgraph.checkpoint.formats.huggingface import Safetensors
+from zgraph.checkpoint.formats.transformers_forms import AsModel
 from zgraph.checkpoint.native import Checkpoint
 from zgraph.checkpoint.pretrained import is_pretrained
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
-from zgraph.checkpoint.values import PerRank, decode
+from zgraph.checkpoint.user_values import PerRank, decode
 from zgraph.errors import CheckpointError
 from zgraph.names import did_you_mean
 from zgraph.parameters.sharding import local_of
 from zgraph.program.tolerance import bits
 from zgraph.ranks.agreement import Agreement
-from zgraph.update.build import AHEAD, DERIVED, EMA, MASTER
+from zgraph.update.build_update import AHEAD, DERIVED, EMA, MASTER
+from zgraph.update.optimizer_rules import RULES
 from zgraph.update.owned_parameters import mesh_of
 from zgraph.update.resume import Last
-from zgraph.update.rules import RULES
 from zgraph.update.states import States
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class _Parts:
     client: dict[str, Any]
     extra: dict[str, Any]
     programs: dict[str, str]  # the hashes of those that this rank ran
-    residuals: dict[str, Any] | None  # see `zgraph.update.residuals`; None: to begin anew
+    residuals: dict[str, Any] | None  # see `zgraph.update.error_feedback`; None: to begin anew
 
 
 def _opened(runtime: Runtime, path: Path, tag: str | None, partial: bool) -> Source:

@@ -22,7 +22,7 @@ from zgraph.checkpoint import folder, state
 from zgraph.checkpoint.loading import load
 from zgraph.checkpoint.storage import Writer
 from zgraph.checkpoint.tensorfile import checksum, data_of
-from zgraph.checkpoint.values import KIND, TENSORS, encode
+from zgraph.checkpoint.user_values import KIND, TENSORS, encode
 from zgraph.errors import CheckpointError
 from zgraph.parameters.sharding import local_of
 from zgraph.ranks import progress

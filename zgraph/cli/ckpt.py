@@ -278,7 +278,7 @@ def export(
     A wider dtype than that of the weights is taken from their fp32 masters.
     """
     from zgraph.checkpoint.detect_format import open_checkpoint
-    from zgraph.checkpoint.publish import export as run
+    from zgraph.checkpoint.write_pretrained import export as run
     from zgraph.cli.transformers_target import empty
 
     source = open_checkpoint(path, tag)

@@ -12,9 +12,9 @@ import typer
 
 from zgraph.errors import MeshError
 from zgraph.launch import environment
-from zgraph.launch.bound import ALL
+from zgraph.launch.bind_cores import ALL
+from zgraph.launch.commands import Job, carried, torchrun
 from zgraph.launch.hosts import Hosts, chosen, limited, read_hostfile
-from zgraph.launch.lines import Job, carried, torchrun
 from zgraph.launch.run import run
 
 _HERE = ("localhost", "127.0.0.1")

@@ -18,7 +18,7 @@ from zgraph.errors import TargetError
 from zgraph.units import milliseconds, shown_bytes
 
 if TYPE_CHECKING:
-    from zgraph.inspection.plans import Evaluation
+    from zgraph.inspection.compare_plans import Evaluation
     from zgraph.plan.plan import Plan
 
 INTERRUPTED = 130  # as shells have it
@@ -89,7 +89,7 @@ def plan(
     refuse_bundle(target, "plan")
     if search and len(plans or ()) > 1:
         raise typer.BadParameter("--search begins from one plan")
-    from zgraph.inspection import plans as kinds
+    from zgraph.inspection import compare_plans as kinds
 
     paths: list[Path | None] = list(plans) if plans else [None]
     given = {str(path or "the default plan"): with_hardware(load_plan(path), hardware) for path in paths}

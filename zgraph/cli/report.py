@@ -41,8 +41,8 @@ def report(
         the_plan.refuse_pipeline(resolve_world(the_plan, world), "page")
     found = look(target, plan, world, hardware, batch, at=at)
 
+    from zgraph.inspection.html_report import page_of
     from zgraph.inspection.memory import peak_of
-    from zgraph.inspection.report import page_of
 
     content = page_of(found).encode()
     write_file(content, output)

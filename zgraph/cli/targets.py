@@ -157,12 +157,12 @@ def _look(
         raise TargetError(f"there is no stage {stage}", where="--stage", why="the plan has no pipeline (mesh.pp)")
     target = load_target(text, batch)
 
-    from zgraph.inspection import assemble
+    from zgraph.inspection import make_inspection
 
     with progress(f"compiling {text} for {ranks} ranks"):
         if not staged:
-            return assemble.of_model(target.model, the_plan, target.inputs, ranks, origin=text, pass_filter=pass_filter)
-        found = assemble.of_stage(
+            return make_inspection.of_model(target.model, the_plan, target.inputs, ranks, origin=text, pass_filter=pass_filter)
+        found = make_inspection.of_stage(
             target.model, the_plan, target.inputs, ranks, stage or 0, origin=text, pass_filter=pass_filter
         )
     if stage is None:

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint.loading import peek
 from zgraph.checkpoint.source import MODEL, Source
-from zgraph.deepspeed import comm, own_optimizer
+from zgraph.deepspeed import client_optimizer, comm
+from zgraph.deepspeed.full_values import load_whole
 from zgraph.deepspeed.lr_schedulers import Scheduler
-from zgraph.deepspeed.whole_values import load_whole
 from zgraph.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Checkpoints:
         client = {**(client_state or {}), _OURS: own}
         if not self._training.planned and self._training.optimizer is not None:
             own["optimizer"] = {"type": type(self._training.optimizer).__name__, "ranks": comm.get_world_size()}
-            client[_STATES] = own_optimizer.states_of(self._training.optimizer)
+            client[_STATES] = client_optimizer.states_of(self._training.optimizer)
         chosen = f"global_step{counters.global_steps}" if tag is None else str(tag)
         with self._without_gradients():
             self.handle.save_checkpoint(save_dir, chosen, client, frozen=not exclude_frozen_parameters)
@@ -132,7 +132,7 @@ class Checkpoints:
             client = dict(self.handle.load_checkpoint(load_dir, chosen, optimizer=whole))
             own, states = client.pop(_OURS, None), client.pop(_STATES, None)
             if whole and not self._training.planned and self._training.optimizer is not None:
-                own_optimizer.load(self._training.optimizer, (own or {}).get("optimizer"), states)
+                client_optimizer.load(self._training.optimizer, (own or {}).get("optimizer"), states)
             if not load_module_only:
                 self._go_on(own if isinstance(own, Mapping) else None, scheduler=load_lr_scheduler_states)
             return self.handle.saver.last.folder, client  # type: ignore[union-attr]

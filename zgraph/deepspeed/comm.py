@@ -8,7 +8,7 @@
     dist.log_summary()
 
 Calls of these functions are timed. The collectives of a compiled step are those of its programs, so they are counted with their bytes
-(`zgraph.deepspeed.compiled_communication`); of their time only what a step waited for can be seen.
+(`zgraph.deepspeed.comms_log`); of their time only what a step waited for can be seen.
 """
 
 from __future__ import annotations

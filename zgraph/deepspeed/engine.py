@@ -28,10 +28,10 @@ from zgraph.capture.capture import find_loss
 from zgraph.deepspeed import comm
 from zgraph.deepspeed.checkpoints import Checkpoints
 from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader, Share
+from zgraph.deepspeed.engine_settings import Settings
 from zgraph.deepspeed.monitor import Monitor
-from zgraph.deepspeed.refused import EngineMisuse, Refused
-from zgraph.deepspeed.settings import Settings
 from zgraph.deepspeed.step_log import StepLog
+from zgraph.deepspeed.unsupported import EngineMisuse, Refused
 from zgraph.deepspeed.utils.timer import ThroughputTimer
 from zgraph.errors import ModelError, StepError
 

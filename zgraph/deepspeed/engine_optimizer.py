@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zgraph.errors import PlanError
-from zgraph.update.groups import members_of
 from zgraph.update.optimizer import PlanOptimizer
+from zgraph.update.parameter_groups import members_of
 
 if TYPE_CHECKING:
     from zgraph.api.handle import Handle

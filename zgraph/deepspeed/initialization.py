@@ -17,18 +17,18 @@ from torch import nn
 
 from zgraph.api.compiler import compile
 from zgraph.deepspeed import comm
-from zgraph.deepspeed.compile_again import compile_again
 from zgraph.deepspeed.engine import Batch, DeepSpeedEngine, Training
 from zgraph.deepspeed.engine_optimizer import EngineOptimizer, follow, rebind
+from zgraph.deepspeed.engine_settings import value_of
 from zgraph.deepspeed.lr_schedulers import VALID_LR_SCHEDULES, Scheduler
 from zgraph.deepspeed.parameter_groups import freeze_others, groups_of, names_of, of_model_parameters, record_of
 from zgraph.deepspeed.pipe.engine import PipelineEngine
 from zgraph.deepspeed.pipe.module import PipelineModule
-from zgraph.deepspeed.read import Config, fill, read
-from zgraph.deepspeed.refused import NoModel
+from zgraph.deepspeed.read_config import Config, fill, read
+from zgraph.deepspeed.recompile import compile_again
 from zgraph.deepspeed.report import Report, Row
-from zgraph.deepspeed.settings import value_of
 from zgraph.deepspeed.translate import report as report_on
+from zgraph.deepspeed.unsupported import NoModel
 from zgraph.deepspeed.utils.logging import LEVELS, set_log_level_from_string
 from zgraph.errors import ModelError, PlanError, UnsupportedError
 from zgraph.plan.clipping_and_ema import GradClip
@@ -36,7 +36,7 @@ from zgraph.plan.lr_schedules import AnySchedule, TorchSchedule
 from zgraph.plan.plan import Plan
 from zgraph.plan.precision import Precision
 from zgraph.runtime.compiled_models import is_compiled
-from zgraph.update.torch_schedule import torch_scheduler
+from zgraph.update.torch_lr_schedulers import torch_scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -117,7 +117,7 @@ def _need(
 
 def _peak(model: nn.Module, stage: int, ranks: int, kept: tuple[str, ...], inputs: Inputs) -> int:
     """The peak of a step of one micro-batch, by the forecast."""
-    from zgraph.inspection.assemble import of_model
+    from zgraph.inspection.make_inspection import of_model
     from zgraph.inspection.memory import peak_of
     from zgraph.plan.plan import Plan
 

@@ -6,7 +6,7 @@ import inspect
 import re
 from typing import Any
 
-from zgraph.deepspeed.draft import Draft
+from zgraph.deepspeed.plan_draft import Draft
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean
 from zgraph.plan import lr_schedules, optimizers

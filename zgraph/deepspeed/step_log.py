@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from zgraph.deepspeed import comm
-from zgraph.deepspeed.compiled_communication import CompiledCommunication
+from zgraph.deepspeed.comms_log import CompiledCommunication
+from zgraph.deepspeed.engine_settings import value_of
 from zgraph.deepspeed.monitor import Event, Monitor
-from zgraph.deepspeed.settings import value_of
 from zgraph.deepspeed.utils.memory import see_memory_usage
 from zgraph.deepspeed.utils.timer import ThroughputTimer
 from zgraph.passes.analysis.costs import flops_of

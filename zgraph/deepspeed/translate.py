@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from zgraph.deepspeed.config import SIZES, UPDATED, elastic
-from zgraph.deepspeed.draft import Draft
 from zgraph.deepspeed.keys import KEYS, LOG_LEVELS
 from zgraph.deepspeed.optimizers import optimizer, scheduler
-from zgraph.deepspeed.read import Config, check, fill, read
+from zgraph.deepspeed.plan_draft import Draft
+from zgraph.deepspeed.read_config import Config, check, fill, read
 from zgraph.deepspeed.report import Report
 from zgraph.errors import PlanError
 from zgraph.plan.plan import Plan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zgraph.errors import SymbolicError
-from zgraph.forecast.samples import Point
+from zgraph.forecast.several_sizes import Point
 from zgraph.passes.analysis.costs import Hardware, ring, rounds
 from zgraph.plan.plan import Plan
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zgraph.build.context import BuildContext, ResidentMemory, ResidentMemoryByShare
+from zgraph.build.build_context import BuildContext, ResidentMemory, ResidentMemoryByShare
 from zgraph.build.memory_search import SearchResult
 from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, costs_of
 from zgraph.build.planned_step import Inputs, captured_program, placed_for, trained_layout
@@ -18,8 +18,8 @@ from zgraph.build.update_program import resident_of, whole_update
 from zgraph.errors import PlanError
 from zgraph.passes import History
 from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.stages.cut_points import assign
 from zgraph.passes.stages.cut_stages import Stages
-from zgraph.passes.stages.cuts import assign
 from zgraph.passes.stages.stage_costs import Balance, balance
 from zgraph.plan.plan import Plan
 from zgraph.program.program import ParamSpec, Program

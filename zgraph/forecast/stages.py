@@ -26,11 +26,11 @@ from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, Program
 from zgraph.runtime.train_step import first_part
-from zgraph.stages.duties import duties
 from zgraph.stages.gantt import picture
+from zgraph.stages.simulated_stage import SimulatedStage, likeness
 from zgraph.stages.simulation import Timeline, replay
-from zgraph.stages.stage_cost import SimulatedStage, likeness
 from zgraph.stages.stage_programs import needs_of
+from zgraph.stages.stage_tasks import duties
 from zgraph.units import columns, milliseconds, shown_bytes
 
 SHOWN = 3  # categories of a rank's memory, in the text

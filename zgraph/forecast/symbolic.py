@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zgraph.build.context import BuildContext
+from zgraph.build.build_context import BuildContext
 from zgraph.build.memory_search import run_passes
 from zgraph.build.pass_pipeline import build, costs_of
 from zgraph.build.planned_step import Inputs, captured_program
@@ -31,7 +31,7 @@ from zgraph.build.update_program import update_options
 from zgraph.errors import CaptureError, PlanError, SymbolicError
 from zgraph.forecast.counts import Bytes, Counts, Operator, Run, count
 from zgraph.forecast.formulas import Kind, SymbolicForecast, Transfers, symbols
-from zgraph.forecast.samples import Point, Polynomials, SizedInputs, batches, lengths
+from zgraph.forecast.several_sizes import Point, Polynomials, SizedInputs, batches, lengths
 from zgraph.parameters.sharding import layout
 from zgraph.passes import PassManager
 from zgraph.passes.analysis.costs import Costs
@@ -40,8 +40,8 @@ from zgraph.passes.overlap.bucket import cut
 from zgraph.plan.communication import Bucket
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, TEAM_DIMS, InputRole, OutputRole, ParamSpec, Program
-from zgraph.update.build import states_of
-from zgraph.update.groups import members_of
+from zgraph.update.build_update import states_of
+from zgraph.update.parameter_groups import members_of
 
 if TYPE_CHECKING:
     import sympy
@@ -56,7 +56,7 @@ def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs
     """Forecast forward and backward of `model` (not compiled, on any device, the meta device too) as formulas. Nothing runs.
 
     `inputs` are one rank's own (micro-)batch, and say which of their dimensions are the batch and the sequence (see
-    `zgraph.forecast.samples`); a model that can't be captured with another sequence length has none. `costs` are by default those
+    `zgraph.forecast.several_sizes`); a model that can't be captured with another sequence length has none. `costs` are by default those
     of the plan's hardware; operators that were timed on it are not used, for they were so at some sizes only.
 
     The formulas hold where the program has the operators that it has at the sizes sampled: a model may branch on sizes, and

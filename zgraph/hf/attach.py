@@ -15,8 +15,8 @@ from zgraph.hf.dora import capturable_dora
 from zgraph.hf.fused_heads import capturable_heads
 from zgraph.hf.loss_scaling import PlanScaler, loss_scale_of
 from zgraph.hf.optimizers import optimizer_of
-from zgraph.hf.other_globals import Before, restore
 from zgraph.hf.plans import plan_of
+from zgraph.hf.replaced_globals import Before, restore
 from zgraph.hf.trainer import attached_class
 from zgraph.plan.plan import Plan
 from zgraph.plan.precision import Precision

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.hf.other_globals import Before, replace
+from zgraph.hf.replaced_globals import Before, replace
 from zgraph.torch_compat.private_names import refuse_release
 
 _MODULE = "zgraph.hf.peft_dora"

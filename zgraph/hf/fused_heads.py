@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zgraph.hf.other_globals import Before, replace
+from zgraph.hf.replaced_globals import Before, replace
 from zgraph.torch_compat.private_names import refuse_release
 
 _FUNCTION = "_ChunkedLogProbFunction"  # TRL's names, in the globals of the forward that it gives a model

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zgraph import deepspeed
-from zgraph.deepspeed.read import FROM_ARGUMENTS
+from zgraph.deepspeed.read_config import FROM_ARGUMENTS
 from zgraph.errors import PlanError
 from zgraph.plan import planfile
 from zgraph.plan.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zgraph.api.adapters import FILE, is_adapted, load_adapter
+from zgraph.api.peft_adapters import FILE, is_adapted, load_adapter
 from zgraph.hf.optimizers import refuse_unfrozen
 
 FOLDER = "zgraph"

@@ -68,7 +68,7 @@ def _clear(folder: Path) -> None:
 
 def _views(inspection: Inspection) -> dict[str, str]:
     """The files that are made of the programs, by name."""
-    from zgraph.inspection import memory, report, trace
+    from zgraph.inspection import html_report, memory, trace
 
     remarks = "\n".join(f"{r['program']}, {r['made_by']}: {r['text']}" for r in inspection.remarks())
     return {
@@ -76,7 +76,7 @@ def _views(inspection: Inspection) -> dict[str, str]:
         "remarks.txt": remarks or "nothing was missed",
         "memory.json": json.dumps(memory.data_of(inspection), indent=1),
         "timeline.json": json.dumps(trace.trace_of(inspection)),
-        "report.html": report.page_of(inspection),
+        "report.html": html_report.page_of(inspection),
     }
 
 

@@ -25,9 +25,9 @@ from zgraph.build.update_program import away_bytes, state_bytes
 from zgraph.build.what_if import what_fits
 from zgraph.errors import OffloadError, PlanError, ZgraphError
 from zgraph.forecast.stages import forecast_pipeline
-from zgraph.inspection.assemble import of_model
+from zgraph.inspection.compare_plans import RESERVE, rows_of
+from zgraph.inspection.make_inspection import of_model
 from zgraph.inspection.memory import peak_of
-from zgraph.inspection.plans import RESERVE, rows_of
 from zgraph.offload.files import FileStore
 from zgraph.parameters import mixed_precision
 from zgraph.parameters.sharding import planned_layout
@@ -42,9 +42,9 @@ from zgraph.ranks.host import host_free
 from zgraph.runtime.compiled_models import is_compiled
 from zgraph.runtime.train_step import first_part
 from zgraph.units import shown_bytes
-from zgraph.update.groups import faults_of, members_of
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.torch_schedule import torch_scheduler
+from zgraph.update.parameter_groups import faults_of, members_of
+from zgraph.update.torch_lr_schedulers import torch_scheduler
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,4 +1,7 @@
-"""`Inspection`: a compiled step with all that can be asked of it. `assemble.py` makes one of a model or of a running one, `bundle.py` of a bundle."""
+"""`Inspection`: a compiled step with all that can be asked of it.
+
+`make_inspection.py` makes one of a model or of a running one, `bundle.py` of a bundle.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from zgraph.errors import BundleError
 from zgraph.inspection import bundle
-from zgraph.inspection.assemble import of_runtime
+from zgraph.inspection.make_inspection import of_runtime
 
 if TYPE_CHECKING:
     from zgraph.runtime.runtime import Runtime

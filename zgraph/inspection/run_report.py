@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zgraph.codegen.executable import Executable, Kernel
-from zgraph.inspection.assemble import of_runtime
-from zgraph.inspection.report import page_of
+from zgraph.inspection.html_report import page_of
+from zgraph.inspection.make_inspection import of_runtime
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.program import collectives
 from zgraph.program.node import Role, info

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.api.full_state_dict import as_held, full_optimizer_state
 from zgraph.errors import ModelError, PlanError
-from zgraph.lightning.parts import SELF, compile_parts, parts_of
-from zgraph.lightning.refusals import refuse_optimizers, refuse_plan, refuse_precision, refuse_several_parts
-from zgraph.lightning.states import cut_state, same_buffers, whole_state
-from zgraph.lightning.steps import refuse_divided, refuse_plain_loss
+from zgraph.lightning.compiled_modules import SELF, compile_parts, parts_of
+from zgraph.lightning.state_dicts import cut_state, same_buffers, whole_state
+from zgraph.lightning.uncompiled_steps import refuse_divided, refuse_plain_loss
+from zgraph.lightning.unsupported import refuse_optimizers, refuse_plan, refuse_precision, refuse_several_parts
 from zgraph.plan.plan import Plan
 
 

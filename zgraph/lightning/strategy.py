@@ -18,9 +18,11 @@ from torch import nn
 
 from zgraph.api.full_state_dict import as_held, full_optimizer_state
 from zgraph.api.full_weights import full_weights
-from zgraph.lightning.logged import log_as_before, log_whole_values
-from zgraph.lightning.parts import compile_parts, parts_of
-from zgraph.lightning.refusals import (
+from zgraph.lightning.compiled_modules import compile_parts, parts_of
+from zgraph.lightning.logged_values import log_as_before, log_whole_values
+from zgraph.lightning.state_dicts import cut_state, same_buffers, whole_state
+from zgraph.lightning.uncompiled_steps import explained, refuse_divided, refuse_plain_loss
+from zgraph.lightning.unsupported import (
     refuse_optimizers,
     refuse_plan,
     refuse_precision,
@@ -28,8 +30,6 @@ from zgraph.lightning.refusals import (
     refuse_trainer,
     refuse_two_clippings,
 )
-from zgraph.lightning.states import cut_state, same_buffers, whole_state
-from zgraph.lightning.steps import explained, refuse_divided, refuse_plain_loss
 from zgraph.plan.plan import Plan
 from zgraph.update.optimizer import PlanOptimizer
 

@@ -3,10 +3,10 @@
 *Belief.* Ranks that decide from different costs would wait for each other's collectives for ever. So what each rank has measured, or has
 kept from before, is exchanged; all make one table of it, and vote on it.
 
-A device is measured once for all: its rates are kept in the cache folder (`zgraph/machine/kept.py`), by all that they depend on. Links are
-measured by each compile, as they are another day's; one that is within `STEADY` of the link that was kept is that one, so that a run
-that begins again has the same programs. Nothing is measured without real ranks or a real device: commands that plan for a cluster, and
-programs on virtual ranks, are made from data sheets (`costs_of`), and are the same everywhere.
+A device is measured once for all: its rates are kept in the cache folder (`zgraph/machine/measurement_cache.py`), by all that they depend
+on. Links are measured by each compile, as they are another day's; one that is within `STEADY` of the link that was kept is that one, so
+that a run that begins again has the same programs. Nothing is measured without real ranks or a real device: commands that plan for a
+cluster, and programs on virtual ranks, are made from data sheets (`costs_of`), and are the same everywhere.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from zgraph.build.memory_search import measured_rate
 from zgraph.build.pass_pipeline import costs_of
 from zgraph.codegen import cpu_gemm
 from zgraph.errors import PlanError
-from zgraph.machine import kept
+from zgraph.machine import measurement_cache
 from zgraph.machine.device_benchmark import Rates, measure_device, slowest
 from zgraph.machine.link_benchmark import SIZES, measure_link
-from zgraph.offload.moves import Tiers
+from zgraph.offload.run_transfers import Tiers
 from zgraph.passes.analysis.costs import Costs, Hardware, Link, ring
 from zgraph.plan.plan import Plan
 from zgraph.ranks.agreement import Agreement
@@ -105,7 +105,7 @@ def _measured(costs: Costs, device: torch.device, agreement: Agreement, mesh: De
     host = socket.gethostname()
     hosts = agreement.gather("the ranks' machines", host)
     key = _device_key(device, costs.fused, hosts.count(host))
-    seen = agreement.gather("what is kept of machines", _Seen(host, key, kept.read("device", key, Rates)))
+    seen = agreement.gather("what is kept of machines", _Seen(host, key, measurement_cache.read("device", key, Rates)))
     missing = {s.host for s in seen if s.kept is None}
     rates = [s.kept for s in seen if s.kept is not None]
     if missing:
@@ -115,7 +115,7 @@ def _measured(costs: Costs, device: torch.device, agreement: Agreement, mesh: De
         )
         like = [at for at, s in enumerate(seen) if (s.host, s.key) == (host, key)]
         if host in missing and like[0] == agreement.rank():
-            kept.write("device", key, slowest([rates[at] for at in like]))
+            measurement_cache.write("device", key, slowest([rates[at] for at in like]))
     links = _links(device, agreement, mesh, sorted(set(hosts)))
     name = key["device"]
     found = slowest(rates).of(costs.hardware, f"{name}, measured")
@@ -172,12 +172,12 @@ def _links(device: torch.device, agreement: Agreement, mesh: DeviceMesh | None, 
         "threads": str(torch.get_num_threads()),
         "versions": f"torch {version('torch')}, zgraph {__version__}, {FORMAT}",
     }
-    before = kept.read("links", key, Links) if agreement.first() else None
+    before = measurement_cache.read("links", key, Links) if agreement.first() else None
     before = agreement.gather("what is kept of links", before)[0]
     same = {d for d, ranks in dims.items() if before and d in before.links and alike(before.links[d], now[d], ranks)}
     found = {d: before.links[d] if before and d in same else now[d] for d in dims}
     if len(same) < len(dims) and agreement.first():
-        kept.write("links", key, Links(links=found))
+        measurement_cache.write("links", key, Links(links=found))
     return found
 
 

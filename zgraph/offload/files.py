@@ -33,7 +33,7 @@ from typing import Self, cast
 import torch
 
 from zgraph.errors import OffloadError
-from zgraph.offload.buffers import BLOCK, PIECE, Landing, Staging, aligned
+from zgraph.offload.disk_buffers import BLOCK, PIECE, Landing, Staging, aligned
 
 __all__ = ["Backend", "FileStore", "Preflight", "Reading", "Writing"]
 

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from zgraph.capture.former_memory import former_memory
+from zgraph.capture.former_storages import former_memory
 from zgraph.errors import ModelError, UnsupportedError
 from zgraph.offload.host_gradients import Away, where_it_lies
 from zgraph.parameters.mixed_precision import stays_fp32, with_precision
 from zgraph.parameters.optimizer_steps import count_steps_on, steps_on, watch_optimizers
-from zgraph.parameters.replaced import replaced
+from zgraph.parameters.replaced_parameters import replaced
 from zgraph.plan.precision import Precision
 from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.program.tolerance import bits
@@ -33,7 +33,7 @@ from zgraph.torch_compat.modules import Registered, registered
 from zgraph.torch_compat.tensor_hooks import has_hooks
 
 if TYPE_CHECKING:
-    from zgraph.offload.moves import Tier
+    from zgraph.offload.run_transfers import Tier
     from zgraph.plan.plan import Plan
 
 logger = logging.getLogger(__name__)

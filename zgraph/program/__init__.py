@@ -7,6 +7,6 @@ how a program is read, and `digest.py` how ranks compare one.
 
 import torch._inductor.lowering  # noqa: F401  (registers Inductor's operators: a program may have them)
 
-from zgraph.program import block_format, ops, regions, transfers_to_host  # (register zgraph's own)
+from zgraph.program import block_quantization, ops, regions, transfers_to_host  # (register zgraph's own)
 
-__all__ = ["block_format", "ops", "regions", "transfers_to_host"]
+__all__ = ["block_quantization", "ops", "regions", "transfers_to_host"]

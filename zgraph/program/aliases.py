@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zgraph.program import collectives, transfers_to_host
-from zgraph.program.block_format import TO_BLOCKS_FED
+from zgraph.program.block_quantization import TO_BLOCKS_FED
 from zgraph.program.node import Phase, info
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zgraph.program import collectives
-from zgraph.program.kept import LateProgram
+from zgraph.program.lazy_program import LateProgram
 from zgraph.program.node import has_info, info, value
 from zgraph.program.program import Level, Program
 

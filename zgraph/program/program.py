@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from zgraph.names import around
-from zgraph.program import collective_values
+from zgraph.program import fake_collectives
 from zgraph.program.node import NodeInfo, Phase, Role, has_info, info, set_info, value
 from zgraph.program.remark import Remark
 from zgraph.program.sizes import NO_SIZES, Sizes, static_at, with_nodes
@@ -396,8 +396,8 @@ class Program:
         kwargs: Any = fx.node.map_arg(node.kwargs, read)
         if node.target is operator.getitem:
             return args[0][args[1]]
-        if collective_values.is_remembered(node.target, args, kwargs):
-            return collective_values.value_of(node.target, args, self.fake_mode)
+        if fake_collectives.is_remembered(node.target, args, kwargs):
+            return fake_collectives.value_of(node.target, args, self.fake_mode)
         with self.fake_mode, torch.no_grad(), evaluating() if self.sizes else contextlib.nullcontext():
             return node.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -6,7 +6,7 @@
     zgraph::moved(to, of) -> to         waits for it; until then `of` lives, and nothing else may read `to`
 
 They are functional, but for `store`. Code generation writes the wait as the change in place that it is (`moved_`), so that no reader
-of a value can come before it. What runs them stands in `zgraph/offload/moves.py`; on virtual ranks they are copies.
+of a value can come before it. What runs them stands in `zgraph/offload/run_transfers.py`; on virtual ranks they are copies.
 """
 
 from __future__ import annotations

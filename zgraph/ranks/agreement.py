@@ -2,7 +2,7 @@
 
 Before each run of a program every rank votes with a hash of what it is about to do: one reduction of a few integers
 (about 0.1 ms over gloo). Where votes differ, ranks exchange what they voted for and all raise the same error, before
-any of them starts a collective that the others will not join. What all ranks foresee needs no vote (`zgraph/ranks/course.py`).
+any of them starts a collective that the others will not join. What all ranks foresee needs no vote (`zgraph/ranks/foreseen_actions.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.errors import RankMismatchError, ZgraphError
 from zgraph.ranks import progress
-from zgraph.ranks.course import UPDATE, Act, Coming, Course, around, shown_difference
+from zgraph.ranks.foreseen_actions import UPDATE, Act, Coming, Course, around, shown_difference
 from zgraph.torch_compat import process_groups
 
 T = TypeVar("T")

@@ -32,8 +32,8 @@ from torch import fx
 from zgraph.program import collectives
 from zgraph.program.node import place_of
 from zgraph.ranks import progress
-from zgraph.ranks.course import answer_all
-from zgraph.ranks.stacks import Line, stack_of
+from zgraph.ranks.foreseen_actions import answer_all
+from zgraph.ranks.thread_stacks import Line, stack_of
 from zgraph.torch_compat import process_groups
 
 if TYPE_CHECKING:

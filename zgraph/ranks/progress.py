@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from zgraph.errors import CollectiveError, ZgraphError
-from zgraph.ranks.stacks import Line
+from zgraph.ranks.thread_stacks import Line
 
 
 class Together(Protocol):

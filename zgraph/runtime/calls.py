@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from zgraph.build.beside import leave, put_beside
+from zgraph.build.programs_of_one_step import leave, put_beside
 from zgraph.build.step_program import Entry
 from zgraph.capture.cache_key import shared, signed
 from zgraph.capture.inputs import refuse_inputs
-from zgraph.capture.open_sizes import OpenSizes
+from zgraph.capture.learned_sizes import Signature
+from zgraph.capture.symbolic_capture import OpenSizes
 from zgraph.capture.value_inputs import ValueInputs, warn_of_unknown, with_values
-from zgraph.capture.varying_sizes import Signature
 from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
 from zgraph.plan.shapes import buckets_of
 from zgraph.ranks import compile_progress
+from zgraph.runtime.call_sizes import CallSizes, SizesOfCalls
 from zgraph.runtime.rank import Rank
+from zgraph.runtime.recompile_storms import Storms
 from zgraph.runtime.same_on_all_ranks import INPUTS
-from zgraph.runtime.sizes_of_calls import CallSizes, SizesOfCalls
-from zgraph.runtime.storms import Storms
 from zgraph.torch_compat import fake_tensors
 from zgraph.torch_compat.guards import Failing
 from zgraph.torch_compat.modules import Registered

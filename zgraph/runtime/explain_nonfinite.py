@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from zgraph.codegen.executable import lowered
-from zgraph.codegen.stepwise import run_stepwise
+from zgraph.codegen.node_by_node import run_stepwise
 from zgraph.errors import CheckpointError, NonFiniteError, RolledBackError
 from zgraph.program.node import info
 from zgraph.program.program import InputRole, OutputRole, Port, Program

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zgraph.build.beside import add_hot
+from zgraph.build.programs_of_one_step import add_hot
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.plan.shapes import hot_of
 from zgraph.program.sizes import Sizes

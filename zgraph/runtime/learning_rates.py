@@ -7,7 +7,7 @@ from typing import Any
 from zgraph.plan.lr_schedules import TorchSchedule
 from zgraph.plan.plan import Plan
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.torch_schedule import torch_scheduler
+from zgraph.update.torch_lr_schedulers import torch_scheduler
 
 
 class LearningRates:

@@ -13,25 +13,25 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.build.kept import kept_programs
 from zgraph.build.step_program import Entry
+from zgraph.build.stored_programs import kept_programs
 from zgraph.build.update_program import away_bytes, shares_of
 from zgraph.errors import ModelError, OffloadError
-from zgraph.offload.moves import Tiers
+from zgraph.offload.run_transfers import Tiers
 from zgraph.parameters.sharding import Shards, still_unset
 from zgraph.passes.analysis.costs import Costs
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
-from zgraph.ranks.course import UPDATE
-from zgraph.runtime.acts import Acts, gradients
+from zgraph.ranks.foreseen_actions import UPDATE
 from zgraph.runtime.memory import StepMemory
 from zgraph.runtime.node_groups import node_groups
 from zgraph.runtime.prefetch import FirstGathers
 from zgraph.runtime.same_on_all_ranks import Votes
+from zgraph.runtime.step_votes import Acts, gradients
 from zgraph.runtime.timings import Clock
-from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_updates
+from zgraph.update.hyperparameters import UPDATE_HINT, Numbers, compare_updates
 from zgraph.update.owned_parameters import Held
 from zgraph.update.resume import Last
 

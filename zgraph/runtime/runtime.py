@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.build.context import BuildContext
+from zgraph.build.build_context import BuildContext
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows, brief
 from zgraph.capture.capture import Trace, trace
-from zgraph.capture.former_memory import former_memory
+from zgraph.capture.former_storages import former_memory
 from zgraph.capture.inputs import resolved
-from zgraph.capture.open_sizes import OpenSizes
 from zgraph.capture.storages import Sharing, owned, sharing
-from zgraph.codegen.bindings import Sources
+from zgraph.capture.symbolic_capture import OpenSizes
 from zgraph.codegen.executable import Executable
+from zgraph.codegen.port_bindings import Sources
 from zgraph.errors import SignatureError
 from zgraph.parameters.sharding import Shards, Sums, with_requires_grad
 from zgraph.plan.plan import Plan
@@ -35,20 +35,20 @@ from zgraph.plan.shapes import buckets_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec
 from zgraph.program.remark import Remark
 from zgraph.ranks import heartbeat, progress
-from zgraph.runtime.autograd import Saved, Step
-from zgraph.runtime.buckets import Cut, Padded, PaddedCalls
+from zgraph.runtime.autograd_function import Saved, Step
 from zgraph.runtime.calls import Calls
+from zgraph.runtime.capacity_checks import fit
+from zgraph.runtime.compile_once import make_all, make_once
 from zgraph.runtime.explain_nonfinite import NonFinite
-from zgraph.runtime.fit import fit
 from zgraph.runtime.hot_sizes import HotSizes
-from zgraph.runtime.made_once import make_all, make_once
 from zgraph.runtime.out_of_memory import explained
+from zgraph.runtime.pad_to_buckets import Cut, Padded, PaddedCalls
+from zgraph.runtime.pending_gradients import WaitingGradients
 from zgraph.runtime.prefetch import FirstGathers
 from zgraph.runtime.rank import Rank, RankContext
 from zgraph.runtime.timings import KEEP, Clock, Timings, median_step, model_flops
-from zgraph.runtime.unsharded import UnshardedWeights
+from zgraph.runtime.unsharded_weights import UnshardedWeights
 from zgraph.runtime.updater import Updater
-from zgraph.runtime.waiting_gradients import WaitingGradients
 from zgraph.torch_compat import autograd_state
 
 # Inputs of a backward that somebody else may hold when it is over: not a parameter (`owned` sees that its storage has another holder), and

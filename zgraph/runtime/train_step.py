@@ -22,8 +22,8 @@ from zgraph.build.step_program import Entry
 from zgraph.capture.batch import LossOperators, refuse_other_dimensions, tensors_of
 from zgraph.capture.cache_key import batch_size
 from zgraph.capture.capture import find_loss
+from zgraph.capture.ignored_targets import IGNORED, TARGETS, Ignores, LossesSeen, ignored_of
 from zgraph.capture.replaced_forward import signature_of
-from zgraph.capture.targets import IGNORED, TARGETS, Ignores, LossesSeen, ignored_of
 from zgraph.errors import StepError
 from zgraph.plan.elasticity import Elastic
 from zgraph.plan.plan import Plan
@@ -224,7 +224,7 @@ def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     """How many targets a micro-batch's loss is the mean of.
 
     Those of the argument called labels, label, targets or target (else of the last tensor of integers, else every row
-    counts once) that are not `ignored`: what the model's losses leave out (`zgraph.capture.targets`), -100 where it calls none of torch's.
+    counts once) that are not `ignored`: what the model's losses leave out (`zgraph.capture.ignored_targets`), -100 where it calls none of torch's.
     A causal language model of transformers (`loss_type` "ForCausalLM") shifts its labels:
     the first of each sequence is no target.
     """

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zgraph.build.update_program import update_history
-from zgraph.codegen.bindings import Bindings
-from zgraph.codegen.chunks import UpdateExecutable, compile_chunk, compile_chunks
 from zgraph.codegen.debug_mode import checked
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
+from zgraph.codegen.port_bindings import Bindings
+from zgraph.codegen.update_chunks import UpdateExecutable, compile_chunk, compile_chunks
 from zgraph.passes import History, verify_program
 from zgraph.program.program import Program
-from zgraph.runtime.delayed import refuse_late_collectives
+from zgraph.runtime.delayed_updates import refuse_late_collectives
 from zgraph.runtime.rank import Rank
-from zgraph.update.build import UpdateOptions, scalar_names
-from zgraph.update.groups import Member
+from zgraph.update.build_update import UpdateOptions, scalar_names
 from zgraph.update.owned_parameters import mesh_of, specs_here
+from zgraph.update.parameter_groups import Member
 from zgraph.update.states import States
 
 

@@ -12,25 +12,25 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zgraph.build.update_program import update_options
-from zgraph.codegen.bindings import Sources
+from zgraph.codegen.port_bindings import Sources
 from zgraph.errors import PlanError, StepError
 from zgraph.program.program import InputRole, OutputRole
 from zgraph.ranks import progress
-from zgraph.ranks.course import Coming
-from zgraph.runtime.averages import Averages
-from zgraph.runtime.consistency import Consistency
-from zgraph.runtime.delayed import Delayed
+from zgraph.ranks.foreseen_actions import Coming
+from zgraph.runtime.delayed_updates import Delayed
+from zgraph.runtime.ema_weights import Averages
+from zgraph.runtime.failed_updates import Consistency
 from zgraph.runtime.learning_rates import LearningRates
 from zgraph.runtime.out_of_memory import explained
-from zgraph.runtime.outcomes import Outcomes
 from zgraph.runtime.rank import Rank
-from zgraph.runtime.update_numbers import UpdateNumbers
+from zgraph.runtime.step_outcomes import Outcomes
 from zgraph.runtime.update_programs import CompiledUpdate, UpdatePrograms
-from zgraph.update.build import UpdateOptions, scalar_names
-from zgraph.update.groups import members_of
-from zgraph.update.numbers import Numbers
+from zgraph.runtime.update_scalars import UpdateNumbers
+from zgraph.update.build_update import UpdateOptions, scalar_names
+from zgraph.update.error_feedback import Residuals
+from zgraph.update.hyperparameters import Numbers
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.residuals import Residuals
+from zgraph.update.parameter_groups import members_of
 from zgraph.update.states import States
 
 if TYPE_CHECKING:

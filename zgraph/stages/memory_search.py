@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zgraph.build.context import BuildContext
+from zgraph.build.build_context import BuildContext
 from zgraph.build.memory_search import Outcome, Search, SearchResult
 from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant
 from zgraph.build.step_program import StepProgram, is_differentiated
@@ -22,7 +22,7 @@ from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, Program
 from zgraph.program.remark import Remark
 from zgraph.stages.rank_memory import UPDATE, RankMemory, variant_of
-from zgraph.stages.stage_cost import SimulatedStage
+from zgraph.stages.simulated_stage import SimulatedStage
 from zgraph.units import shown_bytes
 
 SHARE_STEPS = 16  # parts of the way from the least that stages can do with

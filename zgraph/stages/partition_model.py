@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.capture.former_memory import former_memory
+from zgraph.capture.former_storages import former_memory
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import ModelError, PlanError
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
 from zgraph.parameters.mixed_precision import prepare
 from zgraph.parameters.sharding import Shards, shard, with_requires_grad
+from zgraph.passes.stages.cut_points import assign
 from zgraph.passes.stages.cut_stages import Stages
-from zgraph.passes.stages.cuts import assign
 from zgraph.passes.stages.stage_costs import balance
 from zgraph.plan.pipeline_schedules.make_schedule import make_schedule
 from zgraph.plan.plan import Plan
@@ -31,7 +31,7 @@ from zgraph.program import ops
 from zgraph.program.aliases import aliases_of, is_view
 from zgraph.program.program import STAGE_DIM, InputRole, ParamSpec
 from zgraph.ranks.agreement import Agreement
-from zgraph.runtime.buckets import PaddedCalls
+from zgraph.runtime.pad_to_buckets import PaddedCalls
 from zgraph.runtime.rank import RankContext, opened_tiers
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.train_step import in_order

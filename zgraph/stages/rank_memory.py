@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zgraph.build.context import ResidentMemory
+from zgraph.build.build_context import ResidentMemory
 from zgraph.build.pass_pipeline import Variant
 from zgraph.passes.analysis.costs import most_bytes
 from zgraph.passes.stages.cut_stages import Stages, Transfer
@@ -19,8 +19,8 @@ from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.program.program import InputRole, Program
 from zgraph.stages.channels import AHEAD, Message, Routes
-from zgraph.stages.duties import duties
-from zgraph.stages.stage_cost import SimulatedStage, sent_names
+from zgraph.stages.simulated_stage import SimulatedStage, sent_names
+from zgraph.stages.stage_tasks import duties
 
 IN_FLIGHT = "in flight"
 MESSAGES = "messages"

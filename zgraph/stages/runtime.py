@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zgraph.build.context import BuildContext
+from zgraph.build.build_context import BuildContext
 from zgraph.build.memory_search import refuse_unbounded
 from zgraph.build.step_program import StepProgram
 from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows, brief
-from zgraph.capture.former_memory import former_memory
-from zgraph.capture.open_sizes import OpenSizes
+from zgraph.capture.former_storages import former_memory
+from zgraph.capture.symbolic_capture import OpenSizes
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.errors import CaptureError, PlanError, RankMismatchError, StepError, UnsupportedError
 from zgraph.parameters.sharding import Shards, fingerprint, local_of, with_requires_grad
@@ -27,19 +27,19 @@ from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole
 from zgraph.ranks import heartbeat, progress
-from zgraph.runtime.fit import fit
+from zgraph.runtime.capacity_checks import fit
 from zgraph.runtime.rank import RankContext
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import model_flops
-from zgraph.stages.buffers import Buffers
 from zgraph.stages.channels import AHEAD, Channels, Line, Routes
-from zgraph.stages.duties import duties
-from zgraph.stages.faults import Board, Marker
+from zgraph.stages.failed_ranks import Board, Marker
 from zgraph.stages.memory_search import refuse
+from zgraph.stages.module_buffers import Buffers
 from zgraph.stages.stage_programs import Capture, Partition, RankStages, Staged, reduces_once, without_fast_path
+from zgraph.stages.stage_tasks import duties
 from zgraph.stages.whole_model import WholeModel
 from zgraph.stages.worker import Worker
-from zgraph.update.numbers import UPDATE_HINT, Numbers, compare_tied, compare_updates
+from zgraph.update.hyperparameters import UPDATE_HINT, Numbers, compare_tied, compare_updates
 from zgraph.update.owned_parameters import check_meetings, meetings
 
 Tangents = Callable[[int, list[Any]], dict[int, torch.Tensor]]

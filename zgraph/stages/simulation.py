@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
-from zgraph.plan.pipeline_schedules.needs import Needs, waits
+from zgraph.plan.pipeline_schedules.dependencies import Needs, waits
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.pipeline_schedules.validity import in_order
 

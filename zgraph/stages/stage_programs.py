@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zgraph.build.context import BuildContext
+from zgraph.build.build_context import BuildContext
 from zgraph.build.step_program import Serves, StepProgram
 from zgraph.capture.capture import Trace, flat_values
 from zgraph.errors import CaptureError, StepError
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.spmd.divide_context import refuse_without_attention
+from zgraph.passes.stages.cut_points import Cuts, assign, find_cuts
 from zgraph.passes.stages.cut_stages import Stages, cut_stages
-from zgraph.passes.stages.cuts import Cuts, assign, find_cuts
 from zgraph.passes.tiling.tile import check_names
+from zgraph.plan.pipeline_schedules.dependencies import Needs
 from zgraph.plan.pipeline_schedules.make_schedule import make_schedule
-from zgraph.plan.pipeline_schedules.needs import Needs
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.pipeline_schedules.validity import check
 from zgraph.plan.plan import Plan

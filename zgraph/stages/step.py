@@ -10,7 +10,7 @@ from torch import nn
 
 from zgraph.capture.cache_key import batch_rows, batch_size
 from zgraph.errors import CaptureError, StepError, UnsupportedError
-from zgraph.parameters.replaced import refuse_hooks
+from zgraph.parameters.replaced_parameters import refuse_hooks
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.runtime.train_step import (

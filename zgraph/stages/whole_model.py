@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.capture.batch import refuse_other_dimensions, tensors_of
 from zgraph.capture.cache_key import batch_size, signature
 from zgraph.capture.capture import Trace, trace
-from zgraph.capture.open_sizes import OpenSizes
-from zgraph.capture.targets import LossesSeen
+from zgraph.capture.ignored_targets import LossesSeen
+from zgraph.capture.symbolic_capture import OpenSizes
 from zgraph.parameters.sharding import with_requires_grad
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, ParamSpec

@@ -16,14 +16,14 @@ import torch
 
 from zgraph.build.step_program import StepProgram
 from zgraph.capture.storages import owned
-from zgraph.codegen.bindings import Sources
 from zgraph.codegen.executable import Executable
+from zgraph.codegen.port_bindings import Sources
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.program.program import InputRole, OutputRole
 from zgraph.ranks import progress
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.rank import Rank
-from zgraph.stages.duties import Duty
+from zgraph.stages.stage_tasks import Duty
 from zgraph.torch_compat import autograd_state
 
 _USERS = (InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT)

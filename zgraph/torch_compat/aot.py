@@ -27,7 +27,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from zgraph.torch_compat.dynamo import recurrent_layers
 from zgraph.torch_compat.fx_graphs import lazy_module
-from zgraph.torch_compat.unknown_sizes import _fakes_of_unknown_sizes
+from zgraph.torch_compat.unbacked_sizes import _fakes_of_unknown_sizes
 
 # An operator with effects in a traced graph: (token, operator, its arguments) -> (token, its results).
 WITH_EFFECTS = torch.ops.higher_order.with_effects

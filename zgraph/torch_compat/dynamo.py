@@ -29,12 +29,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental import _config as symbol_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from zgraph.torch_compat import fake_tensors, stand_ins, symbols
+from zgraph.torch_compat import fake_tensors, symbols, traceable_functions
+from zgraph.torch_compat.changing_numbers import Numbers, split_numbers
 from zgraph.torch_compat.dynamo_asserts import asserts_on_values
-from zgraph.torch_compat.dynamo_memory import own_memory
+from zgraph.torch_compat.dynamo_cache import own_memory
 from zgraph.torch_compat.guards import Effects, Failing, Guards, Scope, live, recorded
-from zgraph.torch_compat.numbers import Numbers, split_numbers
-from zgraph.torch_compat.unknown_sizes import _fakes_of_unknown_sizes
+from zgraph.torch_compat.unbacked_sizes import _fakes_of_unknown_sizes
 
 DynamoError = TorchDynamoException
 
@@ -222,18 +222,18 @@ def _stand_ins() -> Iterator[None]:
 
     def call(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if variable.fn is torch.nn.modules.transformer._detect_is_causal_mask:
-            return traced(kinds.UserFunctionVariable(stand_ins.detect_is_causal_mask), tx, args, kwargs)
+            return traced(kinds.UserFunctionVariable(traceable_functions.detect_is_causal_mask), tx, args, kwargs)
         return traced(variable, tx, args, kwargs)
 
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     ours = {
-        torch.cov: stands(stand_ins.cov),
-        torch.corrcoef: stands(stand_ins.corrcoef),
+        torch.cov: stands(traceable_functions.cov),
+        torch.corrcoef: stands(traceable_functions.corrcoef),
         F.batch_norm: stands(
-            stand_ins.batch_norm, lambda given: isinstance(given.get("momentum"), kinds.SymNodeVariable)
+            traceable_functions.batch_norm, lambda given: isinstance(given.get("momentum"), kinds.SymNodeVariable)
         ),
         F.ctc_loss: stands(
-            stand_ins.ctc_loss, lambda given: not isinstance(given["target_lengths"], kinds.TensorVariable)
+            traceable_functions.ctc_loss, lambda given: not isinstance(given["target_lengths"], kinds.TensorVariable)
         ),
         F.gaussian_nll_loss: stands(F.gaussian_nll_loss),  # (traced itself: it raises by a value)
     }

@@ -23,7 +23,7 @@ from torch._dynamo.variables.base import AttributeMutationNew
 from torch._dynamo.variables.lists import DequeVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zgraph.torch_compat.surroundings import Surroundings
+from zgraph.torch_compat.unguarded_state import Surroundings
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """1-bit Adam (Tang et al., 2021) and 1-bit LAMB (Li et al., 2021), with the operations of DeepSpeed 0.19.6.
 
 While they warm up they are Adam and LAMB without bias corrections. After that the squares' average that updates divide by stays as it is, and
-ranks share their momenta, in signs (`zgraph.update.signs`), not their gradients.
+ranks share their momenta, in signs (`zgraph.update.sign_compression`), not their gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.update.rule import AfterFreeze, Part, Rule, State
+from zgraph.update.optimizer_rule import AfterFreeze, Part, Rule, State
 from zgraph.update.trust_ratio import trust_ratio
 
 _FRESH, _RATIO, _FACTOR = "exp_avg_sq_fresh", "lamb_coeff_freeze", "last_factor"

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.errors import ModelError, PlanError, StepError
-from zgraph.parameters.foreign import refuse_foreign
+from zgraph.parameters.foreign_shards import refuse_foreign
 from zgraph.torch_compat import tensor_hooks
-from zgraph.update.build import AHEAD, DERIVED
-from zgraph.update.groups import Member
+from zgraph.update.build_update import AHEAD, DERIVED
+from zgraph.update.optimizer_rules import RULES
 from zgraph.update.optimizer_state import OfParam, OptimizerState
-from zgraph.update.rules import RULES
+from zgraph.update.parameter_groups import Member
 
 
 class Updates(Protocol):

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from zgraph.errors import StepError
-from zgraph.offload.moves import Tier
+from zgraph.offload.run_transfers import Tier
 from zgraph.parameters.sharding import Shards, row_by_row
 from zgraph.update import scaler
-from zgraph.update.build import AHEAD, EMA, MASTER, NONFINITE, UpdateOptions, state_bytes_of, states_of
-from zgraph.update.groups import STEP, Member
+from zgraph.update.build_update import AHEAD, EMA, MASTER, NONFINITE, UpdateOptions, state_bytes_of, states_of
 from zgraph.update.optimizer import PlanOptimizer, copy_state
+from zgraph.update.optimizer_rule import Rule, State
+from zgraph.update.optimizer_rules import RULES
 from zgraph.update.optimizer_state import OfParam
-from zgraph.update.rule import Rule, State
-from zgraph.update.rules import RULES
+from zgraph.update.parameter_groups import STEP, Member
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from zgraph.passes.stages.cut_stages import Stages
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
-from zgraph.plan.pipeline_schedules.needs import waits
+from zgraph.plan.pipeline_schedules.dependencies import waits
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.pipeline_schedules.validity import in_order
 from zgraph.stages.stage_programs import needs_of

@@ -26,8 +26,8 @@ from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.program.groups import positions_of
 from zgraph.program.program import STAGE_DIM, InputRole, OutputRole, Program
 from zgraph.program.tolerance import Difference, difference, norm_of
-from zgraph.stages.buffers import Buffers
-from zgraph.stages.duties import Duty, duties
+from zgraph.stages.module_buffers import Buffers
+from zgraph.stages.stage_tasks import Duty, duties
 from zgraph.verification.replay import replay
 from zgraph.verification.virtual_ranks import coordinates, run_virtual
 from zgraph.verification.virtual_step import (

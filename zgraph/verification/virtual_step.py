@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from zgraph.build.context import BuildContext
+from zgraph.build.build_context import BuildContext
 from zgraph.build.pass_pipeline import PLAIN, PassFilter, Variant, costs_of
 from zgraph.build.planned_step import Inputs, split_inputs
 from zgraph.build.resolve_offload import placed
@@ -33,9 +33,9 @@ from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows
 from zgraph.capture.capture import find_loss, trace
-from zgraph.capture.former_memory import former_memory
-from zgraph.capture.open_sizes import OpenSizes
+from zgraph.capture.former_storages import former_memory
 from zgraph.capture.replaced_forward import method_of
+from zgraph.capture.symbolic_capture import OpenSizes
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.capture.value_inputs import declared_values, with_values
 from zgraph.codegen.partition import Parts
@@ -52,7 +52,7 @@ from zgraph.runtime.train_step import in_order, split_batch
 from zgraph.stages.stage_programs import refuse_state
 from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
-from zgraph.verification.own_inputs import own_inputs
+from zgraph.verification.unshared_inputs import own_inputs
 from zgraph.verification.virtual_ranks import Watch, coordinates, group_ranks, run_virtual
 
 SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which changes no gradient that it does not save

@@ -13,7 +13,7 @@ from zgraph.passes import History, PassRecord
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.tolerance import Difference, difference
 from zgraph.update import scaler
-from zgraph.update.build import AHEAD, EMA, MASTER, NONFINITE, scalar_names, states_of
+from zgraph.update.build_update import AHEAD, EMA, MASTER, NONFINITE, scalar_names, states_of
 from zgraph.verification.virtual_ranks import coordinates, run_virtual
 from zgraph.verification.virtual_step import Results, VirtualStep, shard_of
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from zgraph.checkpoint.formats.names import unwrapped_all
-from zgraph.checkpoint.formats.stage0 import unsharded
-from zgraph.checkpoint.formats.tensor_parallel import INFO, Layout, check_buffers, check_same, merge
+from zgraph.checkpoint.formats.deepspeed_partitions import Held, Read, first_stages, in_equal_parts, third_stage
+from zgraph.checkpoint.formats.deepspeed_stage0 import unsharded
+from zgraph.checkpoint.formats.deepspeed_tensor_parallel import INFO, Layout, check_buffers, check_same, merge
+from zgraph.checkpoint.formats.deepspeed_universal import FOLDER, universal
+from zgraph.checkpoint.formats.key_names import unwrapped_all
 from zgraph.checkpoint.formats.torchfile import MALFORMED, Inert, Stored, TorchFile
-from zgraph.checkpoint.formats.universal import FOLDER, universal
-from zgraph.checkpoint.formats.zero import Held, Read, first_stages, in_equal_parts, third_stage
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Source, TensorInfo
 from zgraph.checkpoint.tensorfile import damaged
 from zgraph.errors import CheckpointError, UnsupportedError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from zgraph.checkpoint.formats.names import parted
+from zgraph.checkpoint.formats.key_names import parted
 from zgraph.checkpoint.manifest import check_tiling
 from zgraph.checkpoint.source import MODEL, Block, Source, TensorInfo
 from zgraph.checkpoint.tensorfile import DTYPES, SUFFIX, Piece, TensorFile, damaged, read_bytes

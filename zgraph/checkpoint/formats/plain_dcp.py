@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zgraph.checkpoint.formats.names import GROUPS, parted
+from zgraph.checkpoint.formats.key_names import GROUPS, parted
 from zgraph.checkpoint.formats.torchfile import (
     MALFORMED,
     Inert,

@@ -1,7 +1,7 @@
 """A checkpoint of any system, written as DeepSpeed's: partitions of ZeRO's stages 1 to 3 for a number of ranks, or a universal one for any.
 
 The files are those of DeepSpeed 0.19. Its loaders need objects of its own classes in them (a loss scaler, addresses of fragments): these are written
-by name, so that DeepSpeed need not be installed here. How partitions are cut is told in `zgraph.checkpoint.formats.zero`.
+by name, so that DeepSpeed need not be installed here. How partitions are cut is told in `zgraph.checkpoint.formats.deepspeed_partitions`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from zgraph.checkpoint.formats.zero import PADDED_TO
+from zgraph.checkpoint.formats.deepspeed_partitions import PADDED_TO
 from zgraph.checkpoint.master_precision import is_current_in
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.errors import CheckpointError

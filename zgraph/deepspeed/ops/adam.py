@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zgraph.deepspeed.ops.given import GivenOptimizer
+from zgraph.deepspeed.ops.base import GivenOptimizer
 from zgraph.deepspeed.parameter_groups import register
 from zgraph.errors import PlanError
 from zgraph.plan.optimizers import Adam

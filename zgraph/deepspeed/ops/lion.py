@@ -1,6 +1,6 @@
 """DeepSpeed's Lion."""
 
-from zgraph.deepspeed.ops.given import GivenOptimizer
+from zgraph.deepspeed.ops.base import GivenOptimizer
 from zgraph.deepspeed.parameter_groups import register
 from zgraph.plan.optimizers import Lion
 

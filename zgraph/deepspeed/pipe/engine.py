@@ -15,7 +15,7 @@ from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from zgraph.deepspeed.engine import DeepSpeedEngine
 from zgraph.deepspeed.pipe.module import PipelineError, PipelineModule
 from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
-from zgraph.deepspeed.refused import EngineMisuse
+from zgraph.deepspeed.unsupported import EngineMisuse
 from zgraph.deepspeed.utils.logging import logger
 from zgraph.errors import StepError
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from zgraph.checkpoint.detect_format import open_checkpoint
 from zgraph.checkpoint.master_precision import is_current_in
-from zgraph.checkpoint.publish import export
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
-from zgraph.deepspeed.whole_values import load_whole
+from zgraph.checkpoint.write_pretrained import export
+from zgraph.deepspeed.full_values import load_whole
 from zgraph.runtime.compiled_models import is_compiled
-from zgraph.update.build import MASTER
+from zgraph.update.build_update import MASTER
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",

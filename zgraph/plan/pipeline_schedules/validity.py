@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from zgraph.errors import PlanError
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
-from zgraph.plan.pipeline_schedules.needs import Needs, waits
+from zgraph.plan.pipeline_schedules.dependencies import Needs, waits
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 
 __all__ = ["check", "check_table", "in_order"]
@@ -82,7 +82,7 @@ def _check_pair(schedule: Schedule, places: Mapping[Action, int], stage: int, mi
 def in_order(schedule: Schedule, waiting: Mapping[Action, tuple[Action, ...]]) -> list[Action]:
     """All actions in an order in which each comes after those it waits for, and after those before it in its row.
 
-    `waiting` is what `zgraph.plan.pipeline_schedules.needs.waits` gives. Raises `PlanError` for a deadlock, with a cycle of waiting ranks.
+    `waiting` is what `zgraph.plan.pipeline_schedules.dependencies.waits` gives. Raises `PlanError` for a deadlock, with a cycle of waiting ranks.
     """
     rows = [schedule.of(rank) for rank in range(schedule.ranks)]
     at = [0] * len(rows)

@@ -181,7 +181,7 @@ def _with_backend(initialize: Any) -> Any:
     """Run by the backend that the environment names: DeepSpeed's configurations name none."""
     import functools
 
-    from zgraph.deepspeed.read import read
+    from zgraph.deepspeed.read_config import read
 
     @functools.wraps(initialize)
     def run(*args: Any, **kwargs: Any) -> Any:

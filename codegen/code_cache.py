@@ -1,0 +1,138 @@
+"""Inductor's code, kept for later processes: its source as text, and the libraries of its C++ kernels as bytes with their sums.
+
+Inductor has caches of its own: of graphs, which it pickles, and of libraries, which it takes by their names. Here nothing is unpickled, and
+no library is loaded that is not, byte by byte, the one that was compiled: one that is missing or damaged in Inductor's folder is put there anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zgraph.cache.store import Store, hashed
+from zgraph.codegen.executable import Executable, Kernel
+from zgraph.errors import UnsupportedError
+from zgraph.program.lazy_program import text_of
+from zgraph.program.program import Program
+from zgraph.torch_compat import inductor_code, process_groups
+
+logger = logging.getLogger(__name__)
+
+CODE, LIBRARY = "code", "library"
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code of one program, and what was read of it when it was made."""
+
+    source: str
+    strides: list[Any]
+    record: inductor_code.CodeRecord
+    kernels: tuple[Kernel, ...]
+    library: tuple[Kernel, ...]
+    calls: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(made: Executable, record: inductor_code.CodeRecord) -> Code:
+        """The code of what was compiled."""
+        return Code(made.source, made.strides, record, made.kernels, made.library, made.calls)
+
+
+class KeptCode:
+    """Keeps code in a store, for programs that are compiled under one state of all `conditions` (a hash)."""
+
+    def __init__(self, store: Store, conditions: str, device: torch.device, words: Mapping[str, str]) -> None:
+        self.store = store
+        self.device = device
+        self.conditions = conditions
+        self.words = words
+
+    def key(self, program: Program, how: Mapping[str, Any]) -> str | None:
+        """What the code of a program that is compiled so is kept by; None for one that has no text."""
+        if program.sizes:
+            return None  # (what Inductor asks of the sizes is no part of the code)
+        try:
+            # (over gloo, and in a ring, the code has this rank's own number in it)
+            places = {name: process_groups.backend_of(name, self.device) for name in how["groups"].values()}
+            return hashed(self.conditions, text_of(program), json.dumps([how, places], sort_keys=True))
+        except UnsupportedError as error:
+            logger.debug("the code of %s is not kept: %s", program.name, error)
+            return None
+
+    def take(self, key: str) -> Code | None:
+        """The code with this key, its libraries where Inductor looks for them; None where there is none, or not all of it."""
+        data = self.store.get_json(CODE, key)
+        if data is None:
+            return None
+        paths = data["libraries"]
+        if not all(self._put_there(path, total) for path, total in paths):
+            return None
+        return Code(
+            data["source"],
+            [None if s is None else tuple(s) for s in data["strides"]],
+            inductor_code.CodeRecord(
+                tuple(data["inputs_to_check"]), tuple(data["mutated_input_idxs"]), tuple(path for path, _ in paths)
+            ),
+            _kernels(data["kernels"]),
+            _kernels(data["library"]),
+            tuple((line, at) for line, at in data["calls"]),
+        )
+
+    def keep(self, key: str, code: Code) -> None:
+        """Keep the code of a program."""
+        paths = []
+        for path in code.record.libraries:
+            try:
+                data = (Path(inductor_code.inductor_folder()) / path).read_bytes()
+            except OSError as error:
+                logger.debug("code is not kept: %s", error)
+                return
+            total = hashlib.sha256(data).hexdigest()
+            if not self.store.has(LIBRARY, total):
+                self.store.put(LIBRARY, total, data, {})
+            paths.append([path, total])
+        said = {
+            **asdict(code.record),
+            "source": code.source,
+            "strides": code.strides,
+            "kernels": [asdict(k) for k in code.kernels],
+            "library": [asdict(k) for k in code.library],
+            "calls": code.calls,
+            "libraries": paths,
+        }
+        self.store.put_json(CODE, key, said, self.words)
+
+    def _put_there(self, path: str, total: str) -> bool:
+        """Whether a library is in Inductor's folder, as it was compiled; it is put there if need be."""
+        there = Path(inductor_code.inductor_folder()) / path
+        try:
+            if hashlib.sha256(there.read_bytes()).hexdigest() == total:
+                return True
+        except OSError:
+            pass
+        data = self.store.get(LIBRARY, total)
+        if data is None or hashlib.sha256(data).hexdigest() != total:
+            return False
+        part = there.with_name(f"{there.name}.{os.getpid()}.part")
+        try:
+            there.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(data)
+            part.chmod(0o755)
+            os.replace(part, there)
+        except OSError as error:
+            logger.debug("%s can't be put into Inductor's folder: %s", path, error)
+            part.unlink(missing_ok=True)
+            return False
+        return True
+
+
+def _kernels(rows: list[dict[str, Any]]) -> tuple[Kernel, ...]:
+    return tuple(Kernel(row["name"], tuple(row["operators"]), row["calls"]) for row in rows)

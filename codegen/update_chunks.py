@@ -1,0 +1,184 @@
+"""An update program as few compiled pieces: what is the same for several parameters is compiled once.
+
+Compiled whole, an update of 300 parameters takes Inductor most of a minute. So each of its groups (`zgraph/passes/update/group_updates.py`) is a
+chunk, and chunks with equal graphs share one executable. Moves between groups run operator by operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.codegen.code_cache import KeptCode
+from zgraph.codegen.eager import compile_eager
+from zgraph.codegen.executable import Executable
+from zgraph.codegen.inductor import compile_inductor
+from zgraph.passes.update.group_updates import groups_of, type_of
+from zgraph.program import transfers_to_host
+from zgraph.program.aliases import is_write
+from zgraph.program.node import NodeInfo, Phase, info, set_info, value
+from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
+from zgraph.torch_compat import fx_graphs
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A part of an update: the names of the values it takes and gives, what runs it, the parameters whose shards it writes."""
+
+    executable: Executable
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+
+
+class UpdateExecutable:
+    """Runs an update's chunks over values by name, each of which dies after its last use. Those that only parameters named in
+    `late` need run after all others, and may run later."""
+
+    def __init__(self, program: Program, chunks: list[Chunk], late: Collection[str] = ()) -> None:
+        self.program = program
+        apart = _late(chunks, late)
+        self.chunks = [c for c in chunks if c not in apart] + apart
+        self._now = len(chunks) - len(apart)
+        last: dict[str, int] = {name: i for i, chunk in enumerate(self.chunks) for name in chunk.takes}
+        results = {node.name for node in program.output_values()}
+        self._drops = [[n for n in c.takes if last[n] == i and n not in results] for i, c in enumerate(self.chunks)]
+
+    @property
+    def late(self) -> list[Chunk]:
+        """The chunks that may run later."""
+        return self.chunks[self._now :]
+
+    def run(
+        self, values: list[Any], written: Callable[[Sequence[str]], None] = lambda names: None
+    ) -> tuple[list[Any], Callable[[], None]]:
+        """The values of the program's outputs, and what runs the late chunks; `values`, those of its inputs in order, is emptied.
+        `written` is told the parameters that are done."""
+        held = dict(zip((n.name for n in self.program.placeholders()), values, strict=True))
+        values.clear()
+        for at in range(self._now):
+            self._chunk(at, held)
+            written(self.chunks[at].writes)
+        results = [held[n.name] for n in self.program.output_values()]
+
+        def rest() -> None:
+            for at in range(self._now, len(self.chunks)):
+                for taken in (held[n] for n in self.chunks[at].takes):
+                    if taken.is_cuda:  # (made for another stream, which may use its memory again)
+                        taken.record_stream(torch.cuda.current_stream(taken.device))
+                self._chunk(at, held)
+
+        return results, rest
+
+    def _chunk(self, at: int, held: dict[str, Any]) -> None:
+        chunk = self.chunks[at]
+        taken = [held[n] for n in chunk.takes]
+        for name in self._drops[at]:
+            del held[name]
+        held.update(zip(chunk.gives, chunk.executable.run(taken), strict=True))
+
+    @property
+    def executables(self) -> list[Executable]:
+        """Those compiled: one for each kind of chunk."""
+        return list({id(c.executable.function): c.executable for c in self.chunks}.values())
+
+
+def _late(chunks: list[Chunk], params: Collection[str]) -> list[Chunk]:
+    """The chunks of these parameters alone, and of moves, of which no other takes anything."""
+
+    def only(chunk: Chunk) -> bool:
+        nodes = [n for n in chunk.executable.program.graph.nodes if n.op == "call_function"]
+        return all(info(n).param in params or (transfers_to_host.is_move(n) and info(n).param is None) for n in nodes)
+
+    found = [c for c in chunks if params and only(c)]
+    while True:
+        needed = {name for c in chunks if c not in found for name in c.takes}
+        left = [c for c in found if not needed.intersection(c.gives)]
+        if len(left) == len(found):
+            return found
+        found = left
+
+
+def compile_chunks(
+    program: Program, compile_one: Callable[[Program], Executable], late: Collection[str] = ()
+) -> UpdateExecutable:
+    """Compile each kind of chunk of `program` (in place and grouped, see `write_in_place` and `group_updates`) once. `late`: see
+    `UpdateExecutable`."""
+    made: dict[str, Executable] = {}
+    chunks: list[Chunk] = []
+    places = {node: port.name for port, node in program.input_items() if port.role is InputRole.PARAMETER}
+    for nodes in groups_of(program):
+        part = _part(program, nodes, len(chunks))
+        key = canonical(part)
+        if key not in made:
+            made[key] = compile_one(part)
+        same = made[key]
+        executable = replace(same, program=part)
+        gives = tuple(p.name for p in part.outputs)
+        writes = tuple(places[n.all_input_nodes[0]] for n in nodes if is_write(n) and n.all_input_nodes[0] in places)
+        chunks.append(Chunk(executable, tuple(p.name for p in part.inputs), gives, writes))
+    return UpdateExecutable(program, chunks, late)
+
+
+def compile_chunk(part: Program, groups: dict[str, str], kept: KeptCode | None = None) -> Executable:
+    """Compile a chunk with Inductor, or take its code from where it is `kept`, but for moves.
+    On CUDA the updates of several parameters become one kernel; numbers do not (torch 2.13 fails to combine those of half precision).
+    Muon's iteration in bfloat16 rounds as torch's does: what a kernel
+    keeps in float32 would be another 1% of an update."""
+    if any(transfers_to_host.is_move(n) for n in part.graph.nodes):
+        return compile_eager(part, groups)
+    own = any(info(n).param is not None for n in part.graph.nodes if n.op == "call_function")
+    return compile_inductor(part, groups, fix_saved=True, combine=own, round_each=True, kept=kept)
+
+
+def canonical(part: Program) -> str:
+    """A program's operators, arguments and types without names: equal for programs that are compiled alike."""
+    at = {node: f"v{i}" for i, node in enumerate(part.graph.nodes)}
+    lines = []
+    for node in part.graph.nodes:
+        args = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: at[n]))
+        target = node.target if node.op != "placeholder" else ""
+        lines.append(f"{node.op} {target} {args} {type_of(value(node))}")
+    return "\n".join(lines)
+
+
+def _part(program: Program, nodes: list[fx.Node], number: int) -> Program:
+    inside = set(nodes)
+    taken = {a: None for n in nodes for a in n.all_input_nodes if a not in inside and a.op != "get_attr"}
+    results = set(program.output_values())
+    given = [
+        n
+        for n in nodes
+        if (transfers_to_host.is_start(n) or not is_write(n))
+        and (n in results or any(u not in inside for u in n.users))
+    ]
+    graph = fx.Graph()
+    memo: dict[fx.Node, fx.Node] = {}
+    for node in taken:
+        memo[node] = graph.placeholder(node.name)
+        memo[node].meta = dict(node.meta)
+    for node in nodes:
+        for constant in node.all_input_nodes:
+            if constant.op == "get_attr" and constant not in memo:
+                memo[constant] = graph.node_copy(constant)
+                memo[constant].meta = dict(constant.meta)
+        memo[node] = graph.node_copy(node, lambda n: memo[n])
+        memo[node].meta = dict(node.meta)
+    set_info(graph.output(tuple(memo[n] for n in given)), NodeInfo(Phase.UPDATE))
+    part = Program(
+        name=f"{program.name}.{number}",
+        module=fx_graphs.lazy_module(program.module, graph),
+        inputs=[Port(InputRole.SAVED, n.name) for n in taken],
+        outputs=[Port(OutputRole.SAVED, n.name) for n in given],
+        mesh=dict(program.mesh),
+        params=program.params,
+        fake_mode=program.fake_mode,
+        level=Level.EXECUTABLE,
+        facts=set(program.facts),
+    )
+    part.recompile()
+    return part

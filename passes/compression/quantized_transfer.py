@@ -1,0 +1,151 @@
+"""Puts bytes of `zgraph.program.block_quantization` in the place of what a transfer sends: the two passes that compress build by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zgraph.names import matches
+from zgraph.passes.analysis.costs import CPU, Costs, size_of
+from zgraph.passes.analysis.parameter_collectives import Transfer
+from zgraph.passes.zero.gathers import identifier_of
+from zgraph.program import collectives
+from zgraph.program.block_quantization import (
+    FROM_BLOCKS,
+    MEAN_OF_BLOCKS,
+    TO_BLOCKS,
+    TO_BLOCKS_DRAWN,
+    TO_BLOCKS_FED,
+    bytes_of,
+)
+from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
+from zgraph.program.program import InputRole, Port, Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What makes up for few bits: are elements `drawn`, and is what was not sent added to the next gradient (`feedback`)?"""
+
+    drawn: bool = False
+    feedback: bool = False
+
+
+@dataclass(frozen=True)
+class CompressOptions:
+    """The `format` that is sent, elements in a `block`, and patterns of parameters that stay `exact`. `costs` know the links. Of gradients
+    alone: the mesh dimension that they are sent `over` in few bits (None: any), and the `correction`."""
+
+    format: str
+    block: int = 256
+    exact: tuple[str, ...] = ()
+    costs: Costs = field(default_factory=lambda: Costs(CPU))
+    over: str | None = None
+    correction: Correction = Correction()
+
+    def saved(self, transfer: Transfer, parts: int) -> int:
+        """How many of a transfer's bytes need not be sent in this format; 0 for what is to be exact, or is no floating-point tensor."""
+        operand = transfer.start.all_input_nodes[0]
+        if not tensor(operand).dtype.is_floating_point or matches([transfer.name], self.exact):
+            return 0
+        sent = parts * bytes_of(math.ceil(tensor(operand).numel() / parts), self.format, self.block)
+        return max(0, size_of(operand) - sent)
+
+
+class TransferInBlocks:
+    """Puts bytes in the place of a transfer's start and wait."""
+
+    def __init__(self, program: Program, transfer: Transfer, options: CompressOptions) -> None:
+        self.program, self.start, self.wait, self.after = program, transfer.start, transfer.wait, transfer.after
+        self.dim = collectives.group_of(self.start)
+        self.ranks = program.mesh[self.dim]
+        self.options = options
+        self.told = (options.format, options.block)
+        self.over, self.waits = info(self.start), info(self.wait)
+        self.layout = self.over.replace(role=Role.LAYOUT, mesh_dim=None, stream=None)
+        self.operand, self.like = self.start.all_input_nodes[0], tensor(self.wait)
+
+    def gathered(self) -> None:
+        with self.program.graph.inserting_before(self.start):
+            sent = self._layout(TO_BLOCKS, (self.operand, *self.told, 1), "sent")
+            start = self._collective(collectives.ALL_GATHER, (sent, self.ranks, self.dim), "bytes")
+        with self.program.graph.inserting_before(self.wait):
+            self._replace(start, self._back(FROM_BLOCKS, start, list(self.like.shape)))
+
+    def reduced(self) -> None:
+        whole = self.start.target is collectives.ALL_REDUCE
+        with self.program.graph.inserting_before(self.start):
+            operand = self._in_parts() if whole else self.operand
+            sent = self._sent(operand, self.ranks, "sent", self.dim)
+            sizes = [tensor(sent).numel() // self.ranks] * self.ranks
+            start = self._collective(collectives.ALL_TO_ALL, (sent, sizes, sizes, self.dim), "bytes")
+        with self.program.graph.inserting_before(self.wait):
+            part = [tensor(operand).shape[0] // self.ranks] if whole else list(self.like.shape)
+            mean = self._back(MEAN_OF_BLOCKS, start, part)
+            self._replace(start, self._whole(mean) if whole else mean)
+
+    def _in_parts(self) -> fx.Node:
+        """The operand in one dimension, as long as ranks divide it."""
+        flat = self._layout(aten.view.default, (self.operand, [-1]), "flat")
+        missing = -tensor(flat).numel() % self.ranks
+        return self._layout(aten.constant_pad_nd.default, (flat, [0, missing]), "padded") if missing else flat
+
+    def _whole(self, mean: fx.Node) -> fx.Node:
+        """What all ranks get of their parts of the mean: a transfer of its own, behind the first."""
+        first, self.layout = self.layout, self.layout.replace(transfer=f"{self.start.name}_shared")
+        sent = self._sent(mean, 1, "mean_sent", f"{self.dim}/mean")
+        self.over, self.waits = (r.replace(transfer=self.layout.transfer) for r in (self.over, self.waits))
+        start = self._collective(collectives.ALL_GATHER, (sent, self.ranks, self.dim), "shared")
+        found = self._back(FROM_BLOCKS, start, [tensor(mean).shape[0] * self.ranks])
+        count = self.like.numel()
+        if tensor(found).shape[0] != count:
+            found = self._layout(aten.slice.Tensor, (found, 0, 0, count), "cut")
+        found = self._layout(aten.view.default, (found, list(self.like.shape)), "shaped")
+        for node in self.after:
+            set_info(node, info(node).replace(transfer=self.layout.transfer))
+        self.layout = first
+        return found
+
+    def _sent(self, operand: fx.Node, parts: int, name: str, place: str) -> fx.Node:
+        """The bytes of (a part of) a gradient. What was not sent of it is the residual at this `place`."""
+        chosen, made_by = self.options.correction, self.layout.made_by
+        draws: fx.Node | None = None
+        places: list[fx.Node] = []
+        record = NodeInfo(Phase.BACKWARD, made_by=made_by)
+        if chosen.drawn:
+            draws = self.program.number_input(Port(InputRole.DRAWS, "draws"), record, name="draws")
+            places = [self.program.rank_index(dim, made_by) for dim, n in self.program.mesh.items() if n > 1]
+        if chosen.feedback:
+            port = Port(InputRole.RESIDUAL, f"{self.layout.param}/{place}")
+            like = tensor(operand)
+            with self.program.fake_mode:
+                fake = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+            slug = f"residual_{identifier_of(port.name)}"
+            residual = self.program.add_input(port, fake, record.replace(param=self.layout.param), name=slug)
+            scale = self.program.input_nodes(InputRole.SCALE).get("loss_scale")
+            return self._layout(TO_BLOCKS_FED, (operand, residual, draws, places, scale, *self.told, parts), name)
+        if draws is not None:
+            return self._layout(TO_BLOCKS_DRAWN, (operand, draws, places, *self.told, parts), name)
+        return self._layout(TO_BLOCKS, (operand, *self.told, parts), name)
+
+    def _layout(self, target: object, args: tuple[object, ...], name: str) -> fx.Node:
+        return self.program.call(target, args, self.layout, name=f"{self.start.name}_{name}")
+
+    def _collective(self, target: object, args: tuple[object, ...], name: str) -> fx.Node:
+        return self.program.call(target, args, self.over, name=f"{self.start.name}_{name}")
+
+    def _back(self, target: object, start: fx.Node, shape: list[int]) -> fx.Node:
+        came = self.program.call(collectives.WAIT, (start,), self.waits, name=f"{start.name}_here")
+        return self._layout(target, (came, *self.told, self.ranks, shape, self.like.dtype), "back")
+
+    def _replace(self, start: fx.Node, found: fx.Node) -> None:
+        """Let `found` stand for the wait; the first start gets the name of the old one, which is the transfer's."""
+        name = self.start.name
+        self.wait.replace_all_uses_with(found)
+        self.program.graph.erase_node(self.wait)
+        self.program.graph.erase_node(self.start)
+        start.name = name

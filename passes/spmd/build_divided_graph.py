@@ -1,0 +1,280 @@
+"""Builds the program that ranks compute together from the decisions of how each node is computed.
+
+Operands are converted to the placements that a node needs them in, once for all that need them so. On exit all outputs are whole but the
+gradients, which have the placements of their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.passes.spmd.choose_placements import Decisions, Way, ways_along
+from zgraph.passes.spmd.divided_indexing import Build
+from zgraph.passes.spmd.local_sizes import localise
+from zgraph.passes.spmd.placements import REPLICATE, Partial, Placement, Placements, Replicate, Shard
+from zgraph.passes.spmd.reshard import Resharder
+from zgraph.passes.spmd.sharding_rules import argument, getitem_of, operands_of
+from zgraph.program import collectives
+from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor, value
+from zgraph.program.program import Division, InputRole, OutputRole, ParamSpec, Program
+from zgraph.program.sizes import is_symbolic
+
+aten = torch.ops.aten
+
+_BLIND = frozenset(
+    [
+        aten.native_layer_norm_backward, aten.native_group_norm, aten.native_group_norm_backward,
+        aten._weight_norm_interface, aten._weight_norm_interface_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    ]
+)  # fmt: skip
+"""Operators whose kernels take it for granted how their operands lie in memory: plain PyTorch has seen to it before it calls them."""
+
+
+class Builder:
+    """Goes through a captured program, whose nodes are decided, and makes each of them a rank's."""
+
+    def __init__(self, placements: Placements, decisions: Decisions) -> None:
+        self.program, self.placements, self.decisions = placements.program, placements, decisions
+        self.axes, self.ranks = placements.axes, placements.ranks
+        self.reshard = Resharder(placements)
+        self._converted: dict[tuple[fx.Node, Placement, Phase], fx.Node] = {}
+
+    def run(self) -> dict[str, int]:
+        own = self.decisions.own
+        turned = False
+        for node in self.program.nodes:
+            if node._erased:
+                continue
+            if node.op not in ("placeholder", "output") and not turned and info(node).phase is Phase.BACKWARD:
+                turned = True
+                self._turn(node)
+            if node.op == "placeholder":
+                self._enter(node, own.get(node))
+            elif (at := getitem_of(node)) is not None:
+                node.meta["val"] = value(node.args[0])[at]  # type: ignore[arg-type]
+            elif node.op != "output":
+                self._build(node, self.decisions.ways[node])
+        self._leave(own)
+        self.program.graph.eliminate_dead_code()  # (copies that were made again elsewhere)
+        _fill(self.program)
+        return self.reshard.counts
+
+    def _enter(self, node: fx.Node, part: Shard | None) -> None:
+        """Let a divided parameter come in as a rank holds it."""
+        if part is None:
+            return
+        spec = self._spec(node)
+        old = tensor(node)
+        with self.program.fake_mode:
+            node.meta["val"] = torch.empty_strided(spec.shape, spec.stride, dtype=old.dtype, device=old.device)
+        assert spec.division is not None
+        if spec.division.blocks > 1 and node.users:
+            # Held in plain pieces, which every checkpoint can describe, it is made whole and cut again into parts of its blocks.
+            users = sorted(node.users)
+            record = info(node).replace(param=None, made_by="divide", phase=info(users[0]).phase)
+            with self.program.graph.inserting_before(users[0]):
+                whole = self.reshard.joined(node, spec.division.dim, 1, record)
+                self.placements.stands_for(whole, node, [REPLICATE])
+                mine = self.reshard.slice(whole, self.axes.shape(node), part, record)
+            self.placements.stands_for(mine, node, [part])
+            for user in users:
+                user.replace_input_with(node, mine)
+
+    def _held(self, gradient: fx.Node, part: Shard, division: Division, output: fx.Node) -> fx.Node:
+        """A gradient in the pieces that ranks hold of a parameter that is made of several blocks."""
+        whole = self._converted_to(gradient, REPLICATE, output)
+        record = info(whole).replace(role=Role.COMPUTE, param=None, made_by="divide", mesh_dim=None, stream="compute")
+        sizes, d = list(tensor(whole).shape), division.dim
+        with self.program.graph.inserting_before(output):
+            opened = self.reshard.viewed(
+                whole, [*sizes[:d], self.ranks, sizes[d] // self.ranks, *sizes[d + 1 :]], record
+            )
+            return self.reshard.viewed(
+                self.reshard.picked(opened, d, record),
+                [s // self.ranks if i == d else s for i, s in enumerate(sizes)],
+                record,
+            )
+
+    def _spec(self, node: fx.Node) -> ParamSpec:
+        return self.program.params[self.program.inputs[self.program.placeholders().index(node)].name]
+
+    def _turn(self, first: fx.Node) -> None:
+        """Make whole what the forward gives, in front of the first node of the backward."""
+        with self.program.graph.inserting_before(first):
+            anchor = self.program.graph.call_function(aten.sym_size.int, ())  # (a reader in the forward, removed below)
+        set_info(anchor, NodeInfo(phase=Phase.FORWARD))
+        for port, node in self.program.output_items():
+            if (
+                port.role is not OutputRole.GRADIENT
+                and info(node).phase is Phase.FORWARD
+                and node in self.placements.of_results
+            ):
+                self._converted_to(node, REPLICATE, anchor)
+        self.program.graph.erase_node(anchor)
+
+    def _leave(self, own: Mapping[fx.Node, Shard]) -> None:
+        by_name = {p.name: n for p, n in self.program.input_items() if p.role is InputRole.PARAMETER}
+        output = self.program.output_node()
+        given: list[fx.Node | None] = []
+        for port, node in self.program.output_items():
+            state: Placement = REPLICATE
+            if port.role is OutputRole.GRADIENT and port.of is InputRole.PARAMETER:
+                state = own.get(by_name[port.name], REPLICATE) if port.name in by_name else REPLICATE
+            division = self.program.params[port.name].division if isinstance(state, Shard) else None
+            if division is not None and isinstance(state, Shard) and division.blocks > 1:
+                given.append(self._held(node, state, division, output))
+            else:
+                given.append(self._converted_to(node, state, output) if isinstance(node, fx.Node) else node)
+        output.args = (tuple(given),)
+
+    def _build(self, node: fx.Node, way: Way) -> None:
+        operands = operands_of(node)
+        given = [self._converted_to(o, s, node) for o, s in zip(operands, way.operands, strict=True)]
+        if getattr(node.target, "overloadpacket", None) in _BLIND:
+            given = [self._laid_out(g, self.placements.captured[o], node) for g, o in zip(given, operands, strict=True)]
+        if way.build is not None:
+            self._by_hand(node, way, way.build, given)
+            return
+        new = any(
+            g is not o or value(g) is not self.placements.captured.get(o) for g, o in zip(given, operands, strict=True)
+        )
+        left = iter(given)
+        node.args = _with_tensors(node.args, lambda _: next(left))
+        node.kwargs = _with_tensors(node.kwargs, lambda _: next(left))
+        if any(isinstance(s, Shard) for s in (*way.operands, *way.results)):
+            localise(node, way.results, self.ranks)
+            new = True
+        if new:
+            self._evaluate(node)
+
+    def _converted_to(self, node: fx.Node, target: Placement, user: fx.Node) -> fx.Node:
+        """A value in another placement, made in front of its `user` or, where it is a sum over ranks, as soon as it can be."""
+        state = self.placements.of(node)
+        if state == target:
+            return node
+        phase = info(user).phase if user.op != "output" else info(node).phase
+        reduces = isinstance(state, Partial)
+        # What is made whole for the forward is not kept for the backward.
+        grows = isinstance(state, Shard) and isinstance(target, Replicate)
+        key = (node, target, phase if grows else info(node).phase)
+        if key in self._converted:
+            return self._converted[key]
+        if (way := self._replayable(node, state, target)) is not None:
+            self._converted[key] = made = self._replay(node, way, user)
+            return made
+        whole = self._converted.get((node, REPLICATE, key[2]))
+        if whole is not None and isinstance(target, Shard) and (isinstance(state, Replicate) or reduces):
+            node, reduces = whole, False
+        at = self.program.behind(node).next if reduces else user
+        record = info(node).replace(
+            role=Role.COMPUTE, made_by="divide", param=None, copy_of=None, phase=info(node).phase if reduces else phase
+        )
+        with self.program.graph.inserting_before(at):
+            made = self.reshard.reshard(node, target, record)
+        if reduces and phase is info(node).phase:
+            _wait_late(made, user)
+        self._converted[key] = made
+        self.placements.stands_for(made, node, [target])
+        return made
+
+    def _replayable(self, node: fx.Node, state: Placement, target: Placement) -> Way | None:
+        """How a view is made of what it shows in that other placement (so that all views of one value share its transfer)."""
+        source = self.placements.source(node)
+        if source is None or isinstance(state, Replicate) or type(self.placements.of(source)) is not type(state):
+            return None
+        if isinstance(target, Replicate):
+            return Way((REPLICATE,), (REPLICATE,))
+        assert isinstance(target, Shard)
+        ways = ways_along(self.placements, node, target.axis)
+        return next((w for w in ways if w.results == (target,) and isinstance(w.operands[0], Shard)), None)
+
+    def _replay(self, node: fx.Node, way: Way, user: fx.Node) -> fx.Node:
+        source = operands_of(node)[0]
+        converted = self._converted_to(source, way.operands[0], user)
+        args, kwargs = self.placements.arguments[node]
+        given: tuple[Any, ...] = _with_tensors(args, lambda _: converted)
+        phase = info(user).phase if user.op != "output" else info(node).phase
+        with self.program.graph.inserting_before(user):
+            made = self.program.graph.create_node("call_function", node.target, given, dict(kwargs), name=node.name)
+        set_info(made, info(node).replace(made_by="divide", phase=phase))
+        made.meta["val"] = self.placements.captured[node]
+        self.placements.stands_for(made, node, list(way.results))
+        if not isinstance(way.results[0], Replicate):
+            localise(made, way.results, self.ranks)
+        self._evaluate(made)
+        return made
+
+    def _by_hand(self, node: fx.Node, way: Way, build: Build, given: list[fx.Node]) -> None:
+        with self.program.graph.inserting_before(node):
+            made = build(self.reshard, node, given, info(node).replace(made_by="divide"))
+        picks = {node: made} if isinstance(made, fx.Node) else {u: made[argument(u, 1)] for u in node.users}
+        for old, new in picks.items():
+            old.replace_all_uses_with(new)
+            self.placements.stands_for(new, old, [way.results[getitem_of(old) or 0]])
+            self.program.graph.erase_node(old)
+        if node not in picks:
+            self.program.graph.erase_node(node)
+
+    def _evaluate(self, node: fx.Node) -> None:
+        try:
+            node.meta["val"] = self.program.evaluate(node)
+        except (RuntimeError, ValueError):  # (a view of what now lies in another order)
+            if node.target is not aten.view.default:
+                raise
+            source: fx.Node = node.args[0]  # type: ignore[assignment]
+            with self.program.graph.inserting_before(node):
+                packed = self.reshard.packed(source, info(node).replace(made_by="divide"))
+            if packed is not source:
+                self.placements.stands_for(packed, source, self.placements.of_results[source])
+            node.update_arg(0, packed)
+            node.meta["val"] = self.program.evaluate(node)
+
+    def _laid_out(self, node: fx.Node, captured: Any, user: fx.Node) -> fx.Node:
+        """A value laid out as it was captured, as far as a kernel may read it by that."""
+        if not isinstance(captured, torch.Tensor) or captured.dim() == 0:
+            return node
+        now = tensor(node)
+        dense, rows = captured.is_contiguous(), captured.stride(-1) == 1
+        if (not dense or now.is_contiguous()) and (not rows or now.stride(-1) == 1 or now.shape[-1] == 1):
+            return node
+        with self.program.graph.inserting_before(user):
+            return self.reshard.packed(node, info(user).replace(made_by="divide"))
+
+
+def _with_tensors(arguments: Any, make: Callable[[fx.Node], fx.Node]) -> Any:
+    """Arguments with others in place of tensors; sizes stay."""
+    return fx.node.map_arg(arguments, lambda n: n if is_symbolic(value(n)) else make(n))
+
+
+def _fill(program: Program) -> None:
+    """Between a collective's start and its wait runs what came before it and is not needed for it: gradients of weights, while those of
+    activations are summed (as Megatron-LM does by hand)."""
+    region: list[fx.Node] = []
+    for node in program.nodes:
+        if not (collectives.is_start(node) and info(node).role is Role.EXCHANGE):
+            region = [] if collectives.is_wait(node) or node.op == "placeholder" else [*region, node]
+            continue
+        needed = {node}
+        for earlier in reversed(region):
+            if any(user in needed for user in earlier.users):
+                needed.add(earlier)
+        at = node
+        for earlier in region:
+            if earlier not in needed and info(earlier).phase is info(node).phase:
+                at.append(earlier)
+                at = earlier
+        region = [n for n in region if n not in needed]
+
+
+def _wait_late(made: fx.Node, user: fx.Node) -> None:
+    """Let what is between a sum's start and its first reader run meanwhile."""
+    late = [made]
+    while not collectives.is_wait(late[0]):
+        late.insert(0, late[0].all_input_nodes[0])
+    for node in late:
+        user.prepend(node)

@@ -1,0 +1,339 @@
+"""Decides how each node of a captured program is computed when ranks divide it: which placements its operands are needed in, and its results have.
+
+A node is computed in the way that sends the fewest bytes; of equals, in the one that computes least. `sharding_rules` says which ways there
+are; `indexed` has those that are not the operator itself. The graph is read in order and stays as it is, but for operators that
+can be divided only as several others (`EXPANSIONS`), which are put in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zgraph.errors import PassError
+from zgraph.passes.analysis.axes import Axis
+from zgraph.passes.analysis.decompositions import EXPANSIONS, expand
+from zgraph.passes.spmd.divided_indexing import INDEXED, LEADS, LOOK_UP, Build, build_dropout
+from zgraph.passes.spmd.placements import REPLICATE, Partial, Placement, Placements, Replicate, Shard, bytes_of
+from zgraph.passes.spmd.sharding_rules import Label, Rule, argument, getitem_of, operands_of
+from zgraph.program import collectives
+from zgraph.program.aliases import is_view
+from zgraph.program.node import tensors
+from zgraph.program.program import Division, InputRole, OutputRole
+
+aten = torch.ops.aten
+
+WEIGHT_FACTOR = 1000.0  # how much rather than an activation's bytes those of a weight stay where they are
+
+# What a gradient goes through unchanged, or as one of several terms, on its way out.
+_PASSED_ON = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.add.Tensor,
+    torch.ops.prims.convert_element_type.default,
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a node."""
+
+    operands: tuple[Placement, ...]  # what its operands are needed as
+    results: tuple[Placement, ...]  # what its results then are
+    build: Build | None = None  # what builds it, where it is not the operator itself, of a rank's parts
+
+
+FindWay = Callable[[Placements, fx.Node], Way | None]
+"""Finds the way that stands in place of those that a node's rule gives; None where these stay."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is to be divided, besides what follows from how weights are."""
+
+    sequence: bool = False  # may sums over ranks leave their result in parts?
+    along: frozenset[Axis] = (
+        frozenset()
+    )  # what is computed from weights is divided along these without being told to, rather than along others
+    batch: frozenset[Axis] = frozenset()  # the axes of the rows of inputs, which are not divided
+    ways: Mapping[object, FindWay] = field(default_factory=dict)  # by operator: ways of its own kind
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """How each node is computed. The placements of the values are in `Placements`."""
+
+    own: Mapping[fx.Node, Shard]  # the parameters that ranks have parts of
+    ways: Mapping[fx.Node, Way]
+
+
+def decide(placements: Placements, goal: Goal) -> Decisions:
+    """Decide for a whole program; `placements` then has that of each value. Raises `PassError` for a parameter that can't be divided as its
+    layout says."""
+    return _Decider(placements, goal).decide()
+
+
+def _divided_parameters(placements: Placements) -> dict[fx.Node, Shard]:
+    """The parameters whose layouts say that these ranks divide them."""
+    found = {}
+    for name, node in placements.program.input_nodes(InputRole.PARAMETER).items():
+        division = placements.program.params[name].division
+        if division is not None and division.mesh_dim == placements.dim:
+            found[node] = Shard(_axis_of(placements, name, node, division), division.dim)
+    return found
+
+
+def _axis_of(placements: Placements, name: str, node: fx.Node, division: Division) -> Axis:
+    outer, axes = 1, placements.axes
+    for axis in axes.shape(node)[division.dim]:
+        if outer == division.blocks and placements.divides(axis):
+            return axis
+        outer *= axes.size(axis)
+    raise PassError(
+        f"parameter {name!r} can't be divided into {placements.ranks} parts along dimension {division.dim}",
+        why=f"it is made of {' x '.join(str(axes.size(a)) for a in axes.shape(node)[division.dim]) or '1'}",
+    )
+
+
+def _drops(node: fx.Node) -> bool:
+    """Is this a dropout that leaves some values in?"""
+    return node.target is aten.native_dropout.default and argument(node, 1) < 1 and argument(node, 2) is not False
+
+
+def _in_what(placement: Placement) -> object:
+    """The axis of a shard, which views have in other dimensions; else the placement."""
+    return placement.axis if isinstance(placement, Shard) else placement
+
+
+def ways_along(placements: Placements, node: fx.Node, axis: Axis) -> list[Way]:
+    """The ways to compute a node in parts along an axis: one for each label of its rule that the axis is under."""
+    rule = placements.axes.rules[node]
+    labels = [x for x in rule.sizes if axis in placements.axes.under(node, rule, x)]
+    found = (_way_along(placements, node, axis, label) for label in labels)
+    return [way for way in found if way is not None]
+
+
+def _way_along(placements: Placements, node: fx.Node, axis: Axis, label: Label) -> Way | None:
+    rule = placements.axes.rules[node]
+    if label in rule.whole:
+        return _indexed(placements, node, axis) if label == "rows" else None
+    operands = _operands_along(placements, node, axis, label)
+    if operands is None:
+        return None
+    parted = any(isinstance(s, Shard) for i, s in enumerate(operands) if i not in rule.unread)
+    results: list[Placement] = []
+    for i, (shape, dims) in enumerate(zip(placements.axes.shapes(node), rule.results, strict=True)):
+        here = next((d for d, dim in enumerate(dims) if label in dim), None)
+        if here is None:
+            results.append(Partial(rule.reduction) if parted and i not in rule.alike else REPLICATE)
+            continue
+        if shape[here].count(axis) != 1:
+            return None
+        results.append(Shard(axis, here))
+    return Way(tuple(operands), tuple(results))
+
+
+def _operands_along(placements: Placements, node: fx.Node, axis: Axis, label: Label) -> list[Placement] | None:
+    """What the operands are needed as for results in parts along a label; None where one can't be so."""
+    rule = placements.axes.rules[node]
+    given: list[Placement] = []
+    for i, (operand, dims) in enumerate(zip(operands_of(node), rule.operands, strict=True)):
+        here = next((d for d, dim in enumerate(dims) if label in dim), None)
+        if i in rule.unread:
+            placement = placements.of(operand)
+            if any(dims) and (here is None or placement != Shard(axis, here)):
+                return None  # (its shape is the result's)
+            given.append(placement)
+            continue
+        if here is not None and placements.axes.shape(operand)[here].count(axis) != 1:
+            return None
+        given.append(REPLICATE if here is None else Shard(axis, here))
+    return given
+
+
+def _indexed(placements: Placements, node: fx.Node, axis: Axis) -> Way | None:
+    """The way to look up, or to put, only what is in a rank's part of the dimension that is indexed."""
+    if node.target not in INDEXED or axis in placements.folded:
+        return None  # (of a folded axis a rank's part is no range)
+    axes, operands = placements.axes, operands_of(node)
+    lead = LEADS.get(node.target)
+    at = 0 if lead is None else argument(node, lead) % len(axes.shapes(node)[0])
+    read, others = Shard(axis, at), (REPLICATE,) * (len(operands) - 1)
+    table = node if node.target not in LOOK_UP else operands[0]
+    if axes.shapes(table)[0][at][:1] != (axis,):
+        return None
+    if node.target in LOOK_UP:
+        return Way((read, *others), (Partial("sum"),), INDEXED[node.target])
+    first: Placement = REPLICATE if node.target is aten.embedding_dense_backward.default else read
+    return Way((first, *others), (read,), INDEXED[node.target])
+
+
+class _Decider:
+    def __init__(self, placements: Placements, goal: Goal) -> None:
+        self.placements, self.goal = placements, goal
+        self.program, self.axes, self.ranks = placements.program, placements.axes, placements.ranks
+        self.own = _divided_parameters(placements)
+        self.ways: dict[fx.Node, Way] = {}
+        self.trained: set[fx.Node] = set()  # parameters, and what is computed from them
+        self.weights: set[fx.Node] = set()  # parameters, and views of them
+        self.wanted: dict[fx.Node, Placement] = {}  # what gradients, and what is on the way to them, are to be
+        self._paid: set[tuple[fx.Node, object]] = set()  # (what is made once serves all of its readers)
+
+    def decide(self) -> Decisions:
+        self._want()
+        parameters = set(self.program.input_nodes(InputRole.PARAMETER).values())
+        node = next(iter(self.program.graph.nodes))
+        while node.op != "output":
+            following = node.next
+            if not self.trained.isdisjoint(node.all_input_nodes):
+                self.trained.add(node)
+            if node.op == "placeholder":
+                self.placements.of_results[node] = [self.own.get(node, REPLICATE)]
+                if node in self.own:
+                    self.weights.add(node)
+                if node in parameters:
+                    self.trained.add(node)
+            elif (at := getitem_of(node)) is not None:
+                self.placements.of_results[node] = [self.placements.of_results[node.args[0]][at]]  # type: ignore[index]
+            elif (first := self._expanded(node)) is not None:
+                following = first
+            else:
+                self.ways[node] = way = self._way(node)
+                self.placements.of_results[node] = list(way.results)
+                for operand, target in zip(operands_of(node), way.operands, strict=True):
+                    self._paid.add((self.placements.origin(operand), _in_what(target)))
+                    if operand in self.weights and is_view(node):
+                        self.weights.add(node)
+            node = following
+        return Decisions(self.own, self.ways)
+
+    def _want(self) -> None:
+        """Note what placements gradients are to have, and what is on the way to them."""
+        by_name = {p.name: n for p, n in self.program.input_items() if p.role is InputRole.PARAMETER}
+        for port, node in self.program.output_items():
+            if port.role is OutputRole.GRADIENT and port.of is InputRole.PARAMETER and port.name in by_name:
+                state = self.own.get(by_name[port.name], REPLICATE)
+                stack = [node]
+                while stack:
+                    at = stack.pop()
+                    if at in self.wanted or at.op != "call_function":
+                        continue
+                    self.wanted[at] = state
+                    if is_view(at) or at.target in _PASSED_ON:
+                        stack += at.all_input_nodes
+
+    def _expanded(self, node: fx.Node) -> fx.Node | None:
+        """The first of the nodes that now stand for one that can be divided only so; None if it stays."""
+        expansion = EXPANSIONS.get(node.target)
+        rule = self.axes.rules.get(node)
+        if expansion is None or rule is None:
+            return None
+        states = [self.placements.of(o) for o in operands_of(node)]
+        needed = any(
+            isinstance(state, Shard) and x in rule.whole and state.axis in self.axes.under(node, rule, x)
+            for state, dims in zip(states, rule.operands, strict=True)
+            for x in (dims[state.dim] if isinstance(state, Shard) else ())
+        )
+        if not needed:
+            return None
+        before = node.prev
+        expanded = expand(self.program, node, expansion, self.placements.note, self._stand_for)
+        return before.next if expanded else None
+
+    def _stand_for(self, made: fx.Node, old: fx.Node) -> None:
+        self.axes.merge(made, old)
+        if old in self.wanted:
+            self.wanted[made] = self.wanted[old]
+
+    def _way(self, node: fx.Node) -> Way:
+        operands = operands_of(node)
+        if collectives.is_wait(node):
+            # Between a start over other ranks and its wait nothing can be done with the value.
+            state = self.placements.of(operands[0])
+            return Way((state,), (state,))
+        rule = self.axes.rules.get(node)
+        whole = Way(self._whole(rule, operands), (REPLICATE,) * len(self.axes.shapes(node)))
+        ways = [whole] if rule is None else [*self._ways(node, rule, operands), whole]
+        if _drops(node) and isinstance(state := self.placements.of(operands[0]), Shard):
+            ways.insert(0, Way((state,), (state, state), build_dropout))
+        if node in self.wanted:
+            # Gradients of weights are sums over a sequence, however short it is: else all of it would be on each rank.
+            sums = [w for w in ways if any(isinstance(s, Shard) and s.axis in self.goal.along for s in w.operands)]
+            ways = sums or ways
+        return min(ways, key=lambda w: self._cost(node, operands, w))
+
+    def _whole(self, rule: Rule | None, operands: Sequence[fx.Node]) -> tuple[Placement, ...]:
+        """What operands are needed as for whole results: whole, but for those of which at most the shape is read."""
+        states = [self.placements.of(o) for o in operands]
+        kept = [
+            rule is not None and i in rule.unread and (isinstance(s, Partial) or not any(rule.operands[i]))
+            for i, s in enumerate(states)
+        ]
+        return tuple(s if k else REPLICATE for s, k in zip(states, kept, strict=True))
+
+    def _ways(self, node: fx.Node, rule: Rule, operands: Sequence[fx.Node]) -> list[Way]:
+        find = self.goal.ways.get(node.target)
+        if find is not None and (own := find(self.placements, node)) is not None:
+            return [own]
+        states = [self.placements.of(o) for o in operands]
+        found: list[Way] = []
+        linear = [states[i] for i in rule.linear]
+        if linear and all(isinstance(s, Partial) and s.reduce_op == "sum" for s in linear):
+            given = tuple(Partial("sum") if i in rule.linear else REPLICATE for i in range(len(operands)))
+            found.append(Way(given, (Partial("sum"),) * len(rule.results)))
+        candidates = {s.axis: None for s in states if isinstance(s, Shard)}
+        wish = self.wanted.get(node)
+        if isinstance(wish, Shard):
+            candidates[wish.axis] = None
+        if self.goal.sequence:
+            for operand, state in zip(operands, states, strict=True):
+                shape = self.axes.shape(operand)
+                if isinstance(state, Partial) and shape[:-1] and shape[-1]:  # (statistics of rows are not worth it)
+                    candidates |= {a: None for dim in shape[:-1] for a in dim if self.placements.divides(a)}
+        if node in self.trained:
+            candidates |= dict.fromkeys(self.goal.along)
+        for axis in candidates:
+            found += ways_along(self.placements, node, axis)
+        parted = any(isinstance(s, Shard) for s in states)
+        free = self.goal.along and parted and node not in self.wanted
+        if free and all(self._cost(node, operands, w)[0] for w in found):
+            # Where parts of a sequence do not do (in attention), parts of something else may.
+            every = {a: None for x in rule.sizes for a in self.axes.under(node, rule, x) if self.placements.divides(a)}
+            for axis in every:
+                if axis not in candidates and axis not in self.goal.batch:
+                    found += ways_along(self.placements, node, axis)
+        return found
+
+    def _cost(self, node: fx.Node, operands: Sequence[fx.Node], way: Way) -> tuple[float, int]:
+        """Bytes that a rank sends; of equals the way that computes the least."""
+        total = 0.0
+        for operand, state in {(o, s): None for o, s in zip(operands, way.operands, strict=True)}:
+            weight = WEIGHT_FACTOR if operand in self.weights else 1.0
+            total += weight * self._moved(operand, self.placements.of(operand), state)
+        if node in self.wanted and len(way.results) == 1:
+            total += self._moved(node, way.results[0], self.wanted[node])
+        elif self.goal.along:
+            # A sum over ranks is wanted in parts of the sequence; of the only operand, it is there already.
+            spread = [i for i, s in enumerate(way.results) if isinstance(s, Partial)]
+            if not any(isinstance(s, Partial) for s in way.operands):
+                made = list(tensors(node))
+                total += sum(bytes_of(made[i]) for i in spread if self._runs_along(node, i))
+        return total, sum(isinstance(s, (Replicate, Partial)) for s in way.results)
+
+    def _runs_along(self, node: fx.Node, at: int) -> bool:
+        return any(axis in self.goal.along for dim in self.axes.shapes(node)[at] for axis in dim)
+
+    def _moved(self, node: fx.Node, state: Placement, target: Placement) -> float:
+        """Bytes that a rank sends to have a value in another placement."""
+        if state == target or isinstance(state, Replicate):
+            return 0.0
+        sent = self.placements.origin(node) if node in self.placements.of_results else node
+        if (sent, _in_what(target)) in self._paid:
+            return 0.0
+        nbytes = sum(bytes_of(t) for t in tensors(node))
+        if isinstance(state, Partial):
+            return nbytes * (1 if isinstance(target, Shard) else 2)
+        return nbytes / self.ranks if isinstance(target, Shard) else nbytes

@@ -1,0 +1,130 @@
+"""Which parameters the ranks of a mesh dimension divide among themselves, and along which axes.
+
+An axis (see `zgraph.passes.analysis.axes`) that may be divided is one that no operator walks as a whole: the heads of an attention block,
+the inner width of an MLP, the words of a vocabulary. Dividing it divides all parameters that have it, each along the dimension that it is
+in. So a choice is made among axes, not among parameters; a table of module patterns names axes by what a weight does with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zgraph.passes.analysis.axes import Axes, Axis
+from zgraph.passes.analysis.decompositions import EXPANSIONS
+from zgraph.passes.spmd.divided_indexing import INDEXED
+from zgraph.passes.spmd.sharding_rules import operands_of
+from zgraph.program.node import Phase, info
+from zgraph.program.program import Division, InputRole, ParamSpec, Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An axis that may be divided, and how each parameter that has it then is."""
+
+    axis: Axis
+    size: int
+    divisions: Mapping[str, Division]
+
+    def nbytes(self, params: Mapping[str, ParamSpec]) -> int:
+        return sum(params[name].nbytes for name in self.divisions)
+
+
+def choices(program: Program, dim: str, ranks: int) -> list[Choice]:
+    """All axes of a captured program's parameters that `ranks` may divide, those of most bytes first."""
+    axes = Axes(program)
+    fixed = fixed_axes(program, axes)
+    found: dict[Axis, dict[str, Division]] = {}
+    for name, node in program.input_nodes(InputRole.PARAMETER).items():
+        shape = axes.shape(node) if node.users else ()
+        for d, within in enumerate(shape):
+            for at, axis in enumerate(within):
+                many = sum(other.count(axis) for other in shape) > 1
+                if axis in fixed or many or axes.size(axis) % ranks:
+                    continue
+                blocks = math.prod(axes.size(a) for a in within[:at])
+                found.setdefault(axis, {})[name] = Division(dim, ranks, d, blocks)
+    made = [Choice(axis, axes.size(axis), divisions) for axis, divisions in found.items()]
+    return sorted(made, key=lambda c: -c.nbytes(program.params))
+
+
+def fixed_axes(program: Program, axes: Axes) -> set[Axis]:
+    """The axes that some operator walks as a whole."""
+    fixed: set[Axis] = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        rule = axes.rules.get(node)
+        operands = operands_of(node)
+        if rule is None:
+            if not _picks(node):
+                fixed.update(a for o in operands for s in axes.shapes(o) for dim in s for a in dim)
+            continue
+        if node.target in EXPANSIONS or node.target in INDEXED:
+            continue
+        for i, (operand, dims) in enumerate(zip(operands, rule.operands, strict=True)):
+            if i in rule.unread:
+                continue
+            for labels, within in zip(dims, axes.shape(operand), strict=True):
+                if not labels:
+                    fixed.update(within)
+        for label in rule.whole:
+            fixed.update(axes.under(node, rule, label))
+    return fixed
+
+
+def _picks(node: fx.Node) -> bool:
+    return not isinstance(node.target, torch._ops.OpOverload)
+
+
+def divided(program: Program, divisions: Mapping[str, Division]) -> dict[str, ParamSpec]:
+    """The layouts of a captured program's parameters with these divisions."""
+    return {
+        name: spec.divided(divisions[name], program.mesh) if name in divisions else spec
+        for name, spec in program.params.items()
+    }
+
+
+def compatible(chosen: Iterable[Choice]) -> dict[str, Division]:
+    """The divisions of several choices: each parameter's by the first that has it."""
+    found: dict[str, Division] = {}
+    for choice in chosen:
+        for name, division in choice.divisions.items():
+            found.setdefault(name, division)
+    return found
+
+
+# What the labels of operators that have weights mean for these.
+_ROLES = {
+    aten.mm.default: {"n": "out", "k": "in"},
+    aten.addmm.default: {"n": "out", "k": "in"},
+    aten.bmm.default: {"n": "out", "k": "in"},
+    aten.convolution.default: {"o": "out", "c": "in"},
+    aten.embedding.default: {"rows": "rows", "e": "out"},
+    aten._grouped_mm.default: {"n": "out", "k": "in"},
+}
+
+
+def uses_of(program: Program, axes: Axes) -> dict[str, dict[int, set[str]]]:
+    """What a parameter's dimensions are for: "out", "in" (summed over), "rows" (looked up), by parameter and dimension. A vocabulary's
+    rows are "out" and "rows" where one matrix is both."""
+    roles: dict[Axis, set[str]] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or info(node).phase is not Phase.FORWARD or node not in axes.rules:
+            continue
+        rule = axes.rules[node]
+        known = _ROLES.get(node.target) or ({"n": "out", "k": "in"} if {"t", "e", "k", "n"} == set(rule.sizes) else {})
+        for label, role in known.items():
+            for axis in axes.under(node, rule, label) if label in rule.sizes else ():
+                roles.setdefault(axis, set()).add(role)
+    found: dict[str, dict[int, set[str]]] = {}
+    for name, node in program.input_nodes(InputRole.PARAMETER).items():
+        for d, within in enumerate(axes.shape(node)):
+            found.setdefault(name, {})[d] = {r for a in within for r in roles.get(a, ())}
+    return found

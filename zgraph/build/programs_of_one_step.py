@@ -1,0 +1,62 @@
+"""Programs beside each other: in one step one rank runs one of them, and another rank another.
+
+Ranks whose batches no one program serves (a single row beside several) do so. Every rank makes all of these programs, in one order,
+so that what ranks have made stays equal. What they do together must be the same in each: the collectives over ranks that have
+different rows, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zgraph.build.collective_order import difference, refuse_unlike
+from zgraph.build.pass_pipeline import Variant
+from zgraph.build.step_program import Entry, StepProgram, together
+
+
+def put_beside(entries: Sequence[Entry]) -> None:
+    """Let ranks run programs of these in one step. One that communicates otherwise than the first is made anew, in the first one's order. Raises
+    `RankMismatchError` where it can't."""
+    leader = max(entries, key=lambda entry: (len(entry.beside), len(entry.trace.sizes)))
+    group = tuple(dict.fromkeys(one for entry in (leader, *entries) for one in entry.beside))
+    if all(len(one.beside) == len(group) for one in group):
+        return
+    outputs = dict.fromkeys(entry.in_other(leader, step.pattern) for entry in group for step in entry.programs())
+    for pattern in outputs:
+        first, *others = (entry.program(leader.in_other(entry, pattern)) for entry in group)
+        for entry, step in zip(group[1:], others, strict=True):
+            if any(difference(first, step, variant) for variant in _variants((first, step))):
+                step = entry.follow(step, first)
+            for variant in _variants((first, step)):
+                refuse_unlike((first, step), variant)
+    for entry in group:
+        entry.pattern = leader.in_other(entry, leader.pattern)
+        _link(entry, group)
+
+
+def _variants(steps: Sequence[StepProgram]) -> list[Variant]:
+    return list(dict.fromkeys(variant for step in steps for variant in step.variants_made()))
+
+
+def add_hot(step: StepProgram, point: Mapping[str, int]) -> str | None:
+    """Let ranks run a program of its own for these sizes. None if they can; else why not: it communicates otherwise than the one for all sizes."""
+    made = step.at(point)
+    for variant in dict.fromkeys([*step.variants(), *_variants(step.beside)]):
+        if found := difference(step, made, variant):
+            return f"{found[0]}: {found[1]}"
+    step.hot[tuple(point.values())] = made
+    together([one for one in step.beside if one.symbolic is one])
+    return None
+
+
+def leave(gone: Entry) -> None:
+    """Let an entry that goes be forgotten by those that it was beside."""
+    for entry in gone.beside:
+        if entry is not gone:
+            _link(entry, tuple(one for one in entry.beside if one is not gone))
+
+
+def _link(entry: Entry, group: tuple[Entry, ...]) -> None:
+    entry.beside = group
+    for step in entry.programs():
+        together([step if one is entry else one.program(entry.in_other(one, step.pattern)) for one in group])

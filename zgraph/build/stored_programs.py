@@ -1,0 +1,235 @@
+"""A step's programs, kept for later processes: what a `StepProgram` has to know so that nothing has to be traced, and no pass has to run.
+
+[Note: what is kept] Of the captured program all but its graph, and facts of that (`StepFacts`); of each variant that was split the parts, whole, with
+what runs read of their graphs; their code (`zgraph/codegen/code_cache.py`). The passes' history is not kept: who asks for it has the
+capture, which every process makes, go through the passes once more, and what comes out must be the program that was kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from zgraph.build.build_context import BuildContext, own_order
+from zgraph.build.pass_pipeline import EVERY_PASS, MemoryDecision, Variant
+from zgraph.cache import conditions
+from zgraph.cache.store import Store, hashed, opened
+from zgraph.capture.capture import Trace
+from zgraph.capture.graph_text import text_of_trace
+from zgraph.codegen.code_cache import KeptCode
+from zgraph.codegen.executable import edge_of
+from zgraph.codegen.partition import Parts
+from zgraph.errors import UnsupportedError, ZgraphError
+from zgraph.program.digest import digest
+from zgraph.program.lazy_program import LateProgram, late_from_text, text_of
+from zgraph.program.program import Program
+from zgraph.program.serialize import frame_from_json, frame_to_json
+
+logger = logging.getLogger(__name__)
+
+STEP = "step"
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is read of a step's graphs besides its parts."""
+
+    random: bool  # does it draw random numbers?
+    keeps: bool  # do whole weights outlive it?
+    offloaded: int  # bytes of activations that are stored elsewhere
+    read_by_backward: frozenset[str]  # parameters
+    from_start: frozenset[int]  # see `Trace.from_start`
+    choice: MemoryDecision | None
+    made: str  # the digest of the program after all passes
+    warnings: tuple[tuple[str, str], ...]  # that were given while it was made: by whom, and what
+
+    def said(self) -> dict[str, Any]:
+        """As JSON."""
+        sets = {name: sorted(getattr(self, name)) for name in ("read_by_backward", "from_start")}
+        choice = None if self.choice is None else asdict(self.choice) | {"keep": sorted(self.choice.keep)}
+        return {**dataclasses.asdict(self), **sets, "choice": choice, "warnings": [list(w) for w in self.warnings]}
+
+    @staticmethod
+    def of(said: Mapping[str, Any]) -> StepFacts:
+        """What `said` gave."""
+        choice = said["choice"]
+        if choice is not None:
+            choice = MemoryDecision(**{**choice, "keep": frozenset(choice["keep"])})
+        sets = {name: frozenset(said[name]) for name in ("read_by_backward", "from_start")}
+        warnings = tuple((logger, message) for logger, message in said["warnings"])
+        return StepFacts(**{**said, **sets, "choice": choice, "warnings": warnings})
+
+    def warn(self) -> None:
+        """Give the warnings that whoever made it got."""
+        for name, message in self.warnings:
+            logging.getLogger(name).warning("%s", message)
+
+
+class Heard(logging.Handler):
+    """Notes the warnings of zgraph's loggers that this thread gives while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[tuple[str, str]] = []
+        self._thread = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._thread:
+            self.warnings.append((record.name, record.getMessage()))
+
+    def __enter__(self) -> Heard:
+        self._thread = threading.get_ident()
+        logging.getLogger("zgraph").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("zgraph").removeHandler(self)
+
+
+class KeptStep:
+    """What is kept of one step, by its key: nothing yet, or all that an earlier process has made of it."""
+
+    def __init__(self, store: Store, key: str, code: KeptCode) -> None:
+        self.store, self.key, self.code = store, key, code
+        self._data: dict[str, Any] = {}
+        self.facts: StepFacts | None = None  # None: nothing is kept
+        self._read()
+
+    def _read(self) -> None:
+        data = self.store.get_json(STEP, self.key)
+        if data is not None:
+            self._data, self.facts = data, StepFacts.of(data["facts"])
+
+    def captured(self, make: Callable[[], Program]) -> Program:
+        """The captured program, whose graph is made when somebody looks at it. Raises `ZgraphError` then if it is another."""
+        frame, known = self._data["captured"]
+
+        def same() -> Program:
+            return self.refuse_another(make(), known)
+
+        return LateProgram(frame_from_json(frame), same, None, known)
+
+    def refuse_another(self, program: Program, known: str) -> Program:
+        """The program. Raises `ZgraphError` unless its digest is the one that is `known`."""
+        if digest(program) != known:
+            raise ZgraphError(
+                f"program {program.name} is another than the one that was kept of it",
+                where=str(self.store.folder),
+                why="what it is made of is the same, as far as zgraph looks",
+                hint="zgraph cache clear; and report this: it is a fault of zgraph",
+            )
+        return program
+
+    def parts(self, variant: Variant, *, apart: bool) -> Parts | None:
+        """The parts of a variant; None where none are kept."""
+        rows = self._data.get("parts", {}).get(_name(variant, apart))
+        if rows is None:
+            return None
+        forward, backward, weights, *ahead = [None if row is None else late_from_text(*row) for row in rows]
+        assert forward is not None
+        return Parts(forward, backward, tuple(p for p in ahead if p is not None), weights)
+
+    def keep(
+        self, captured: Program, facts: StepFacts, parts: Mapping[tuple[Variant, bool], Parts], words: Mapping[str, str]
+    ) -> None:
+        """Keep a step with all parts that it has by now."""
+        known = dict(self._data.get("parts", {}))
+        wanted = {_name(*which): found for which, found in parts.items()}
+        if wanted.keys() <= known.keys():
+            return
+        try:
+            known |= {name: _rows(found) for name, found in wanted.items() if name not in known}
+            frame = self._data["captured"] if self._data else [frame_to_json(captured), digest(captured)]
+        except UnsupportedError as error:
+            logger.debug("%s is not kept: %s", captured.name, error)
+            return
+        self._data = {"captured": frame, "facts": facts.said(), "parts": known}
+        self.store.put_json(STEP, self.key, self._data, words)
+
+
+def _name(variant: Variant, apart: bool) -> str:
+    return json.dumps([*dataclasses.astuple(variant), apart])
+
+
+def _rows(parts: Parts) -> list[list[Any] | None]:
+    return [_row(p) for p in (parts.forward, parts.backward, parts.weights, *parts.ahead)]
+
+
+def _row(program: Program | None) -> list[Any] | None:
+    if program is None:
+        return None
+    return [text_of(program), digest(program), edge_of(program).said()]
+
+
+class KeptPrograms:
+    """Gives each step of one compiled model what is kept of it."""
+
+    def __init__(self, store: Store, model: str, device: torch.device) -> None:
+        self.store = store
+        self.model = model
+        self.device = device
+        self._told: set[str] = set()
+
+    def conditions(self) -> str | None:
+        """The hash of what programs depend on now; None, and a line in the log, where that has no text."""
+        try:
+            return conditions.key_of(conditions.conditions(self.device))
+        except conditions.Unknown as error:
+            self._tell(f"{self.model} is not kept for later processes: {error}")
+            return None
+
+    def words(self, program: str) -> dict[str, str]:
+        """What a list of the folder says of an entry."""
+        return {"model": self.model, "program": program}
+
+    def code(self, program: str) -> KeptCode | None:
+        """Where the code of an update is kept."""
+        found = self.conditions()
+        return KeptCode(self.store, found, self.device, self.words(program)) if found is not None else None
+
+    def step(self, trace: Trace, pattern: frozenset[int], name: str, context: BuildContext) -> KeptStep | None:
+        """What is kept of the step of a capture; None for one that can't be kept."""
+        if context.pass_filter != EVERY_PASS or context.order is not own_order or context.plan.passes:
+            return None  # (made for somebody who looks on, or by a user's own passes)
+        found = self.conditions()
+        if found is None:
+            return None
+        try:
+            captured = text_of_trace(trace)
+        except UnsupportedError as error:
+            self._tell(f"{name} is not kept for later processes: {error}")
+            return None
+        residents = context.residents
+        made_with = [
+            context.plan.model_dump(mode="json"),
+            context.costs.hardware.model_dump(mode="json"),
+            context.costs.fused,
+            [[share, repr(residents.at(share))] for share in residents.shares],
+            sorted(pattern),
+            name,
+            torch.is_grad_enabled(),
+        ]
+        key = hashed(found, captured, json.dumps(made_with, sort_keys=True))
+        return KeptStep(self.store, key, KeptCode(self.store, found, self.device, self.words(name)))
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            logger.info("%s", line)
+
+
+VARIABLE = "ZGRAPH_CACHE"
+
+
+def kept_programs(model: torch.nn.Module, device: torch.device) -> KeptPrograms | None:
+    """Where programs of a model are kept: only in a folder that the user has named, by `ZGRAPH_CACHE`."""
+    store = opened() if os.environ.get(VARIABLE) else None
+    return KeptPrograms(store, type(model).__name__, device) if store is not None else None

@@ -1,0 +1,404 @@
+"""Which sizes of a model's calls differ, and which Python numbers among their arguments: learned from the calls, or declared.
+
+Calls of one *family* have inputs of the same structure, dtypes and numbers of dimensions. Dimensions that had several sizes so far are *open*:
+they have names, in programs they are symbols. Two have one name while they were equal in every call. All else is a number, and so is an open
+dimension in a call in which its size is 1 (torch computes otherwise with these) or 0.
+
+What is learned must be equal on all ranks: they learn together, from the calls of all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from zgraph.capture.replaced_forward import signature_of
+from zgraph.capture.symbolic_capture import OpenSizes, distinct
+from zgraph.errors import PlanError, SignatureError
+from zgraph.names import did_you_mean
+from zgraph.plan.shapes import Size, declared
+
+Place = tuple[int, int]
+"""A dimension: the number of a tensor of the call, and which dimension of it."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+Numbers = tuple[str, ...]
+"""Python numbers among the arguments of a call, in words."""
+
+Value = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape of a tensor, and its numbers in order."""
+
+MARK = "\0"  # around the number of a tensor in a signature, in place of its shape
+VALUE = "\1"  # around that of a Python number, in place of its value
+CONSTANT = "\2"  # around that of an input that is a constant, in place of its shape and its values
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All about a call that a capture specialises on. `form` has it in words, with a mark for the shape of each of the `tensors`, for the value
+    of each of the `numbers`, and for both of each of the `constants`; `family` is the part of it that is about the inputs."""
+
+    form: str
+    family: str
+    tensors: tuple[torch.Tensor, ...]
+    numbers: Numbers
+    leaves: tuple[str, ...]  # each of the inputs, in words
+    constants: tuple[torch.Tensor, ...]  # inputs whose values are constants of a capture
+    values: tuple[Value, ...]  # these values
+    call: tuple[tuple[Any, ...], dict[str, Any]] = field(repr=False)
+
+    @property
+    def inputs(self) -> str:
+        """The part of the form that is about the inputs' values, and not about their structure."""
+        return self.form[: self.form.index("; structure ")]
+
+    @property
+    def shapes(self) -> Shapes:
+        return tuple([tuple(t.shape) for t in self.tensors])
+
+    def at(self, shapes: Shapes, values: tuple[Value, ...], device: str | None = None) -> Signature:
+        """The same call with tensors of other shapes, which have no values, and other constants; on the devices of its own, or on another."""
+        stand_ins = {
+            id(t): _stand_in(t, shape, device or t.device)
+            for t, shape in zip(self.tensors, shapes, strict=True)
+            if tuple(t.shape) != shape
+        }
+        for constant, value, own in zip(self.constants, values, self.values, strict=True):
+            if value != own:
+                numbers = torch.tensor(value[1], dtype=constant.dtype, device=constant.device)
+                stand_ins[id(constant)] = numbers.reshape(value[0])
+        return replace(
+            self,
+            tensors=tuple([stand_ins.get(id(t), t) for t in self.tensors]),
+            constants=tuple([stand_ins.get(id(t), t) for t in self.constants]),
+            values=values,
+            call=pytree.tree_map(lambda leaf: stand_ins.get(id(leaf), leaf), self.call),
+        )
+
+    def paths(self, positional: Sequence[str]) -> tuple[str, ...]:
+        """What each of the tensors is called: "input_ids", "batch.labels"; `positional` are the names of forward's parameters."""
+        found = {id(leaf): path for path, leaf in inputs_by_path(positional, *self.call).items()}
+        return tuple(found[id(t)] for t in self.tensors)
+
+    def sources(self, parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
+        """What a capture calls each of the numbers: "L['temperature']"; of a forward with these parameters behind the module."""
+        plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        others = {p.kind: p.name for p in parameters}
+        named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        found = []
+        for path, leaf in pytree.tree_leaves_with_path((list(self.call[0]), self.call[1])):
+            if type(leaf) not in (int, float):
+                continue
+            inner = pytree.keystr(path[2:])
+            if path[0].idx == 0:  # type: ignore[attr-defined]
+                at: int = path[1].idx  # type: ignore[attr-defined]
+                rest = at - len(plain)
+                own = (
+                    f"L[{plain[at]!r}]" if rest < 0 else f"L[{others.get(inspect.Parameter.VAR_POSITIONAL)!r}][{rest}]"
+                )
+            else:
+                key = path[1].key  # type: ignore[attr-defined]
+                own = f"L[{key!r}]" if key in named else f"L[{others.get(inspect.Parameter.VAR_KEYWORD)!r}][{key!r}]"
+            found.append(own + inner)
+        return tuple(found)
+
+    def text(self, names: Mapping[Place, str] = MappingProxyType({}), given: Collection[int] = ()) -> str:
+        """The signature with shapes: of sizes that have names these, but for those that are 0 or 1; and with the values of Python numbers, but for
+        those that are `given` to the program."""
+        shapes = [
+            ", ".join(str(names.get((number, d), n) if n > 1 else n) for d, n in enumerate(tensor.shape))
+            for number, tensor in enumerate(self.tensors)
+        ]
+        values = [f"{list(shape)} of value {list(numbers)}" for shape, numbers in self.values]
+        return self._filled(shapes, ["any" if at in given else value for at, value in enumerate(self.numbers)], values)
+
+    @property
+    def outline(self) -> str:
+        """The signature with a question mark for each size, number and constant that may differ from call to call."""
+        unknown = ["?"] * len(self.numbers), ["?"] * len(self.values)
+        return self._filled([", ".join("?" * t.dim()) for t in self.tensors], *unknown)
+
+    def _filled(self, shapes: Sequence[str], numbers: Sequence[str], values: Sequence[str]) -> str:
+        """The form with these in place of its marks."""
+        parts = self.form.split(MARK)
+        parts[1::2] = [f"[{shape}]" for shape in shapes]
+        parts = "".join(parts).split(VALUE)
+        parts[1::2] = numbers
+        parts = "".join(parts).split(CONSTANT)
+        parts[1::2] = values
+        return "".join(parts)
+
+
+def inputs_by_path(positional: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All inputs of a call by what they are called: "input_ids", "batch.labels"."""
+    named = dict(zip([*positional, *(f"args_{i}" for i in range(len(args)))], args, strict=False)) | kwargs
+    leaves = pytree.tree_leaves_with_path(named)
+    return {pytree.keystr(path)[2:].replace("']", "", 1): leaf for path, leaf in leaves}
+
+
+def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
+    made = torch.empty(shape, dtype=tensor.dtype, device=device)
+    vars(made).update(vars(tensor))
+    return made.requires_grad_(tensor.requires_grad)
+
+
+KNOWN_VALUES = 256  # constants that a family remembers
+
+
+@dataclass
+class Family:
+    """What is known of the sizes of calls with inputs of one form: of tensors that are called `paths`; some are `whole` numbers."""
+
+    paths: tuple[str, ...]
+    whole: tuple[bool, ...]
+    sources: tuple[str, ...] = ()  # what captures call the Python numbers
+    declared: dict[Place, Size] = field(default_factory=dict)
+    padded: set[Place] = field(default_factory=set)  # dimensions that are padded to buckets: numbers in each program
+    first: Shapes = ()  # those of the first call
+    differed: set[Place] = field(default_factory=set)  # dimensions that had several sizes
+    equal: dict[Place, int] = field(default_factory=dict)  # dimensions that were equal in every call have one number
+    points: dict[Place, int] = field(default_factory=dict)  # the largest size that each had
+    closed: dict[Place, str] = field(default_factory=dict)  # dimensions that the model has for numbers, and why
+    alike: set[Place] = field(
+        default_factory=set
+    )  # dimensions that did not differ, and are open since they are equal to others that are
+    fixed: set[Place] = field(default_factory=set)  # dimensions that did not differ, and that the model has for numbers
+    free: set[Place] = field(default_factory=set)  # dimensions that differed while the constants did not
+    tied: set[Place] = field(default_factory=set)  # dimensions that constants decide, as far as is known
+    by_values: dict[tuple[Value, ...], Shapes] = field(
+        default_factory=dict
+    )  # the first call with each of the latest constants
+    anticipate: bool = False  # are sizes open that are likely to differ?
+    names: dict[Place, str] = field(default_factory=dict)  # of the dimensions that are open
+    first_numbers: Numbers | None = None
+    given: set[int] = field(default_factory=set)  # Python numbers that had several values, and are given to programs
+    constant: set[int] = field(default_factory=set)  # those that a program can't be given
+
+    def learn_numbers(self, numbers: Sequence[Numbers]) -> None:
+        """Take in calls with these Python numbers."""
+        for one in numbers:
+            self.first_numbers = self.first_numbers or one
+            differ = {at for at, (a, b) in enumerate(zip(self.first_numbers, one, strict=True)) if a != b}
+            self.given |= differ - self.constant
+
+    def learn(self, calls: Sequence[tuple[Shapes, tuple[Value, ...]]], *, anticipate: bool) -> None:
+        """Take in calls with these shapes, and constants. With `anticipate` sizes are open that are likely to differ, though they did not yet."""
+        self.anticipate = anticipate
+        for one, values in calls:
+            before = self.by_values.setdefault(values, one)
+            self.free |= {(t, d) for t, shape in enumerate(one) for d, n in enumerate(shape) if before[t][d] != n}
+            while len(self.by_values) > KNOWN_VALUES:
+                del self.by_values[next(iter(self.by_values))]
+            self.first = self.first or one
+            sizes = {(t, d): size for t, shape in enumerate(one) for d, size in enumerate(shape)}
+            numbers: dict[tuple[int, int], int] = {}
+            for place, size in sizes.items():
+                self.points[place] = max(size, self.points.get(place, 0))
+                if size != self.first[place[0]][place[1]] and place not in self.padded:
+                    self.differed.add(place)
+                self.equal[place] = numbers.setdefault((self.equal.get(place, 0), size), len(numbers))
+        self._name(self._open())
+
+    def close(self, names: Sequence[str], why: str) -> bool:
+        """Let sizes be numbers from now on: those of these names, which a capture could not have as symbols. Is that for good? It is not where they
+        did not differ by themselves, and may be symbols when they do."""
+        places = {place for place, name in self.names.items() if name in names}
+        presumed = places - self.differed - self.declared.keys()
+        decided = {p for p in places if len(self.by_values) > 1 and p not in self.free} - self.declared.keys()
+        if presumed:
+            numbers = {self.equal[p] for p in presumed}
+            more = {p for p in self.equal if self.equal[p] in numbers} - places - self.fixed - self.closed.keys()
+            self.alike |= more  # (a batch that is dimension 1 of another input)
+            self.fixed |= set() if more else presumed
+        elif decided:
+            self.tied |= decided
+        else:
+            self.closed.update(dict.fromkeys(places, why))
+        self._name(self._open())
+        return not presumed and not decided
+
+    def _open(self) -> list[Place]:
+        """The dimensions that are declared, or that differed. Where one of a tensor did, its rows are taken for a batch, which will."""
+        rows = {(t, 0) for t, _ in self.differed}
+        likely = {(t, d) for t, d in self.equal if self.anticipate and (d == 0 or self.whole[t])}
+        batches = {self.equal[p] for p in rows if p in self.equal}
+        presumed = likely | self.alike | {p for p in self.equal if p[1] == 0 and self.equal[p] in batches}
+        found = (self.differed | (presumed - self.fixed)) - (self.tied - self.free)
+        return [
+            p for p in self.equal if (p in found or p in self.declared) and p not in self.closed.keys() | self.padded
+        ]
+
+    def _name(self, places: Sequence[Place]) -> None:
+        """One name for all dimensions that were equal in every call: the declared one, else one that says what they are."""
+        classes: dict[int | str, list[Place]] = {}
+        for place in places:
+            declared = self.declared.get(place)
+            classes.setdefault(declared.name if declared is not None else self.equal[place], []).append(place)
+        taken = {size.name for size in self.declared.values()}
+        before, self.names = self.names, {}
+        former = {key: {before[p] for p in members if p in before} for key, members in classes.items()}
+        for key in sorted(
+            classes, key=lambda key: not former[key]
+        ):  # (a name that is known stays: programs are found by it)
+            kept = [name for name in former[key] if name not in taken]
+            name = key if isinstance(key, str) else kept[0] if len(kept) == 1 else self._invented(classes[key], taken)
+            taken.add(name)
+            self.names.update(dict.fromkeys(classes[key], name))
+
+    def _invented(self, members: Sequence[Place], taken: set[str]) -> str:
+        number, dim = members[0]
+        simple = "batch" if dim == 0 else "seq" if dim == 1 else ""
+        if simple and simple not in taken:
+            return simple
+        argument = "".join(c if c.isalnum() else "_" for c in self.paths[number]).strip("_") or "input"
+        name = f"{argument}_{dim}" if argument.isidentifier() else f"input_{argument}_{dim}"
+        while name in taken:
+            name += "_"
+        return name
+
+    def point(self, signature: Signature) -> dict[str, int]:
+        """The sizes of a call by their names, but for those that are 0 or 1. Raises `SignatureError` for declared ones that are not as declared."""
+        found: dict[str, int] = {}
+        where: dict[str, Place] = {}
+        for place, name in self.names.items():
+            size = signature.tensors[place[0]].shape[place[1]]
+            declared = self.declared.get(place)
+            if declared is not None:
+                self._check(place, size, declared, found, where)
+            if size > 1:
+                found.setdefault(name, size)
+                where.setdefault(name, place)
+        return found
+
+    def _check(self, place: Place, size: int, declared: Size, found: dict[str, int], where: dict[str, Place]) -> None:
+        path = self.paths[place[0]]
+        if declared.max is not None and size > declared.max:
+            raise SignatureError(
+                f"size {declared.name!r} is {size} in this call, and declared to be {declared.max} at most",
+                where=f"dimension {place[1]} of {path}",
+                hint="declare a larger max, or cut the batch",
+            )
+        if size == 0:
+            raise SignatureError(
+                f"size {declared.name!r} is 0 in this call",
+                where=f"dimension {place[1]} of {path}",
+                hint="leave such a batch out",
+            )
+        if found.get(declared.name, size) != size:
+            other = where[declared.name]
+            raise SignatureError(
+                f"size {declared.name!r} is {found[declared.name]} and {size} in one call",
+                where=f"dimension {other[1]} of {self.paths[other[0]]}, dimension {place[1]} of {path}",
+                hint="sizes of one name are equal in every call; give them two names",
+            )
+
+    def serves(self, signature: Signature) -> bool:
+        """Whether dimensions of one name have one size in this call, as in all before."""
+        sizes: dict[str, int] = {}
+        return all(
+            sizes.setdefault(name, size) == size
+            for place, name in self.names.items()
+            for size in (signature.tensors[place[0]].shape[place[1]],)
+        )
+
+    def open_sizes(
+        self, signature: Signature, at: Mapping[str, int] | None = None, without: Collection[str] = ()
+    ) -> OpenSizes | None:
+        """What a capture for this call has as symbols, `without` these; None where all of its sizes are numbers. It is made `at` these sizes, by
+        default at the typical ones, else the largest so far; those that constants may decide as they are."""
+        here = {n: size for n, size in self.point(signature).items() if n not in without}
+        given = tuple(self.sources[at] for at in sorted(self.given))
+        if not here:
+            return OpenSizes({}, {}, {}, given) if given else None
+        names: dict[int, dict[int, str]] = {}
+        points: dict[str, int] = {}
+        for (number, dim), name in self.names.items():
+            if name in here and signature.tensors[number].shape[dim] > 1:
+                names.setdefault(id(signature.tensors[number]), {})[dim] = name
+                decided = signature.values in self.by_values and (number, dim) not in self.free
+                first = self.by_values[signature.values] if signature.values and decided else None
+                most = first[number][dim] if first is not None else self.points[number, dim]
+                points[name] = max(points.get(name, 0), most)
+        ranges: dict[str, tuple[int, int | None]] = {}
+        for size in self.declared.values():
+            if size.max is not None:
+                ranges[size.name] = (2, size.max)
+            if size.typical is not None and size.name in points:
+                points[size.name] = size.typical
+        points |= {n: size for n, size in (at or {}).items() if n in points}
+        bounded = {n: min(p, ranges[n][1] or p) if n in ranges else p for n, p in points.items()}
+        exact = {name for place, name in self.names.items() if signature.values and place not in self.free}
+        return OpenSizes(names, distinct(bounded, exact), ranges, given)
+
+    def note_constants(self, constants: Collection[str]) -> None:
+        """Let Python numbers be constants, by their values, that a program could not be given."""
+        found = {at for at, source in enumerate(self.sources) if source in constants}
+        self.constant |= found & self.given
+        self.given -= found
+
+
+class VaryingSizes:
+    """The families of a model's calls. Dimensions that are `padded` are numbers in programs."""
+
+    def __init__(
+        self,
+        dynamic: Mapping[str, Mapping[str, Size]],
+        parameters: Sequence[inspect.Parameter],
+        padded: Mapping[str, Collection[int]] = MappingProxyType({}),
+    ) -> None:
+        self.dynamic, self.parameters, self.padded = dynamic, tuple(parameters), padded
+        self.sizes = declared(dict(dynamic))  # type: ignore[arg-type]
+        self._families: dict[str, Family] = {}
+
+    def family(self, signature: Signature) -> Family:
+        """What is known of calls of this form. Raises `SignatureError` where the plan declares a dimension that an argument does not have."""
+        known = self._families.get(signature.family)
+        if known is None:
+            paths = signature.paths([p.name for p in self.parameters])
+            whole = tuple(not t.is_floating_point() and not t.is_complex() for t in signature.tensors)
+            known = self._families[signature.family] = Family(
+                paths, whole, signature.sources(self.parameters), self._declared(signature, paths)
+            )
+            known.padded = {(number, dim) for number, path in enumerate(paths) for dim in self.padded.get(path, ())}
+        return known
+
+    def opened(self, signature: Signature) -> OpenSizes | None:
+        """What a capture for one call has as symbols: the declared sizes. Raises as `family` and `Family.point` do."""
+        family = self.family(signature)
+        family.learn([(signature.shapes, signature.values)], anticipate=False)
+        return family.open_sizes(signature)
+
+    def _declared(self, signature: Signature, paths: Sequence[str]) -> dict[Place, Size]:
+        found: dict[Place, Size] = {}
+        for number, path in enumerate(paths):
+            for dim, size in self.dynamic.get(path, {}).items():
+                if int(dim) >= signature.tensors[number].dim():
+                    raise SignatureError(
+                        f"dynamic names dimension {dim} of {path}, which has {signature.tensors[number].dim()} dimensions",
+                        where=f"dynamic.{path}",
+                        hint="dimensions count from 0",
+                    )
+                found[number, int(dim)] = self.sizes[size.name]
+        return found
+
+
+def refuse_unknown_arguments(named: Mapping[str, object], forward: Callable[..., Any], where: str) -> None:
+    """Raise `PlanError` for an argument, `named` by a field of the plan, that forward does not have."""
+    parameters = list(signature_of(forward).parameters.values())[1:]
+    kinds = inspect.Parameter
+    if any(p.kind is kinds.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters]
+    for name in named:
+        if re.split(r"[.\[]", name)[0] not in known:
+            raise PlanError(
+                f"forward has no argument {name!r}", where=f"{where}.{name}", hint=did_you_mean(name, known)
+            )

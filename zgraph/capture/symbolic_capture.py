@@ -1,0 +1,229 @@
+"""Captures in which sizes of inputs are symbols, so that one program serves every call that differs in them.
+
+A size has a name; dimensions of one name are equal in every call. Dynamo and AOTAutograd trace with a symbol for each name, at a point
+(numbers that no two names share: equal ones are one symbol), and note as guards what they asked of it. Afterwards the program gets an
+environment of its own, one input for each symbol, and the guards as its `Sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.capture.data_dependent_sizes import LOOKED_AT
+from zgraph.errors import SizeError
+from zgraph.passes.verifier.values import ValueCache, check_values
+from zgraph.program import sizes
+from zgraph.program.node import NodeInfo, Phase, info, set_info
+from zgraph.program.program import InputRole, Program
+from zgraph.program.sizes import ProgramSize, SizeGuard, Sizes, is_symbolic
+from zgraph.torch_compat import symbols
+
+
+@dataclass(frozen=True)
+class OpenSizes:
+    """Which sizes of a call are to be symbols: `names` by dimension, by the ids of its tensors; `points` at which they are traced; `ranges` that
+    a user has declared, (smallest, largest). `numbers` are the Python numbers that are to be given to the program, as captures call them; `values`
+    are the ids of tensors whose values are constants of it."""
+
+    names: Mapping[int, dict[int, str]]
+    points: Mapping[str, int]
+    ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
+    values: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class TracedSize:
+    """A size as a capture has it: its symbol, and where a call has it among the flat inputs."""
+
+    name: str
+    symbol: Any
+    index: int
+    dim: int
+
+
+def distinct(points: Mapping[str, int], exact: Collection[str] = ()) -> dict[str, int]:
+    """The points with no two equal, and none that is 0 or 1: larger by as little as need be, and those that are `exact` only if there is no other
+    way."""
+    found: dict[str, int] = {}
+    for name in sorted(points, key=lambda name: (name not in exact, name)):
+        point = max(points[name], 2)
+        while point in found.values():
+            point += 1
+        found[name] = point
+    return found
+
+
+def traced_sizes(
+    graph: fx.Graph, given: Sequence[Any], open_dims: Mapping[int, Mapping[int, str]]
+) -> tuple[TracedSize, ...]:
+    """The sizes of a capture by its flat inputs. Raises `SizeError` for one that the model has made a number."""
+    found: dict[str, TracedSize] = {}
+    for index, (value, node) in enumerate(zip(given, graph.find_nodes(op="placeholder"), strict=True)):
+        for dim, name in open_dims.get(id(value), {}).items():
+            size = node.meta["example_value"].shape[dim]
+            symbol = symbols.given_symbol(size)
+            if symbol is None:
+                raise _of_size(
+                    name,
+                    f"size {name!r} can't differ from call to call",
+                    why=f"dimension {dim} of flat input {index} became the number {size}",
+                )
+            known = found.setdefault(name, TracedSize(name, symbol, index, dim))
+            assert known.symbol == symbol, f"{name}: {known.symbol} and {symbol}"
+    refuse_numbers(tuple(found.values()), graph)
+    return tuple(found.values())
+
+
+def refuse_numbers(traced: Sequence[TracedSize], graph: fx.Graph) -> None:
+    """Raise `SizeError` for a size that the trace has made a number."""
+    for size in traced:
+        env = _environment(graph)
+        number = symbols.specialised(env, size.symbol)
+        if number is not None:
+            raise _of_size(
+                size.name,
+                f"size {size.name!r} can't differ from call to call",
+                where=symbols.bounded_by(env, size.symbol),
+                why=f"the model is written for one number there, {number} in this call",
+                hint=f"leave {size.name!r} out of dynamic: each of its sizes is a program of its own",
+            )
+
+
+def _of_size(name: str, what: str, **told: str | None) -> SizeError:
+    """An error that knows which size it is about."""
+    error = SizeError(what, **told)
+    error.sizes = (name,)
+    return error
+
+
+def _environment(graph: fx.Graph) -> Any:
+    for node in graph.nodes:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        for size in value.shape if isinstance(value, torch.Tensor) else ():
+            if is_symbolic(size):
+                return symbols.environment(size)
+    raise AssertionError("no size is open")
+
+
+def refuse_unknown(graph: fx.Graph) -> None:
+    """Raise `SizeError` where sizes depend on values: these are folded into regions, which have sizes that are numbers."""
+    for node in graph.nodes:
+        if symbols.has_unknown(node.meta.get("val")) or node.target in LOOKED_AT:
+            raise SizeError(
+                "the model has sizes that depend on values (a mask that selects, nonzero)",
+                where=info(node).source or None,
+                why="programs whose sizes differ from call to call have none",
+                hint="use torch.where or a mask of weights in place of selecting",
+            )
+        if node.target is torch.ops.aten.as_strided.default and symbols.free_symbols(node.meta.get("val")):
+            raise SizeError(
+                "as_strided is given sizes that differ from call to call",
+                where=info(node).source or None,
+                why="what it looks at of the storage can't be compared with the storage's size",
+                hint="use views and slices",
+            )
+
+
+def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[TracedSize, fx.Node]]:
+    """Let every number of the graph be arithmetic on one new input for each symbol; these inputs. Raises `SizeError` for an output that is a
+    number."""
+    output = graph.output_node()
+    for node in output.all_input_nodes:
+        if is_symbolic(node.meta.get("val")):
+            raise SizeError(
+                "the model returns, or keeps, a number that is made from a size",
+                where=info(node).source or None,
+                why="programs give tensors",
+                hint="take it from the shape of a tensor, outside of forward; keep no size of a call in the model",
+            )
+    free = set().union(*(symbols.free_symbols(n.meta.get("val")) for n in graph.nodes))
+    by_symbol = {t.symbol: t for t in reversed(traced)}
+    if free - by_symbol.keys():
+        raise SizeError("sizes depend on something else than sizes of inputs", why=f"{free - by_symbol.keys()}")
+    last = graph.find_nodes(op="placeholder")[-1]
+    made = []
+    for size in [t for t in traced if t.symbol in free and by_symbol[t.symbol] is t]:
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"size_{size.name}")
+        env = _environment(graph)
+        last.meta["val"] = env.create_symintnode(size.symbol, hint=symbols.point(env, size.symbol))
+        set_info(last, NodeInfo(phase=Phase.FORWARD))
+        made.append((size, last))
+    inputs = {node for _, node in made}
+    numbers = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt) and n not in inputs]
+    for node in numbers:
+        found = symbols.expression(node.meta["val"])
+        number = found if isinstance(found, int) else sizes.number_node(graph, node.meta["val"], beside=set(numbers))
+        for user in list(node.users):
+            sizes.replace_number(user, node, number)
+    for node in reversed(numbers):
+        if not node.users:
+            graph.erase_node(node)
+    for node in list(reversed(graph.nodes)):
+        if is_symbolic(node.meta.get("val")):
+            if node.op == "call_function" and not node.users:
+                graph.erase_node(node)
+            elif node.op == "call_function":
+                set_info(node, info(node).replace(phase=Phase.FORWARD))
+    return made
+
+
+def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: OpenSizes | None) -> Program:
+    """The captured program with an environment of its own, and with what it holds for; itself, where all sizes are numbers."""
+    if declared is None or not traced:
+        return program
+    env = program.fake_mode.shape_env
+    symbols_of = {t.symbol: t.name for t in reversed(traced)}
+    sizes.named_symbols(env, symbols_of)
+    asked = [
+        SizeGuard(symbols.text(g.condition, symbols_of), g.where)
+        for g in symbols.guards(env)
+        if g.condition.free_symbols <= symbols_of.keys()
+    ]
+    if len(asked) < len(symbols.guards(env)):
+        raise SizeError(
+            "sizes are compared with numbers that the model changes", why="a program can't be told of these"
+        )
+    own = {port.name for port in program.inputs if port.role is InputRole.SIZE}
+    every = tuple(_known_size(t, env, declared) for t in traced)
+    found = Sizes(tuple(s for s in every if s.name in own), (), tuple(s for s in every if s.name not in own))
+    if not found:
+        return program
+    mode, given = sizes.new_mode(found.symbols, found.typical)
+    made = sizes.converted(program, mode, given, found)
+    for _ in check_values(
+        made, ValueCache()
+    ):  # (what operators ask when they are evaluated once more is part of what it holds for)
+        pass
+    now = sizes.guards_of(mode.shape_env)
+    made.sizes = replace(found, guards=tuple(dict.fromkeys([*asked, *now])))
+    sizes.seal(made)
+    return made
+
+
+def _known_size(traced: TracedSize, env: Any, declared: OpenSizes) -> ProgramSize:
+    low, high = symbols.bounds(env, traced.symbol)
+    where = symbols.bounded_by(env, traced.symbol)
+    bounded = high is not None  # (by the model)
+    wanted = declared.ranges.get(traced.name)
+    if wanted is not None:
+        if wanted[0] < low or (wanted[1] is not None and high is not None and wanted[1] > high):
+            upper = "and more" if wanted[1] is None else f"to {wanted[1]}"
+            raise _of_size(
+                traced.name,
+                f"size {traced.name!r} is declared to be {wanted[0]} {upper}",
+                where=where,
+                why=f"the model takes {low} {'and more' if high is None else f'to {high}'}",
+                hint="declare a range within that, or enlarge what bounds it (a table of positions, say)",
+            )
+        low = max(low, wanted[0])
+        high = wanted[1] if high is None else high if wanted[1] is None else min(high, wanted[1])
+    point = declared.points[traced.name]
+    typical = max(low, min(point, high or point))
+    return ProgramSize(traced.name, low, high, typical, traced.index, traced.dim, where if bounded else None)

@@ -1,0 +1,158 @@
+"""A parameter's whole value, gradient and optimizer states, by the parameter: what shards hold, put together, and written back.
+
+All ranks must call these. The parameter is one of a compiled model's (`engine.module.parameters()`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from zgraph.errors import ModelError, StepError
+from zgraph.runtime.compiled_models import owner_of
+from zgraph.update.build_update import MASTER
+from zgraph.update.optimizer import copy_state
+
+_KEYS = {"fp32": MASTER}
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """The whole parameter in float32: the master weight, where the parameter itself is low."""
+    return _whole(_accurate(param)).float()
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write the whole parameter, and its master weight."""
+    master = _state(param, MASTER)
+    if master is not None:
+        copy_state(master, value.to(master.dtype))
+    copy_state(param.detach(), value.to(param.dtype))
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient, averaged over ranks; None where there is none: between a backward and `step()` there is."""
+    return None if param.grad is None else _whole(param.grad.detach())
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write the whole gradient. Raises `StepError` where there is none yet."""
+    if param.grad is None:
+        raise StepError("the parameter has no gradient to write to", hint="call it between a backward and step()")
+    copy_state(param.grad, value.to(param.grad.dtype))
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A state of the optimizer ("exp_avg", "exp_avg_sq", …) of the whole parameter; None before the first update, and where there is none."""
+    state = _state(param, optim_state_key)
+    return None if state is None else _whole(state)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Write a state of the optimizer. Raises `ModelError` where there is none of this name."""
+    state = _required(param, optim_state_key)
+    copy_state(state, value.to(state.dtype))
+
+
+# -- this rank's shard --------------------------------------------------------------------------------------------------------
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """This rank's rows of the parameter in float32."""
+    return _local(_accurate(param)).float()
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's rows of the gradient; None where there is none."""
+    return None if param.grad is None else _local(param.grad.detach())
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's rows of a state of the optimizer; None where there is none."""
+    state = _state(param, optim_state_key)
+    return None if state is None else _local(state)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write this rank's rows of the parameter, and of its master weight."""
+    master = _state(param, MASTER)
+    if master is not None:
+        _write_local(master, value)
+    _write_local(param.detach(), value)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write this rank's rows of the gradient. Raises `StepError` where there is none yet."""
+    if param.grad is None:
+        raise StepError("the parameter has no gradient to write to", hint="call it between a backward and step()")
+    _write_local(param.grad.detach(), value)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Write this rank's rows of a state of the optimizer. Raises `ModelError` where there is none of this name."""
+    _write_local(_required(param, optim_state_key), value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Write what a function makes of each whole gradient, given the gradient and its parameter; those without one are passed over."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+def _write_local(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        mine.copy_(value.view_as(mine))
+
+
+def _required(param: nn.Parameter, name: str) -> torch.Tensor:
+    state = _state(param, name)
+    if state is None:
+        raise ModelError(
+            f"the optimizer keeps no {name!r} of this parameter", hint="states are there after the first step"
+        )
+    return state
+
+
+def _accurate(param: nn.Parameter) -> torch.Tensor:
+    """The master weight of a parameter that has one, else the parameter itself."""
+    master = _state(param, MASTER)
+    return param.detach() if master is None else master
+
+
+def _state(param: nn.Parameter, name: str) -> torch.Tensor | None:
+    """A state of the optimizer of a parameter, by DeepSpeed's name or the plan's; None where there is none."""
+    model = owner_of(param)
+    if model is None:
+        raise ModelError(
+            f"a parameter of shape {list(param.shape)} is no compiled model's",
+            why="it is another object since the model was compiled, or its model was not",
+            hint="take it from engine.module.parameters()",
+        )
+    handle: Any = model.__dict__["zgraph"]
+    optimizer = handle.optimizer if handle.uncut is None else None
+    return None if optimizer is None else optimizer.state.get(param, {}).get(_KEYS.get(name, name))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def load_whole(model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load whole tensors, alike on all ranks, or shards into a compiled model. All ranks must call it."""
+    state = dict(state_dict)
+    held = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in state.items():
+        mine = held.get(name)
+        if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            state[name] = distribute_tensor(value.to(mine.device, mine.dtype), mine.device_mesh, mine.placements)
+    model.load_state_dict(state, strict=strict)

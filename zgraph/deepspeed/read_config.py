@@ -1,0 +1,236 @@
+"""A DeepSpeed configuration as it is read: from a file or a dict, with every key known and of its type, and "auto" filled."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zgraph.deepspeed.keys import ALIASES, KEYS, names_in, whole
+from zgraph.deepspeed.plan_draft import Draft
+from zgraph.errors import PlanError
+from zgraph.names import did_you_mean
+from zgraph.record import short
+
+Config = Mapping[str, Any] | str | os.PathLike[str]
+
+FREE = ("optimizer.params", "scheduler.params", "zgraph")  # what stands in them depends on a type, or is a plan's
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("true or false", lambda v: isinstance(v, bool)),
+    "int": ("a whole number", lambda v: _is_number(v) and v % 1 == 0),
+    "number": ("a number", lambda v: _is_number(v)),
+    "text": ("a text", lambda v: isinstance(v, str)),
+    "list": ("a list", lambda v: isinstance(v, (list, tuple))),
+    "table": ("a section: {…}", lambda v: isinstance(v, Mapping)),
+    "any": ("", lambda v: True),
+}
+
+
+def read(config: Config) -> dict[str, Any]:
+    """The configuration as a dict of its own. Raises `PlanError` for a file that can't be read, is no JSON (nor Hjson, which DeepSpeed reads), or
+    has a key twice."""
+    if isinstance(config, Mapping):
+        return _own(config)
+    path = Path(config)
+    try:
+        found = _parsed(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError("the configuration can't be read", where=str(path), why=error.strerror or str(error)) from error
+    except json.JSONDecodeError as error:
+        where = f"{path}:{error.lineno}"
+        raise PlanError("the configuration is no JSON", where=where, why=error.msg, hint=_MEND) from error
+    except UnicodeDecodeError as error:
+        raise PlanError("the configuration is no text", where=str(path), why=str(error)) from error
+    except PlanError as error:
+        raise PlanError(error.what, where=f"{path}: {error.where}", hint=error.hint) from None
+    if not isinstance(found, dict):
+        raise PlanError(f"the configuration is {short(found)}", where=str(path), hint="it is a table: {…}")
+    return _own(found)
+
+
+_MEND = "mend that line; comments and keys without quotes are Hjson, which is read where the package hjson is installed"
+
+
+def _parsed(text: str) -> Any:
+    """A file's value. Raises `json.JSONDecodeError`."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError:
+        try:
+            import hjson
+        except ImportError:
+            hjson = None
+        if hjson is None:
+            raise
+        try:
+            return hjson.loads(text, object_pairs_hook=_once)
+        except hjson.HjsonDecodeError:
+            pass
+        raise
+
+
+def _own(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """A copy with today's names of keys; 0 and 1 are false and true where a key is either."""
+    found: dict[str, Any] = {}
+    for given, value in config.items():
+        name = ALIASES.get(f"{section}{given}", given)
+        key = f"{section}{name}"
+        if name in found:
+            raise PlanError(
+                f"{key} is given twice", where=key, hint=f"keep one of them (it has two names, of which one is {given})"
+            )
+        switch = key in KEYS and KEYS[key].kind == "bool" and type(value) is int and value in (0, 1)
+        found[name] = _own(value, f"{key}.") if isinstance(value, Mapping) else bool(value) if switch else value
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise PlanError(f"{name!r} is given twice", where=name, hint="keep one of them")
+        found[name] = value
+    return found
+
+
+# -- keys and types ---------------------------------------------------------------------------------------------------------
+def check(draft: Draft) -> None:
+    """Say of each key that is not applied what becomes of it, and refuse what is unknown or of another type."""
+    for name, value in draft.config.items():
+        _check(draft, "", name, value)
+
+
+def _check(draft: Draft, section: str, name: Any, value: Any) -> None:
+    key = f"{section}.{name}" if section else str(name)
+    if key not in KEYS:
+        draft.refuse(key, "DeepSpeed has no such key", did_you_mean(str(name), names_in(section)))
+        return
+    known = KEYS[key]
+    text, fits = _KINDS[known.kind]
+    if value is None:
+        return
+    if value != "auto" and not fits(value):
+        draft.refuse(key, f"{short(value)} is not {text}", f"give {text}, or leave it out")
+        return
+    if known.kind == "table" and not whole(key) and key not in FREE:
+        if not isinstance(value, Mapping):
+            draft.refuse(key, f"{short(value)} is not {text}", f"give {text}, or leave it out")
+            return
+        for inner, held in value.items():
+            _check(draft, key, inner, held)
+        return
+    if known.verdict == "applied":
+        return
+    off = value == known.default if known.kind != "table" else not value or _is_off(value)
+    if known.verdict != "refused":
+        draft.say(key, known.verdict, known.why)
+    elif off:
+        draft.say(key, "equivalent", "it asks for nothing")
+    else:
+        draft.refuse(key, known.why, known.hint)
+
+
+def _is_off(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") is False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# -- "auto" -----------------------------------------------------------------------------------------------------------------
+def fill(config: dict[str, Any], model: Any, arguments: Any) -> dict[str, str]:
+    """Put in place of each "auto" what transformers would: by its `TrainingArguments` (or a dict of them), and by the model's hidden size.
+    Returns why each key that can't be filled can't, by key."""
+    missing: dict[str, str] = {}
+
+    def walk(table: dict[str, Any], prefix: str) -> None:
+        for name, value in list(table.items()):
+            key = prefix + str(name)
+            if isinstance(value, dict):
+                walk(value, f"{key}.")
+            elif isinstance(value, str) and value == "auto" and key not in _OWN_AUTO:
+                try:
+                    table[name] = _filled(key, model, arguments)
+                except LookupError as error:
+                    missing[key] = str(error)
+
+    walk(config, "")
+    return missing
+
+
+# Keys whose "auto" is DeepSpeed's own, or follows from other keys.
+_OWN_AUTO = ("pipeline.stages", "train_batch_size")
+
+# The field of transformers' TrainingArguments that says what a key says.
+FROM_ARGUMENTS = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "checkpoint.use_node_local_storage": "save_on_each_node",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+}
+_FROM_HIDDEN: dict[str, Callable[[int], int]] = {
+    "zero_optimization.reduce_bucket_size": lambda n: n * n,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda n: int(0.9 * n * n),
+    "zero_optimization.stage3_param_persistence_threshold": lambda n: 10 * n,
+}
+
+
+def _filled(key: str, model: Any, arguments: Any) -> Any:
+    """What "auto" stands for. Raises `LookupError` with the reason where that is not known."""
+    if key in _FROM_HIDDEN:
+        return _FROM_HIDDEN[key](_hidden_size(model))
+    if key == "scheduler.params.warmup_min_lr":
+        return 0.0
+    if key == "optimizer.params.betas":
+        return [_argument(arguments, "adam_beta1"), _argument(arguments, "adam_beta2")]
+    if key not in FROM_ARGUMENTS:
+        raise LookupError('nothing says what "auto" stands for here')
+    name = FROM_ARGUMENTS[key]
+    value = _argument(arguments, name)
+    if name in ("max_steps", "warmup_steps") and value <= 0 and not (name == "warmup_steps" and _no_ratio(arguments)):
+        raise LookupError(f"the number of steps is not known before the data is ({name} is {value})")
+    return value
+
+
+def _no_ratio(arguments: Any) -> bool:
+    """Whether the warm-up is given in steps: it has none then, where they are 0."""
+    try:
+        return not _argument(arguments, "warmup_ratio")
+    except LookupError:
+        return True
+
+
+def _argument(arguments: Any, name: str) -> Any:
+    if arguments is None:
+        raise LookupError(f'"auto" is the training arguments\' {name}, and none are given')
+    found = arguments.get(name) if isinstance(arguments, Mapping) else getattr(arguments, name, None)
+    if found is None:
+        raise LookupError(f'"auto" is the training arguments\' {name}, and these have none')
+    return found
+
+
+def _hidden_size(model: Any) -> int:
+    config = getattr(model, "config", None)
+    for place in (config, getattr(config, "text_config", None)):
+        size = getattr(place, "hidden_size", None)
+        sizes = getattr(place, "hidden_sizes", None)
+        if size:
+            return int(size)
+        if sizes:
+            return int(max(sizes))
+    raise LookupError(
+        '"auto" follows the hidden size of a transformers model, and '
+        + ("none is given" if model is None else f"a {type(model).__name__} has no config.hidden_size")
+    )

@@ -1,0 +1,129 @@
+"""Plans compared for one model, and the best looked for: step time and peak by simulation, on the same batch.
+
+Every plan gets the same batch of a rank, cut into its micro-batches. The search goes over ZeRO stages and numbers of micro-batches; what to
+compute again, to offload and to keep gathered is the budget's own search for each of them (`zgraph/build/memory_search.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zgraph.build.pass_pipeline import costs_of
+from zgraph.build.planned_step import Inputs
+from zgraph.errors import ZgraphError
+from zgraph.forecast.stages import forecast_pipeline
+from zgraph.inspection.make_inspection import of_model
+from zgraph.inspection.memory import peak_of
+from zgraph.plan.plan import Plan
+
+RESERVE = 0.95  # of a device's memory, where no budget is given: the rest is the allocator's and the libraries'
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a plan takes for a rank's batch: `seconds` of a step with its update, `exposed` seconds of communication, `peak` bytes of the
+    `limit` that it has; or the `problem` with it. Of a plan with a pipeline they are those of the rank that has most, and `bubble` is
+    the part of all ranks' time in which they idle, None without one."""
+
+    name: str
+    plan: Plan
+    limit: int
+    seconds: float = float("inf")
+    exposed: float = 0.0
+    peak: int = 0
+    problem: str = ""
+    bubble: float | None = None
+
+    @property
+    def possible(self) -> bool:
+        return not self.problem
+
+    @property
+    def fits(self) -> bool:
+        return self.possible and self.peak <= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "seconds": self.seconds if self.possible else None,
+            "exposed": self.exposed,
+            "peak": self.peak,
+            **({"bubble": self.bubble} if self.bubble is not None else {}),
+            "limit": self.limit,
+            "fits": self.fits,
+            "problem": self.problem or None,
+            "plan": self.plan.model_dump(mode="json"),
+        }
+
+
+def limit_of(plan: Plan) -> int:
+    """The bytes that a plan may take: its budget, else most of what its hardware has."""
+    return plan.memory_budget or int(costs_of(plan).hardware.capacity * RESERVE)
+
+
+def evaluate(
+    model: nn.Module, inputs: Inputs, plan: Plan, world: int, name: str, limit: int | None = None
+) -> Evaluation:
+    """One plan, for `world` ranks, within `limit` bytes (by default `limit_of` it); what is wrong with it is its `problem`."""
+    limit = limit_of(plan) if limit is None else limit
+    try:
+        if plan.pipeline_ranks(world) > 1:
+            whole = forecast_pipeline(model, plan, inputs, world)
+            peak, bubble = whole.worst.peak, whole.timeline.bubble
+            return Evaluation(name, plan, limit, whole.seconds, whole.exposed, peak, bubble=bubble)
+        found = of_model(model, plan, inputs, world)
+        step = found.forecast
+        return Evaluation(name, plan, limit, step.seconds, step.exposed, peak_of(found).bytes)
+    except ZgraphError as error:
+        return Evaluation(name, plan, limit, problem="; ".join(text for text in (error.what, error.why) if text))
+
+
+def ranked(found: list[Evaluation]) -> list[Evaluation]:
+    """The fastest that fits first, those that don't fit last."""
+    return sorted(found, key=lambda e: (not e.fits, e.seconds, e.peak))
+
+
+def search(
+    model: nn.Module,
+    inputs: Inputs,
+    base: Plan,
+    world: int,
+    limit: int,
+    said: Callable[[str], None] = lambda name: None,
+) -> tuple[list[Evaluation], bool]:
+    """Plans like `base` of every ZeRO stage and of 1, 2, 4 … micro-batches (those that it has, if it is elastic), within `limit` bytes,
+    `ranked`; and whether they are all. `said` is told of each before it is evaluated. An interrupt (KeyboardInterrupt) ends the search: then
+    they are those that were evaluated before it."""
+    found: list[Evaluation] = []
+    try:
+        for plan in _variations(base, inputs, world, limit):
+            name = f"zero={plan.zero} micro_batches={plan.for_world(world).micro_batches}"
+            said(name)
+            found.append(evaluate(model, inputs, plan, world, name, limit))
+    except KeyboardInterrupt:
+        return ranked(found), False
+    return ranked(found), True
+
+
+def _variations(base: Plan, inputs: Inputs, world: int, limit: int) -> Iterator[Plan]:
+    sharded = base.resolve_mesh(world).get("dp", 1) > 1
+    rows = rows_of(inputs)
+    for zero in (0, 1, 2, 3) if sharded else (base.zero,):
+        if base.elastic is not None:
+            yield base.model_copy(update={"zero": zero, "memory_budget": limit})
+            continue
+        micro = 1
+        while micro <= rows and rows % micro == 0:
+            yield base.model_copy(update={"zero": zero, "micro_batches": micro, "memory_budget": limit})
+            micro *= 2
+
+
+def rows_of(inputs: Inputs) -> int:
+    """The rows of a batch: dimension 0 of its tensors, the largest."""
+    return max((x.shape[0] for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()), default=1)

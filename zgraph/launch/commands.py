@@ -1,0 +1,95 @@
+"""The lines that start a job: torchrun's on each node, and what carries it there."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zgraph.errors import MeshError
+from zgraph.launch.hosts import Hosts
+
+CARRIERS = ("ssh", "pdsh", "slurm", "openmpi")
+CONNECT_SECONDS = 15  # that a node has to answer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is started: on the slots of `hosts`, `command` (a script and its arguments, a module's where `module`, a program's where `no_python`)."""
+
+    command: Sequence[str]
+    hosts: Hosts
+    master_addr: str
+    master_port: int = 29500
+    module: bool = False
+    no_python: bool = False
+    elastic: str | None = None  # "MIN:MAX" nodes
+    max_restarts: int = 0
+    log_dir: str | None = None  # a file for each rank in it
+    variables: Mapping[str, str] = field(default_factory=dict)
+    folder: str = "."
+    slots_are_chosen: bool = False  # not all of a machine's: its ranks see these devices alone
+    cores: str | None = None  # that ranks share out ("0-7", or "all"): see `zgraph.launch.bind_cores`
+
+
+def torchrun(job: Job, node: int | str) -> list[str]:
+    """The line of one node, by its rank (or what a shell makes of it, "$SLURM_NODEID")."""
+    counts = {len(slots) for slots in job.hosts.values()}
+    if isinstance(node, str) and len(counts) > 1:
+        raise MeshError(
+            "machines with different numbers of slots",
+            where="--launcher",
+            why="one line starts all nodes, and can't say another number for each",
+            hint="--launcher ssh, or --num_gpus N",
+        )
+    slots = list(job.hosts.values())[0 if isinstance(node, str) else node]
+    line = [sys.executable, "-m", "torch.distributed.run"]
+    if job.elastic is not None:
+        line += ["--nnodes", job.elastic, "--rdzv_backend", "c10d", "--rdzv_id", f"zgraph-{job.master_port}"]
+        line += ["--rdzv_endpoint", f"{job.master_addr}:{job.master_port}", "--max_restarts", str(job.max_restarts)]
+    else:
+        line += ["--nnodes", str(len(job.hosts)), "--node_rank", str(node), "--max_restarts", str(job.max_restarts)]
+        line += ["--master_addr", job.master_addr, "--master_port", str(job.master_port)]
+    line += ["--nproc_per_node", str(len(slots))]
+    if job.log_dir is not None:
+        line += ["--log_dir", job.log_dir, "--redirects", "3", "--tee", "3"]
+    kind = ["--module"] if job.module else ["--no_python"] if job.no_python else []
+    if job.cores is not None:
+        return [*line, "--module", "zgraph.launch.bind_cores", *kind, job.cores, *job.command]
+    return [*line, *kind, *job.command]
+
+
+def remote(job: Job, node: int | str) -> str:
+    """What a shell on a node runs."""
+    slots = list(job.hosts.values())[0 if isinstance(node, str) else node]
+    variables = dict(job.variables)
+    if job.slots_are_chosen:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in sorted(variables.items()))
+    line = " ".join(part if part == node else shlex.quote(part) for part in torchrun(job, node))
+    return f"cd {shlex.quote(job.folder)} && {exports}exec {line}"
+
+
+def carried(job: Job, carrier: str, ssh_port: int | None = None) -> dict[str, list[str]]:
+    """The lines that this machine runs, by what they are called: one for each node, or one for all."""
+    names = list(job.hosts)
+    if carrier == "ssh":
+        options = ["-tt", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "BatchMode=yes"]
+        options += [
+            "-o",
+            f"ServerAliveInterval={CONNECT_SECONDS}",
+            "-o",
+            "ServerAliveCountMax=2",
+        ]  # (a node that has fallen silent)
+        options += ["-p", str(ssh_port)] if ssh_port else []
+        return {host: ["ssh", *options, host, remote(job, at)] for at, host in enumerate(names)}
+    if carrier == "pdsh":
+        return {host: ["pdsh", "-S", "-R", "ssh", "-w", host, remote(job, at)] for at, host in enumerate(names)}
+    if carrier == "slurm":
+        line = ["srun", "--nodes", str(len(names)), "--ntasks-per-node", "1", "--nodelist", ",".join(names)]
+        return {"srun": [*line, "--kill-on-bad-exit=1", "bash", "-c", remote(job, "$SLURM_NODEID")]}
+    if carrier == "openmpi":
+        line = ["mpirun", "-np", str(len(names)), "--host", ",".join(names), "--map-by", "ppr:1:node"]
+        return {"mpirun": [*line, "bash", "-c", remote(job, "$OMPI_COMM_WORLD_RANK")]}
+    raise MeshError(f"nothing starts nodes by {carrier!r}", where="--launcher", hint=", ".join(CARRIERS))

@@ -1,0 +1,191 @@
+"""Which sizes of a rank's calls are symbols in its programs, as the plan says: learned from the calls, declared, or none."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+
+from zgraph.build.step_program import Entry
+from zgraph.capture.learned_sizes import Family, Numbers, Shapes, Signature, Value, VaryingSizes
+from zgraph.capture.replaced_forward import signature_of
+from zgraph.capture.symbolic_capture import OpenSizes
+from zgraph.errors import CaptureError, RankMismatchError, SignatureError, SizeError, ZgraphError
+from zgraph.plan.shapes import buckets_of, fixed_by, sizes_in
+from zgraph.runtime.rank import Rank
+
+logger = logging.getLogger(__name__)
+
+
+RankCall = tuple[Shapes, tuple[Value, ...], Numbers]
+"""What a rank's call has that another's may have otherwise."""
+
+
+class SizesOfCalls:
+    """What one compiled module knows of the sizes of its calls."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        plan = rank.plan
+        self.fixed = fixed_by(plan)
+        self.varies = plan.shapes != "static" and self.fixed is None
+        self.anticipate = plan.shapes == "dynamic" and not sizes_in(plan.dynamic)
+        self._told_fixed = plan.shapes == "static" or self.fixed is None
+        self._varying: VaryingSizes | None = None
+        self.reasons: list[tuple[str, ZgraphError]] = []  # why sizes are numbers, which is not told yet
+        self._seen: dict[str, Shapes] = {}  # of static programs, by the forms of their calls' inputs
+
+    def of(self, call: Signature) -> CallSizes:
+        """The sizes of a call."""
+        if not self.varies:
+            self._tell_fixed(call)
+            return CallSizes(self, call, None)
+        if self._varying is None:
+            parameters = list(signature_of(self.rank.forward_function).parameters.values())[1:]
+            buckets = buckets_of(self.rank.plan)
+            padded = {name: pad.dims for name, pad in buckets.padded().items()} if buckets is not None else {}
+            self._varying = VaryingSizes(sizes_in(self.rank.plan.dynamic), parameters, padded)
+        return CallSizes(self, call, self._varying.family(call))
+
+    def _tell_fixed(self, call: Signature) -> None:
+        """Say once, at the first call that differs only in sizes from one before, why that is a program of its own."""
+        if self._told_fixed or self._seen.setdefault(call.family, call.shapes) == call.shapes:
+            return
+        self._told_fixed = True
+        if self.rank.everyone.first() and self.fixed is not None:
+            logger.warning("each size of the inputs is a program of its own: %s is set, and %s", *self.fixed)
+
+
+class CallSizes:
+    """The sizes of one call, and what its form has taught so far. `learn` says whether ranks are to learn from such calls."""
+
+    def __init__(self, known: SizesOfCalls, call: Signature, family: Family | None) -> None:
+        self.known, self.call, self.family = known, call, family
+        self.learn = family is not None
+        self._asked: dict[str, int] | None = None  # sizes that there is no program for yet
+        self._fixed: set[str] = set()  # those that are numbers in its program, and symbols in others
+        self._before: Family | None = None  # what was known before this call
+        self._alike = True  # have all ranks the same sizes?
+        self.closed = False  # are sizes numbers from this call on that were symbols?
+        self.apart = False  # have ranks other sizes, or constants, which may be those of other programs?
+        self.gives_numbers = True  # is its program given Python numbers, besides sizes?
+        if family is not None and not family.first and (family.declared or known.anticipate):
+            family.learn([(call.shapes, call.values)], anticipate=known.anticipate)
+
+    @property
+    def key(self) -> str:
+        """The key of the program that serves it; of calls that differ in sizes alone it is one."""
+        if self.family is None or not self.family.serves(self.call):
+            return self.call.text(given=self.family.given if self.family is not None else ())
+        return self.call.text(self.family.names, self.family.given)
+
+    @property
+    def point(self) -> Mapping[str, int]:
+        """The sizes that are symbols in its program, by their names."""
+        return self.family.point(self.call) if self.family is not None else {}
+
+    def take_in(self, calls: Sequence[RankCall]) -> None:
+        """Learn from this call, as it is on all ranks."""
+        assert self.family is not None
+        forms = [(shapes, values) for shapes, values, _ in calls]
+        self._before = copy.deepcopy(self.family)
+        self._alike = all(shapes == forms[0][0] for shapes, _ in forms)
+        self.apart = any(form != forms[0] for form in forms)
+        self.family.learn(forms, anticipate=self.known.anticipate)
+        self.family.learn_numbers([numbers for _, _, numbers in calls])
+
+    def others(self, ranks: Sequence[RankCall]) -> list[CallSizes]:
+        """Where ranks have calls that no one program serves, because sizes of 1 are numbers in programs, or for other constants: the first rank's
+        call for each program, and this one for its own. Of others' calls there are stand-ins. Empty where one program serves all."""
+        if self.family is None or self.known.rank.held is not None:
+            return []
+        forms = dict.fromkeys((shapes, values) for shapes, values, _ in ranks)
+        keys = {form: self._at(*form, "meta").key for form in forms}
+        if len(set(keys.values())) == 1:
+            return []
+        found: dict[str, CallSizes] = {}
+        for form, key in keys.items():
+            found.setdefault(key, self if key == self.key else self._at(*form))
+        for key, one in found.items():
+            served = {shapes for (shapes, _), its in keys.items() if its == key}
+            one._before, one._alike, one.apart = self._before, len(served) == 1, True
+        return list(found.values())
+
+    def _at(self, shapes: Shapes, values: tuple[Value, ...], device: str | None = None) -> CallSizes:
+        """A stand-in for a call of these shapes and constants."""
+        return CallSizes(self.known, self.call.at(shapes, values, device), self.family)
+
+    def open_sizes(self) -> OpenSizes | None:
+        """What the capture of its program has as symbols; None where all sizes are numbers."""
+        return self.family.open_sizes(self.call, self._asked, self._fixed) if self.family is not None else None
+
+    def made_at(self, sizes: dict[str, int] | None) -> None:
+        """Let the next program be made for calls like one of these sizes, which the last one refused; where that was made so already, for these
+        alone. Raises `RankMismatchError` where no rank's program is for the others' sizes."""
+        if self._asked is not None and sizes is not None:
+            if not self._alike:
+                raise RankMismatchError(
+                    "ranks have sizes that no one program serves",
+                    why=f"the model computes otherwise for {sizes} than for {self._asked}",
+                    hint="let the ranks' batches be on one side of what the model's code branches on",
+                )
+            self._fixed = set(self.point)
+        self._asked = sizes
+
+    def give_up(self, error: ZgraphError, refused: Entry | None) -> bool:
+        """After a capture with symbols has failed: let the sizes be numbers that can't be symbols. False where there is nothing to give up: then
+        all is known as it was before. Raises `SignatureError` where the sizes are out of the range of a program that would be `refused`."""
+        family = self.family
+        names = set(self.point) - self._fixed
+        told = names.intersection(error.sizes if isinstance(error, SizeError) else ())
+        if self.gives_numbers and names and not told:  # (then numbers may be why)
+            self.gives_numbers = False
+            return True
+        if family is None or not names or (refused is not None and not self._alike):
+            self.restore()
+            if refused is not None and isinstance(error, CaptureError):
+                condition, where = refused.bound(self._asked or self.point)
+                raise SignatureError(
+                    "the model does not take a call of these sizes",
+                    where=where,
+                    why=f"it is made for calls in which {condition}; {error.what}",
+                    hint="cut the batch, or enlarge what bounds it (a table of positions, say)",
+                ) from error
+            return False
+        declared = {size.name for size in family.declared.values()}
+        gone = told or names
+        logger.info("%s can't differ from call to call in one program: %s", ", ".join(sorted(gone)), error)
+        if refused is not None:  # (in a program for other sizes these can be symbols)
+            self._fixed |= gone
+            return True
+        if gone & declared:
+            self.restore()
+            return False
+        self.closed = True
+        if family.close(sorted(gone), error.what):
+            self.known.reasons.append((", ".join(sorted(gone)), error))
+        return True
+
+    def restore(self) -> None:
+        """A call that no program can be made for has taught nothing."""
+        if self._before is not None and self.family is not None:
+            vars(self.family).update(vars(self._before))
+
+    def settled(self, entry: Entry) -> None:
+        """Note what a new program is for, and tell the user, and which sizes are no symbols."""
+        if self.family is None:
+            return
+        if self._fixed:
+            entry.only = {n: size for n, size in self.point.items() if n in self._fixed}
+        self.family.note_constants(entry.trace.flat.constant_numbers)
+        reasons, self.known.reasons = self.known.reasons, []
+        if not self.known.rank.everyone.first():
+            return
+        for names, error in reasons:
+            where = f" ({error.where})" if error.where else ""
+            why = f"{error.what}: {error.why}" if error.why else error.what
+            logger.warning("each %s is a program of its own: %s%s", names, why, where)
+        if entry.open:
+            sizes = entry.program().captured.sizes.every
+            ranges = "; ".join(f"{s.name} is {s.range}{f' ({s.where})' if s.where else ''}" for s in sizes)
+            logger.warning("program %s serves all calls that differ in these sizes: %s", entry.name, ranges)

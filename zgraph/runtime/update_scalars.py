@@ -1,0 +1,95 @@
+"""The numbers that an update program takes besides tensors: the optimizer's, what gradients are multiplied by, and the step's loss."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from zgraph.errors import ZgraphError
+from zgraph.ranks.foreseen_actions import Coming
+from zgraph.runtime.rank import Rank
+from zgraph.update.build_update import UpdateOptions
+from zgraph.update.hyperparameters import Numbers
+from zgraph.update.optimizer import PlanOptimizer
+
+if TYPE_CHECKING:
+    from zgraph.update.resume import Known
+
+logger = logging.getLogger(__name__)
+
+
+class UpdateNumbers:
+    """Those of one compiled module's updates. `wanted` are the optimizer's that any rank's programs take (see `scalar_names`)."""
+
+    def __init__(self, rank: Rank, optimizer: PlanOptimizer | None, wanted: Sequence[tuple[int, str]]) -> None:
+        self.rank = rank
+        self.optimizer = optimizer
+        # What the next update multiplies gradients by, where its options say that it does.
+        self.factor: torch.Tensor | float = 1.0
+        self._wanted = wanted
+        self._agreed = Numbers()
+
+    def coming(self, done: int) -> Coming:
+        """What this rank says of the update that follows so many: its numbers as they are now."""
+        try:
+            now = Numbers(self._now() if self.optimizer is not None else {})
+        except ZgraphError as error:
+            now = Numbers(problem=str(error))
+        return f"{done} {now.ballot()}", (f"after {done} updates", now)
+
+    def agree(self, names: Sequence[str], read_back: Callable[[], dict[str, str]], coming: Coming) -> None:
+        """Let the ranks compare what they are about to update and by which numbers, with what `read_back` finds changed in the optimizer. What
+        one rank refuses, none does. No vote is needed by the numbers that ranks said were `coming`, if that is still so."""
+        problem: ZgraphError | None = None
+        try:
+            changed = read_back()
+            self._agreed = Numbers(self._now(), changed)
+        except ZgraphError as error:
+            problem = error
+            self._agreed = Numbers(problem=str(error))
+        plain = problem is None and not self._agreed.changed
+        if not (plain and self.rank.acts.passes_update(names, coming)):
+            self.rank.agree_on_update(names, self._agreed)
+        self.rank.acts.did_update(names)
+        if problem is not None:
+            raise problem
+
+    def have_changed(self) -> bool:
+        """Whether the optimizer's are others than those that ranks have agreed on."""
+        return self.optimizer is not None and self._now() != self._agreed.values
+
+    def vector(self, wanted: Sequence[tuple[int, str]], options: UpdateOptions) -> torch.Tensor:
+        """Those that a program takes, on the device."""
+        device, nonfinite = self.rank.device, self.rank.nonfinite
+        values = [self._agreed.values[w] for w in wanted if w[0] >= 0]
+        vector = torch.tensor(values, dtype=torch.float64)
+        if device.type == "cuda":
+            vector = vector.pin_memory().to(device, non_blocking=True)
+        if options.factor:
+            factor = torch.as_tensor(self.factor, dtype=torch.float64).to(device).reshape(1)
+            vector = torch.cat([vector, factor])
+            self.factor = 1.0  # it was for these gradients
+        if options.nonfinite and nonfinite is not None:
+            vector = torch.cat([vector, nonfinite.loss().reshape(1)])
+        return vector
+
+    def restore(self, known: Known) -> None:
+        """Take over what a run may have changed in its parameter groups, if it was of this plan's optimizer."""
+        if self.optimizer is None or not known.groups:
+            return
+        plan = self.rank.plan.model_dump(mode="json")
+        groups = self.optimizer.param_groups
+        alike = [g["names"] for g in groups] == [g["names"] for g in known.groups]
+        if known.plan is None or known.plan.get("optimizer") != plan["optimizer"] or not alike:
+            logger.warning("the checkpoint's optimizer had other numbers or groups than the plan's: the plan's hold")
+            return
+        for mine, theirs in zip(groups, known.groups, strict=True):
+            for key in mine.keys() & theirs.keys() - {"params", "names"}:
+                mine[key] = tuple(theirs[key]) if isinstance(mine[key], tuple) else theirs[key]
+
+    def _now(self) -> dict[tuple[int, str], float]:
+        assert self.optimizer is not None
+        return dict(zip(self._wanted, self.optimizer.numbers(self._wanted), strict=True))

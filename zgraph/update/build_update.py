@@ -1,0 +1,556 @@
+"""The update program: everything between reduced gradients and new weights, as one graph over all parameters.
+
+    gradients -> scale -> norm (all_reduce) -> clip -> rule of each parameter -> skip if not finite -> new weights, states
+                                                                             -> moving average
+
+In a pipeline each rank updates the parameters of its own stages, by a program of its own. What all decide together, the norm and whether
+the step is skipped, is reduced over the mesh dimension "pp" as well; and gradients of a parameter that lies on several stages are
+summed over them before anything else. Programs of different stages meet in these collectives alone, in this order: the sums by their
+parameters' names, the norm, the skip.
+
+Rules are plain functions (see `zgraph.update.optimizer_rule`), traced once for each kind of parameter and put in once for each
+parameter. Arithmetic on single numbers (step sizes, bias corrections) is shared by all parameters and done in float64.
+Programs are pure here: new values are outputs, which the pass `write_in_place` makes writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.plan.loss_scaling import LossScale
+from zgraph.program import collectives
+from zgraph.program.node import tensor
+from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
+from zgraph.update import scaler
+from zgraph.update.assembler import Assembler, all_reduce
+from zgraph.update.compressed_momenta import Momenta
+from zgraph.update.optimizer_rule import Part, Rule, State, Unsharded
+from zgraph.update.optimizer_rules import RULES
+from zgraph.update.parameter_groups import Member
+from zgraph.update.skip_nonfinite import found_nonfinite
+
+MASTER = "master"
+EMA = "ema"
+DATA_DIM = DATA_DIMS[0]  # over which momenta are shared
+AHEAD = "ahead"  # a parameter as updates see it that run late: the model gets it one step later
+DERIVED = (MASTER, EMA, AHEAD)  # states that can be made of the weight
+NONFINITE = "nonfinite"  # how many steps were not finite, beyond what a loss scale brings about
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """What of a plan the update program depends on, besides the optimizer.
+
+    `clip_norm` and `norm_type` are those of `torch.nn.utils.clip_grad_norm_`, `clip_value` that of
+    `clip_grad_value_`; None: not done. `factor`: gradients are multiplied by an input of the program first. `ema` is
+    the share of the old average, None for no average. `loss_scale` is given where an overflow skips the update;
+    `finite_norm` skips it where the norm is not finite, `nonfinite` where a gradient or the loss (an input of the program) is not, and
+    counts such steps. `tied` has the group of ranks ("pp[0,3]") over which gradients of parameters that lie on several stages are summed,
+    by the parameter's name; `uncounted` are those of them that another stage counts in the norm. `homes` are the tiers that
+    parameters' states lie in, by the parameter's name; those of the others are on the device. Where updates are `delayed`, those of
+    parameters with such homes are made on a copy of the parameter, in the same place. `frozen`: gradients come in unreduced, and ranks share
+    momenta in signs (`zgraph.update.compressed_momenta`).
+    """
+
+    clip_norm: float | None = None
+    norm_type: float = 2.0
+    clip_value: float | None = None
+    factor: bool = False
+    ema: float | None = None
+    loss_scale: LossScale | None = None
+    finite_norm: bool = False
+    nonfinite: bool = False
+    state_dtype: torch.dtype = torch.float32
+    tied: Mapping[str, str] = field(default_factory=dict)
+    uncounted: frozenset[str] = frozenset()
+    homes: Mapping[str, str] = field(default_factory=dict)
+    delayed: bool = False
+    frozen: bool = False
+
+    def late(self) -> frozenset[str]:
+        """The parameters whose updates run late."""
+        return frozenset(self.homes) if self.delayed else frozenset()
+
+
+def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[str, State]:
+    """What is kept for one parameter on this rank, padding rows included, the fp32 master weight first."""
+    held: dict[str, State] = {}
+    wide = torch.float64 if spec.dtype is torch.float64 else torch.float32
+    if spec.dtype in (torch.float16, torch.bfloat16):
+        held[MASTER] = State(spec.shard_shape)
+    rule = RULES[member.record.name]
+    for name, state in rule.states(member.record, spec.shard_shape, wide, spec.whole_shape).items():
+        low = state.dtype is torch.float32 and len(state.shape) == len(spec.shape)
+        held[name] = replace(state, dtype=options.state_dtype) if low and not state.of_rows else state
+    if options.ema is not None:
+        held[EMA] = State(spec.shard_shape, wide)
+    if member.name in options.late():
+        held[AHEAD] = State(spec.shard_shape, spec.dtype)
+    return held
+
+
+def state_bytes_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> int:
+    """The bytes of what is kept for one parameter on this rank."""
+    return sum(math.prod(s.shape) * s.dtype.itemsize for s in states_of(member, spec, options).values())
+
+
+def build_update(
+    members: Sequence[Member],
+    specs: dict[str, ParamSpec],
+    mesh: dict[str, int],
+    device: torch.device,
+    options: UpdateOptions,
+    decompositions: dict[Any, Any],
+    name: str = "update",
+) -> Program:
+    """The program that updates `members`, in their order. `mesh` has "pp" where there are other stages.
+
+    Inputs, by role: PARAMETER (but of late ones) and GRADIENT of each member (this rank's padded rows), its STATEs, the STATEs that count
+    updates ("/step", …), steps that were not finite ("/nonfinite"), and those of the loss scale, SCALARS (`scalar_names`), INDEX. Outputs:
+    MUTATION of the parameters and states, and OUTPUT "grad_norm" where gradients are clipped by their norm. Members without a rule (`record`
+    None) only have their gradients clipped: MUTATION of GRADIENT. Raises `MeshError` for a `tied` group that the mesh has not.
+    """
+    return _Builder(specs, mesh, options, Assembler(name, specs, mesh, device, decompositions)).build(members)
+
+
+def scalar_names(members: Sequence[Member], options: UpdateOptions) -> list[tuple[int, str]]:
+    """(group, field) of each number in SCALARS; (-1, "factor") is what gradients are multiplied by, (-1, "loss") this rank's loss, or any
+    number that is finite if it is."""
+    found: dict[tuple[int, str], None] = {}
+    for member in members:
+        if member.record is not None:
+            found.update(dict.fromkeys((member.group, s) for s in RULES[member.record.name].scalars))
+    if options.factor:
+        found[-1, "factor"] = None
+    if options.nonfinite:
+        found[-1, "loss"] = None
+    return list(found)
+
+
+class _Sharded:
+    """The `Part` of a parameter whose rows lie on several ranks: collectives, as the tracer sees them."""
+
+    def __init__(self, spec: ParamSpec, ranks: int, index: Tensor) -> None:
+        self.shape = spec.shape
+        self._dim = str(spec.shard_dim)
+        self._rows = spec.rows
+        self._ranks = ranks
+        self._index = index
+
+    def total(self, x: Tensor) -> Tensor:
+        return all_reduce(x, "sum", self._dim)
+
+    def whole(self, x: Tensor) -> Tensor:
+        gathered: Tensor = collectives.ALL_GATHER(x.contiguous(), self._ranks, self._dim)
+        return collectives.WAIT(gathered).narrow(0, 0, self.shape[0])  # type: ignore[no-any-return]
+
+    def own(self, x: Tensor) -> Tensor:
+        missing = self._rows * self._ranks - self.shape[0]
+        padded = torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1) + [0, missing]) if missing else x
+        return padded.reshape(self._ranks, self._rows, *x.shape[1:]).index_select(0, self._index.reshape(1)).squeeze(0)
+
+    def within_rows(self, shape: tuple[int, ...]) -> Tensor | None:
+        return None
+
+    def largest_in_rows(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _Divided:
+    """The `Part` of a parameter that the ranks of a mesh dimension divide: `within` is that of what each of them computes with."""
+
+    def __init__(self, spec: ParamSpec, within: Part, index: Tensor) -> None:
+        assert spec.division is not None
+        self.shape = spec.whole_shape
+        self._division = spec.division
+        self._within = within
+        self._index = index
+
+    def total(self, x: Tensor) -> Tensor:
+        return all_reduce(self._within.total(x), "sum", self._division.mesh_dim)
+
+    def whole(self, x: Tensor) -> Tensor:
+        mine, by = self._within.whole(x).contiguous(), self._division
+        came: Tensor = collectives.WAIT(collectives.ALL_GATHER(mine, by.ranks, by.mesh_dim))
+        parts = came.reshape(by.ranks, *mine.shape)
+        return parts.movedim(0, by.dim).reshape(self.shape) if by.dim else came
+
+    def own(self, x: Tensor) -> Tensor:
+        by, shape = self._division, x.shape
+        opened = x.reshape(*shape[: by.dim], by.ranks, shape[by.dim] // by.ranks, *shape[by.dim + 1 :])
+        return self._within.own(opened.index_select(by.dim, self._index.reshape(1)).squeeze(by.dim))
+
+    def within_rows(self, shape: tuple[int, ...]) -> Tensor | None:
+        if self._division.dim == 0:
+            return None
+        at = self._index.new_zeros(())
+        for d in range(1, len(shape)):
+            here = torch.arange(shape[d], device=self._index.device)
+            if d == self._division.dim:
+                here = here + self._index * shape[d]
+            at = at.unsqueeze(-1) * self.shape[d] + here
+        return at.flatten()
+
+    def largest_in_rows(self, x: Tensor) -> Tensor:
+        return all_reduce(x, "max", self._division.mesh_dim) if self._division.dim else x
+
+
+def _parted_over(spec: ParamSpec) -> tuple[str, ...]:
+    """The mesh dimensions whose ranks hold different parts of a parameter."""
+    return (*([spec.division.mesh_dim] if spec.division else []), *([spec.shard_dim] if spec.shard_dim else []))
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of an update's program."""
+
+    counts: dict[str, fx.Node]  # updates so far, by their states' names
+    scalars: dict[tuple[int, str], fx.Node]  # see `scalar_names`
+    scaling: dict[str, fx.Node]  # the states of the loss scale
+    nonfinite: fx.Node | None  # steps that were not finite
+    indices: dict[str, fx.Node]  # this rank's, by mesh dimension
+    params: dict[str, fx.Node]
+    grads: dict[str, fx.Node]
+    states: dict[str, dict[str, fx.Node]]
+
+
+class _Builder:
+    """Builds one update program."""
+
+    def __init__(
+        self, specs: dict[str, ParamSpec], mesh: dict[str, int], options: UpdateOptions, assembler: Assembler
+    ) -> None:
+        self.specs = specs
+        self.mesh = mesh
+        self.staged = mesh.get(STAGE_DIM, 1) > 1
+        self.options = options
+        self.assembler = assembler
+
+    # -- the whole ----------------------------------------------------------------------------------------------------
+    def build(self, members: Sequence[Member]) -> Program:
+        updated = [m for m in members if m.record is not None]
+        inputs = self._inputs(members, updated)
+        results: list[tuple[Port, fx.Node]] = []
+        grads = self._tied(inputs.grads)
+        # Scaled for the norm and again for the update: kept between the two it would be as large as all gradients.
+        counted = {n: g for n, g in grads.items() if n not in self.options.uncounted}
+        norm = self._norm(self._scaled(counted, inputs.scalars)) if self.options.clip_norm is not None else None
+        clipped = self._clip(self._scaled(grads, inputs.scalars), norm)
+        if norm is not None:
+            results.append((Port(OutputRole.OUTPUT, "grad_norm"), norm))
+        overflow = self._skip(inputs, grads, norm, results)
+        self._advance_scale(inputs.scaling, overflow, results)
+        steps = self._advance_counts(inputs.counts, overflow, results)
+        taken = self._momenta(updated, inputs, clipped, overflow, results) if self.options.frozen else clipped
+        for member in updated:
+            results += self._update(member, inputs, taken[member.name], steps[member.count], overflow)
+        for member in members:
+            old, new = inputs.grads[member.name], clipped[member.name]
+            if member.record is None and new is not old:
+                if overflow is not None:
+                    given = [overflow, old, new]
+                    (new,) = self.assembler.of(
+                        member.name, lambda o, a, b: (torch.where(o, a, b),), given, key=("kept",)
+                    )
+                results.append((Port(OutputRole.MUTATION, member.name, of=InputRole.GRADIENT), new))
+        return self.assembler.finish(results)
+
+    def _momenta(
+        self,
+        updated: Sequence[Member],
+        inputs: _Inputs,
+        grads: dict[str, fx.Node],
+        overflow: fx.Node | None,
+        results: list[tuple[Port, fx.Node]],
+    ) -> dict[str, fx.Node]:
+        """The means of the ranks' momenta, by the parameter's name."""
+        momenta = Momenta(self.assembler, self.specs, DATA_DIM, self.mesh.get(DATA_DIM, 1))
+        own: dict[str, fx.Node] = {}
+        for member in updated:
+            rule = RULES[member.record.name]
+            assert rule.after_freeze is not None
+            states = {k: v for k, v in inputs.states[member.name].items() if k not in DERIVED}
+            scalars = {f: inputs.scalars[member.group, f] for f in rule.scalars}
+            own[member.name] = momenta.own(member, rule.after_freeze, grads[member.name], states, scalars)
+        return momenta.means(own, overflow, results)
+
+    def _inputs(self, members: Sequence[Member], updated: Sequence[Member]) -> _Inputs:
+        """Make the program's inputs, in their order."""
+        names = scalar_names(members, self.options)
+        counts = {
+            name: self.assembler.input(Port(InputRole.STATE, name), (), torch.float64)
+            for name in dict.fromkeys(m.count for m in updated)
+        }
+        vector = (
+            self.assembler.input(Port(InputRole.SCALARS, "scalars"), (len(names),), torch.float64) if names else None
+        )
+        scaling = {
+            key: self.assembler.input(Port(InputRole.STATE, f"/{key}"), (), first.dtype)
+            for key, first in (scaler.initial(self.options.loss_scale) if self.options.loss_scale else {}).items()
+        }
+        nonfinite = (
+            self.assembler.input(Port(InputRole.STATE, f"/{NONFINITE}"), (), torch.int64)
+            if self.options.nonfinite
+            else None
+        )
+        dims = sorted({dim for m in updated for dim in _parted_over(self.specs[m.name])})
+        indices = {d: self.assembler.input(Port(InputRole.RANK_INDEX, d), (), torch.int64) for d in dims}
+        params: dict[str, fx.Node] = {}
+        grads: dict[str, fx.Node] = {}
+        states: dict[str, dict[str, fx.Node]] = {}
+        for member in members:
+            spec = self.specs[member.name]
+            port = Port(InputRole.PARAMETER, member.name)
+            if member.record is not None and member.name not in self.options.late():
+                params[member.name] = self.assembler.input(port, spec.shard_shape, spec.dtype, spec, spec.home)
+            port = Port(InputRole.GRADIENT, member.name)
+            grads[member.name] = self.assembler.input(port, spec.shard_shape, spec.grad_dtype, spec, spec.grad_home)
+            states[member.name] = self._states(member, spec) if member.record is not None else {}
+        scalars = self._select(names, vector)
+        return _Inputs(counts, scalars, scaling, nonfinite, indices, params, grads, states)
+
+    def _states(self, member: Member, spec: ParamSpec) -> dict[str, fx.Node]:
+        return {
+            key: self.assembler.input(
+                Port(InputRole.STATE, f"{member.name}/{key}"),
+                s.shape,
+                s.dtype,
+                spec,
+                self.options.homes.get(member.name),
+            )
+            for key, s in states_of(member, spec, self.options).items()
+        }
+
+    def _skip(
+        self,
+        inputs: _Inputs,
+        grads: dict[str, fx.Node],
+        norm: fx.Node | None,
+        results: list[tuple[Port, fx.Node]],
+    ) -> fx.Node | None:
+        """A bool: is the update skipped? None where none ever is."""
+        if inputs.nonfinite is not None:
+            overflow, lost = found_nonfinite(self.assembler, self.mesh, grads, inputs.scalars[-1, "loss"])
+            # (gradients beyond half precision's range are the scale's business)
+            bad = lost if inputs.scaling else overflow
+            (after,) = self.assembler.numbers(lambda n, bad: (n + bad,), [inputs.nonfinite, bad])
+            results.append((Port(OutputRole.MUTATION, f"/{NONFINITE}", of=InputRole.STATE), after))
+            return overflow
+        if inputs.scaling:
+            (overflow,) = found_nonfinite(self.assembler, self.mesh, grads)
+            return overflow
+        if norm is not None and self.options.finite_norm:
+            (overflow,) = self.assembler.numbers(lambda n: (n.isfinite().logical_not(),), [norm])
+            return overflow
+        return None
+
+    def _advance_scale(
+        self, scaling: dict[str, fx.Node], overflow: fx.Node | None, results: list[tuple[Port, fx.Node]]
+    ) -> None:
+        """The loss scale of the next step."""
+        loss_scale = self.options.loss_scale
+        if overflow is None or loss_scale is None:
+            return
+        advanced = self.assembler.numbers(
+            lambda o, *v: tuple(scaler.advance(loss_scale, dict(zip(scaling, v, strict=True)), o)[k] for k in scaling),
+            [overflow, *scaling.values()],
+        )
+        results += [
+            (Port(OutputRole.MUTATION, f"/{key}", of=InputRole.STATE), new)
+            for key, new in zip(scaling, advanced, strict=True)
+            if new is not scaling[key]
+        ]
+
+    def _advance_counts(
+        self, counts: dict[str, fx.Node], overflow: fx.Node | None, results: list[tuple[Port, fx.Node]]
+    ) -> dict[str, fx.Node]:
+        """The number of this update, by the name of the count that it is of; a skipped update is not counted."""
+        steps: dict[str, fx.Node] = {}
+        for name, count in counts.items():
+            (after,) = self.assembler.numbers(lambda s: (s + 1,), [count], key=("next",))
+            steps[name] = after
+            if overflow is not None:
+                (after,) = self.assembler.numbers(
+                    lambda o, old, new: (torch.where(o, old, new),), [overflow, count, after]
+                )
+            results.append((Port(OutputRole.MUTATION, name, of=InputRole.STATE), after))
+        return steps
+
+    def _update(
+        self, member: Member, inputs: _Inputs, grad: fx.Node, step: fx.Node, overflow: fx.Node | None
+    ) -> list[tuple[Port, fx.Node]]:
+        assert member.record is not None
+        param, states = inputs.params.get(member.name), inputs.states[member.name]
+        spec, record = self.specs[member.name], member.record
+        rule = RULES[record.name]
+        if self.options.frozen and rule.after_freeze is not None:
+            rule = replace(rule, update=rule.after_freeze.update)
+        place = Port(OutputRole.MUTATION, member.name, of=InputRole.PARAMETER)
+        if param is None:
+            place = Port(OutputRole.MUTATION, f"{member.name}/{AHEAD}", of=InputRole.STATE)
+            param, states = states[AHEAD], {k: v for k, v in states.items() if k != AHEAD}
+        keys = list(states)
+        fields = list(rule.scalars)
+        index = [inputs.indices[dim] for dim in _parted_over(spec)]
+        options, ranks = self.options, self.mesh.get(str(spec.shard_dim), 1)
+
+        def one(*values: Tensor) -> tuple[Tensor, ...]:
+            left = list(values)
+            old = dict(zip(keys, left[2 : 2 + len(keys)], strict=True))
+            rest = left[2 + len(keys) :]
+            named = dict(zip(fields, rest[: len(fields)], strict=True))
+            count = rest[len(fields)]
+            places = rest[len(fields) + 1 : len(fields) + 1 + len(index)]
+            part: Part = _Sharded(spec, ranks, places[-1]) if spec.shard_dim else Unsharded(spec.shape)
+            part = _Divided(spec, part, places[0]) if spec.division is not None else part
+            return _member(
+                rule,
+                record,
+                options,
+                left[0],
+                left[1],
+                old,
+                named,
+                count,
+                part,
+                rest[-1] if overflow is not None else None,
+            )
+
+        scalars = [inputs.scalars[member.group, f] for f in fields]
+        read = [param, grad, *states.values(), *scalars, step, *index]
+        if overflow is not None:
+            read.append(overflow)
+        layout = (spec.shape, spec.whole_shape, spec.shard_shape, spec.dtype, spec.shard_dim, ranks, spec.division)
+        around = (tuple(keys), options.ema, overflow is not None)
+        key = ("update", rule, record.model_copy(update={"groups": ()}), *around, *layout)
+        new = self.assembler.of(member.name, one, read, key=key)
+        places = [place, *(Port(OutputRole.MUTATION, f"{member.name}/{k}", of=InputRole.STATE) for k in keys)]
+        olds = [param, *states.values()]
+        return [(port, value) for port, value, old in zip(places, new, olds, strict=True) if value is not old]
+
+    def _select(self, names: list[tuple[int, str]], vector: fx.Node | None) -> dict[tuple[int, str], fx.Node]:
+        if vector is None:
+            return {}
+        return {
+            n: self.assembler.numbers(lambda v, i=i: (v.select(0, i),), [vector], key=("select", i))[0]
+            for i, n in enumerate(names)
+        }
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+    def _tied(self, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        """The gradients, those of parameters that lie on several stages summed over them, in an order that all of these have."""
+        tied = self.options.tied
+        sums = {n: self.assembler.summed(n, grads[n], tied[n]) for n in sorted(tied.keys() & grads.keys())}
+        return {n: sums.get(n, g) for n, g in grads.items()}
+
+    def _scaled(self, grads: dict[str, fx.Node], scalars: dict[tuple[int, str], fx.Node]) -> dict[str, fx.Node]:
+        if not self.options.factor:
+            return dict(grads)
+        return {
+            n: self.assembler.of(n, _times, [g, scalars[-1, "factor"]], key=("times",))[0] for n, g in grads.items()
+        }
+
+    def _clip(self, grads: dict[str, fx.Node], norm: fx.Node | None) -> dict[str, fx.Node]:
+        limit, bound = self.options.clip_norm, self.options.clip_value
+        if limit is not None and norm is not None:
+            (coefficient,) = self.assembler.numbers(lambda n: (torch.clamp(limit / (n + 1e-6), max=1.0),), [norm])
+            grads = {n: self.assembler.of(n, _times, [g, coefficient], key=("times",))[0] for n, g in grads.items()}
+        if bound is not None:
+            grads = {
+                n: self.assembler.of(n, lambda g: (g.clamp(-bound, bound),), [g], key=("clamp", bound))[0]
+                for n, g in grads.items()
+            }
+        return grads
+
+    def _norm(self, grads: dict[str, fx.Node]) -> fx.Node:
+        """The norm of all gradients together, over all ranks: 0-dim float32 (float64 of such gradients alone).
+
+        The norm of each gradient's norm, as torch.nn.utils.get_total_norm has it: where nothing is sharded, bit for bit.
+        Between ranks, powers of norms are added; between stages, none of which knows the others' dtypes, in float64.
+        """
+        p = self.options.norm_type
+        wide = bool(grads) and all(tensor(g).dtype is torch.float64 for g in grads.values())
+        dtype = torch.float64 if wide else torch.float32
+        by_dim: dict[tuple[str, ...], list[fx.Node]] = {}
+        for name, grad in grads.items():
+            (one,) = self.assembler.of(name, lambda g: (_norm_of(g, p, dtype),), [grad], key=("norm", p, dtype))
+            by_dim.setdefault(_parted_over(self.specs[name]), []).append(one)
+        norms = {
+            dim: self.assembler.total(lambda *v: (_norm_of(torch.stack(v), p, dtype),), ones)[0]
+            for dim, ones in by_dim.items()
+        }
+        if list(norms) == [()] and not self.staged:
+            return norms[()]
+        over = list(norms)
+
+        def combined(x: Tensor, op: str, dims: tuple[str, ...]) -> Tensor:
+            for dim in dims:
+                x = all_reduce(x, op, dim)
+            return x
+
+        def together(*values: Tensor) -> tuple[Tensor]:
+            if math.isinf(p):
+                # A transport's largest of NaN and a number may be the number: it is infinite here.
+                safe = [torch.where(v.isnan(), math.inf, v) for v in values]
+                found = [combined(v, "max", d) for d, v in zip(over, safe, strict=True)]
+                return (self._over_stages(torch.stack(found or [self._zero()]).max(), "max").to(dtype),)
+            found = [combined(v**p, "sum", d) for d, v in zip(over, values, strict=True)]
+            total = self._over_stages(torch.stack(found or [self._zero()]).sum(), "sum")
+            return ((total.sqrt() if p == 2 else total ** (1 / p)).to(dtype),)
+
+        return self.assembler.total(together, list(norms.values()))[0]
+
+    def _over_stages(self, x: Tensor, op: str) -> Tensor:
+        return all_reduce(x.to(torch.float64), op, STAGE_DIM) if self.staged else x
+
+    def _zero(self) -> Tensor:
+        """What a stage gives that has no gradients."""
+        return torch.zeros((), dtype=torch.float32, device=self.assembler.device)
+
+
+def _times(x: Tensor, number: Tensor) -> tuple[Tensor]:
+    return (x * number.to(x.dtype),)
+
+
+def _norm_of(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    if not x.numel():
+        return x.new_zeros((), dtype=dtype)
+    return torch.linalg.vector_norm(x, p, dtype=dtype)
+
+
+def _member(
+    rule: Rule,
+    record: Any,
+    options: UpdateOptions,
+    param: Tensor,
+    grad: Tensor,
+    states: dict[str, Tensor],
+    scalars: dict[str, Tensor],
+    step: Tensor,
+    part: Any,
+    overflow: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """One parameter's update, with what stands around its rule: master weight, average, skipping."""
+    weight = param
+    if MASTER in states:  # where it does not round to the parameter, the user has loaded or changed that
+        unchanged = states[MASTER].to(param.dtype) == param
+        weight = torch.where(unchanged, states[MASTER], param.to(torch.float32))
+    own = {k: v for k, v in states.items() if k not in (MASTER, EMA)}
+    wide = {k: v.to(torch.float32) if v.dtype in (torch.float16, torch.bfloat16) else v for k, v in own.items()}
+    new, changed = rule.update(record, weight, grad.to(weight.dtype), wide, scalars, step, part)
+    results = {k: v.to(own[k].dtype) for k, v in changed.items()}
+    if MASTER in states:
+        results[MASTER] = new
+    if EMA in states:
+        assert options.ema is not None
+        results[EMA] = torch.lerp(states[EMA], new.to(states[EMA].dtype), 1.0 - options.ema)
+    out = [new.to(param.dtype), *(results[k] for k in states)]
+    if overflow is not None:
+        out = [torch.where(overflow, old, value) for old, value in zip([param, *states.values()], out, strict=True)]
+    return tuple(out)

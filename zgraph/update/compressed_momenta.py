@@ -1,0 +1,103 @@
+"""What an update that is frozen takes in the place of gradients: means of the ranks' momenta, as they were sent in signs.
+
+gradient, momentum, what was not sent -> rows of bytes       (each parameter)
+all rows, one after the other -> all_to_all                  (all together)
+rows of this rank's part, what was not sent -> bytes         (each parameter)
+all bytes, one after the other -> all_gather                 (all together)
+rows of all parts -> the mean                                (each parameter)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zgraph.program import collectives
+from zgraph.program.node import tensor
+from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port
+from zgraph.update import sign_compression
+from zgraph.update.assembler import Assembler
+from zgraph.update.optimizer_rule import AfterFreeze
+from zgraph.update.parameter_groups import Member
+
+Results = list[tuple[Port, fx.Node]]
+
+
+class Momenta:
+    """Those of the parameters of one update, shared over the ranks of a mesh dimension."""
+
+    def __init__(self, assembler: Assembler, specs: Mapping[str, ParamSpec], dim: str, ranks: int) -> None:
+        self.assembler, self.specs = assembler, specs
+        self.dim, self.ranks = dim, ranks
+
+    def own(
+        self,
+        member: Member,
+        after: AfterFreeze,
+        grad: fx.Node,
+        states: Mapping[str, fx.Node],
+        scalars: Mapping[str, fx.Node],
+    ) -> fx.Node:
+        """This rank's momentum of a parameter."""
+        spec, keys, fields = self.specs[member.name], list(states), list(scalars)
+        wide = torch.float64 if spec.dtype is torch.float64 else torch.float32
+
+        def one(g: Tensor, *rest: Tensor) -> tuple[Tensor]:
+            old = {k: v.to(wide) for k, v in zip(keys, rest, strict=False)}
+            numbers = dict(zip(fields, rest[len(keys) :], strict=True))
+            return (after.momentum(member.record, g.to(wide), old, numbers),)
+
+        key = ("momentum", after, member.record, tuple(keys), wide)
+        return self.assembler.of(member.name, one, [grad, *states.values(), *scalars.values()], key=key)[0]
+
+    def means(self, own: Mapping[str, fx.Node], overflow: fx.Node | None, results: Results) -> dict[str, fx.Node]:
+        """The mean momentum of each parameter. What was not sent is added to `results`."""
+        if self.ranks == 1 or not own:
+            return dict(own)
+        rows = {n: self._sent(n, m, sign_compression.WORKER, self.ranks, overflow, results) for n, m in own.items()}
+        came = self._exchanged(rows, self._to_each)
+        means = {n: self.assembler.of(n, lambda r: (sign_compression.mean_of(r),), [r], key=("mean",))[0] for n, r in came.items()}
+        rows = {n: self._sent(n, m, sign_compression.SERVER, 1, overflow, results) for n, m in means.items()}
+        came = self._exchanged(rows, self._to_all)
+        return {n: self._read(n, r) for n, r in came.items()}
+
+    def _sent(
+        self, name: str, x: fx.Node, kept: str, parts: int, overflow: fx.Node | None, results: Results
+    ) -> fx.Node:
+        """The rows of bytes that stand for a tensor; what of it was not sent is `kept`."""
+        size = sign_compression.residual_sizes(math.prod(self.specs[name].shape), self.ranks)[kept]
+        port = Port(InputRole.RESIDUAL, f"{name}/{kept}")
+        error = self.assembler.input(port, (size,), torch.float32, self.specs[name])
+        rows, left = self.assembler.of(name, lambda x, e: sign_compression.sent(x, e, parts), [x, error], key=("sent", parts))
+        if overflow is not None:
+            given = [overflow, error, left]
+            (left,) = self.assembler.of(name, lambda o, a, b: (torch.where(o, a, b),), given, key=("kept",))
+        results.append((Port(OutputRole.MUTATION, port.name, of=InputRole.RESIDUAL), left))
+        return rows
+
+    def _exchanged(self, rows: Mapping[str, fx.Node], exchange: Callable[[Tensor], Tensor]) -> dict[str, fx.Node]:
+        """What this rank gets of each parameter, a row from each rank."""
+        sizes = [tensor(r).shape[1] for r in rows.values()]
+
+        def together(*given: Tensor) -> tuple[Tensor, ...]:
+            return tuple(part.contiguous() for part in exchange(torch.cat(given, 1)).split(sizes, 1))
+
+        return dict(zip(rows, self.assembler.together(together, list(rows.values())), strict=True))
+
+    def _to_each(self, rows: Tensor) -> Tensor:
+        sizes: Sequence[Any] = [rows.shape[1]] * self.ranks
+        came = collectives.WAIT(collectives.ALL_TO_ALL(rows.reshape(-1), sizes, sizes, self.dim))
+        return came.reshape(self.ranks, -1)  # type: ignore[no-any-return]
+
+    def _to_all(self, rows: Tensor) -> Tensor:
+        return collectives.WAIT(collectives.ALL_GATHER(rows, self.ranks, self.dim))  # type: ignore[no-any-return]
+
+    def _read(self, name: str, rows: fx.Node) -> fx.Node:
+        shape = self.specs[name].shape
+        size = math.prod(shape)
+        read = lambda r: (sign_compression.read(r).flatten()[:size].reshape(shape),)  # noqa: E731
+        return self.assembler.of(name, read, [rows], key=("read", shape))[0]
