@@ -17,6 +17,7 @@ from test_lengths_gloo import batch as words_and_targets
 from torch import nn
 
 import zgraph
+from zgraph.build import programs_of_one_step
 from zgraph.build.planned_step import captured_program
 from zgraph.errors import PlanError
 from zgraph.program.program import InputRole
@@ -107,6 +108,23 @@ def test_ranks_run_hot_programs_beside_the_one_for_all(two, zero, backend):
     for worst, programs in two.run(gradients, zero, backend, STEPS, Sentences, HOT):
         assert worst < 2e-6
         assert programs == ["train0", "train1", "train1.batch3_seq12", "train1.batch2_seq7", "train2"]
+
+
+def gradients_in_another_order() -> tuple[float, list[str]]:
+    """`gradients`, where the program of a single row is made anew, as if it communicated otherwise than the one of several rows."""
+    real = programs_of_one_step.difference
+    programs_of_one_step.difference = lambda a, b, variant: ("", "") if b.symbolic is b else real(a, b, variant)
+    try:
+        return gradients(3, "eager", [*UNEVEN[:2], ((1, 9), (3, 12))], Sentences, {"hot": [{"seq": 9}]})
+    finally:
+        programs_of_one_step.difference = real
+
+
+@pytest.mark.gloo
+def test_a_program_that_is_made_anew_keeps_those_for_certain_sizes(two):
+    for worst, programs in two.run(gradients_in_another_order):
+        assert worst < 2e-6
+        assert [p for p in programs if p.endswith("seq9")]
 
 
 def trained(zero: int, micro: int, shapes: Any) -> tuple[float, list[str]]:

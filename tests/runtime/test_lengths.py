@@ -676,6 +676,15 @@ def test_what_makes_program_after_program_is_told_with_the_way_out(call, said, c
     assert len(mine.zgraph.programs) == 5  # (the others were let go)
 
 
+def test_calls_that_come_back_to_programs_which_were_let_go_are_told_of_max_programs(caplog):
+    mine, _ = pair(Told, shapes="static", max_programs=1)
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        for step in range(5):
+            mine(torch.randn(3 + step % 2, 4))
+    (told,) = [r.getMessage() for r in caplog.records if "calls of one structure" in r.getMessage()]
+    assert "no more than max_programs = 1 are kept; set it higher" in told and "attributes" not in told
+
+
 @sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
 def test_a_python_number_that_differs_from_call_to_call_is_given_to_one_program(backend):
     mine, plain = pair(Scaled, backend=backend)

@@ -7,31 +7,40 @@ different rows, in their order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from zgraph.build.collective_order import difference, refuse_unlike
 from zgraph.build.pass_pipeline import Variant
 from zgraph.build.step_program import Entry, StepProgram, together
 
+logger = logging.getLogger(__name__)
+
 
 def put_beside(entries: Sequence[Entry]) -> None:
-    """Let ranks run programs of these in one step. One that communicates otherwise than the first is made anew, in the first one's order. Raises
-    `RankMismatchError` where it can't."""
+    """Let ranks run programs of these in one step. One that communicates otherwise than the first is made anew, in the first one's order, and so
+    are its programs for certain sizes alone. Raises `RankMismatchError` where it can't."""
     leader = max(entries, key=lambda entry: (len(entry.beside), len(entry.trace.sizes)))
     group = tuple(dict.fromkeys(one for entry in (leader, *entries) for one in entry.beside))
     if all(len(one.beside) == len(group) for one in group):
         return
+    anew: list[tuple[StepProgram, StepProgram]] = []
     outputs = dict.fromkeys(entry.in_other(leader, step.pattern) for entry in group for step in entry.programs())
     for pattern in outputs:
         first, *others = (entry.program(leader.in_other(entry, pattern)) for entry in group)
         for entry, step in zip(group[1:], others, strict=True):
             if any(difference(first, step, variant) for variant in _variants((first, step))):
-                step = entry.follow(step, first)
+                anew.append((step, entry.follow(step, first)))
+                step = anew[-1][1]
             for variant in _variants((first, step)):
                 refuse_unlike((first, step), variant)
     for entry in group:
         entry.pattern = leader.in_other(entry, leader.pattern)
         _link(entry, group)
+    for before, after in anew:
+        for point in before.hot:
+            if (refused := add_hot(after, dict(zip(after.captured.sizes.names, point, strict=True)))) is not None:
+                logger.warning("%s is left out from now on: it would communicate otherwise: %s", before.hot[point].name, refused)
 
 
 def _variants(steps: Sequence[StepProgram]) -> list[Variant]:

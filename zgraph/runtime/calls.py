@@ -72,7 +72,7 @@ class Calls:
         self._bound: dict[str, Callable[..., Any]] = {}
         self._sizes = SizesOfCalls(rank)
         self._values = ValueInputs(rank.plan.dynamic, rank.forward_function)
-        self._storms = Storms(rank.forward_function)
+        self._storms = Storms(rank.forward_function, rank.plan.max_programs)
         self._states: dict[str, list[str]] = {}  # keys of programs that differ in Python state, by the key without it
         self._made: dict[str, int] = {}  # how many such programs there ever were
         self._programs = 0  # that there ever were

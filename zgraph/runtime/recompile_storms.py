@@ -17,7 +17,8 @@ MANY = 4  # programs of one structure, after which it is said
 class Storms:
     """The calls that programs were made for, by the structure of their arguments."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], most: int) -> None:
+        self.most = most  # programs that are kept
         self.positional = list(signature_of(forward).parameters)[1:]
         self._calls: dict[str, list[tuple[tuple[str, ...], str]]] = {}
 
@@ -28,6 +29,7 @@ class Storms:
         structure = call.form.removeprefix(call.inputs)
         calls = self._calls.setdefault(structure, [])
         text = call.text()
+        again = changed is None and (call.leaves, text) in calls  # (the program for this very call was let go)
         sizes_alone = all(leaves == call.leaves and said != text for leaves, said in calls)
         if len(calls) >= MANY or (many and calls and sizes_alone):
             return
@@ -36,7 +38,9 @@ class Storms:
             logger.warning(
                 "%d programs were compiled for calls of one structure: %s",
                 MANY,
-                _why(call, calls, self.positional, changed),
+                f"calls come back to programs that were let go, as no more than max_programs = {self.most} are kept; set it higher in the plan"
+                if again
+                else _why(call, calls, self.positional, changed),
             )
 
 
