@@ -1,17 +1,19 @@
 """Random batches of 1 to 8 rows, 3 to 200 long, for models of transformers: losses and gradients beside plain PyTorch's.
 
-    python tests/support/lengths_campaign.py llama t5 --batches 200 --ranks 2 --zero 3
+    python tests/support/lengths_campaign.py llama t5 --batches 200 --ranks 1 2 --zero 0 3
 
 (That of images and words has 2 or 3 images, of two formats.)
-Each rank has other sizes in each step; plain PyTorch computes all of them in one process. A line is printed for each run.
+Each rank has other sizes in each step; plain PyTorch computes all of them in one process.
+A row of docs/features/lengths.md's table is printed for each run.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import functools
+import ctypes
 import gc
+import itertools
 import random
 import sys
 import warnings
@@ -27,6 +29,8 @@ sys.path[:0] = [p for p in (str(HERE), str(HERE.parent / "runtime")) if p not in
 
 import zgraph  # noqa: E402
 
+# oneDNN keeps what it makes for each shape of a product, up to 1,024 shapes, also for plain PyTorch: a process grows by it until then.
+NO_SHAPES_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"}
 MODELS = ("llama", "gpt2", "bert", "t5", "vit", "whisper", "qwen2_vl")
 TOLERANCE = {
     "eager": 2e-6,
@@ -47,6 +51,7 @@ class Outcome:
 
 def _bytes() -> int:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # (what is free within the process is no growth)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -112,21 +117,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1])
     parser.add_argument("--zero", type=int, nargs="*", default=[0])
     parser.add_argument("--backend", default="eager")
     asked = parser.parse_args()
-    for name in asked.models:
-        for zero in asked.zero:
-            start = functools.partial(run, name, zero, asked.backend, asked.batches)
-            if asked.ranks == 1:
-                found = start()
-            else:
-                import lengths_campaign  # (ranks find it by its name)
+    print("| model | ranks | ZeRO | backend | batches | loss | gradient | training programs | grown by |", flush=True)
+    for name, number, zero in itertools.product(asked.models, asked.ranks, asked.zero):
+        import lengths_campaign  # (ranks find it by its name)
 
-                with Ranks(asked.ranks) as ranks:
-                    found = ranks.run(lengths_campaign.run, name, zero, asked.backend, asked.batches)[0]
-            print(f"{name} zero={zero} {asked.backend} on {asked.ranks}: {found}", flush=True)
+        with Ranks(number, env=NO_SHAPES_KEPT) as ranks:
+            every = ranks.run(lengths_campaign.run, name, zero, asked.backend, asked.batches, limit=7200)
+        loss, gradient, grown = (max(getattr(f, what) for f in every) for what in ("loss", "gradient", "grown"))
+        programs = len(every[0].programs)
+        print(
+            f"| {name} | {number} | {zero} | {asked.backend} | {asked.batches} | {loss:.0e} | {gradient:.0e} | {programs} | {grown / 1e6:.1f} MB |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
