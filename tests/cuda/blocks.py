@@ -59,7 +59,9 @@ def compare(draw: random.Random) -> list[str]:
         "dequantize": tuple(
             f(sent, *told, [parts, count], dtype) for f in (quantized_blocks.dequantize, block_quantization.from_blocks)
         ),
-        "mean": tuple(f(sent, *told, [count], dtype) for f in (quantized_blocks.mean, block_quantization.mean_of_blocks)),
+        "mean": tuple(
+            f(sent, *told, [count], dtype) for f in (quantized_blocks.mean, block_quantization.mean_of_blocks)
+        ),
     }
     return [f"{name} {told} {count} {dtype}" for name, (one, other) in pairs.items() if not same(one, other)]
 

@@ -159,7 +159,11 @@ def test_an_entry_of_another_key_is_foreign(folder):
 def test_what_can_not_be_true_is_not_believed_though_its_sum_is_right(value, folder):
     data = RATES.model_dump(mode="json") | value
     measurement_cache.write("device", KEY, RATES)
-    whole = {"key": KEY, "value": data, "sum": measurement_cache._hash(measurement_cache._text(KEY) + measurement_cache._text(data))}
+    whole = {
+        "key": KEY,
+        "value": data,
+        "sum": measurement_cache._hash(measurement_cache._text(KEY) + measurement_cache._text(data)),
+    }
     measurement_cache.entry("device", KEY).write_text(json.dumps(whole))
     assert measurement_cache.read("device", KEY, Rates) is None
 

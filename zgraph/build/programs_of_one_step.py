@@ -40,7 +40,9 @@ def put_beside(entries: Sequence[Entry]) -> None:
     for before, after in anew:
         for point in before.hot:
             if (refused := add_hot(after, dict(zip(after.captured.sizes.names, point, strict=True)))) is not None:
-                logger.warning("%s is left out from now on: it would communicate otherwise: %s", before.hot[point].name, refused)
+                logger.warning(
+                    "%s is left out from now on: it would communicate otherwise: %s", before.hot[point].name, refused
+                )
 
 
 def _variants(steps: Sequence[StepProgram]) -> list[Variant]:

@@ -161,7 +161,9 @@ def _look(
 
     with progress(f"compiling {text} for {ranks} ranks"):
         if not staged:
-            return make_inspection.of_model(target.model, the_plan, target.inputs, ranks, origin=text, pass_filter=pass_filter)
+            return make_inspection.of_model(
+                target.model, the_plan, target.inputs, ranks, origin=text, pass_filter=pass_filter
+            )
         found = make_inspection.of_stage(
             target.model, the_plan, target.inputs, ranks, stage or 0, origin=text, pass_filter=pass_filter
         )

@@ -60,7 +60,10 @@ class Momenta:
             return dict(own)
         rows = {n: self._sent(n, m, sign_compression.WORKER, self.ranks, overflow, results) for n, m in own.items()}
         came = self._exchanged(rows, self._to_each)
-        means = {n: self.assembler.of(n, lambda r: (sign_compression.mean_of(r),), [r], key=("mean",))[0] for n, r in came.items()}
+        means = {
+            n: self.assembler.of(n, lambda r: (sign_compression.mean_of(r),), [r], key=("mean",))[0]
+            for n, r in came.items()
+        }
         rows = {n: self._sent(n, m, sign_compression.SERVER, 1, overflow, results) for n, m in means.items()}
         came = self._exchanged(rows, self._to_all)
         return {n: self._read(n, r) for n, r in came.items()}
@@ -72,7 +75,9 @@ class Momenta:
         size = sign_compression.residual_sizes(math.prod(self.specs[name].shape), self.ranks)[kept]
         port = Port(InputRole.RESIDUAL, f"{name}/{kept}")
         error = self.assembler.input(port, (size,), torch.float32, self.specs[name])
-        rows, left = self.assembler.of(name, lambda x, e: sign_compression.sent(x, e, parts), [x, error], key=("sent", parts))
+        rows, left = self.assembler.of(
+            name, lambda x, e: sign_compression.sent(x, e, parts), [x, error], key=("sent", parts)
+        )
         if overflow is not None:
             given = [overflow, error, left]
             (left,) = self.assembler.of(name, lambda o, a, b: (torch.where(o, a, b),), given, key=("kept",))
