@@ -24,29 +24,26 @@ Statistics = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a pass needs, gives and keeps. The manager checks it for a whole pipeline before anything runs.
-
-    `requires` and `provides` are facts about a program, `conflicts` are facts that must not hold before it. `bitwise`
-    says that every output keeps its value bit for bit. `level` is the level that the program has after it (None: as
-    before).
+    """What a pass requires of a program, provides, and must not meet. The manager checks the contracts of a whole
+    pipeline before anything runs.
     """
 
-    name: str
-    summary: str
-    requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset()
-    conflicts: frozenset[str] = frozenset()
-    bitwise: bool = True
-    level: Level | None = None
+    name: str  # what plans, `zgraph dump --after` and errors call the pass
+    summary: str  # one line for people
+    requires: frozenset[str] = frozenset()  # facts that must hold before the pass
+    provides: frozenset[str] = frozenset()  # facts that hold after the pass
+    conflicts: frozenset[str] = frozenset()  # facts that must not hold before the pass
+    bitwise: bool = True  # whether every output keeps its value bit for bit
+    level: Level | None = None  # the level of the program after the pass, None if it stays the same
 
 
 @dataclass(frozen=True)
 class Pass:
     """A pass with its options, ready to run: `pass_(program)` changes the program and returns its statistics."""
 
-    contract: Contract
-    function: Callable[..., Statistics | None]
-    options: Any = None
+    contract: Contract  # what the pass requires, provides and must not meet
+    function: Callable[..., Statistics | None]  # takes the program, and the options if there are any
+    options: Any = None  # the options that the function gets, None if it takes none
 
     @property
     def name(self) -> str:
@@ -58,11 +55,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassType:
-    """A pass whose options are still open; calling it with them (or with none) gives a `Pass`."""
+    """A pass whose options are not chosen yet; calling it with them (or with none) gives a `Pass`."""
 
-    contract: Contract
-    function: Callable[..., Statistics | None]
-    options: type | None = None
+    contract: Contract  # what the pass requires, provides and must not meet
+    function: Callable[..., Statistics | None]  # takes the program, and the options if there are any
+    options: type | None = None  # the dataclass of the options, None if the pass takes none
 
     def __call__(self, options: Any = None) -> Pass:
         if options is None and self.options is not None:
@@ -87,7 +84,8 @@ def graph_pass(
     bitwise: bool = True,
     level: Level | None = None,
 ) -> Callable[[Callable[..., Statistics | None]], PassType]:
-    """Make a function over a `Program` a pass. It changes the program in place and returns counts by name (or None).
+    """Make a pass of a function over a `Program` that changes the program in place and returns counts by name (or
+    None).
 
     `name` is what plans, `zgraph dump --after` and errors call it, `summary` one line for people. `options` is a frozen
     dataclass with defaults; the function gets one as its second argument. The rest is the pass's `Contract`, where a

@@ -1,6 +1,8 @@
-"""Runs a pipeline: contracts first, then each pass; after each, the verifier, a clock, counts and a snapshot.
+"""Runs a pipeline of passes: checks the contracts, then runs each pass, and after each verifies, times, counts and
+takes a snapshot.
 
-A pass that raises, or that leaves a program which the verifier refuses, writes a reproducer (`zgraph/passes/reproducer.py`).
+A pass that raises, or that leaves a program which the verifier refuses, writes a reproducer
+(`zgraph/passes/reproducer.py`).
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: seconds of its own and of the verifier, its counts, and the program after it; its contract and its
-    options (None for the capture, which is no pass).
+    """What one pass did to a program. The first record of a history is the capture, which is no pass.
 
-    Without snapshots `program` is the one that later passes went on to change. (With them it is copied when somebody asks for it.)
+    Without snapshots `program` is the one that later passes went on to change. With snapshots it is copied when it is
+    first read.
     """
 
-    name: str
-    summary: str
-    seconds: float
-    verify_seconds: float
-    stats: dict[str, int]
-    kept: Callable[[], Program]
-    contract: Contract | None = None
-    options: Any = None
+    name: str  # the name of the pass; "capture" for the captured program
+    summary: str  # one line for people
+    seconds: float  # the time that the pass took
+    verify_seconds: float  # the time that the verifier took after it
+    stats: dict[str, int]  # the counts that the pass returned, by name
+    kept: Callable[[], Program]  # returns the program after the pass
+    contract: Contract | None = None  # the contract of the pass, None for the capture
+    options: Any = None  # the options of the pass, None for the capture
 
     @functools.cached_property
     def program(self) -> Program:
@@ -53,9 +55,9 @@ class PassRecord:
 
 @dataclass
 class History:
-    """A program's way through a pipeline; the first record is the captured program."""
+    """The record of each pass of a pipeline over one program; the first record is the captured program."""
 
-    records: list[PassRecord] = field(default_factory=list)
+    records: list[PassRecord] = field(default_factory=list)  # in the order in which the passes ran
 
     @property
     def program(self) -> Program:
@@ -63,7 +65,7 @@ class History:
         return self.records[-1].program
 
     def after(self, name: str) -> Program:
-        """The program after the pass of that name; KeyError lists those there are."""
+        """Return the program after the pass of that name. Raises KeyError, which lists the passes that ran."""
         for record in self.records:
             if record.name == name:
                 return record.program
@@ -91,15 +93,17 @@ class PassManager:
         self.snapshots = snapshots
         self.recipe = recipe
         self._values = ValueCache()
-        self._kept: fx_graphs.FrozenGraph | None = None  # the last one
+        self._kept: fx_graphs.FrozenGraph | None = None  # the last snapshot
 
     def check(self, facts: frozenset[str] = frozenset()) -> None:
-        """Do the passes' contracts fit, one after another, from these facts on?"""
+        """Raise `ContractError` for the first pass whose contract does not fit; `facts` hold before the first pass."""
         for fault in self.faults(facts):
             raise fault
 
     def faults(self, facts: frozenset[str] = frozenset()) -> Iterator[ContractError]:
-        """Every pass whose contract does not fit where it stands, from these facts on."""
+        """Yield a `ContractError` for each pass whose contract does not fit at its position; `facts` hold before the
+        first pass.
+        """
         known = set(facts)
         names: set[str] = set()
         for step in self.passes:
@@ -195,7 +199,7 @@ class PassManager:
         return time.perf_counter() - start
 
     def _reproducer(self, before: PassRecord | None, at: int, error: Exception) -> str:
-        """Write what is needed to replay the failure; never let this hide the failure itself."""
+        """Write what is needed to replay the failure; never let an error in this hide the failure itself."""
         if before is None:
             return "none (snapshots are off)"
         try:

@@ -25,8 +25,11 @@ VARIABLE = "ZGRAPH_REPRO_DIR"
 
 
 def write(program: Program, passes: Sequence[str], error: Exception, recipe: Mapping[str, Any] | None) -> Path:
-    """Write one into a new folder, in the folder that the variable names, else in the system's for temporary files. `passes` begin
-    with the one that raised `error` for `program`."""
+    """Write a reproducer into a new folder, and return its path.
+
+    The folder is made in the one that ZGRAPH_REPRO_DIR names, else in the system's folder for temporary files. `passes`
+    begin with the one that raised `error` for `program`.
+    """
     folder = Path(tempfile.mkdtemp(prefix="zgraph-repro-", dir=os.environ.get(VARIABLE)))
     data = to_json(program)
     (folder / PROGRAM).write_text(json.dumps(data), encoding="utf-8")
@@ -45,10 +48,10 @@ def write(program: Program, passes: Sequence[str], error: Exception, recipe: Map
 
 
 def told(error: Exception) -> str:
-    """An error with its type, as it is compared with that of another run."""
+    """Return an error with its type, as text that can be compared with the error of another run."""
     return f"{type(error).__name__}: {error}"
 
 
 def node_of(error: Exception) -> str | None:
-    """The node that an error is about, where it says one."""
+    """Return the name of the node that an error is about, None if it names none."""
     return error.node if isinstance(error, VerifyError) else None

@@ -1,9 +1,10 @@
 """The axes of a program: which dimensions of which tensors run over the same index.
 
-Every dimension of every tensor is a product of axes, outermost first. The operators' labels (see `zgraph.passes.spmd.sharding_rules`) say which
-axes are one: the rows of a weight, the last dimension of what it makes, the heads that a view cuts this into and the columns of the
-weight that reads them again are the same two axes. So one decision, that an axis is split over ranks, says how every tensor
-lies, through views of any kind. An axis is cut in two where a view needs it; two ways to cut that do not fit leave the dimensions apart.
+Every dimension of every tensor is a product of axes, outermost first. The operators' labels (see
+`zgraph.passes.spmd.sharding_rules`) say which axes are one: the rows of a weight, the last dimension of what it makes,
+the heads that a view cuts this into and the columns of the weight that reads them again are the same two axes. So one
+decision, that an axis is split over ranks, says how every tensor is stored, through views of any kind. An axis is cut
+in two where a view needs it; where two ways to cut an axis do not fit, the dimensions stay apart.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Shape = tuple[tuple[Axis, ...], ...]
 
 
 class Axes:
-    """The axes of one program's tensors, or of those of some nodes `only`. `rules` has the rule of each node that has one."""
+    """The axes of one program's tensors, or of the tensors of the nodes in `only`. `rules` has the rule of each node
+    that has one.
+    """
 
     def __init__(self, program: Program | None, only: Iterable[fx.Node] | None = None) -> None:
         self.rules: dict[fx.Node, Rule] = {}
@@ -44,19 +47,23 @@ class Axes:
 
     # -- reading ------------------------------------------------------------------------------------------------------
     def size(self, axis: Axis) -> int:
-        """The number of its places, or what stands for it (see `zgraph.program.sizes.stand_in`)."""
+        """Return the number of positions along an axis, or the number that stands for it (see
+        `zgraph.program.sizes.stand_in`).
+        """
         return self._sizes[axis]
 
     def shapes(self, node: fx.Node) -> list[Shape]:
-        """The axes of each of a node's tensors, dimension by dimension."""
+        """Return the axes of each of a node's tensors, dimension by dimension."""
         return [tuple(tuple(self._leaves(dim)) for dim in shape) for shape in self._shapes.get(node, [])]
 
     def shape(self, node: fx.Node) -> Shape:
-        """Those of a node that has one tensor."""
+        """Return the axes of the tensor of a node that has exactly one, dimension by dimension."""
         return self.shapes(node)[0]
 
     def under(self, node: fx.Node, rule: Rule, label: Label) -> tuple[Axis, ...]:
-        """The axes of one of a rule's labels."""
+        """Return the axes of one of a rule's labels; none if they can't be told apart from the other axes of their
+        dimension.
+        """
         sources = [*zip(rule.operands, [self.shape(o) for o in operands_of(node)], strict=True)]
         sources += zip(rule.results, self.shapes(node), strict=True)
         for dims, shape in sources:
@@ -67,7 +74,9 @@ class Axes:
         return ()
 
     def _between(self, axes: Sequence[Axis], outer: int, size: int) -> list[Axis]:
-        """Those of a dimension's axes that stand behind `outer` and make up `size`; none where they are not cut so."""
+        """Return the axes of a dimension that come after `outer` positions and have `size` in all; none if no axes are
+        cut that way.
+        """
         passed, found, made = 1, [], 1
         for axis in axes:
             if passed < outer:
@@ -104,11 +113,11 @@ class Axes:
                         self._unify(known[label], mine)
 
     def alias(self, node: fx.Node, other: fx.Node) -> None:
-        """A node whose tensors have the axes of another's."""
+        """Give a node's tensors the axes of another's."""
         self._shapes[node] = self._shapes[other]
 
     def merge(self, node: fx.Node, other: fx.Node) -> None:
-        """A node that stands for another: their tensors' axes are the same."""
+        """Make the axes of a node's tensors the same as those of a node that it replaces or belongs to."""
         for one, two in zip(self._shapes[node], self._shapes[other], strict=True):
             for a, b in zip(one, two, strict=True):
                 self._unify(a, b)
@@ -139,7 +148,9 @@ class Axes:
         return found
 
     def _cut(self, axes: list[Axis], sizes: Sequence[int]) -> list[list[Axis] | None]:
-        """A dimension's axes in groups of these sizes, cut where they have to be; None for those that can't be had."""
+        """Return a dimension's axes in groups of these sizes, cutting axes where needed; None for each group that can't
+        be formed.
+        """
         left = self._leaves(axes)[::-1]
         groups: list[list[Axis] | None] = []
         for size in sizes:
@@ -167,7 +178,7 @@ class Axes:
         return parts
 
     def _unify(self, one: list[Axis], other: list[Axis]) -> None:
-        """Let two lists of axes, of the same size in all, be the same, as far as both can be cut alike."""
+        """Make two lists of axes, of the same size in all, the same, as far as both can be cut alike."""
         first, second = self._leaves(one)[::-1], self._leaves(other)[::-1]
         while first and second:
             for stack in (first, second):

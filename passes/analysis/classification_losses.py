@@ -1,4 +1,4 @@
-"""Where a program computes a classification loss, whatever its operators are: torch's own, or those that they are decomposed into."""
+"""Where a program computes a classification loss: by torch's own operators, or by those that they are decomposed into."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ LOOK_UPS = {aten.nll_loss_forward.default, aten.gather.default}
 
 
 def normalised(node: fx.Node) -> fx.Node | None:
-    """The logits whose log-softmax a node is; or, where that is several operators, whose logarithm of a sum of exponentials it is. None for any
-    other node."""
+    """Return the logits of a log-softmax, given its node; where it is decomposed, given the logarithm of the sum of
+    exponentials.
+
+    Returns None for any other node.
+    """
     if node.target is aten._log_softmax.default:
         return node.args[0]  # type: ignore[return-value]
     if node.target is not aten.log.default:

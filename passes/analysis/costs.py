@@ -46,15 +46,15 @@ class Link(Record, frozen=True):
     joins: bool = Field(default=True, description="whether a bucket is one transfer (gloo: each of its members is one)")
 
     def transfers(self, members: int) -> int:
-        """As how many transfers a bucket of so many members goes."""
+        """Return the number of transfers that a bucket with this many members is sent as."""
         return 1 if self.joins else members
 
 
 class Hardware(Record, frozen=True):
     """One device and its links.
 
-    The rates of known devices are those of data sheets, dense, and are reached by nothing; those of
-    `zgraph.calibrate` are what a model's own operators reached, and its `operators` what they took.
+    The rates of known devices are the dense ones of data sheets, which no program reaches; those of `zgraph.calibrate`
+    are what a model's own operators reached, and its `operators` what they took.
     """
 
     name: str = Field(description="what it is called")
@@ -78,15 +78,17 @@ class Hardware(Record, frozen=True):
 
     @property
     def measured(self) -> bool:
-        """Was it made by `zgraph.calibrate`?"""
+        """True for hardware that `zgraph.calibrate` measured."""
         return bool(self.operators)
 
     def link_name(self, group: str) -> str:
-        """Which of `links` a group takes: its own, as blocks ("dp/8") may have one, or its mesh dimension's, or that of all others ("*")."""
+        """Return the key of `links` that a group takes: its own name (as of blocks, "dp/8"), else its mesh dimension's,
+        else "*".
+        """
         return next((name for name in (group, dim_of(group)) if name in self.links), "*")
 
     def link(self, group: str) -> Link:
-        """The link that a group takes. Raises `PlanError` if there is none."""
+        """Return the link that a group takes. Raises `PlanError` if there is none."""
         found = self.links.get(self.link_name(group))
         if found is None:
             dim = dim_of(group)
@@ -138,7 +140,9 @@ KNOWN = {
 
 
 def hardware(name: str) -> Hardware:
-    """A known device by name, or one described by a TOML file. Raises `PlanError` for neither, or a file with faults."""
+    """Return a known device by name, or the one that a TOML or JSON file describes. Raises `PlanError` for neither, or
+    a file with faults.
+    """
     if name in KNOWN:
         return KNOWN[name]
     path = Path(name)
@@ -159,7 +163,9 @@ def hardware(name: str) -> Hardware:
 
 
 def hardware_like(device: str, name: str = "") -> Hardware:
-    """What is known of a device of this type and `name` (as torch.cuda.get_device_name gives it)."""
+    """Return the known hardware for a device of this type and `name` (as torch.cuda.get_device_name gives it), h100-80g
+    if none fits.
+    """
     if device == "cpu":
         return CPU
     return next((h for key, h in KNOWN.items() if key.split("-")[0] in name.lower()), KNOWN["h100-80g"])
@@ -167,33 +173,33 @@ def hardware_like(device: str, name: str = "") -> Hardware:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds by node; `fused` says whether the backend fuses."""
+    """The seconds that each node of a program takes."""
 
-    hardware: Hardware
-    fused: bool = True
+    hardware: Hardware  # the device and its links
+    fused: bool = True  # whether the backend fuses operators into kernels
 
     def transfer(self, starts: Sequence[fx.Node], ranks: int) -> float:
-        """The time on its link, alone, of a bucket: collectives of one kind that start together."""
+        """Return the seconds that a bucket (collectives of one kind that start together) takes on its link, alone."""
         link = self.hardware.link(str(info(starts[0]).mesh_dim))
         whole = sum(bytes_of(s) for s in starts)
         return float(ring(link, collectives.kind(starts[0]), whole, ranks, link.transfers(len(starts))))
 
     def work(self, starts: Sequence[fx.Node]) -> float:
-        """The time that a bucket takes from the compute stream (on CPUs, which move the bytes themselves)."""
+        """Return the seconds that a bucket takes from the compute stream (on CPUs, which move the bytes themselves)."""
         link = self.hardware.link(str(info(starts[0]).mesh_dim))
         return link.start * link.transfers(len(starts)) + link.work * sum(bytes_of(s) for s in starts)
 
     def move(self, start: fx.Node) -> float:
-        """The time that a move between the device and a tier takes, alone."""
+        """Return the seconds that a move between the device and a tier takes, alone."""
         rate = self.hardware.nvme if tier_of(start) == "nvme" else self.hardware.host
         return size_of(transfers_to_host.moved_value(start)) / rate
 
     def compute(self, program: Program) -> dict[fx.Node, float]:
-        """The time of every operator that is no collective."""
+        """Return the seconds of every operator that is no collective."""
         return {n: self.operator(n) for n in program.graph.nodes if computes(n)}
 
     def operator(self, node: fx.Node) -> float:
-        """The time of one that is."""
+        """Return the seconds of an operator that is no collective."""
         known = self.hardware.operators.get(signature(node)) if self.hardware.operators else None
         if known is not None:
             return known
@@ -204,15 +210,15 @@ class Costs:
         return max(flops_of(node) / self.rate(node), moved / self.hardware.memory) + launched
 
     def rate(self, node: fx.Node) -> float:
-        """FLOP/s at which a node computes."""
+        """Return the FLOP/s at which a node computes."""
         return self.hardware.flops.get(dtype_of(node), self.hardware.flops.get("float32", 1e12))
 
     def traffic(self, node: fx.Node) -> int:
-        """The bytes that a node reads and writes, less those that stay inside a fused kernel."""
+        """Return the bytes that a node reads and writes, less those that stay inside a fused kernel."""
         return sum(size_of(n) for n in self.moved(node))
 
     def moved(self, node: fx.Node) -> list[fx.Node]:
-        """The values that these bytes are of."""
+        """Return the values that a node reads from memory or writes to it."""
         mine = self.fused and fusible(node)
         roots = dict.fromkeys(root_of(a) for a in node.all_input_nodes)
         read = [r for r in roots if not (mine and together(r, node))]
@@ -222,7 +228,7 @@ class Costs:
 
 
 def ring(link: Link, kind: str, whole: Any, ranks: Any, transfers: Any = 1) -> Any:
-    """Seconds of collectives of one kind that move `whole` bytes in so many `transfers`: of numbers, or of formulas."""
+    """Return the seconds of collectives of one kind that move `whole` bytes in `transfers` parts; numbers or formulas."""
     if kind == "shift":
         return link.latency * transfers + whole / link.bandwidth
     turns = rounds(link, kind)
@@ -230,42 +236,46 @@ def ring(link: Link, kind: str, whole: Any, ranks: Any, transfers: Any = 1) -> A
 
 
 def rounds(link: Link, kind: str) -> float:
-    """How many times the ring sends the bytes of a collective."""
+    """Return how many times the ring sends the bytes of a collective."""
     return {"all_reduce": 2.0, "reduce_scatter": link.scatter}.get(kind, 1.0)
 
 
 def size_of(node: fx.Node) -> int:
-    """Bytes of a node's own tensors, at the typical sizes of its program."""
+    """Return the bytes of a node's own tensors, at the typical sizes of its program."""
     return sum(typical(t.numel()) * t.element_size() for t in tensors(node))
 
 
 def most_bytes(node: fx.Node) -> int:
-    """Bytes of a node's own tensors, at the largest sizes of its program: those that there must be room for."""
+    """Return the bytes of a node's own tensors, at the largest sizes of its program, which the device must have memory
+    for.
+    """
     return sum(largest(t.numel()) * t.element_size() for t in tensors(node))
 
 
 def own_bytes(node: fx.Node) -> int:
-    """The bytes of a storage, at the largest sizes. Of an operator with several results: those that no node takes."""
+    """Return the bytes of a node's storage, at the largest sizes; for an operator with several results, of those that
+    no `getitem` node takes.
+    """
     return most_bytes(node) - sum(most_bytes(u) for u in node.users if u.target is operator.getitem and root_of(u) is u)
 
 
 def on_host(node: fx.Node) -> bool:
-    """Is a value made on the host, beside the device? (Of what comes from elsewhere: is it taken to the host?)"""
+    """Return whether a value is made on the host, beside the device; for a fetch, whether its copy goes to the host."""
     return node.op == "call_function" and node.target is not transfers_to_host.OFFLOAD and info(node).home == "cpu"
 
 
 def tier_of(start: fx.Node) -> str:
-    """The tier that a move goes to or comes from."""
+    """Return the tier that a move goes to or comes from."""
     return str(info(start if start.target is transfers_to_host.OFFLOAD else start.all_input_nodes[0]).home)
 
 
 def bytes_of(start: fx.Node) -> int:
-    """Bytes of the whole that a collective gathers or reduces."""
+    """Return the bytes of the whole value that a collective gathers or reduces."""
     return max(size_of(start), sum(size_of(a) for a in start.all_input_nodes))
 
 
 def flops_of(node: fx.Node) -> int:
-    """Floating-point operations of products, by torch's formulas; 0 for all else."""
+    """Return the floating-point operations of a product, by torch's formulas; 0 for every other node."""
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
@@ -277,11 +287,11 @@ def flops_of(node: fx.Node) -> int:
 
 
 def signature(node: fx.Node) -> str:
-    """Equal for operators that do the same on values of the same types."""
+    """Return a text that is equal for operators that do the same on values of the same types."""
 
     def shown(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
-            return leaf.type  # (of which rank it is does not matter)
+            return leaf.type  # (the rank's index does not matter)
         if not isinstance(leaf, fx.Node):
             return leaf
         if isinstance(value(leaf), torch.SymInt):
@@ -294,7 +304,9 @@ def signature(node: fx.Node) -> str:
 
 
 def computes(node: fx.Node) -> bool:
-    """Does this node take time on the compute stream? (Not views, members of a tuple, collectives and their waits.)"""
+    """Return whether a node takes time on the compute stream: views, members of a tuple, collectives, moves and waits
+    do not.
+    """
     if node.op != "call_function" or node.target in (operator.getitem, ops.RELEASE):
         return False
     transfers = collectives.is_start(node) or collectives.is_wait(node) or transfers_to_host.is_move(node)
@@ -302,6 +314,6 @@ def computes(node: fx.Node) -> bool:
 
 
 def dtype_of(node: fx.Node) -> str:
-    """The dtype of a node's first operand, as rates are named by: "float32"."""
+    """Return the dtype of a node's first operand, as rates are named: "float32"."""
     first = next((t for a in node.all_input_nodes for t in tensors(a)), None)
     return str(first.dtype).removeprefix("torch.") if first is not None else "float32"

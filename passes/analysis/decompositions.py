@@ -1,8 +1,8 @@
-"""Operators as several others that can be computed in parts where the one operator can't: along the classes of a softmax or a loss,
-or along the inner dimension of a product that something is added to.
+"""Operators as several others that can be computed in parts where the one operator can't: along the classes of a
+softmax or a loss, or along the inner dimension of a product that something is added to.
 
-Each expansion builds the same function of whole tensors (what Megatron writes as a vocabulary-parallel loss by hand follows when its
-nodes are divided).
+Each expansion builds the same function of whole tensors. (Dividing its nodes gives the vocabulary-parallel loss that
+Megatron writes by hand.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def expand(
     note: Callable[[fx.Node], None],
     stand_for: Callable[[fx.Node, fx.Node], None],
 ) -> bool:
-    """Put an operator's expansion in its place, if it has one for these arguments. `note` is told of every new node, in order, and
-    `stand_for` of those that give what an old one gave."""
+    """Replace an operator by its expansion, if it has one for these arguments, and return whether it was replaced.
+
+    `note` is called with every new node, in order, and `stand_for` with each new node that replaces an old one.
+    """
     record = info(node).replace(made_by="divide")
 
     def build(target: object, *args: object, **kwargs: object) -> fx.Node:
@@ -98,7 +100,7 @@ def _softmax_backward(node: fx.Node, build: Build) -> fx.Node | None:
 
 
 def _targets(target: object, ignored: object, build: Build) -> tuple[fx.Node, fx.Node]:
-    """Which targets count, and their classes as a column (0 for those that do not count)."""
+    """Return which targets count, and their classes as a column (0 for targets that do not count)."""
     counts = build(aten.ne.Scalar, target, ignored)
     zero = build(aten.full.default, [], 0, dtype=torch.int64, device=tensor(counts).device)
     return counts, build(aten.unsqueeze.default, build(aten.where.self, counts, target, zero), 1)

@@ -1,8 +1,10 @@
-"""Which memory a value stands on: itself, what it is a view of, or, inside a kernel that Inductor fuses, what that kernel reads.
+"""The storages that a value depends on: its own, that of the value it views, or, inside a kernel that Inductor fuses,
+what that kernel reads.
 
-Inductor writes a pointwise value into the kernels of its readers, each time anew, and allocates nothing for it; so what it is made of
-has to live as long as they do. It does not where a library call reads the value, where it leaves the program or its phase, or
-where it has several readers and is much to compute (`realize_opcount_threshold`, `realize_reads_threshold` and, on CPU, exponentials).
+Inductor computes a pointwise value inside the kernels of its readers, anew in each, and allocates nothing for it; so
+its operands have to live as long as its readers. It allocates the value where a library call reads it, where it leaves
+the program or its phase, or where it has several readers and is expensive to compute (`realize_opcount_threshold`,
+`realize_reads_threshold` and, on CPU, exponentials).
 """
 
 from __future__ import annotations
@@ -19,30 +21,31 @@ from zgraph.program.aliases import aliased_input
 from zgraph.program.node import info
 from zgraph.program.sizes import static
 
-OPERATIONS, READS = 30, 4  # Inductor's thresholds, of a value with several readers
+OPERATIONS, READS = 30, 4  # Inductor's thresholds for a value with several readers
 HEAVY = {"exp", "sigmoid"}
-PLACED = {"gather"}  # reads at places that another tensor says, without needing the whole
+PLACED = {"gather"}  # reads elements at indices from another tensor; fused like pointwise operators
 CREATORS = {"full", "iota", "scalar_tensor", "arange", "zeros", "ones"}
 REDUCTIONS = {"sum", "mean", "amax", "amin", "any", "var_mean", "var", "_softmax", "_log_softmax"}
 
 
 def fusible(node: fx.Node) -> bool:
-    """Does Inductor put this operator into a kernel with its neighbours?"""
+    """Return whether Inductor puts an operator into a kernel with its neighbours."""
     return pointwise(node) or _name(node) in REDUCTIONS
 
 
 def pointwise(node: fx.Node) -> bool:
-    """Is each element of the result made of those at its place, or of none?"""
+    """Return whether each element of the result is made of the operands' elements at the same position, or of none."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims"):
         return False
     return torch.Tag.pointwise in node.target.tags or _name(node) in CREATORS | PLACED
 
 
 def sources(nodes: Sequence[fx.Node], fused: bool) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """The storages that each node's value stands on; of one with its own, the node itself. `fused` says whether the backend
-    fuses."""
+    """Return the storages that each node's value depends on; the node itself if it has its own. `fused` says whether
+    the backend fuses.
+    """
     found: dict[fx.Node, tuple[fx.Node, ...]] = {}
-    size: dict[fx.Node, tuple[int, int]] = {}  # operations and reads of a value that is inside a kernel
+    size: dict[fx.Node, tuple[int, int]] = {}  # operations and reads of a value that is computed inside a kernel
     for node in nodes:
         waits = collectives.is_wait(node) or transfers_to_host.is_wait(node)
         base = node.all_input_nodes[0] if waits else aliased_input(node)
@@ -61,13 +64,17 @@ def sources(nodes: Sequence[fx.Node], fused: bool) -> dict[fx.Node, tuple[fx.Nod
 
 
 def positions(nodes: Sequence[fx.Node], on: dict[fx.Node, tuple[fx.Node, ...]], fused: bool) -> dict[fx.Node, int]:
-    """Where each node runs. Inductor puts a kernel's work into an earlier one of the same size that reads the same value, if all
-    else that it needs is there already, and, of what is computed again, if no call is between them (`inductor_code.order_keeper`)."""
+    """Return the position at which each node runs.
+
+    Inductor puts a kernel's work into an earlier kernel of the same size that reads the same value, if all else that it
+    needs is computed by then; recomputed nodes only if no library call is between the two
+    (`inductor_code.order_keeper`).
+    """
     found = {node: i for i, node in enumerate(nodes)}
     if not fused:
         return found
-    kernels: dict[fx.Node, list[fx.Node]] = {}  # that read a storage, in order
-    call = 0  # where the last operator is that no kernel computes
+    kernels: dict[fx.Node, list[fx.Node]] = {}  # the kernels that read each storage, in order
+    call = 0  # the position of the last operator that is a library call
     for node in nodes:
         if on[node] != (node,) or node.op != "call_function" or node.target is operator.getitem:
             continue
@@ -94,7 +101,7 @@ def _elements(node: fx.Node) -> Any:
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads a node's memory, also through views."""
+    """Return the nodes that read a node's memory, also through views."""
     found: dict[fx.Node, None] = {}
     stack = list(node.users)
     while stack:
@@ -107,7 +114,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 
 def together(a: fx.Node, b: fx.Node) -> bool:
-    """May the two be in one kernel?"""
+    """Return whether two nodes can be fused into one kernel."""
     return fusible(a) and fusible(b) and info(a).phase is info(b).phase
 
 

@@ -1,7 +1,7 @@
-"""What is on the device at each node of a program, and how many bytes it takes.
+"""The values on the device at each node of a program, and the bytes that each takes.
 
-Inputs are there for as long as the program runs, other values to their last reader, views with what they look at; what lies in
-other memory or on disk (`NodeInfo.home`) takes none.
+Inputs are live for as long as the program runs, other values until their last reader, also when it reads them through
+views; what is stored in other memory or on disk (`NodeInfo.home`) takes none.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ CATEGORIES = (*dict.fromkeys(_INPUTS.values()), "inputs", "fetched", "temporarie
 
 @dataclass(frozen=True, eq=False)
 class Life:
-    """The `bytes` that a node's value takes while positions `born` (inclusive) to `gone` (exclusive) of the program run. The last one that
-    reads it is at `read`; its own position if none does."""
+    """A value's memory on the device, and the positions of the program at which it is live."""
 
-    node: fx.Node
-    category: str
-    bytes: int
-    born: int
-    gone: int
-    read: int
+    node: fx.Node  # the node that owns the storage
+    category: str  # one of `CATEGORIES`
+    bytes: int  # its size, at the program's largest sizes
+    born: int  # the first position at which it is live
+    gone: int  # the first position at which it is no longer live
+    read: int  # the position of its last reader; its own if it has none
 
 
 def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
-    """Live bytes by category after each node, in order. `fused`: see `lives`."""
+    """Return the live bytes by category after each node, in order. `fused`: see `lives`."""
     changes: list[Counter[str]] = [Counter() for _ in range(len(program.graph.nodes) + 2)]
     for life in lives(program, fused):
         changes[life.born][life.category] += life.bytes
@@ -63,15 +62,18 @@ def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
 
 
 def idle_bytes(program: Program) -> int:
-    """The bytes of parameters on the device that a program does not take: they are there all the same."""
+    """Return the bytes of parameters on the device that are no inputs of the program: they take memory all the same."""
     taken = {port.name for port in program.inputs if port.role is InputRole.PARAMETER}
     idle = (s for s in program.params.values() if s.name not in taken and s.home is None)
     return sum(math.prod(s.shard_shape) * s.dtype.itemsize for s in idle)
 
 
 def lives(program: Program, fused: bool = False) -> list[Life]:
-    """What takes memory of the device, in the order of the nodes. `fused` says whether the backend fuses: what stays inside a kernel
-    then takes none, and a kernel's result takes the place of an operand that dies there."""
+    """Return every value that takes memory of the device, in the order of the nodes.
+
+    `fused` says whether the backend fuses: what stays inside a kernel then takes none, and a kernel's result replaces
+    an operand whose last reader it is.
+    """
     nodes = list(program.graph.nodes)
     on = sources(nodes, fused)
     at = positions(nodes, on, fused)
@@ -80,10 +82,10 @@ def lives(program: Program, fused: bool = False) -> list[Life]:
     backward: set[fx.Node] = set()
     born = dict(at)
     for node in nodes:
-        if node.target is operator.getitem and on[node] == (node,):  # made by the operator that gives several values
+        if node.target is operator.getitem and on[node] == (node,):  # allocated by the operator with several results
             born[node] = born[node.all_input_nodes[0]]
         if fused and on[node] != (node,) and node.op == "call_function":
-            continue  # (a view, or inside of a kernel: its readers read)
+            continue  # (a view, or inside a kernel: its readers read the storage)
         for used in (s for a in node.all_input_nodes for s in on[a]):
             last[used] = max(last.get(used, 0), at[node])
             if node.op != "output":
@@ -108,7 +110,9 @@ def lives(program: Program, fused: bool = False) -> list[Life]:
 
 
 def _replaced(reader: fx.Node, value: fx.Node, on: dict[fx.Node, tuple[fx.Node, ...]]) -> bool:
-    """Is `value` overwritten by its last reader's result? (Inductor does it within a phase, by a pointwise kernel.)"""
+    """Return whether the result of its last reader overwrites `value`. (Inductor does so within a phase, in a pointwise
+    kernel.)
+    """
     if (
         on[reader] != (reader,)
         or not pointwise(reader)
@@ -123,7 +127,7 @@ def _replaced(reader: fx.Node, value: fx.Node, on: dict[fx.Node, tuple[fx.Node, 
 
 
 def _made_here(value: fx.Node) -> bool:
-    """Is this memory that a kernel of the program was given? (Inductor writes over no other.)"""
+    """Return whether a kernel of the program allocated this memory. (Inductor overwrites no other.)"""
     return value.op != "placeholder" and value.target is not transfers_to_host.FETCH
 
 

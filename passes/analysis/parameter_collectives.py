@@ -1,4 +1,5 @@
-"""A program's transfers as passes that move them see them: one start with its wait, and the layout nodes around both.
+"""A program's transfers of parameters and gradients: for each, one start with its wait, and the layout nodes around
+both.
 
     gather:     shard -> (cast, pack ->) start -> wait (-> cut, unpack) -> first use … last use
     reduction:  gradient -> (cast, pack, pad ->) start -> wait (-> unpack, cast, unscale) -> the program's output
@@ -21,18 +22,16 @@ from zgraph.program.program import Program
 
 @dataclass(eq=False)
 class Transfer:
-    """One collective that gathers a parameter or reduces a gradient.
+    """One collective that gathers a parameter or reduces a gradient."""
 
-    `before` and `after` are the layout nodes that serve it alone, in order. `source` is what it can't start before
-    (None: nothing but inputs). `bytes` are those that it holds: of a gather the whole parameter, from its start to its
-    last use; of a gradient that is scattered, or leaves the device, the whole one, until its wait; of another none.
-    """
-
-    start: fx.Node
-    wait: fx.Node
+    start: fx.Node  # the node that starts the collective
+    wait: fx.Node  # the node that waits for it
+    # the layout nodes that serve it alone before the start, in order
     before: list[fx.Node] = field(default_factory=list)
-    after: list[fx.Node] = field(default_factory=list)
-    source: fx.Node | None = None
+    after: list[fx.Node] = field(default_factory=list)  # those after the wait, in order
+    source: fx.Node | None = None  # the node that it can't start before, None if it reads nothing but inputs
+    # the bytes that it holds: of a gather the whole parameter, from its start to its last use; of a gradient that is
+    # scattered, or leaves the device, the whole gradient, until its wait; of any other gradient none
     bytes: int = 0
 
     @property
@@ -45,27 +44,29 @@ class Transfer:
 
     @property
     def operand(self) -> fx.Node:
-        """What the first of these nodes reads."""
+        """The value that the first of these nodes reads."""
         return (self.before or [self.start])[0].all_input_nodes[0]
 
     @property
     def last(self) -> fx.Node:
-        """What the rest of the program reads."""
+        """The value that the rest of the program reads."""
         return self.after[-1] if self.after else self.wait
 
     def readers(self) -> list[fx.Node]:
-        """Who reads a gathered parameter, also through views; in graph order. The views themselves are not among them."""
+        """Return the nodes that read a gathered parameter, also through views, in graph order. The views themselves are
+        left out.
+        """
         found = {u for alias in aliases_of(self.last) for u in alias.users if not is_view(u)}
         return sorted(found)
 
 
 def gathers_of(program: Program) -> list[Transfer]:
-    """The gathers of parameters, in the order of their starts."""
+    """Return the gathers of parameters, in the order of their starts."""
     return _transfers(program, Role.GATHER)
 
 
 def reductions_of(program: Program) -> list[Transfer]:
-    """The reductions of gradients, in the order of their starts."""
+    """Return the reductions of gradients, in the order of their starts."""
     return _transfers(program, Role.REDUCE)
 
 
@@ -86,7 +87,7 @@ def _transfers(program: Program, role: Role) -> list[Transfer]:
 def _transfer(program: Program, start: fx.Node, layout: list[fx.Node]) -> Transfer:
     wait = collectives.wait_of(start)
     assert wait is not None, f"{start.name} has no wait in its program"
-    # As far as nothing else stands between: what a user's pass puts there is no part of the transfer, nor is what comes behind it.
+    # Layout nodes count as long as they are directly connected: a user pass's node in between, and all beyond it, are no part.
     before: list[fx.Node] = []
     for node in reversed([n for n in layout if n < start]):
         if (before or [start])[0].all_input_nodes[0] is not node:
@@ -101,14 +102,15 @@ def _transfer(program: Program, start: fx.Node, layout: list[fx.Node]) -> Transf
     held = max(map(size_of, [wait, *after])) if gathers else size_of(start.all_input_nodes[0])
     spec = program.params.get(str(info(start).param))
     if collectives.kind(start) == "all_reduce" and (spec is None or spec.grad_home is None):
-        held = 0  # (what comes out stays)
+        held = 0  # (the reduced gradient stays on the device)
     found = Transfer(start, wait, before, after, None, held)
     found.source = None if found.operand.op == "placeholder" else found.operand
     return found
 
 
 def layers_of(program: Program) -> dict[str, str]:
-    """The layer of each sharded parameter by its name: what is gathered and let go together.
+    """Return the layer of each sharded parameter by its name. The parameters of a layer are gathered and released
+    together.
 
     It is the shallowest numbered module ("blocks.3" of "blocks.3.mlp.up.weight") that holds at most half of all bytes;
     else, as for an embedding, the module that owns the parameter.
@@ -130,7 +132,7 @@ def layers_of(program: Program) -> dict[str, str]:
 
 
 def largest_layer(program: Program) -> int:
-    """Bytes, in the dtypes that programs compute with, of the layer that has most; 0 if nothing is sharded."""
+    """Return the bytes, in the dtypes that programs compute with, of the largest layer; 0 if nothing is sharded."""
     sizes: dict[str, int] = {}
     for name, layer in layers_of(program).items():
         spec = program.params[name]

@@ -1,9 +1,10 @@
-"""A model's repeated blocks, found in the numbers of its modules' paths: h.0, h.1, ..., or encoder.block.0, ..., decoder.block.0, ...
+"""A model's repeated blocks, found in the numbers of its modules' paths: h.0, h.1, ..., or encoder.block.0, ...,
+decoder.block.0, ...
 
-A *list* is what has numbered children ("h"). Its children are blocks if at least half of them are alike: if they read parameters of the same
-names. Lists of unlike children (stages of a convolutional network, an embedding before a list in one Sequential) are searched for lists
-inside. The list with most anchors gives its blocks, and so do others that come before or after it and whose blocks have half as many anchors
-at least.
+A *list* is a module that has numbered children ("h"). Its children are blocks if at least half of them are alike: if
+they read parameters of the same names. Lists of unlike children (stages of a convolutional network, an embedding before
+a list in one Sequential) are searched for lists inside. The list with most anchors gives its blocks, and so do others
+that come before or after it and whose blocks have at least half as many anchors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from zgraph.passes.stages.min_cuts import Anchor
 
 
 def blocks_of(anchors: Sequence[Anchor]) -> list[int]:
-    """The first anchor of each block, in order. A model without blocks has its modules that hold parameters instead."""
+    """Return the first anchor of each block, in order; in a model without blocks, that of each module that holds
+    parameters.
+    """
     lists = _lists(anchors)
     chosen: list[dict[str, list[int]]] = []
     for children in sorted(lists, key=_size, reverse=True):
@@ -33,7 +36,7 @@ def _modules(anchors: Sequence[Anchor]) -> list[int]:
 
 
 def _lists(anchors: Sequence[Anchor]) -> list[dict[str, list[int]]]:
-    """The outermost lists of children that are alike: by child, its anchors."""
+    """Return the outermost lists of children that are alike, each as the anchors of each child."""
     all_lists: dict[str, dict[str, list[int]]] = {}
     for i, anchor in enumerate(anchors):
         parts = anchor.module.split(".")

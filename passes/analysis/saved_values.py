@@ -1,6 +1,7 @@
-"""What crosses from the forward to the backward, by storage; and how it is read there again when it has been elsewhere meanwhile.
+"""The values that are saved by the forward for the backward, by storage; and how the backward reads one that was moved
+or recomputed.
 
-A storage crosses once, however many views of it the backward reads: these are made again of what comes back.
+A storage is saved once, however many views of it the backward reads: the views are made again from the storage.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """A storage of the forward that the backward reads: its `root`, and the readers there of the root and of each view, in graph order."""
+    """A storage of the forward that the backward reads."""
 
-    root: fx.Node
-    readers: dict[fx.Node, list[fx.Node]]
+    root: fx.Node  # the node that owns the storage
+    readers: dict[fx.Node, list[fx.Node]]  # the backward's readers of the root and of each view of it, in graph order
 
     @property
     def first(self) -> fx.Node:
-        """The first reader."""
+        """The first reader in the backward."""
         return min(users[0] for users in self.readers.values())
 
     def read_instead(self, program: Program, back: fx.Node, made_by: str) -> None:
-        """Let the backward read `back`, which is what the root is, and views of it. Views of the forward that nothing reads then are gone."""
+        """Let the backward read `back`, which equals the root, and views of it, and erase the forward's views that
+        nothing reads any more.
+        """
         copies = {self.root: back}
 
         def again(view: fx.Node) -> fx.Node:
             if view not in copies:
                 for used in view.all_input_nodes:
-                    if not is_symbolic(value(used)):  # (a size is there for both)
+                    if not is_symbolic(value(used)):  # (both phases have the sizes)
                         again(used)
                 copies[view] = program.repeat(view, copies, made_by)
             return copies[view]
@@ -55,7 +58,9 @@ class Crossing:
 
 
 def crossings(program: Program) -> list[Crossing]:
-    """What crosses, but for what the program gives as a result, in graph order of the first value that is read."""
+    """Return the storages that the backward reads, without those of outputs, in graph order of the first value that is
+    read.
+    """
     given = {root_of(n) for _, n in program.output_items()}
     found: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = {}
     for node in program.graph.nodes:
@@ -67,7 +72,7 @@ def crossings(program: Program) -> list[Crossing]:
 
 
 def made_by_forward(root: fx.Node) -> bool:
-    """Is this the forward's own dense value, and no weight?"""
+    """Return whether a value is the forward's own and dense: no input, no gathered weight, no move."""
     val = value(root)
     if root.op != "call_function" or not isinstance(val, torch.Tensor) or transfers_to_host.is_move(root):
         return False
@@ -79,7 +84,7 @@ def made_by_forward(root: fx.Node) -> bool:
 
 
 def part_phases(program: Program) -> None:
-    """Let the whole forward stand before the backward, as the two programs will."""
+    """Move all nodes of the forward before the backward's first node, as they are in the two programs."""
     nodes = [n for n in program.graph.nodes if n.op in ("call_function", "get_attr")]
     turn = next((n for n in nodes if info(n).phase is Phase.BACKWARD), None)
     if turn is not None:

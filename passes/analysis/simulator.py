@@ -2,9 +2,9 @@
 
 One compute stream runs the nodes in order. A collective runs on its link from its start, or from when the link is free;
 its wait holds the compute stream up until it is done. What the compute stream waits for is exposed. All data-parallel
-collectives share one link, whatever their mesh dimension: a second process group is no second network. Moves to and from
-memory of the host run on a copy engine each way, reads and writes of a disk on the disk, updates there on the host's processors. What
-lies there takes no memory here.
+collectives share one link, whatever their mesh dimension: a second process group is no second network. Moves to and
+from host memory run on one copy engine each way, reads and writes of a disk on the disk, updates on the host on its
+processors. What is stored on the host or on disk takes no memory of the device.
 """
 
 from __future__ import annotations
@@ -25,37 +25,30 @@ from zgraph.program.program import Program
 
 @dataclass(frozen=True)
 class Stall:
-    """The compute stream (or the host, if that is the `lane`) waits at `node` for `seconds`, for a collective or a move with this role."""
+    """A wait of the compute stream (or of the host) for a transfer that is not done."""
 
-    node: str
-    role: Role
-    seconds: float
-    lane: str = "compute"
+    node: str  # the node that waits
+    role: Role  # what the transfer is for
+    seconds: float  # how long it waits
+    lane: str = "compute"  # the stream that waits: "compute" or "host"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one run of a program will take.
+    """The time and memory that one run of a program will take."""
 
-    `seconds` from the first node to the end of the last one and of every collective; `busy` seconds by stream; `stalls`
-    where communication is exposed, in order. `moved` are bytes between the device and elsewhere: "nvme read", "nvme write", "h2d",
-    "d2h". `memory` has the live bytes by category after each node of the program, in
-    order: inputs count for as long as the program runs, other values to their last reader, views with what they look at.
-    `spans` are what the lanes do, and `clock` is when the device is done with each node of the program, in order.
-    """
-
-    program: str
-    seconds: float
-    busy: dict[str, float]
-    stalls: tuple[Stall, ...]
-    memory: tuple[dict[str, int], ...]
-    moved: dict[str, int] = field(default_factory=dict)
-    spans: tuple[Span, ...] = field(default=(), repr=False)
-    clock: tuple[float, ...] = field(default=(), repr=False)
+    program: str  # the program's name
+    seconds: float  # from the first node to the end of the last one and of every collective
+    busy: dict[str, float]  # seconds in use, by lane
+    stalls: tuple[Stall, ...]  # where communication is exposed, in order
+    memory: tuple[dict[str, int], ...]  # live bytes by category after each node, in order (see `memory_of`)
+    moved: dict[str, int] = field(default_factory=dict)  # bytes by way: "nvme read", "nvme write", "h2d", "d2h"
+    spans: tuple[Span, ...] = field(default=(), repr=False)  # what the lanes do
+    clock: tuple[float, ...] = field(default=(), repr=False)  # when the device is done with each node, in order
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Seconds that the compute stream waits, by what for: "gather", "reduce", "fetch", "store"."""
+        """Seconds that the compute stream waits, by the transfer's role: "gather", "reduce", "fetch", "store"."""
         found: Counter[str] = Counter()
         for stall in self.stalls:
             found[stall.role.value] += stall.seconds  # type: ignore[assignment]
@@ -63,7 +56,7 @@ class Forecast:
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes by category where they are most."""
+        """Bytes by category at the position with the most bytes."""
         return max(self.memory, key=lambda m: sum(m.values()), default={})
 
     def __str__(self) -> str:
@@ -79,17 +72,17 @@ class Forecast:
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What a step will take: its `programs` (forward and backward of each micro-batch, then the update, if the plan has one) one after
-    another, as often as `runs` says of each (once, if it is empty). A `late` update runs beside the others, as far as the
-    device has time for it. `besides` are seconds of the run time around them, where the hardware was measured."""
+    """The time that a step will take: its programs one after another, and a late update beside them, as far as the
+    device has time for it.
+    """
 
-    programs: tuple[Forecast, ...]
-    besides: float = 0.0
-    late: bool = False
-    runs: tuple[int, ...] = ()
+    programs: tuple[Forecast, ...]  # forward and backward of each micro-batch, then the update, if the plan has one
+    besides: float = 0.0  # seconds of the runtime around the programs, where the hardware was measured
+    late: bool = False  # whether the update runs beside the other programs
+    runs: tuple[int, ...] = ()  # how often each program runs; once if it is empty
 
     def times(self) -> list[tuple[Forecast, int]]:
-        """Each program, and how often it runs."""
+        """Return each program with the number of times that it runs."""
         return list(zip(self.programs, self.runs or (1,) * len(self.programs), strict=True))
 
     @property
@@ -123,15 +116,18 @@ class StepForecast:
 
 
 def simulate_step(program: Program, update: Program | None, costs: Costs, late: bool = False) -> StepForecast:
-    """Replay a step: forward and backward as one `program`, then its `update`, or beside it one that is `late`. The first gathers of
-    the forward run beside the update of the step before. Raises as `simulate`."""
+    """Replay a step: forward and backward as one `program`, then its `update`, or beside them if it is `late`.
+
+    The first gathers of the forward run beside the update of the step before. Raises as `simulate`.
+    """
     after = () if update is None else (simulate(update, costs),)
     first = simulate(program, costs, lead=0.0 if late else sum(u.seconds for u in after))
     return StepForecast((first, *after), costs.hardware.step, late)
 
 
 def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
-    """Replay a program of any level. What starts ahead of it (`NodeInfo.ahead`) has `lead` seconds before the first node.
+    """Replay a program of any level. What starts ahead of it (`NodeInfo.ahead`) has `lead` seconds before the first
+    node.
 
     Raises `PlanError` where the hardware has no link for a mesh dimension.
     """
@@ -153,14 +149,14 @@ def simulate(program: Program, costs: Costs, lead: float = 0.0) -> Forecast:
 
 
 class _Replay:
-    """A program on its way through a timeline, node by node."""
+    """The replay of a program on a timeline, node by node."""
 
     def __init__(self, program: Program, costs: Costs, lead: float) -> None:
         self.program, self.costs, self.lead = program, costs, lead
         self.compute = costs.compute(program)
         self.timeline = Timeline(lead)
-        self.done: dict[fx.Node, float] = {}  # when each transfer that was started is
-        self.begun: dict[fx.Node, float] = {}  # when what a move takes was there
+        self.done: dict[fx.Node, float] = {}  # when each transfer that was started is done
+        self.begun: dict[fx.Node, float] = {}  # when the value of each move was ready to be moved
         self.stalls: list[Stall] = []
         self.moved: Counter[str] = Counter()
         self.clocks: list[float] = []
@@ -206,14 +202,14 @@ class _Replay:
 
 
 def lane_of(start: fx.Node) -> str:
-    """What a move occupies: "nvme" (reads and writes alike), "h2d" or "d2h"."""
+    """Return the lane that a move occupies: "nvme" (reads and writes alike), "h2d" or "d2h"."""
     if tier_of(start) == "nvme":
         return "nvme"
     return "h2d" if start.target is transfers_to_host.FETCH and not on_host(start) else "d2h"
 
 
 def bucket_of(start: fx.Node) -> list[fx.Node]:
-    """The starts from this one on that are one transfer with it."""
+    """Return the starts of this one's bucket from it on: they are one transfer."""
     found = [start]
     name = info(start).bucket
     while name is not None and collectives.is_start(found[-1].next) and info(found[-1].next).bucket == name:

@@ -1,7 +1,7 @@
-"""Nodes for some of the rows of a program's tensors, and what those of all rows are put together to.
+"""Builds nodes for some of the rows of a program's tensors, and puts the results of all rows together.
 
-Rows are an axis (see `zgraph.passes.analysis.axes`) that a dimension of a tensor has, alone or between others, cut into pieces of as equal
-sizes as can be.
+Rows are an axis (see `zgraph.passes.analysis.axes`) that a dimension of a tensor has, alone or between others, cut into
+pieces of as equal sizes as can be.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss_backward.default}
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
-"""Products of matrices."""
-_CUTS: dict[object, int] = {  # (and which argument is the dimension that is cut)
+"""Matrix products."""
+_CUTS: dict[object, int] = {  # (by operator, the argument that is the dimension to cut)
     aten.slice.Tensor: 1,
     aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
@@ -36,20 +36,23 @@ _SHAPES = "tensor_meta"  # (torch's own note of whole shapes)
 
 
 def rows_of(axes: Axes, node: fx.Node, axis: Axis) -> bool:
-    """Has any of a node's tensors this axis?"""
+    """Return whether any of a node's tensors has this axis."""
     return any(axis in dim for shape in axes.shapes(node) for dim in shape)
 
 
 def sliced(axes: Axes, node: fx.Node, axis: Axis) -> tuple[bool, ...] | None:
-    """Of each result of an operator that can be computed for some of the rows: has it these rows (or is it a term of a sum)? None for an
-    operator that can't."""
+    """Return, of each result of an operator that can be computed for some of the rows, whether it has these rows; else
+    it is a term of a sum.
+
+    Returns None for an operator that can't be computed for some of the rows.
+    """
     rule = _rule(axes, node)
-    if rule is None or node.target is collectives.ALL_TO_ALL:  # (its arguments say how many rows each rank gets)
+    if rule is None or node.target is collectives.ALL_TO_ALL:  # (its split sizes count rows of all chunks)
         return None
     if node.target in _CUTS:
         operand = operands_of(node)[0]
         if axis in axes.shape(operand)[argument(node, _CUTS[node.target], 0) % tensor(operand).dim()]:
-            return None  # (its arguments say which of the rows there are)
+            return None  # (its arguments are positions of rows)
     labels = [x for x in rule.sizes if axis in axes.under(node, rule, x)]
     if len(labels) != 1 or labels[0] in rule.whole:
         return None
@@ -67,13 +70,15 @@ def sliced(axes: Axes, node: fx.Node, axis: Axis) -> tuple[bool, ...] | None:
 
 
 def _rule(axes: Axes, node: fx.Node) -> Rule | None:
-    """A loss is a sum over its rows (where it is a mean, the number of these is known before)."""
+    """Return an operator's rule; a loss counts as a sum over its rows (for a mean, the number of rows is known
+    beforehand).
+    """
     rule = axes.rules.get(node)
     return rule if rule is None or node.target not in _LOSSES else replace(rule, whole=rule.whole - {"n"})
 
 
 class Slices:
-    """Writes nodes for `count` pieces of the rows that are along one axis."""
+    """A builder of nodes for `count` pieces of the rows along one axis."""
 
     def __init__(self, program: Program, axes: Axes, axis: Axis, count: int) -> None:
         self.program, self.axes, self.axis, self.count = program, axes, axis, count
@@ -81,7 +86,7 @@ class Slices:
         self.starts = [chunk * size + min(chunk, rest) for chunk in range(count + 1)]
 
     def one(self, node: fx.Node, chunk: int, now: Callable[[fx.Node], fx.Node], record: NodeInfo) -> fx.Node:
-        """A node for the rows of one chunk."""
+        """Build a node for the rows of one chunk."""
         args: Any = fx.node.map_arg(node.args, now)
         kwargs: Any = fx.node.map_arg(node.kwargs, now)
         at = SIZES.get(node.target)
@@ -104,16 +109,16 @@ class Slices:
     def total(
         self, node: fx.Node, chunk: int, now: Callable[[fx.Node], fx.Node], record: NodeInfo, before: fx.Node | None
     ) -> fx.Node:
-        """The sum over the rows of the chunks so far, of which `before` is the one without this chunk's."""
+        """Build the sum over the rows of the chunks so far; `before` is the sum without this chunk's rows."""
         if before is not None and node.target is aten.mm.default and wide(node) is tensor(node).dtype:
-            terms = (before, *(now(o) for o in operands_of(node)))  # (one of the two sums is never there)
+            terms = (before, *(now(o) for o in operands_of(node)))  # (addmm: the product is never in memory by itself)
             return self._call(aten.addmm.default, terms, record, node.name)
         term = self.cast(self.one(node, chunk, now, record), wide(node), record)
         return term if before is None else self._call(aten.add.Tensor, (before, term), record, node.name)
 
     # -- slices, and what they are put together to --------------------------------------------------------------------
     def _place(self, node: fx.Node) -> tuple[int, int, int]:
-        """The dimension that has the rows, and the sizes of the axes outside and inside of theirs."""
+        """Return the dimension that has the rows, and the sizes of the axes outside and inside of theirs."""
         shape = self.axes.shape(node)
         dim = next(d for d, axes in enumerate(shape) if self.axis in axes)
         at = shape[dim].index(self.axis)
@@ -121,7 +126,7 @@ class Slices:
         return dim, math.prod(sizes[:at]), math.prod(sizes[at + 1 :])
 
     def _shape(self, node: fx.Node, at: int, chunk: int) -> list[int]:
-        """The sizes of one of a node's tensors in a chunk."""
+        """Return the sizes of one of a node's tensors in a chunk."""
         whole, mine = self.axes.size(self.axis), self.starts[chunk + 1] - self.starts[chunk]
         shape = [*tensors(node)][at].shape
         axes = self.axes.shapes(node)[at]
@@ -138,7 +143,7 @@ class Slices:
         return self._view(cut, self._shape(node, 0, chunk), record)
 
     def joined(self, pieces: Sequence[fx.Node], node: fx.Node, record: NodeInfo) -> fx.Node:
-        """The rows of all chunks, in the order of dimensions in which the node's lie in memory."""
+        """Join the rows of all chunks, with the node's order of dimensions in memory."""
         dim, outer, _ = self._place(node)
         if outer > 1:
             opened = [self._view(p, _opened(tensor(p).shape, dim, outer), record) for p in pieces]
@@ -157,7 +162,9 @@ class Slices:
         return self._call(aten.view.default, (self._viewable(node, shape, record), list(shape)), record, node.name)
 
     def _viewable(self, node: fx.Node, shape: Sequence[int], record: NodeInfo) -> fx.Node:
-        """A node that can be viewed so: a slice between other rows is no longer in one piece."""
+        """Return the node, or a contiguous clone if it can't be viewed with this shape: a slice between other rows is
+        not contiguous.
+        """
         try:
             with self.program.fake_mode:
                 tensor(node).view(list(shape))
@@ -175,7 +182,9 @@ class Slices:
 
 
 def wide(node: fx.Node) -> torch.dtype:
-    """What terms are added up in: a sum of many in a low dtype would lose what one product keeps."""
+    """Return the dtype in which terms are summed: a sum of many terms in a low dtype would lose the precision that one
+    product keeps.
+    """
     dtype = tensor(node).dtype
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 

@@ -1,4 +1,6 @@
-"""Streams that work beside each other, in simulated time. The simulator replays a program on one; the overlap pass plans on one."""
+"""Streams that work beside each other, in simulated time. The simulator replays a program on a timeline; the overlap
+pass plans on one.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,16 @@ LINK = "link"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a node does occupies a lane ("compute", "link:dp", "h2d", "d2h", "nvme", "host") from `start` on, in seconds after the
-    program's first node. A bucket's is its first start's."""
+    """What one node does on one lane. That of a bucket is named after its first start."""
 
-    node: str
-    lane: str
-    start: float
-    seconds: float
+    node: str  # the node's name
+    lane: str  # "compute", "link:dp", "h2d", "d2h", "nvme" or "host"
+    start: float  # when it begins, in seconds after the program's first node
+    seconds: float  # how long it takes
 
 
 class Timeline:
-    """Until when each stream is busy, in seconds after the first operator; and what they did, where it was given a name.
+    """The times until which each stream is busy, in seconds after the first operator; and the spans of named work.
 
     All collectives share one link. `lead` are seconds that it has before the first operator.
     """
@@ -32,11 +33,11 @@ class Timeline:
         self.spans: list[Span] = []
 
     def now(self, stream: str = COMPUTE) -> float:
-        """When a stream has done all that it was given."""
+        """Return when a stream has done all that it was given."""
         return self._ready.get(stream, 0.0)
 
     def set(self, stream: str, now: float) -> None:
-        """Say when a stream is done with what is no part of the timeline."""
+        """Set when a stream is done with work that is no part of the timeline."""
         self._ready[stream] = now
 
     def run(
@@ -47,7 +48,9 @@ class Timeline:
         node: str | None = None,
         lane: str | None = None,
     ) -> float:
-        """Occupy a stream once it is ready, not before `earliest`; returns when it is done. A named `node` leaves a span in `lane`."""
+        """Occupy a stream once it is ready, not before `earliest`, and return when it is done. A named `node` leaves a
+        span in `lane`.
+        """
         begins = self.now(stream) if earliest is None else max(earliest, self.now(stream))
         if node is not None and seconds:
             self.spans.append(Span(node, lane or stream, begins, seconds))
@@ -55,15 +58,15 @@ class Timeline:
         return self._ready[stream]
 
     def wait(self, until: float, stream: str = COMPUTE) -> None:
-        """Let a stream stand still until then."""
+        """Keep a stream idle until a time."""
         self._ready[stream] = max(self.now(stream), until)
 
     def end(self) -> float:
-        """When all streams are done."""
+        """Return when all streams are done."""
         return max(0.0, *self._ready.values())
 
     def busy(self) -> dict[str, float]:
-        """The seconds that each lane is occupied."""
+        """Return the seconds that each lane is occupied."""
         found: Counter[str] = Counter()
         for span in self.spans:
             found[span.lane] += span.seconds  # type: ignore[assignment]

@@ -47,7 +47,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def all_faults(program: Program, values: ValueCache | None = None) -> Faults:
-    """Yield each fault of a program, in the order of the rules. What a fault makes other rules trip over is not listed: they end there."""
+    """Yield each fault of a program, in the order of the rules. A rule that raises after an earlier rule found a fault
+    ends there.
+    """
     cache = values or ValueCache()
     found = False
     for rule in (*RULES, lambda program: check_values(program, cache), check_guards):
@@ -63,7 +65,8 @@ def all_faults(program: Program, values: ValueCache | None = None) -> Faults:
 
 
 def verify_program(program: Program, values: ValueCache | None = None) -> None:
-    """Raise `VerifyError`, naming the node, unless the program keeps every invariant of its level. Its `others` are all further faults.
+    """Raise `VerifyError`, naming the node, unless the program keeps every invariant of its level. The error's `others`
+    are all further faults.
 
     `values` remembers operators that were evaluated before: give the same one to successive calls over one program.
     """

@@ -16,7 +16,7 @@ from zgraph.program.program import DATA_DIMS, Fact, InputRole, Level, OutputRole
 
 
 def check_pure(program: Program) -> Faults:
-    """A captured program has no collective."""
+    """Check that a captured program has no collective."""
     if program.level > Level.CAPTURED:
         return
     for node in program.graph.nodes:
@@ -30,7 +30,7 @@ def check_pure(program: Program) -> Faults:
 
 
 def check_waits(program: Program) -> Faults:
-    """Each start of a collective is waited for exactly once, and nothing else reads it."""
+    """Check that each start of a collective is waited for exactly once, and that nothing else reads it."""
     handed_on: set[fx.Node] = set()
     if program.level is Level.EXECUTABLE:  # the next program waits for these
         roles = (OutputRole.SAVED, OutputRole.IN_FLIGHT)
@@ -50,7 +50,7 @@ def check_waits(program: Program) -> Faults:
 
 
 def _starts(node: Any, program: Program) -> bool:
-    """Does this node start a collective, or bring in one that an earlier program started?"""
+    """Return whether a node starts a collective, or brings in one that an earlier program started."""
     if not isinstance(node, fx.Node):
         return False
     came_in = node.op == "placeholder" and info(node).role in (Role.GATHER, Role.REDUCE)
@@ -58,7 +58,9 @@ def _starts(node: Any, program: Program) -> bool:
 
 
 def check_groups(program: Program) -> Faults:
-    """Each collective runs over the mesh dimension, or the part of one, that its role and its parameter say, with that many ranks."""
+    """Check that each collective runs over the mesh dimension, or the part of one, that its role and parameter say,
+    with its number of ranks.
+    """
     for node in program.graph.nodes:
         if not collectives.is_start(node):
             continue
@@ -84,9 +86,9 @@ def check_groups(program: Program) -> Faults:
         spec = program.params[record.param]
         over = {spec.shard_dim}
         if record.role is Role.GATHER and record.phase is not Phase.UPDATE and dim_of(group) == spec.shard_dim:
-            over.add(group)  # (of what the ranks of a node keep between them)
+            over.add(group)  # (gathers of secondary shards run over the ranks of one host)
         if record.role is Role.GATHER and record.phase is Phase.UPDATE and spec.division is not None:
-            over.add(spec.division.mesh_dim)  # (for an optimizer that takes whole matrices)
+            over.add(spec.division.mesh_dim)  # (an optimizer may need whole matrices)
         if (record.role is Role.GATHER or node.target is collectives.REDUCE_SCATTER) and group not in over:
             yield fault(
                 program,
@@ -116,11 +118,13 @@ def check_groups(program: Program) -> Faults:
 
 
 def _is_averaged(start: fx.Node) -> bool:
-    """Whether the ranks' gradients are averaged: by the collective, or by the operator that reads what each rank has sent."""
+    """Return whether the ranks' gradients are averaged: by the collective, or by the operator that reads what each rank
+    has sent.
+    """
     wait = collectives.wait_of(start)
     if start.target is collectives.ALL_TO_ALL and wait is not None:
         return bool(wait.users) and all(user.target is MEAN_OF_BLOCKS for user in wait.users)
-    if start.target is collectives.ALL_GATHER:  # (of a mean, in parts)
+    if start.target is collectives.ALL_GATHER:  # (it gathers shards of a mean that was reduced before)
         return True
     return collectives.reduce_op_of(start) == "avg"
 
@@ -129,7 +133,9 @@ _SERVING = (Role.WAIT, Role.LAYOUT, Role.REDUCE)
 
 
 def check_reductions(program: Program) -> Faults:
-    """Each parameter's gradient is averaged over every data dimension, each once, and scattered where it is sharded."""
+    """Check that each parameter's gradient is averaged over every data dimension exactly once, and scattered where the
+    parameter is sharded.
+    """
     if Fact.REDUCED not in program.facts or Fact.PARTIAL in program.facts:
         return
     needed = sorted(d for d in DATA_DIMS if program.mesh.get(d, 1) > 1)
@@ -139,7 +145,7 @@ def check_reductions(program: Program) -> Faults:
         dims: list[str] = []
         at = node
         while has_info(at) and (info(at).role in _SERVING or transfers_to_host.is_move(at)) and at.all_input_nodes:
-            if info(at).role is Role.REDUCE and at.target is not collectives.ALL_GATHER:  # (which shares a mean)
+            if info(at).role is Role.REDUCE and at.target is not collectives.ALL_GATHER:  # (which only gathers a mean)
                 dims.append(str(info(at).mesh_dim))
             at = at.all_input_nodes[0]
         if sorted(dims) != needed:
@@ -152,7 +158,7 @@ def check_reductions(program: Program) -> Faults:
 
 
 def check_buckets(program: Program) -> Faults:
-    """The starts of a bucket stand side by side and are of one kind, over one mesh dimension, in one dtype."""
+    """Check that the starts of a bucket are side by side and have one kind, one mesh dimension and one dtype."""
     last: dict[str, fx.Node] = {}
     for node in program.graph.nodes:
         if not collectives.is_start(node) or (name := info(node).bucket) is None:
@@ -172,7 +178,7 @@ def check_buckets(program: Program) -> Faults:
 
 
 def check_ahead(program: Program) -> Faults:
-    """What runs before the forward reads parameters' shards alone."""
+    """Check that nodes which run before the forward read shards of parameters alone."""
     shards = set(program.input_nodes(InputRole.PARAMETER).values())
     for node in program.graph.nodes:
         if node.op != "call_function" or not info(node).ahead:

@@ -35,7 +35,10 @@ def fault(program: Program, node: fx.Node | None, what: str, why: str) -> Verify
 
 
 def awaited_once(program: Program, start: fx.Node, waits: list[fx.Node], what: str, *, handed_on: bool) -> Faults:
-    """One of `waits` waits for this start, and nothing else reads it. What is `handed_on` leaves the program, and may have none."""
+    """Yield a fault unless exactly one of `waits` waits for this start and nothing else reads it.
+
+    A start that is `handed_on` leaves the program, and may have no wait.
+    """
     if len(waits) != 1 and not (handed_on and not waits):
         yield fault(
             program,

@@ -12,11 +12,13 @@ from zgraph.program.program import Fact, Level, Program
 
 
 def check_moves(program: Program) -> Faults:
-    """Each start of a move is waited for once, by a wait that keeps what it moves; nothing else reads what is on its way."""
+    """Check that each move is waited for once, by a wait that keeps alive what is moved, and that nothing reads a value
+    while it moves or where it is offloaded.
+    """
     for node in program.graph.nodes:
         if transfers_to_host.is_start(node):
             waits = [u for u in node.users if transfers_to_host.is_wait(u)]
-            # (another part of the update may wait for it)
+            # (a later part of the update may wait for it)
             handed_on = program.level is Level.EXECUTABLE and not waits and program.output_node() in node.users
             yield from awaited_once(program, node, waits, "move", handed_on=handed_on)
             if waits and waits[0].args[1] is not transfers_to_host.moved_value(node):
@@ -47,13 +49,13 @@ def check_moves(program: Program) -> Faults:
 
 
 def _on_host(node: fx.Node, read: fx.Node) -> bool:
-    """Do a node of an update and what it reads both stand in the host's memory?"""
+    """Return whether an update's node and the value that it reads are both in host memory."""
     there = all(t.device.type == "cpu" for t in tensors(node))
     return info(node).phase is Phase.UPDATE and info(read).home == "cpu" and there
 
 
 def check_releases(program: Program) -> Faults:
-    """Nothing reads a gathered buffer, or a view of it, after its release; each is released at most once."""
+    """Check that nothing reads a gathered buffer, or a view of it, after its release."""
     released: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         for used in node.all_input_nodes:

@@ -19,7 +19,9 @@ Type = tuple[tuple[int, ...], torch.dtype]
 
 
 def _stored(program: Program, node: fx.Node, spec: ParamSpec) -> Type | None:
-    """A parameter as it comes in: before `shard_parameters` as programs compute with it, then as a rank stores it."""
+    """Return the type of a parameter as an input: as programs compute with it before `shard_parameters`, as a rank
+    stores it after.
+    """
     if program.level < Level.DISTRIBUTED or not node.users:
         return None
     if Fact.DIVIDED in program.facts and Fact.SHARDED not in program.facts:
@@ -40,7 +42,9 @@ def _stored_gradient(program: Program, node: fx.Node, spec: ParamSpec) -> Type:
 
 
 def _gradient(program: Program, node: fx.Node, spec: ParamSpec) -> Type:
-    """A gradient as it goes out: before `reduce_gradients` this rank's own, then reduced, and scattered unless it is partial."""
+    """Return the type of a gradient as an output: this rank's own before `reduce_gradients`, then reduced, and
+    scattered unless it is partial.
+    """
     done = Fact.REDUCED in program.facts
     dtype = spec.grad_dtype if done else spec.compute_dtype
     if program.level is Level.CAPTURED:
@@ -50,13 +54,13 @@ def _gradient(program: Program, node: fx.Node, spec: ParamSpec) -> Type:
 
 @dataclass(frozen=True, slots=True)
 class PortRule:
-    """What holds of a port with some role."""
+    """What a port with some role must satisfy."""
 
-    # The shape and dtype of its value, by the layout of the parameter that it is named after.
+    # gives the shape and dtype of its value from the layout of the parameter that it is named after
     type: Callable[[Program, fx.Node, ParamSpec], Type | None] | None = None
-    # Does a node that serves a parameter have to serve this one?
+    # whether a node that serves a parameter has to serve this one
     serves: bool = False
-    # Which phase it comes from, but in an update.
+    # the phase that it comes from, except in an update
     phase: Phase | None = None
 
 
@@ -71,7 +75,7 @@ INPUTS: Mapping[InputRole, PortRule] = {
     InputRole.DRAWS: PortRule(phase=Phase.BACKWARD),
 }
 
-# By role, and by the role of what they change or are the gradient of (None: any other).
+# By the output's role, and by the role of the input that it changes or is the gradient of (None: any other).
 OUTPUTS: Mapping[tuple[OutputRole, InputRole | None], PortRule] = {
     (OutputRole.OUTPUT, None): PortRule(phase=Phase.FORWARD),
     (OutputRole.MUTATION, None): PortRule(phase=Phase.FORWARD),
@@ -86,7 +90,7 @@ _ANY = PortRule()
 
 
 def check_ports(program: Program) -> Faults:
-    """Inputs and outputs are what their roles say: count, phase, shape and dtype."""
+    """Check that inputs and outputs have the number, phase, shape and dtype that their roles say."""
     placeholders, results = program.placeholders(), program.output_values()
     if len(placeholders) != len(program.inputs):
         numbers = f"{len(placeholders)} placeholders, {len(program.inputs)} roles"
@@ -125,7 +129,9 @@ def _check_output(program: Program, port: Port, node: fx.Node) -> Faults:
 
 
 def _comes_from(program: Program, node: fx.Node, port: Port, phase: Phase | None) -> Faults:
-    """An output of the forward is no result of the backward; a gradient is one, if it is computed from anything."""
+    """Yield a fault for an output of the forward that the backward computes, and for a gradient that the forward
+    computes.
+    """
     comes = info(node).phase
     if phase is Phase.FORWARD and comes is Phase.BACKWARD:
         what = f"{port.role} {port.name!r} comes from the backward node {node.name!r}"

@@ -11,7 +11,9 @@ from zgraph.program.sizes import asked_since, is_symbolic, static
 
 
 def check_sizes(program: Program) -> Faults:
-    """Each symbol of a program with sizes is one input, all other numbers are arithmetic on these, and no number is an output."""
+    """Check that each symbolic size is one input, that all other numbers are arithmetic on these, and that no output is
+    a number.
+    """
     known = {s.name for s in program.sizes.symbols}
     given = {port.name: node for port, node in program.input_items() if port.role is InputRole.SIZE}
     if given.keys() != known:
@@ -32,7 +34,9 @@ def check_sizes(program: Program) -> Faults:
 
 
 def check_guards(program: Program) -> Faults:
-    """Nothing has been asked of the sizes since the capture: the program would hold for fewer than it says."""
+    """Check that no pass has asked anything of the symbolic sizes since the capture: the program would hold for fewer
+    sizes than it says.
+    """
     for guard in asked_since(program):
         yield fault(
             program,

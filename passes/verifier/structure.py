@@ -12,7 +12,7 @@ from zgraph.program.program import Program
 
 
 def check_order(program: Program) -> Faults:
-    """Every value is defined before it is used (so there is no cycle), and every node has its record."""
+    """Check that every value is defined before it is used (so there is no cycle), and that every node has its record."""
     seen: set[fx.Node] = set()
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
@@ -34,7 +34,7 @@ def check_order(program: Program) -> Faults:
 
 
 def check_phases(program: Program) -> Faults:
-    """The forward uses nothing of the backward."""
+    """Check that the forward uses nothing of the backward."""
     for node in program.graph.nodes:
         if node.op == "output" or info(node).phase is not Phase.FORWARD:
             continue
@@ -49,7 +49,7 @@ def check_phases(program: Program) -> Faults:
 
 
 def check_random(program: Program) -> Faults:
-    """No random operator is repeated: it would draw other numbers."""
+    """Check that no random operator is repeated: it would draw other numbers."""
     for node in program.graph.nodes:
         if node.op != "output" and info(node).copy_of is not None and is_random(node):
             yield fault(
@@ -61,8 +61,12 @@ def check_random(program: Program) -> Faults:
 
 
 def check_mutation(program: Program) -> Faults:
-    """No operator writes to its arguments, but an update's last step: it writes an input that nothing reads after it (or what was
-    fetched of one, which is then stored); and what sends a gradient writes what is left of it into an input that nothing else reads."""
+    """Check that no operator writes to its arguments, except the two that may.
+
+    An update's last step writes an input that nothing reads after it (or the fetched copy of one, which is then
+    stored). An operator that sends a gradient with error feedback writes the new residual into an input that nothing
+    else reads.
+    """
     written: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         for used in node.all_input_nodes:

@@ -1,4 +1,4 @@
-"""The rule about values: each is what its operator gives."""
+"""The rule about values: each recorded value is the one that its operator gives."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from zgraph.torch_compat import symbols
 
 
 class ValueCache:
-    """Remembers what operators give for arguments of given types, so that equal layers are evaluated once; and the nodes whose values were
-    found to be right, so that those which no pass has touched since are not looked at again."""
+    """What operators give for arguments of given types, so that equal layers are evaluated once; and the nodes whose
+    values were found to be right, so that nodes which no pass has touched since are not checked again.
+    """
 
     def __init__(self) -> None:
         self.known: dict[Any, Any] = {}
         self._right: dict[fx.Node, tuple[Any, ...]] = {}
 
     def is_right(self, node: fx.Node) -> bool:
-        """Whether a node, its arguments and their values are the very objects that were right before."""
+        """Return whether a node, its arguments and their values are the very objects that were right before."""
         before = self._right.get(node)
         return before is not None and all(map(operator.is_, before, _parts(node)))
 
@@ -33,18 +34,18 @@ class ValueCache:
 
 
 def _parts(node: fx.Node) -> tuple[Any, ...]:
-    """All that the rule looks at of a node. (Arguments are immutable, and a fake value stays what it is.)"""
+    """Return all parts of a node that the rule compares. (Arguments are immutable, and a fake value stays what it is.)"""
     return (node.target, node.args, node.kwargs, value(node), *map(value, node.all_input_nodes))
 
 
 # What torch's own operators give for arguments whose sizes are numbers, in this process.
 _torchs: dict[Any, Any] = {}
 _TORCHS = ("aten", "prims", "_c10d_functional")
-_MOST = 20_000  # of those; then they are forgotten
+_MOST = 20_000  # entries of a cache; a full one is emptied
 
 
 def check_values(program: Program, cache: ValueCache) -> Faults:
-    """Each node's recorded value is what its operator's fake implementation gives for its arguments."""
+    """Check that each node's recorded value is what its operator's fake implementation gives for its arguments."""
     types = _Types()
     for node in program.graph.nodes:
         if node.op != "call_function" or (
@@ -78,7 +79,7 @@ def check_values(program: Program, cache: ValueCache) -> Faults:
 
 
 def _expected(program: Program, node: fx.Node, types: _Types, cache: ValueCache) -> Any:
-    """The type of what a node's operator gives for its arguments."""
+    """Return the type of the value that a node's operator gives for its arguments."""
     key: Any = (node.target, types.key(node.args), types.key(tuple(sorted(node.kwargs.items()))))
     # (symbols, and constants that a module holds by name, mean something in this program alone)
     everywhere = not program.sizes and getattr(node.target, "namespace", "") in _TORCHS
@@ -110,7 +111,7 @@ class _Types:
         return found
 
     def key(self, arg: Any) -> Any:
-        """What of an argument decides the type of an operator's result."""
+        """Return the part of an argument that decides the type of an operator's result."""
         if isinstance(arg, fx.Node):
             return ("attr", arg.target) if value(arg) is None else self.of(arg)
         if isinstance(arg, (tuple, list)):
