@@ -36,7 +36,7 @@ WITH_EFFECTS = torch.ops.higher_order.with_effects
 def export_joint(
     graph_module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, decompositions: dict[Any, Any]
 ) -> fx.GraphModule:
-    """AOTAutograd's joint forward+backward graph (the forward alone where nothing requires a gradient)."""
+    """Return AOTAutograd's joint forward+backward graph (the forward alone where nothing requires a gradient)."""
     with (
         contextlib.ExitStack() as stack,
         tracing(TracingContext(fake_mode)),
@@ -51,7 +51,7 @@ def export_joint(
 def trace_function(
     function: Callable[..., Any], inputs: Sequence[Any], fake_mode: Any, decompositions: dict[Any, Any]
 ) -> fx.GraphModule:
-    """A function of fake tensors as a flat graph of aten operators; it returns a tuple."""
+    """Trace a function of fake tensors into a flat graph of aten operators that returns a tuple."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def flat(*values: Any) -> Any:  # (a default argument would count as an input)
@@ -62,20 +62,25 @@ def trace_function(
 
 
 def is_token(desc: Any) -> bool:
-    """Whether this input or output of a joint graph only keeps operators with effects in order."""
+    """Return whether this input or output of a joint graph is a token, which only keeps operators with effects in
+    order."""
     return isinstance(
         desc, (ForwardTokenAOTInput, BackwardTokenAOTInput, ForwardTokenAOTOutput, BackwardTokenAOTOutput)
     )
 
 
 def users_region(node: fx.Node) -> object:
-    """The torch.utils.checkpoint region of a node that is to be computed again, None for none."""
+    """Return the id of the torch.utils.checkpoint region that asks to recompute a node; None if none does."""
     asked = node.meta.get("recompute")
     return node.meta.get("ac_graph_id", 0) if asked is not None and "RECOMPUTE" in str(asked) else None
 
 
 def describe_input(desc: Any) -> tuple[str, int]:
-    """("input" or "tangent", position among the flat inputs or outputs) of a placeholder of a joint graph."""
+    """Return ("input" or "tangent", position among the flat inputs or outputs) for a placeholder of a joint graph.
+
+    "mutation_tangent" is the tangent of an input that the forward writes to; any other descriptor gives ("unknown: …",
+    -1).
+    """
     if isinstance(desc, PlainAOTInput):
         return "input", desc.idx
     if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
@@ -86,7 +91,8 @@ def describe_input(desc: Any) -> tuple[str, int]:
 
 
 def describe_output(desc: Any) -> tuple[str, int]:
-    """("output" | "mutation" | "gradient", position) of an output of a joint graph."""
+    """Return ("output" | "mutation" | "gradient", position) for an output of a joint graph; ("unknown: …", -1) for any
+    other."""
     if isinstance(desc, PlainAOTOutput):
         return "output", desc.idx
     if isinstance(desc, InputMutationAOTOutput):
@@ -97,8 +103,10 @@ def describe_output(desc: Any) -> tuple[str, int]:
 
 
 def min_cut_saved(module: fx.GraphModule, forward_outputs: int, tangents: Sequence[str]) -> set[str]:
-    """The names of the values that torch's min-cut partitioner would save for the backward (it runs on a copy). `tangents` names the
-    inputs that only the backward has."""
+    """Return the names of the values that torch's min-cut partitioner would save for the backward (it runs on a copy).
+
+    `tangents` names the inputs that only the backward has.
+    """
     from torch._functorch import config as functorch_config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -118,7 +126,8 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int, tangents: Sequen
         if isinstance(made, fx.Node) and (
             torch.Tag.nondeterministic_seeded in getattr(made.target, "tags", ()) or "recompute" not in made.meta
         ):
-            # A checkpoint region asks for it. What was drawn is saved all the same, and so is a result of what can't be computed again.
+            # Random numbers are saved even where a checkpoint region asks to recompute them, and so is what can't be
+            # recomputed.
             node.meta.pop("recompute", None)
     with functorch_config.patch(activation_memory_budget=1.0):  # (a plan has a budget of its own, in bytes)
         forward, _ = min_cut_rematerialization_partition(

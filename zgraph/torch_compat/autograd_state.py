@@ -12,13 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def keeps_graph() -> bool:
-    """Whether the running backward pass is one with retain_graph=True."""
+    """Return whether the running backward pass is one with retain_graph=True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def accumulates(node: Any) -> bool:
-    """Does the running backward add to `.grad` of the leaf that this AccumulateGrad node is of? (Not so of one by `torch.autograd.grad`, and
-    of one with `inputs` only of these.)"""
+    """Return whether the running backward adds to `.grad` of the leaf of this AccumulateGrad node.
+
+    `torch.autograd.grad` does not, nor does a backward whose `inputs` leave the leaf out.
+    """
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
     except RuntimeError:  # (torch's answer for a leaf whose gradient `torch.autograd.grad` returns)
@@ -26,46 +28,51 @@ def accumulates(node: Any) -> bool:
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that `torch.compile` calls as it is, at a graph break, and does not trace."""
+    """Return the function so marked that `torch.compile` breaks the graph and calls it, instead of tracing it."""
     reason = "zgraph runs a compiled model: torch.compile around it calls it as a whole (fullgraph=True can't)"
     return torch._dynamo.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def is_transformed() -> bool:
-    """Whether this is inside of a transform of `torch.func`, or of `torch.jit.trace`."""
+    """Return whether the code runs inside a transform of `torch.func`, or inside `torch.jit.trace`."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
 
 
 def in_forward_mode() -> bool:
-    """Whether this is inside of forward-mode differentiation."""
+    """Return whether the code runs inside forward-mode differentiation."""
     return forward_ad._current_level >= 0
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation follows this tensor."""
+    """Return whether forward-mode differentiation follows this tensor."""
     return in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def call_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module's class does to call it: hooks, and its forward."""
+    """Call a module as its class does: its hooks and its forward."""
     return type(module)._call_impl(module, *args, **kwargs)
 
 
 def below_autograd() -> Any:
-    """Operators inside run without a look at autograd: a program has its own backward. (A collective's start costs 15 us less.)"""
+    """Return a context whose operators skip autograd, since a program has its own backward. (The start of a collective
+    costs 15 us less.)"""
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def without_bases() -> Any:
-    """Views that are made inside do not keep alive what they are views of, and writes are not counted: what a program makes inside is nobody
-    else's."""
+    """Return a context in which views do not keep their base alive and in-place writes do not raise version counters.
+
+    A program's own values are read by nobody else, so neither is needed.
+    """
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
 
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """What starts inside is in no profile. gloo's threads write into a profile when a transfer ends, and crash where the
-    profile has ended before it."""
+    """Leave what starts inside out of every profile.
+
+    gloo's threads write into a profile when a transfer ends, and crash if the profile has ended before it.
+    """
     autograd: Any = torch._C._autograd
     autograd._enable_record_function(False)
     try:
@@ -82,5 +89,6 @@ class _WithoutCopies(TorchDispatchMode):
 
 
 def without_copies() -> Any:
-    """A context in which a copy of a tensor is a view of it: what is made by taking parts is then seen to be that."""
+    """Return a context in which `clone` gives a view, so that a value that only takes parts of a tensor shows as a view
+    of it."""
     return _WithoutCopies()

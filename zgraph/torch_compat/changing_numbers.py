@@ -29,25 +29,23 @@ class NumberInGraphError(Exception):
 class Numbers:
     """The half of a graph that computes numbers."""
 
-    given: list[int]  # which flat inputs of the whole graph it takes
-    tensors: list[int]  # which the program takes
-    into: list[
-        tuple[torch.dtype, torch.device]
-    ]  # the form of each number that the program takes as a 0-dim tensor, after its tensors
-    outputs: list[
-        tuple[bool, int]
-    ]  # of each flat output: is it a number, and which of the numbers' or the program's outputs is it
+    given: list[int]  # the flat inputs of the whole graph that `module` takes
+    tensors: list[int]  # the flat inputs of the whole graph that the program takes
+    # the form of each number that the program takes as a 0-dim tensor, after its tensors
+    into: list[tuple[torch.dtype, torch.device]]
+    # for each flat output: whether it is a number, and its position among the numbers' or the program's outputs
+    outputs: list[tuple[bool, int]]
     module: fx.GraphModule  # gives the numbers among the outputs, then those that the program takes
 
     def inputs(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """(the program's inputs, the numbers among the outputs) for the whole graph's inputs."""
+        """Return (the program's inputs, the numbers among the outputs) for the whole graph's inputs."""
         found = list(self.module(*(flat[i] for i in self.given)))
         count = len(found) - len(self.into)
         into = [torch.tensor(v, dtype=d, device=at) for v, (d, at) in zip(found[count:], self.into, strict=True)]
         return [*(flat[i] for i in self.tensors), *into], found[:count]
 
     def around(self, program: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """A function of the whole graph's inputs that runs `program` on the tensors among them."""
+        """Return a function of the whole graph's inputs that runs `program` on the tensors among them."""
 
         def run(*flat: Any) -> Sequence[Any]:
             given, numbers = self.inputs(flat)
@@ -58,7 +56,10 @@ class Numbers:
 
 
 def split_numbers(graph_module: fx.GraphModule, fake_mode: Any) -> tuple[fx.GraphModule, Numbers | None]:
-    """(the graph without its numbers, these). Raises `NumberInGraphError`."""
+    """Return (the graph without its Python numbers, the `Numbers` that compute these; None if it has none).
+
+    Raises `NumberInGraphError` for a number that is used other than as an operand of arithmetic.
+    """
     graph = graph_module.graph
     numbers = _numbers(graph)
     if not numbers:
@@ -103,8 +104,8 @@ def split_numbers(graph_module: fx.GraphModule, fake_mode: Any) -> tuple[fx.Grap
 
 @dataclass(frozen=True)
 class _Use:
-    user: fx.Node
-    number: fx.Node
+    user: fx.Node  # the node that reads the number
+    number: fx.Node  # the node that computes the number
 
 
 def _is_number(value: Any) -> bool:
@@ -112,13 +113,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _known(item: fx.Node) -> bool:
-    """Does dynamo know the number that `.item()` gives here? It knows its own tensors, in which floats come in, but none of the model's."""
+    """Return whether dynamo knows the number that this `.item()` gives: it does for the tensors it makes of floats, not
+    for the model's."""
     number = item.meta.get("example_value")
     return not isinstance(number, torch.SymFloat) or bool(number.node.has_hint())
 
 
 def _numbers(graph: fx.Graph) -> set[fx.Node]:
-    """What is computed from the number inputs alone."""
+    """Return the nodes that are computed from the number inputs alone, these included."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "output":
@@ -137,7 +139,10 @@ def _numbers(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _operands(graph: fx.Graph, numbers: set[fx.Node]) -> dict[tuple[fx.Node, torch.dtype, torch.device], list[fx.Node]]:
-    """The numbers that meet tensors, in which form each has to, and where."""
+    """Return the nodes where a number meets a tensor, by the number and the dtype and device that it needs there.
+
+    Raises `NumberInGraphError` for any other use of a number.
+    """
     found: dict[tuple[fx.Node, torch.dtype, torch.device], list[fx.Node]] = {}
     for node in graph.nodes:
         mine = [n for n in node.all_input_nodes if n in numbers]
@@ -149,7 +154,7 @@ def _operands(graph: fx.Graph, numbers: set[fx.Node]) -> dict[tuple[fx.Node, tor
         value, result = others[0].meta["example_value"], node.meta["example_value"]
         whole = isinstance(mine[0].meta["example_value"], (int, torch.SymInt))
         dtype = torch.int64 if whole else torch.float64
-        if value.dim() == 0:  # (there a 0-dim tensor would count for more than a number does)
+        if value.dim() == 0:  # (beside a 0-dim tensor, another one takes part in type promotion, unlike a number)
             dtype = value.dtype if whole or value.is_floating_point() else torch.get_default_dtype()
         like = torch.empty((), dtype=dtype, device="meta")
         plain = torch.empty((1,) * value.dim(), dtype=value.dtype, device="meta")

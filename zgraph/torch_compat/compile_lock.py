@@ -11,7 +11,10 @@ _RARELY = 20_000
 
 
 class _OneAtATime:
-    """A lock that its holder may take again. While it is held, the collector runs rarely; who has turned it off, or set it so, keeps that."""
+    """A reentrant lock that makes Python's collector run rarely while it is held.
+
+    A collector that is turned off stays off; one whose thresholds were changed inside keeps the new ones.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

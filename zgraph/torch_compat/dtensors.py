@@ -13,19 +13,20 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 def dtensor(local: torch.Tensor, like: DTensorSpec) -> DTensor:
-    """The DTensor of this layout whose local tensor is `local`: `DTensor.from_local` without autograd, in a tenth of the time."""
+    """Return the DTensor of this layout whose local tensor is `local`: `DTensor.from_local` without autograd, in a
+    tenth of the time."""
     return DTensor(local, like, requires_grad=False)  # type: ignore[call-arg]
 
 
 def layout(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """The layout of a DTensor, for `dtensor`."""
+    """Return the layout of a DTensor, for `dtensor`."""
     return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
 def shard_of_another_rank(value: Any) -> tuple[int, ...] | None:
-    """The place in its mesh of the rank that a shard was pickled by, where that is not this rank's; None for what is no such shard."""
+    """Return the mesh coordinate of the rank that pickled a shard, if it is not this rank's; None for anything else."""
     if not isinstance(value, DTensor) or all(p.is_replicate() for p in value.placements):
         return None
     mesh = value.device_mesh

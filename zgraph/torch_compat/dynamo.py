@@ -39,17 +39,19 @@ from zgraph.torch_compat.unbacked_sizes import _fakes_of_unknown_sizes
 DynamoError = TorchDynamoException
 
 
-# What tracing raises where it would have to know a value.
+# What tracing raises where it would need a tensor's value.
 ValueDependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
 def depends_on_values(error: Exception) -> bool:
-    """Whether a capture has failed because the model decides by values of tensors, as far as its message shows."""
+    """Return whether a capture failed because the model decides by values of tensors, as far as the error's message
+    shows."""
     return re.search(r"data.dependent|DynamicOutputShape|DataDependent", str(error), re.IGNORECASE) is not None
 
 
 class _LogMethod(str):
-    """A method of `logging.Logger`: equal to it, but text to who wants to write it down (torch 2.11 logs its config)."""
+    """A method of `logging.Logger` that is also a string: equal to the method, but printable (torch 2.11 logs its
+    configuration)."""
 
     function: Any
 
@@ -72,9 +74,9 @@ class _LogMethod(str):
 
 
 def _log_methods() -> set[Any]:
-    """What dynamo may leave out: it refuses to trace a call of a logger, but a log line is no part of a training step.
+    """Return the logging methods whose calls dynamo leaves out: by itself it refuses to trace a call of a logger.
 
-    Looked up at each capture: libraries add methods of their own (`warning_once`) when they are imported.
+    They are looked up at each capture: libraries add methods of their own (`warning_once`) when they are imported.
     """
     names = (
         "debug",
@@ -97,35 +99,31 @@ class _Stop(Exception):
 
 @dataclass
 class FlatCapture:
-    """What dynamo captured: a graph with flat inputs and outputs, and the bytecode around it.
+    """What dynamo captured: a graph with flat inputs and outputs, and the bytecode around it."""
 
-    `graph_module` takes the graph's inputs (parameters, buffers and the user's tensors alike, in dynamo's order) and
-    returns a flat tuple. `crops` has (flat output, dimension, flat output that is its size)
-    for each output that the graph gives as long as it can be, because its size depends on values; these sizes stand behind the model's own
-    outputs. `bind` runs the user's own calling convention around any function of that type.
-    """
-
+    # takes parameters, buffers and the user's tensors in dynamo's order, returns a flat tuple
     graph_module: fx.GraphModule
-    fake_mode: Any
-    effects: Effects
-    _output: Any
-    _function: FunctionType
-    _guards: Guards
-    _numbers: Numbers | None = None
+    fake_mode: Any  # the mode of its fake tensors
+    effects: Effects  # what a replay changes of Python objects
+    _output: Any  # dynamo's own record of the capture, with its bytecode
+    _function: FunctionType  # the forward that was captured
+    _guards: Guards  # the checks of the Python state that it read
+    _numbers: Numbers | None = None  # the half that computes Python numbers; None if there are none
+    # (flat output, dimension, flat output that is its size): outputs given at their largest size; the sizes come last
     crops: tuple[tuple[int, int, int], ...] = ()
-    _bound: Callable[..., Any] | None = None
-    _within: Callable[..., Sequence[Any]] | None = None
+    _bound: Callable[..., Any] | None = None  # the replay that `around` made at its first call
+    _within: Callable[..., Sequence[Any]] | None = None  # the graph that `around` runs at this call
 
     def stale(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failing | None:
-        """What of the Python state that this capture depends on is another for this call; None if nothing is.
+        """Return which part of the Python state that the forward read has changed for this call; None if nothing has.
 
-        That is everything the forward read on its way: arguments, attributes of the module and of what hangs on it (flags, a config,
-        the lengths of lists, hooks), its closure, globals, and the forms of tensors found there. Costs some 10 µs a layer.
+        That state is: arguments, attributes of the module and of objects it holds (flags, a config, the lengths of
+        lists, hooks), its closure, globals, and the forms of tensors found there. A check costs some 10 µs a layer.
         """
         return self._guards.failing(owner, args, kwargs)
 
     def draws_floats(self) -> bool:
-        """Whether the forward draws a float from Python's `random`."""
+        """Return whether the forward draws a float from Python's `random`."""
         inputs = self.graph_module.graph.find_nodes(op="placeholder")
         drawn = [n.meta["example_value"] for n in inputs if n.name.startswith("random_value_")]  # (dynamo's name)
         return any(v.is_floating_point() for v in drawn)
@@ -137,20 +135,20 @@ class FlatCapture:
 
     @property
     def number_inputs(self) -> int:
-        """How many of the flat inputs, the last ones, are such numbers."""
+        """The number of flat inputs, at the end of all, that are Python numbers which the forward itself changes."""
         return len(self._numbers.into) if self._numbers is not None else 0
 
     @property
     def constant_numbers(self) -> Collection[str]:
-        """The names of the Python numbers that this capture takes for constants."""
+        """The names of the Python numbers that are constants of this capture."""
         return self._guards.constant_numbers
 
     def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """The names of the Python numbers that this capture takes for constants, and that are others now."""
+        """Return the names of the Python numbers that are constants of this capture and have another value now."""
         return self._guards.changed_numbers(owner, args, kwargs)
 
     def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
-        """A function of the user's signature (with the module first) that runs `compiled` on the flat inputs."""
+        """Return a function with the user's signature (the module first) that runs `compiled` on the flat inputs."""
 
         def cropped(*flat: Any) -> Sequence[Any]:
             return self._cropped(compiled(*flat))
@@ -164,7 +162,7 @@ class FlatCapture:
         return live(replay, self._function, self._output.backend_input.backend_id)
 
     def _cropped(self, given: Sequence[Any]) -> Sequence[Any]:
-        """The flat outputs of the model, of those of the graph: see `crops`."""
+        """Return the model's flat outputs, given the graph's: cut to their sizes, without these sizes (see `crops`)."""
         values = list(given)
         for at, dim, of_size in self.crops:
             if isinstance(size := values[of_size], torch.Tensor) and not isinstance(size, FakeTensor):
@@ -174,7 +172,8 @@ class FlatCapture:
     def around(
         self, within: Callable[..., Sequence[Any]], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What a call gives whose graph is `within` this once. (Binding takes as long as ten calls.)"""
+        """Call the forward with `within` in place of its graph, this once, and return the result. (Binding anew takes
+        as long as ten calls.)"""
         if self._bound is None:
             self._bound = self.bind(self._run_within)
         self._within = within
@@ -188,7 +187,7 @@ class FlatCapture:
         return self._within(*flat)
 
     def flatten(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The graph's inputs for a call."""
+        """Return the graph's flat inputs for a call."""
         found: list[tuple[Any, ...]] = []
 
         def stop(*inputs: Any) -> Sequence[Any]:
@@ -202,7 +201,7 @@ class FlatCapture:
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Let dynamo trace `stand_ins` in place of what they stand for."""
+    """Let dynamo trace the functions of `traceable_functions` in place of torch's own."""
     import torch.nn.functional as F
     from torch._dynamo import variables
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -210,7 +209,8 @@ def _stand_ins() -> Iterator[None]:
     kinds: Any = variables  # (its types are not told to checkers)
 
     def stands(function: Any, where: Callable[[dict[str, Any]], bool] = lambda given: True) -> Callable[..., Any]:
-        """A handler that traces `function`, but only where its arguments by name are so."""
+        """Return a handler that traces `function`, but leaves the call to torch where `where` is false of its arguments
+        by name."""
 
         def called(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
             given = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
@@ -251,7 +251,8 @@ def _stand_ins() -> Iterator[None]:
 
 
 def capture_mode() -> Any:
-    """The fake tensors of a capture: all sizes are numbers, but for those that depend on values, which are symbols."""
+    """Return the mode of a capture's fake tensors: sizes are numbers, except those that depend on values, which are
+    symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -269,9 +270,10 @@ def capture_flat(
 ) -> FlatCapture:
     """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`).
 
-    `numbers` that forward changes (by their names in guards) are no constants of the capture, and `lists` that it appends to may hold
-    anything by then. `open_dims` has the dimensions of fake tensors, by their ids, whose sizes are symbols: equal ones are one; `values` those of
-    fake tensors that are constants. Raises `NumberInGraphError` for a number that must be one.
+    `numbers` names (as guards do) the Python numbers that the forward changes: they become inputs, not constants.
+    `lists` are lists that it appends to, whose contents may change between calls. `open_dims` has the symbolic
+    dimensions of fake tensors, by the tensors' ids: equal sizes share a symbol. `values` has the values of fake tensors
+    that are constants, by id. Raises `NumberInGraphError` for a number that must be a constant.
     """
     function: Any = bound.__func__
     with (
@@ -291,7 +293,7 @@ def capture_flat(
             capture_scalar_outputs=True,
             reorderable_logging_functions={*dynamo_config.reorderable_logging_functions, warnings.warn},
         ),
-        # (A composite operator may have such sizes that none of its results shows.)
+        # (A composite operator may make symbols for sizes that none of its results has.)
         symbol_config.patch(soft_pending_unbacked_not_found_error=True),  # type: ignore[attr-defined]
         _symbolic(numbers, open_dims),
         fake_tensors.known_values(bool(values)),
@@ -312,7 +314,8 @@ def capture_flat(
             _fold_known(output.backend_input.graph_module.graph)
         guards = Guards(output, scope, function.__code__, effects, bindings, bool(open_dims))
     graph_module, fake_mode = output.backend_input.graph_module, output.backend_input.fake_mode
-    # (Dynamo leaves the graph among the globals of the user's module, where its code would find it; a replay has its own.)
+    # (Dynamo adds the graph to the globals of the user's module, for its generated code; a replay has globals of its
+    # own.)
     function.__globals__.pop(output.backend_input.backend_id, None)
     apart = None
     if numbers:
@@ -322,8 +325,12 @@ def capture_flat(
 
 @contextlib.contextmanager
 def _cached_calls(effects: Effects) -> Iterator[None]:
-    """Let a function behind functools.lru_cache that is called with constants be called, and a constant that it gives be noted. (Dynamo looks through
-    to what it would compute, which need not be what the cache has.) What gives something else is looked through."""
+    """Call a function behind functools.lru_cache at capture if its arguments are constants, and note a constant that it
+    returns.
+
+    By itself dynamo traces the function behind the cache, whose result may differ from the cached one. It still does
+    where the result is no constant.
+    """
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable as Wrapper
 
@@ -355,7 +362,7 @@ def _module_of(function: Any) -> str:
 
 
 def hung_on(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a user has set on a tensor, without dynamo's marks of its sizes."""
+    """Return the attributes that a user has set on a tensor, without dynamo's marks of its sizes."""
     return {k: v for k, v in vars(tensor).items() if not k.startswith("_dynamo_") and k not in _MARKS}
 
 
@@ -364,8 +371,11 @@ _MARKS = ("_has_dynamo_dim_marking", "_specialize_on")
 
 @contextlib.contextmanager
 def _symbolic(names: Sequence[str], open_dims: Mapping[int, Collection[int]]) -> Iterator[None]:
-    """Let dynamo take these numbers as inputs of its graph, these dimensions as symbols, and nothing else: what is marked as dynamic
-    (`torch._dynamo.mark_dynamic`, `torch.compiler.config.dynamic_sources`) is so for torch.compile, and a program has its sizes in its signature."""
+    """Let dynamo take these numbers as inputs of its graph and these dimensions as symbols, and no others.
+
+    What is marked as dynamic (`torch._dynamo.mark_dynamic`, `torch.compiler.config.dynamic_sources`) is meant for
+    torch.compile: a program's signature has its sizes.
+    """
     there: Any = builder
     process, asked, form = there.process_automatic_dynamic, there.is_dynamic_source, there._automatic_dynamic
     literal = there.VariableBuilder.wrap_literal
@@ -397,7 +407,7 @@ def _symbolic(names: Sequence[str], open_dims: Mapping[int, Collection[int]]) ->
 
 @contextlib.contextmanager
 def _with_values(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Let dynamo know the values of these fake inputs, by their ids: what is computed of them alone is known as well."""
+    """Tell dynamo the values of these fake inputs, by their ids; it then also knows what is computed from them alone."""
     there: Any = builder
     wrap = there.wrap_to_fake_tensor_and_record
 
@@ -415,8 +425,11 @@ def _with_values(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
 
 
 def _fold_known(graph: fx.Graph) -> None:
-    """Put numbers in the place of what is computed of known values by operators whose sizes only values tell. From then on nothing is known: torch
-    takes a view of what is known for a tensor of its own."""
+    """Replace nodes of known value by constants where the operator's sizes depend on values, then forget all known
+    values.
+
+    They are forgotten because torch takes a view of a known tensor for a tensor of its own.
+    """
     for node in list(graph.nodes):
         value = node.meta.get("example_value")
         if getattr(value, "constant", None) is None:
@@ -443,7 +456,7 @@ def _fold_known(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Torch logs no traceback of an operator that can't be traced: the exception says it all."""
+    """Keep torch from logging the traceback of an operator that can't be traced: the exception has it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def nothing(record: logging.LogRecord) -> bool:
@@ -458,8 +471,12 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recurrent_layers() -> Iterator[None]:
-    """Trace recurrent layers with their dropout, which torch's decomposition of several layers leaves out (it compares the wrong way round), and a
-    trained LSTM on CPU without oneDNN's operator for a layer: that gives what its backward needs only in grad mode, and no program runs in it."""
+    """Trace recurrent layers as they are computed in plain PyTorch.
+
+    Torch's decomposition of several layers leaves out the dropout between them (a comparison is the wrong way round). A
+    trained LSTM on CPU is traced without oneDNN's operator, which saves what its backward needs only in grad mode, and
+    programs run outside of it.
+    """
     chosen, layers = torch_decompositions.select_one_layer_lstm_function, torch_decompositions._rnn_helper
     if torch.is_grad_enabled():
         torch_decompositions.select_one_layer_lstm_function = lambda *_: torch_decompositions.one_layer_lstm
@@ -484,7 +501,7 @@ def _with_dropout(
     batch_first: bool,
     layer: Callable[..., Any],
 ) -> tuple[torch.Tensor, list[Any]]:
-    """What torch's helper for recurrent layers is to give: layer by layer, with a dropout between them."""
+    """Run the layers one by one with torch's helper for recurrent layers, with dropout between them."""
     input = input.transpose(0, 1) if batch_first else input
     width, finals = 2 if bidirectional else 1, []
     for number in range(num_layers):
@@ -499,7 +516,7 @@ def _with_dropout(
 
 
 def user_source(placeholder: fx.Node) -> str:
-    """What the user calls a flat input that dynamo found: "L['x']" is x. Its name in the graph where torch does not say."""
+    """Return the user's name of a flat input ("L['x']" is x); its name in the graph where torch does not record one."""
     source = getattr(placeholder, "_dynamo_source", None)
     name = getattr(source, "name", None)
     name = name() if callable(name) else name

@@ -20,8 +20,11 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 @contextlib.contextmanager
 def asserts_on_values() -> Iterator[None]:
-    """Let dynamo trace every assertion on a tensor's values: by itself it refuses `assert not x`, `assert x and y`, `torch._assert(x, …)` and
-    one whose message is put together where it fails. (`torch._check_tensor_all` it takes for one of a Python number.)"""
+    """Let dynamo trace every assertion on a tensor's values.
+
+    By itself it refuses `assert not x`, `assert x and y`, `torch._assert(x, …)` and an assertion whose message is
+    computed where it fails, and takes `torch._check_tensor_all` for a check of a Python number.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -50,7 +53,11 @@ def asserts_on_values() -> Iterator[None]:
 
 
 def _called(handler: Any, every: bool) -> Any:
-    """A call of an assertion as one of the graph: of `every` element of a tensor, or of its one. By dynamo's own `handler` what is no tensor."""
+    """Return a handler that turns a call of an assertion function into an assertion of the graph.
+
+    It checks `every` element of a tensor, or its only one; a condition that is no tensor goes to dynamo's own
+    `handler`.
+    """
 
     def called(variable: Any, tx: Any, condition: Any, message: Any = None) -> Any:
         from torch._dynamo.variables import ConstantVariable
@@ -69,7 +76,10 @@ def _called(handler: Any, every: bool) -> Any:
 
 
 def _asserting(jump: Callable[[Any, Any], Any], if_true: bool) -> Callable[[Any, Any], Any]:
-    """A jump over, or to, code that only raises (`assert`, or `if …: raise`) as an assertion of the graph; others as they are."""
+    """Return a jump handler that turns a jump over, or to, code that only raises into an assertion of the graph.
+
+    Such code is `assert`, or `if …: raise`. Other jumps go to `jump`.
+    """
 
     def inner(tx: Any, inst: Any) -> Any:
         known = _known_value(tx.stack[-1])
@@ -88,7 +98,8 @@ def _asserting(jump: Callable[[Any, Any], Any], if_true: bool) -> Callable[[Any,
 
 
 def _known_value(variable: Any) -> Any:
-    """A tensor's value, where tracing knows it: that of an input whose values are constants, or of what is computed of these alone."""
+    """Return the constant truth value of a one-element tensor whose value tracing knows (computed from known inputs
+    alone), else None."""
     from torch._dynamo.variables import ConstantVariable, TensorVariable
 
     variable = variable.realize()
@@ -97,11 +108,11 @@ def _known_value(variable: Any) -> Any:
     return ConstantVariable.create(bool(value)) if value is not None and value.numel() == 1 else None
 
 
-_MAY_RAISE = 100  # instructions that put together what is raised
+_MAY_RAISE = 100  # instructions that may build the exception before it is raised
 
 
 def _raises(tx: Any, at: int) -> bool:
-    """Whether the code here does nothing but raise."""
+    """Return whether the code that begins at this instruction does nothing but raise."""
     for inst in tx.instructions[at : at + _MAY_RAISE]:
         name = inst.opname
         if name == "RAISE_VARARGS":
@@ -113,7 +124,8 @@ def _raises(tx: Any, at: int) -> bool:
 
 
 def _is_caught(tx: Any) -> bool:
-    """May an exception that is raised here be handled in the function, or in one that called it? (A `with` lets it pass.)"""
+    """Return whether an exception raised here may be handled in the function or in one of its callers. (A `with` does
+    not handle it.)"""
     while tx is not None:
         entry = tx.current_instruction.exn_tab_entry
         if entry is not None:
@@ -125,7 +137,7 @@ def _is_caught(tx: Any) -> bool:
 
 
 def _on_values(variable: Any) -> bool:
-    """Whether this is a tensor, or a number that is made of a tensor's values."""
+    """Return whether this is a tensor, or a number that depends on a tensor's values."""
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -137,7 +149,8 @@ def _on_values(variable: Any) -> bool:
 
 
 def _assert_in_graph(tx: Any, condition: Any, message: str, holds: bool, every: bool = False) -> None:
-    """Insert `torch._assert_async` of a condition that must be true, or must not be; of `every` element of it."""
+    """Insert `torch._assert_async` of a condition that must be true (or false, without `holds`), of `every` element of
+    it if asked."""
     from torch._dynamo.variables.tensor import SymNodeVariable
 
     proxy = condition.realize().as_proxy()
@@ -157,7 +170,7 @@ def _traced(tx: Any, function: Any, operand: Any) -> Any:
 
 
 def _message(tx: Any, at: int) -> str:
-    """What is said by code that only raises: its message if that is a constant, else its text in the source."""
+    """Return the message of code that only raises: its source text, else a string constant of its first instructions."""
     written = _said(tx)
     if written is not None:
         return written
@@ -166,7 +179,8 @@ def _message(tx: Any, at: int) -> str:
 
 
 def _said(tx: Any) -> str | None:
-    """The message of the assertion that is being traced, or what it asserts if it has none, as it is written in the source."""
+    """Return the message of the assertion being traced, or its condition if it has none, as the source has it; None if
+    not found."""
     with contextlib.suppress(SyntaxError, ValueError):
         source = "".join(linecache.getlines(tx.f_code.co_filename))
         line = tx.current_instruction.positions.lineno or tx.lineno

@@ -14,8 +14,10 @@ from torch._dynamo.mutation_guard import GenerationTracker
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import ExactWeakKeyDictionary
 
-# (owner, attribute, what it is in a process that has traced nothing). A capture calls dynamo's tracer itself: it neither looks up
-# compiled code nor adds any, and no limit of recompilations counts it. Besides that cache, these are what one trace leaves to the next.
+# (owner, attribute, what makes its initial value). A capture calls dynamo's tracer directly: it neither looks up
+# compiled code nor
+# adds any, and counts towards no limit of recompilations. Besides that cache, this is the state that one trace leaves
+# to the next.
 _MEMORY: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
     # By code object: which sizes and numbers have changed between calls; and the same, as it was read from a file.
     (pgo, "_CODE_STATE", lambda: defaultdict(pgo.CodeState)),
@@ -31,7 +33,7 @@ _MEMORY: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
 
 @contextlib.contextmanager
 def own_memory() -> Iterator[None]:
-    """Trace as in a process that has traced nothing, and leave what torch.compile remembers as it is."""
+    """Trace as in a process that has traced nothing, and leave torch.compile's state as it was."""
     theirs = [(owner, name, getattr(owner, name)) for owner, name, _ in _MEMORY]
     hooks_traced = torch._C._autograd._saved_tensors_hooks_set_tracing(False)  # type: ignore[attr-defined]
     for owner, name, fresh in _MEMORY:

@@ -16,7 +16,8 @@ _COUNTING = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
 
 
 def empty(mode: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A new fake tensor of a mode: a fifth of the time of `torch.empty_strided`, which is dispatched to the mode."""
+    """Return a new fake tensor of a mode, in a fifth of the time of `torch.empty_strided`, which is dispatched to the
+    mode."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._mode_utils import no_dispatch
 
@@ -26,7 +27,8 @@ def empty(mode: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.d
 
 @contextlib.contextmanager
 def held_after() -> Iterator[list[torch.Tensor]]:
-    """Give a list that has, when the block has ended, the fake tensors made in it that something still holds (what the user's code keeps)."""
+    """Yield a list that, once the block has ended, has the fake tensors made in it that are still alive (the user's
+    code keeps them)."""
     made: list[torch.Tensor] = []
     before = _found()  # (held to the end, so that no id is given twice)
     known = {id(x) for x in before}
@@ -44,7 +46,7 @@ def _found() -> list[torch.Tensor]:
 
 
 def forget_results() -> None:
-    """Let go of what torch remembers of operators on fake tensors, for the whole process."""
+    """Clear torch's cache of operators on fake tensors, for the whole process."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     FakeTensorMode.cache_clear()
@@ -56,7 +58,8 @@ def _on_cpu(options: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def known_values(known: bool) -> Iterator[None]:
-    """Where values of inputs are `known`, let fake tensors know those of what is computed of them alone. (By itself torch knows single numbers.)"""
+    """Let fake tensors know the values of what is computed from inputs of `known` values alone. (By itself torch knows
+    single numbers.)"""
     from torch._subclasses import fake_tensor
     from torch.utils._mode_utils import no_dispatch
 

@@ -18,7 +18,7 @@ def boxed(graph: fx.Graph) -> None:
 
 
 def lazy_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """A graph module whose Python code is written when someone reads or calls it, not at each change."""
+    """Return a graph module whose Python code is written when someone reads or calls it, not at each change."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
@@ -26,7 +26,7 @@ def lazy_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
 
 @functools.cache
 def _builtins() -> frozenset[int]:
-    """The functions that torch gives without saying whose they are (`torch.add`, `torch._C._nn.linear`)."""
+    """Return the ids of torch's functions that do not record their module (`torch.add`, `torch._C._nn.linear`)."""
     of_c: Any = torch._C
     inner = ("_nn", "_VariableFunctions", "_fft", "_linalg", "_special")
     places = (torch, torch.Tensor, *(getattr(of_c, name) for name in inner if hasattr(of_c, name)))
@@ -34,14 +34,17 @@ def _builtins() -> frozenset[int]:
 
 
 def is_torchs(function: Any) -> bool:
-    """Whether this is one of torch's own functions that are written in C++."""
+    """Return whether this is one of torch's own functions that are written in C++."""
     kinds = ("builtin_function_or_method", "method_descriptor")
     return type(function).__name__ in kinds and id(function) in _builtins()
 
 
 class FrozenGraph:
-    """A module's graph as it is now. A copy of it, which takes thirty times as long, is made when one is asked for first: it holds what the
-    nodes have, of which nobody changes anything in place."""
+    """A module's graph as it is when this is made.
+
+    It holds what the nodes have (nobody changes these objects in place); a copy of the graph takes thirty times as long
+    and is made when first asked for.
+    """
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._root = module
@@ -50,7 +53,7 @@ class FrozenGraph:
             _ = self.module
 
     def is_of(self, module: fx.GraphModule) -> bool:
-        """Has nothing been changed in the graph since?"""
+        """Return whether the module's graph is still the same, node by node."""
         nodes = module.graph.nodes
         return len(nodes) == len(self._nodes) and all(
             len(held) == len(parts) and all(map(operator.is_, held, parts))
@@ -59,7 +62,7 @@ class FrozenGraph:
 
     @functools.cached_property
     def module(self) -> fx.GraphModule:
-        """A graph module with the copy."""
+        """A graph module with a copy of the graph."""
         graph = fx.Graph()
         memo: dict[fx.Node, fx.Node] = {}
         for node, name, target, args, kwargs, *meta in self._nodes:
@@ -72,12 +75,14 @@ class FrozenGraph:
 
 
 def _parts(node: fx.Node) -> tuple[Any, ...]:
-    """What a copy has of a node, and the node."""
+    """Return the node, and what a copy takes of it."""
     return (node, node.name, node.target, node.args, node.kwargs, *node.meta, *node.meta.values())
 
 
 def fix_strides(node: fx.Node) -> None:
-    """Let Inductor make this value with the strides that it has in the program: a reader that needs them would else get a copy,
-    and another one the value itself."""
+    """Make Inductor store this value with the strides that it has in the program.
+
+    Else a reader that needs these strides would get a copy of it.
+    """
     if node.op == "call_function":
         node.meta = {**node.meta, "inductor_realize_to_strides": True}

@@ -48,7 +48,7 @@ class Scope:
         return f"L['{code.co_varnames[0]}']" + ("" if code.co_argcount else "[0]")
 
     def lasts(self, guard: str, scope: dict[str, Any]) -> bool:
-        """Whether a guard is on something that outlives the call: the module, a global, a cell, a default."""
+        """Return whether a guard is on something that outlives the call: the module, a global, a cell, a default."""
         root = re.search(r"\bL\['(\w+)'\]", guard)
         if root is None or root.group().startswith(self.owner) or self.owner in guard:
             return True
@@ -58,11 +58,11 @@ class Scope:
         return any(scope.get(root.group(1)) is x for x in defaults)
 
     def readable(self, guard: str) -> str:
-        """A guard's text in the user's words."""
+        """Return a guard's text in the user's words."""
         return re.sub(r"\b[LG]\['(\w+)'\]", r"\1", guard.replace(self.owner, "self"))
 
     def of(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The locals of forward's frame for this call."""
+        """Return the locals of forward's frame for this call."""
         self._binder.__defaults__ = self._function.__defaults__  # (they may have been replaced)
         self._binder.__kwdefaults__ = self._function.__kwdefaults__
         found: dict[str, Any] = self._binder(owner, *args, **kwargs)
@@ -73,7 +73,7 @@ class Scope:
 
 
 def _binder(code: types.CodeType) -> types.FunctionType:
-    """A function of the same parameters that returns them by name."""
+    """Return a function with the same parameters that returns them by name."""
     names = list(code.co_varnames)
     plain, keywords = names[: code.co_argcount], names[code.co_argcount :][: code.co_kwonlyargcount]
     rest = names[code.co_argcount + code.co_kwonlyargcount :]
@@ -98,8 +98,11 @@ def _same(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def _quickly() -> Iterator[None]:
-    """Build guards without measuring how long they take, for which dynamo empties the processor's caches (16 ms), and without writing into each
-    one's text where in forward it comes from, which nobody reads (a third of the rest)."""
+    """Build guards without timing them and without their verbose texts.
+
+    For the timing dynamo empties the processor's caches (16 ms). The texts say where in forward each guard comes from,
+    take a third of the remaining time, and nobody reads them.
+    """
     there: Any = torch._dynamo.guards
     theirs = there.profile_guard_manager, there.get_verbose_code_part
     there.profile_guard_manager, there.get_verbose_code_part = lambda *_: 0.0, lambda part, _: part
@@ -110,10 +113,10 @@ def _quickly() -> Iterator[None]:
 
 
 class Guards:
-    """All that dynamo found a captured forward to depend on, to be checked before each call.
+    """Everything that dynamo found a captured forward to depend on, to be checked before each call.
 
-    Left out are guards on tensors that were fake ones at capture: parameters, buffers and the call's own tensors, whose forms are part
-    of the signature; and the lengths of lists that forward only appends to.
+    Left out are guards on tensors that were fake at capture (parameters, buffers and the call's own tensors, whose
+    forms are part of the signature), and on the lengths of lists that forward only appends to.
     """
 
     def __init__(
@@ -125,16 +128,18 @@ class Guards:
         bound: dict[str, Any],
         open_sizes: bool = False,
     ) -> None:
-        """`bound` is the call that was captured, as `scope` binds it. What holds of `open_sizes` is left out: a program knows it."""
+        """Build the guards of a capture. `bound` is the captured call, as `scope` binds it. With `open_sizes` guards on
+        sizes are left out: the program checks them itself."""
         self._open = open_sizes
         self._scope = scope
         self._globals: dict[str, Any] = effects.namespace
         self._appended = {id(x) for x in effects.appended}
-        self._numbers: dict[str, Any] = {}  # those that were taken for constants, by their names in guards
+        self._numbers: dict[str, Any] = {}  # numbers that are constants of the capture, by their names in guards
         self._objects: list[Any] = []  # what is guarded
-        # Tensors that were no fake ones, by their names in guards: whether each asks for a gradient, which torch 2.11 does not compare.
+        # Tensors that were not fake at capture, by their names in guards: the compiled name and requires_grad, which
+        # torch 2.11 does not compare.
         self._trained: dict[str, tuple[types.CodeType, bool]] = {}
-        self._held: list[Any] = []  # what is known by where it lies in memory, so that it stays there
+        self._held: list[Any] = []  # objects that guards know by their address, so they must stay alive
         captured = output.graph_capture_output
         with _quickly():
             self._manager = captured.build_guards(code, hooks=Hooks(guard_filter_fn=self._wanted))
@@ -144,7 +149,7 @@ class Guards:
         self._cached = effects.cached
 
     def failing(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failing | None:
-        """What is no longer as it was at capture; None if all holds."""
+        """Return the first guard that no longer holds; None if all do."""
         scope = self._scope.of(owner, args, kwargs)
         changed = self._around.changed(scope)
         for function, given, named, value in self._cached:
@@ -162,7 +167,7 @@ class Guards:
         return Failing(self._scope.readable(parts[0]), where, self._scope.lasts(parts[0], scope))
 
     def _other_gradient(self, scope: dict[str, Any]) -> Failing | None:
-        """A tensor of which a gradient was not asked for at the capture and is now, or the other way round."""
+        """Return a guard on a tensor whose `requires_grad` is not what it was at capture; None if there is none."""
         names = {"L": scope, "G": self._globals}
         for name, (read, before) in self._trained.items():
             with contextlib.suppress(Exception):  # (what can't be read by its name alone)
@@ -173,11 +178,11 @@ class Guards:
 
     @property
     def constant_numbers(self) -> Collection[str]:
-        """The names of the numbers that were constants of the capture."""
+        """The names of the numbers that are constants of the capture."""
         return self._numbers.keys()
 
     def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """The names of the numbers that are others now."""
+        """Return the names of the constant numbers that have another value now."""
         names = {"L": self._scope.of(owner, args, kwargs), "G": self._globals}
         found = []
         for name, before in self._numbers.items():
@@ -188,7 +193,7 @@ class Guards:
         return found
 
     def _wanted(self, entries: Sequence[Any]) -> Sequence[bool]:
-        for e in entries:  # guards are built twice; a property that makes its value anew gave another the first time
+        for e in entries:  # guards are built twice, and a property may have given another object the first time
             e.orig_guard.obj_weakref = e.orig_guard.guarded_class_weakref = None
             real = e.guard_type == "TENSOR_MATCH" and not isinstance(e.value, FakeTensor)
             if real and REPLACED not in vars(e.value):
@@ -215,25 +220,25 @@ class Guards:
 class Failing:
     """A guard that does not hold."""
 
-    what: str
+    what: str  # the guard's text, in the user's words
     where: str | None  # the user's line that read it
-    lasts: bool  # is it on something that outlives the call, and not on an argument?
+    lasts: bool  # whether it is on something that outlives the call, not on an argument
 
 
 @dataclass
 class Effects:
-    """What a replay of a captured forward changes of Python objects that were there before."""
+    """The changes that a replay of a captured forward makes to Python objects that existed before."""
 
-    containers: list[Any] = field(default_factory=list)  # lists, dicts, sets
-    objects: list[tuple[Any, list[str]]] = field(default_factory=list)  # those that get attributes, and which
-    cells: list[types.CellType] = field(default_factory=list)
-    globals: list[str] = field(default_factory=list)
-    consumed: list[str] = field(
-        default_factory=list
-    )  # the user's lines that take from an iterator, or draw from a random.Random
-    appended: list[Any] = field(default_factory=list)  # lists that are only appended to, of those watched
-    namespace: dict[str, Any] = field(default_factory=dict)  # where the globals are
-    # Calls of functions behind functools.lru_cache, with what they gave.
+    containers: list[Any] = field(default_factory=list)  # lists, dicts, sets that are changed
+    # objects whose attributes are set, with their names
+    objects: list[tuple[Any, list[str]]] = field(default_factory=list)
+    cells: list[types.CellType] = field(default_factory=list)  # closure cells that are written to
+    globals: list[str] = field(default_factory=list)  # names of globals that are written to
+    # the user's lines that take from an iterator, or draw from a random.Random
+    consumed: list[str] = field(default_factory=list)
+    appended: list[Any] = field(default_factory=list)  # watched lists that are only appended to
+    namespace: dict[str, Any] = field(default_factory=dict)  # the globals of forward's module
+    # calls of functions behind functools.lru_cache: function, arguments, keywords, result
     cached: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=list)
 
     @property
@@ -242,7 +247,7 @@ class Effects:
         return not (self.containers or self.objects or self.cells or self.globals)
 
     def held(self) -> list[Any]:
-        """What the places that a replay writes to have now, one after another."""
+        """Return the current values of all that a replay writes to, in one list."""
         found: list[Any] = []
         for container in self.containers:
             found += [len(container), *container, *(container.values() if isinstance(container, dict) else ())]
@@ -251,7 +256,7 @@ class Effects:
         return found + [self.namespace.get(name, _MISSING) for name in self.globals]
 
     def unchanged_by(self, run: Callable[[], Any]) -> bool:
-        """Whether a function runs, and leaves the places that a replay writes to as they are. What it does to them is undone."""
+        """Return whether `run` succeeds and leaves all that a replay writes to as it was. Its changes are undone."""
         before = self.held()
         try:
             with self.undone():
@@ -264,7 +269,7 @@ class Effects:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo at the end what a replay inside does."""
+        """Undo at the end the changes that a replay makes inside."""
         undo = [
             *(_container(c) for c in self.containers),
             *(_attributes(o, names) for o, names in self.objects),
@@ -360,10 +365,10 @@ def _item(table: dict[str, Any], name: str) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def recorded(function: types.FunctionType, watched: Sequence[Any] = ()) -> Iterator[Effects]:
-    """Note the side effects of what dynamo captures inside.
+    """Record the side effects of the forward that dynamo captures inside.
 
-    A `watched` list that is only appended to is extended by what is new, whatever it holds by then. (Dynamo by itself writes the whole list
-    as it found it.)
+    A `watched` list that forward only appends to gets the new items appended at each replay, whatever it holds then.
+    (By itself dynamo writes the whole list as it was at capture.)
     """
     found = Effects(namespace=function.__globals__)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -405,11 +410,11 @@ def recorded(function: types.FunctionType, watched: Sequence[Any] = ()) -> Itera
 
 
 class _Appended:
-    """Mixed into dynamo's variable for a list: notes whether the list is read, and not only appended to."""
+    """Mixed into dynamo's variable for a list: notes whether the list is read, or only appended to."""
 
     mutation_type: Any
 
-    # What is noted lies on the mutation type: dynamo copies its variables by all that is in their dictionaries.
+    # The notes are kept on the mutation type: dynamo copies its variables with everything in their dictionaries.
     @property
     def items(self) -> Any:
         mutation = self.__dict__.get("mutation_type")
@@ -448,7 +453,7 @@ _WATCHED: dict[type, type] = {ListVariable: _AppendedList, DequeVariable: _Appen
 
 
 def _extend(cg: Any, variable: Any, known: int) -> None:
-    """Write bytecode that appends to a list what it got after the first `known` items."""
+    """Write bytecode that appends to a list the items that it got after its first `known` ones."""
     new = variable.__dict__["items"][known:]
     cg(variable.source)
     cg.load_method("extend")
@@ -490,9 +495,10 @@ def _line(effects: Any, variable: Any) -> str:
 
 
 def live(replay: types.FunctionType, function: types.FunctionType, graph: str) -> Callable[..., Any]:
-    """Let a replay of dynamo's bytecode read and write globals, and take defaults, as the captured function would now.
+    """Return a call of dynamo's replay that reads and writes globals, and takes defaults, as the captured function does
+    at that time.
 
-    (Dynamo gives it a copy of both.) `graph` is the name by which it calls the graph.
+    (By itself dynamo gives the replay copies of both.) `graph` is the name by which the replay calls the graph.
     """
     code, names = replay.__code__, replay.__globals__
     there = function.__globals__

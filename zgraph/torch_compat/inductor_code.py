@@ -16,10 +16,11 @@ from torch._guards import TracingContext, tracing
 
 
 def inductor_joint_passes(module: fx.GraphModule, fake_mode: Any, *, pads: bool) -> None:
-    """Inductor's own passes over a joint graph (random operators become functions of seeds, patterns are replaced).
+    """Run Inductor's own passes over a joint graph (random operators become functions of seeds, patterns are replaced).
 
-    With `pads` products on CUDA whose rows don't begin at multiples of 16 bytes are padded (of a head of 50,257 words, say). Torch decides that
-    by the clock, which would differ between ranks; here their sizes decide. It asks of sizes that are symbols, too: these programs are not padded.
+    With `pads`, matrix products on CUDA whose rows do not begin at multiples of 16 bytes (a head of 50,257 words, say)
+    are padded. Torch decides by timing, which would differ between ranks; here the sizes decide. Programs with symbolic
+    sizes are not padded.
     """
     from torch._inductor import config
     from torch._inductor.fx_passes import pad_mm
@@ -32,15 +33,19 @@ def inductor_joint_passes(module: fx.GraphModule, fake_mode: Any, *, pads: bool)
 
 
 def _worth_padding(match: Any, one: torch.Tensor, other: torch.Tensor, *rest: Any) -> bool:
-    """Whether a product computes longer than it reads and writes, on accelerators with about 100 operations to an element: a padded copy is
-    of the order of the latter."""
+    """Return whether a product computes longer than it reads and writes, at about 100 operations to an element (an
+    accelerator).
+
+    A padded copy costs about as much as the reading and writing.
+    """
     rows, inner, columns = *one.shape[-2:], other.shape[-1]
     return bool(rows * inner * columns > 100 * (rows * inner + inner * columns + rows * columns))
 
 
 @contextlib.contextmanager
 def eager_random_numbers() -> Iterator[None]:
-    """Inductor's programs made inside draw what plain PyTorch draws (by itself Inductor has a generator of its own)."""
+    """Let Inductor's programs made inside draw what plain PyTorch draws (by itself Inductor has a generator of its
+    own)."""
     from torch._inductor import config
 
     with config.patch(fallback_random=True):
@@ -48,20 +53,23 @@ def eager_random_numbers() -> Iterator[None]:
 
 
 def inductor_decompositions() -> dict[Any, Any]:
-    """The decompositions that Inductor needs at capture."""
+    """Return the decompositions that Inductor needs at capture."""
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
 
 
 def draws_by_seed(target: Any) -> bool:
-    """Is this operator one of Inductor's for seeds, and random numbers of them? Their plain implementations draw others than its code does."""
+    """Return whether this is one of Inductor's operators for seeds, or for random numbers made from them.
+
+    Their plain implementations draw other numbers than Inductor's code does.
+    """
     prims = torch.ops.prims
     return target in (prims.inductor_seeds.default, prims.inductor_random.default, prims.inductor_randint.default)
 
 
 def drawn_by_inductor(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What Inductor's code draws for such an operator."""
+    """Return the numbers that Inductor's code draws for such an operator."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if target is torch.ops.prims.inductor_seeds.default:
@@ -83,7 +91,7 @@ def drawn_by_inductor(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def name_origins(graph: fx.Graph) -> None:
-    """Let Inductor's comments name this graph's own nodes, and its kernels the operators that passes inserted."""
+    """Make Inductor's comments name this graph's own nodes, and its kernels the operators that passes inserted."""
     from torch.fx.traceback import NodeSource
 
     for node in graph.nodes:
@@ -97,8 +105,11 @@ def name_origins(graph: fx.Graph) -> None:
 
 
 def name_held(inputs: Sequence[fx.Node]) -> None:
-    """Tell Inductor, by their names, which inputs outlive the graph. It takes all others to be free behind their last reader, and holds a
-    buffer for a later one of its size as long as that is not above the peak: which weights, let go one by one, would put at the start."""
+    """Tell Inductor, by renaming them, which inputs outlive the graph.
+
+    It takes all other inputs to be free after their last reader, and keeps a dead buffer for reuse while the peak
+    allows it. Inputs freed one by one would put the estimated peak at the start, and so allow too much.
+    """
     for node in inputs:
         node._rename(f"primals_{node.name}")
         node.target = node.name
@@ -106,14 +117,16 @@ def name_held(inputs: Sequence[fx.Node]) -> None:
 
 @functools.cache
 def order_keeper(chunks: tuple[tuple[str, str], ...] = (), copies: tuple[str, ...] = ()) -> Any:
-    """A pass over Inductor's scheduler that lets no fusion move collectives and library calls past each other, nor what is of one of the
-    `chunks` (the names of nodes, each with that of its chunk) past the chunk before it: two chunks' values would be there at once. Nor
-    does one move what is computed again (the names of `copies`) past a call before it: it may need nothing that is not there from the
-    start, and several such values, read one after another, would be made by one kernel.
+    """Return a pass over Inductor's scheduler that keeps fusion from reordering collectives, library calls and chunks.
 
-    Fusion puts a group of operators where the first of them stood, and what the others need (a wait, a product) before
-    that. A chain of control dependencies through all kernels that are not Inductor's own forbids this; it extends no
-    buffer's life.
+    Collectives and library calls keep their order. A node of one of the `chunks` ((node, its chunk) pairs) stays behind
+    the chunk before it, else values of two chunks would be alive at once. A recomputed node (`copies` has their names)
+    stays behind the call before it: its operands may all be there from the start, and one kernel would then recompute
+    several such values that are read one after another.
+
+    Fusion puts a group of operators where its first one was, and what the others need (a wait, a product) before it. A
+    chain of control dependencies through all kernels that are not Inductor's own forbids this, and extends no buffer's
+    life.
     """
     from torch._inductor import custom_graph_pass, ir
     from torch._inductor.dependencies import WeakDep
@@ -131,7 +144,9 @@ def order_keeper(chunks: tuple[tuple[str, str], ...] = (), copies: tuple[str, ..
                 if not isinstance(node.node, (ir.ExternKernel, ir.TemplateBuffer)) or isinstance(
                     node.node, ir.MultiOutput
                 ):
-                    if isinstance(node, SchedulerNode):  # (else many loops as one, which no backend takes anew)
+                    if isinstance(
+                        node, SchedulerNode
+                    ):  # (other nodes are several loops in one, which no backend rebuilds)
                         self._hold(node)
                     made = node.node.get_origin_node() if again else None
                     if last is not None and made is not None and made.name in again:
@@ -150,8 +165,9 @@ def order_keeper(chunks: tuple[tuple[str, str], ...] = (), copies: tuple[str, ..
 
         @staticmethod
         def _hold(node: Any) -> None:
-            # Of a kernel that reads what another wrote in place (what was waited for), the C++ backend forgets so when it takes its loops
-            # anew, and fuses it in front of the wait: unless it has a dependency that was added.
+            # When the C++ backend rebuilds a kernel's loops, it forgets that the kernel reads what another wrote in
+            # place (the result of a
+            # wait), and fuses it in front of the wait. A dependency that was added is not forgotten.
             for read in sorted({d.name for d in node.read_writes.reads} & set(node.mutation_renames.values())):
                 node.add_fake_dep(WeakDep(read, read, is_fake=True))
 
@@ -162,11 +178,12 @@ def order_keeper(chunks: tuple[tuple[str, str], ...] = (), copies: tuple[str, ..
 
 
 def _order_chunks(nodes: list[Any], chunk_of: dict[str, str]) -> bool:
-    """Let each node of a chunk depend on all that the chunk before it has written; return whether there are such nodes."""
+    """Make each node of a chunk depend on all that the chunk before it has written; return whether any node is of a
+    chunk."""
     from torch._inductor.dependencies import WeakDep
 
     now: str | None = None
-    before: list[str] = []  # what the chunk before has written
+    before: list[str] = []  # buffers that the chunk before has written
     written: list[str] = []
     for node in nodes:
         of = {chunk_of[o.name] for o in node.node.get_origins() if o.name in chunk_of} if chunk_of else ()
@@ -194,16 +211,20 @@ def compile_with_inductor(
     chunks: tuple[tuple[str, str], ...] = (),
     copies: tuple[str, ...] = (),
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], str, list[Any]]:
-    """(the boxed callable, its source, the strides of its outputs) of Inductor's compilation of one graph.
+    """Compile one graph with Inductor; return (the boxed callable, its source, the strides of its outputs).
 
-    `library` gives what its library calls are made of, for what it would make them of. With `combine` kernels that do not depend on
-    each other become one (on CUDA, where each launch costs microseconds).
-    Without `reuse` a buffer is freed where it dies: Inductor else holds it for the next of its size, where its own estimate of the peak, which
-    knows of no homes, allows it. Then, and where something is computed again, each kernel is a function of its own: on CPU Inductor else
-    makes one of all between two library calls, and their results are there at once.
-    With `round_each` a fused kernel rounds to a low dtype wherever its operators would, one by one.
-    The order of collectives and library calls is that of the graph: what fuses around them does not move them, and
-    Inductor's own reorder passes are off (they move the start of a collective next to its wait). `chunks`, `copies`: see `order_keeper`.
+    `library` wraps the namespace that the generated code's library calls come from. With `combine`, kernels that do not
+    depend on each other become one (on CUDA, where each launch costs microseconds). With `round_each`, a fused kernel
+    rounds to a low dtype wherever its operators would, one by one.
+
+    Without `reuse`, a buffer is freed after its last use. Else Inductor keeps it for a later one of its size where its
+    own estimate of the peak, which does not know of offloading, allows it. Without `reuse`, and where something is
+    recomputed, each C++ kernel is a function of its own: on CPU Inductor else makes one function of all kernels between
+    two library calls, and their results are alive at once.
+
+    Collectives and library calls keep the graph's order: fused kernels around them do not move them, and Inductor's own
+    reorder passes, which move the start of a collective next to its wait, are off. `chunks`, `copies`: see
+    `order_keeper`.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -243,7 +264,7 @@ def compile_with_inductor(
 
 @functools.cache
 def lower_gathers() -> None:
-    """Let Inductor know that zgraph's gather is a collective: what it reads is not used again before its wait."""
+    """Register zgraph's gather with Inductor as a collective, so that what it reads is not reused before its wait."""
     from torch._inductor import ir, lowering
 
     gather = torch.ops.zgraph.gather
@@ -257,8 +278,12 @@ def lower_gathers() -> None:
 
 @contextlib.contextmanager
 def _known_sizes() -> Iterator[None]:
-    """Let Inductor know the sizes of a graph's buffers where it weighs whether one may be held for a later one of its size. It only
-    finds them where it reorders for the peak, and else takes all that a graph makes for nothing: nearly every buffer would be held."""
+    """Give Inductor the sizes of a graph's buffers where it decides whether to keep a dead one for a later one of its
+    size.
+
+    It only computes them where it reorders for the peak, and else counts every buffer as 0 bytes: nearly all would be
+    kept.
+    """
     from torch._inductor.codegen.wrapper import EfficientPeakEstimate
     from torch._inductor.memory import assign_memory_planning_info_for_scheduler_buffers
     from torch._inductor.virtualized import V
@@ -279,7 +304,8 @@ def _known_sizes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _functions_apart() -> Iterator[None]:
-    """Let Inductor make a function of each C++ kernel: what it puts together it ends where a function has too many arguments."""
+    """Make Inductor write each C++ kernel as a function of its own, by lowering the number of arguments at which it
+    ends one."""
     from torch._inductor.codegen.cpp import CppScheduling
 
     most = CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM
@@ -292,8 +318,11 @@ def _functions_apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sums_where_they_belong() -> Iterator[None]:
-    """Let Inductor's C++ kernels add to the places that they mean: in one that is tiled over two dimensions, torch moves the index of an atomic
-    addition by the inner loop's variable twice, once before and once as it makes a vector of it. That writes past the buffer's end."""
+    """Correct the index of atomic additions in Inductor's C++ kernels that are tiled over two dimensions.
+
+    Torch adds the inner loop's variable to it twice, before the addition and as it makes a vector of the index, which
+    writes past the buffer's end.
+    """
     from torch._inductor import config
     from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
 
@@ -309,15 +338,19 @@ def _sums_where_they_belong() -> Iterator[None]:
     try:
         keys: Any = torch.compiler.config
         with keys.patch(cache_key_tag=f"{keys.cache_key_tag} zgraph: sums"):
-            yield  # (kernels that were made without this are of another key)
+            yield  # (kernels made without this correction have another cache key)
     finally:
         CppTile2DKernel.store = store  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def _products_where_they_are() -> Iterator[None]:
-    """Let Inductor make one call of a product and the sum with something else only where the product need not wait for that: the first part
-    of the gradient of a weight that is used twice would be computed where the last one is, and its operands held until then."""
+    """Let Inductor fuse a product and a sum into one call only where the product need not wait for the sum's other
+    operand.
+
+    Else the first part of the gradient of a weight that is used twice would be computed with the last one, and its
+    operands kept until then.
+    """
     from torch._inductor.fx_passes import post_grad
 
     unfused = post_grad.should_prefer_unfused_addmm
@@ -338,7 +371,7 @@ def _products_where_they_are() -> Iterator[None]:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Whether this is a view, or an operator of which fusion makes a loop."""
+    """Return whether this is a view, or an operator that fusion turns into a loop."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     views = any(a.alias_info is not None for a in node.target._schema.arguments)
@@ -348,8 +381,11 @@ def _is_light(node: fx.Node) -> bool:
 def rebuild_inductor(
     compiled: Any, library: Callable[[Any], Any], source: str, names: dict[str, Any]
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """The boxed callable of `compiled` with another `source` (its own one, changed) and `names` in the source's module. `library`: see
-    `compile_with_inductor`."""
+    """Return the boxed callable of `compiled` with another `source` (its own, edited) and `names` added to the source's
+    module.
+
+    `library`: see `compile_with_inductor`.
+    """
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet
@@ -363,16 +399,16 @@ def rebuild_inductor(
 
 @dataclass(frozen=True)
 class CodeRecord:
-    """What the callable of generated code needs besides its source: positions of the inputs whose alignment it looks at, of those that it writes
-    to, and the `libraries` of its C++ kernels, as paths within Inductor's cache folder."""
+    """What the callable of generated code needs besides its source."""
 
-    inputs_to_check: tuple[int, ...]
-    mutated_input_idxs: tuple[int, ...]
-    libraries: tuple[str, ...] = ()
+    inputs_to_check: tuple[int, ...]  # positions of the inputs whose alignment it checks
+    mutated_input_idxs: tuple[int, ...]  # positions of the inputs that it writes to
+    libraries: tuple[str, ...] = ()  # its C++ kernels, as paths within Inductor's cache folder
 
 
 def record_of(compiled: Any) -> CodeRecord | None:
-    """The record of what `compile_with_inductor` gave; None where its code can't be run by another process (it holds tensors, say)."""
+    """Return the record of a result of `compile_with_inductor`; None where another process can't run its code (it holds
+    tensors, say)."""
     runner = getattr(compiled, "compiled_fn_runner", None)
     held = ("constants", "frozen_param_names", "torchbind_constants", "opaque_value_type_classes", "cudagraph_info")
     others = ("guards_expr", "disabled_cudagraphs_reason", "_defers_input_alignment", "_wrap_compiled_regions")
@@ -395,19 +431,19 @@ def record_of(compiled: Any) -> CodeRecord | None:
 
 
 def constants_of(compiled: Any) -> dict[str, torch.Tensor]:
-    """The tensors that the code of `compiled` holds, by their names in it."""
+    """Return the tensors that the code of `compiled` holds, by their names in it."""
     return dict(getattr(compiled, "constants", None) or {})
 
 
 def inductor_folder() -> str:
-    """Where Inductor keeps what it has made."""
+    """Return Inductor's cache folder."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Put a text among what TORCH_TRACE collects, for tlparse; without TORCH_TRACE nothing is made."""
+    """Add a text to what TORCH_TRACE collects, for tlparse; without TORCH_TRACE the text is not made."""
     torch._logging.trace_structured(  # type: ignore[attr-defined]
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},

@@ -1,4 +1,5 @@
-"""What a module has registered, by one walk over its own tables: torch's generators make one for each question, which every call would pay for."""
+"""What a module has registered, found by one walk over its own tables: torch's generators walk once for each question,
+at every call."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from torch import nn
 
 
 class Registered(NamedTuple):
-    """A module and those inside it, its parameters by name, and its buffers: in torch's order, each once, by its first name."""
+    """What a module has registered, in torch's order, each once, by its first name."""
 
-    modules: list[nn.Module]
-    parameters: dict[str, nn.Parameter]
-    buffers: list[torch.Tensor]
+    modules: list[nn.Module]  # the module and all those inside it
+    parameters: dict[str, nn.Parameter]  # by name
+    buffers: list[torch.Tensor]  # of all these modules
 
 
 def registered(module: nn.Module) -> Registered:
-    """What `modules()`, `named_parameters()` and `buffers()` give."""
+    """Return in one walk what `modules()`, `named_parameters()` and `buffers()` give."""
     found = Registered([], {}, [])
     if (
         type(module).named_parameters is not nn.Module.named_parameters

@@ -10,9 +10,13 @@ import torch
 
 
 def onednn_product() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None] | None:
-    """product(a, b, into, beta): into = beta * into + a @ b by the oneDNN that torch comes with, for float32 matrices on the CPU. None where
-    this torch has none, or one that ends the process on these processors: it asks of all dtypes what bfloat16 needs (AVX-512, say), and what
-    it raises can't be caught here. (torch itself calls it for other dtypes alone.)"""
+    """Return product(a, b, into, beta), which sets into = beta * into + a @ b by torch's oneDNN, for float32 matrices
+    on the CPU.
+
+    Return None where this torch has none, or where a call would end the process: it requires for all dtypes what
+    bfloat16 needs (AVX-512, say), and what it raises otherwise can't be caught here. (Torch itself calls it for other
+    dtypes only.)
+    """
     if not torch.backends.mkldnn.is_available() or torch.__version__ < "2.13":
         return None
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -1,4 +1,4 @@
-"""What zgraph calls, overrides or reads of other libraries without its being public there: a release that lacks one of these names is refused."""
+"""The private names of other libraries that zgraph calls, overrides or reads: a release that lacks one is refused."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from zgraph.errors import ModelError
 
 @dataclass(frozen=True)
 class Names:
-    """Of one library. A name is "module:path"; with "has", the code there uses a name or a string; with "takes", its arguments are these. Of two with
-    "or" between them one is enough."""
+    """The private names of one library that one part of zgraph needs.
 
-    library: str
-    known: str
-    """The release that zgraph was run with."""
-    why: str
-    names: tuple[str, ...]
+    A name is "module:path". With "has", the code of that path uses a name or string; with "takes", its arguments are
+    those given. Of two names with "or" between them one is enough.
+    """
+
+    library: str  # the library's name
+    known: str  # the release that zgraph was run with
+    why: str  # why a missing name is an error, for the message
+    names: tuple[str, ...]  # the names that it must have
 
 
 NAMES = {
@@ -145,7 +147,7 @@ def refuse_release(part: str) -> None:
 
 
 def _lacks(name: str) -> str | None:
-    """What is not there, in words."""
+    """Return what is missing of a name, in words; None if nothing is."""
     found = [_one_lacks(one) for one in name.split(" or ")]
     return None if None in found else found[0]
 
@@ -173,7 +175,7 @@ def _code(found: Any) -> types.CodeType | None:
 
 
 def _words(code: types.CodeType | None) -> Iterator[str]:
-    """The names and strings of a function and of those inside of it."""
+    """Yield the names and strings in a function's code and in the code of functions inside it."""
     if code is not None:
         yield from code.co_names
         for constant in code.co_consts:

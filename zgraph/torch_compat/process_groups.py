@@ -10,7 +10,8 @@ import torch
 
 
 def backend_of(group: str, device: torch.device) -> tuple[str, int]:
-    """("gloo", this process's rank) of the process group of that name; ("", 0) if there is none."""
+    """Return (the backend's name such as "gloo", this process's rank) of the process group of this name; ("", 0) if
+    there is none."""
     try:
         found = _group(group)
         return found._get_backend(device).name(), found.rank()
@@ -19,14 +20,14 @@ def backend_of(group: str, device: torch.device) -> tuple[str, int]:
 
 
 def world_timeout() -> timedelta | None:
-    """How long the default process group waits for a collective; None where its backend does not say."""
+    """Return the timeout of the default process group's collectives; None where its backend does not say."""
     from torch.distributed import distributed_c10d
 
     return timeout_of(distributed_c10d.group.WORLD)
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """How long a process group waits for a collective; None where its backend does not say."""
+    """Return the timeout of a process group's collectives; None where its backend does not say."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
@@ -36,17 +37,18 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Let a process group wait so long for each collective from now on."""
+    """Set a process group's timeout for each collective from now on."""
     from torch.distributed import distributed_c10d
 
     vars(distributed_c10d)["_set_pg_timeout"](timeout, group)
 
 
 def shut(group: Any) -> None:
-    """Let a process group end on this rank: what it waits for there fails, and over gloo, at once, what other ranks wait for it for.
+    """End a process group on this rank: what it waits for fails, and over gloo other ranks' waits for this rank fail at
+    once.
 
-    gloo's own abort() does nothing. But a receive that runs into its timeout closes all connections of its group, so one is made to: from each
-    rank in turn, as one that is gone lets it fail before.
+    gloo's own abort() does nothing. But a receive that times out closes all connections of its group, so one is started
+    here: from each rank in turn, because a receive from a rank that is gone fails earlier.
     """
     try:
         gloo = group._get_backend(torch.device("cpu")).name() == "gloo"
@@ -64,38 +66,38 @@ def shut(group: Any) -> None:
 
 
 def my_rank() -> int:
-    """This process's number in the world."""
+    """Return this process's rank in the world."""
     return int(torch.distributed.get_rank())
 
 
 def is_fake(group: Any) -> bool:
-    """Whether this process group is torch's fake one, with nobody behind it."""
+    """Return whether this process group is torch's fake one, with no other ranks behind it."""
     return torch.distributed.get_backend(group) == "fake"
 
 
 def default_store() -> Any:
-    """The default process group's store."""
+    """Return the default process group's store."""
     from torch.distributed import distributed_c10d
 
     return vars(distributed_c10d)["_get_default_store"]()
 
 
 def own_store(store: Any, prefix: str) -> Any:
-    """The same store under a prefix, over a connection of its own. What it takes longer than some seconds for, fails."""
+    """Return the same store under a prefix, over a connection of its own, whose requests time out after 5 seconds."""
     made = torch._C._distributed_c10d.PrefixStore(prefix, store.clone())
     made.set_timeout(timedelta(seconds=5))
     return made
 
 
 def ranks_of(group: str) -> tuple[int, ...]:
-    """The ranks of the process group of that name, in the world's numbers."""
+    """Return the world ranks of the process group of this name."""
     from torch.distributed import get_process_group_ranks
 
     return tuple(get_process_group_ranks(_group(group)))
 
 
 def _group(name: str) -> Any:
-    """The process group of that name."""
+    """Return the process group of this name."""
     from torch.distributed import distributed_c10d
 
     return vars(distributed_c10d)["_resolve_process_group"](name)

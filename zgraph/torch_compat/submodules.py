@@ -1,4 +1,5 @@
-"""Modules inside of a compiled model hold parts of weights: who calls or wraps one is told what to do, in place of torch's words about DTensors."""
+"""Errors for misuse of modules inside a compiled model, whose weights are shards: say what to do, in place of torch's
+error about DTensors."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ModelError
 
 CALLED = "was called, and not by the model's forward"
-_CALL = "_compiled_call_impl"  # what `nn.Module.__call__` asks for first; captures do not
+_CALL = "_compiled_call_impl"  # what `nn.Module.__call__` looks up first; captures do not
 
 
 def watch(model: nn.Module) -> None:
-    """Refuse calls of any module in the model but the model itself, and `fully_shard` of any and of the model."""
+    """Refuse calls of every module inside the model whose weights are sharded, and `fully_shard` of the model or any
+    module in it."""
     for module in model.modules():
         module.__dict__.setdefault(STATE_KEY, NotForFSDP())
         if module is not model and module._parameters and module._compiled_call_impl is None:
@@ -33,7 +35,7 @@ def unwatch(model: nn.Module) -> None:
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    whole = bool(module._forward_pre_hooks)  # (one may gather its weights; if not, the call itself fails)
+    whole = bool(module._forward_pre_hooks)  # (a hook may gather its weights; if it does not, the call itself fails)
     if not whole and any(isinstance(p, DTensor) for p in module._parameters.values()):
         raise ModelError(
             f"a part of a compiled model ({type(module).__name__}) {CALLED}",
@@ -44,7 +46,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class NotForFSDP(dict[Any, Any]):
-    """What `fully_shard` asks a module for first: what was done to it before."""
+    """A stand-in for the state that `fully_shard` looks up on a module first; looking it up raises ModelError."""
 
     def __contains__(self, key: object) -> bool:
         raise ModelError(

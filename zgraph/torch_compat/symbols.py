@@ -1,4 +1,5 @@
-"""Symbolic sizes as torch has them: `torch.SymInt`, expressions of sympy, the shape environment that knows what holds of them."""
+"""Symbolic sizes in torch's terms: `torch.SymInt`, sympy expressions, and the shape environment that knows what holds
+of them."""
 
 from __future__ import annotations
 
@@ -39,34 +40,35 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class FoundGuard:
-    """What must hold of sizes, as an expression of their symbols, and the user's line that asked (None: none is known)."""
+    """A condition on sizes that tracing has relied on."""
 
-    condition: Any
-    where: str | None
+    condition: Any  # an expression of the sizes' symbols
+    where: str | None  # the user's line that asked, None if unknown
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a number is an expression of symbols."""
+    """Return whether a number is an expression of symbols."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def has_unknown(value: Any) -> bool:
-    """Whether a value, or a size of it, depends on values of tensors."""
+    """Return whether a value, or a size of it, depends on values of tensors."""
     return any(bool(free_unbacked_symbols(leaf)) for leaf in _measures(value))
 
 
 def has_symbol(value: Any) -> bool:
-    """Whether a value, or a size of it, is no number: an expression of symbols, even one of which all is known by now."""
+    """Return whether a value, or a size of it, is an expression of symbols rather than a number, even if its value is
+    known by now."""
     return any(is_symbolic(number) for number in _measures(value))
 
 
 def is_unknown(size: Any) -> bool:
-    """Whether a size depends on values of tensors."""
+    """Return whether a size depends on values of tensors."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def _measures(value: Any) -> Iterable[Any]:
-    """The numbers in a value: itself, or sizes, strides and offsets of its tensors."""
+    """Yield the numbers in a value: itself, or sizes, strides and offsets of its tensors."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is torch.strided:
@@ -76,7 +78,7 @@ def _measures(value: Any) -> Iterable[Any]:
 
 
 def expression(size: Any) -> Any:
-    """A size as it can be hashed and compared without adding a guard: an int, or an expression."""
+    """Return a size in a form that can be hashed and compared without adding a guard: an int, or an expression."""
     if not isinstance(size, torch.SymInt):
         return size
     found = size.node.expr
@@ -84,7 +86,7 @@ def expression(size: Any) -> Any:
 
 
 def given_symbol(size: Any) -> Symbol | None:
-    """The symbol that a size of an input was given, whatever is known of it since; None for a number."""
+    """Return the symbol that an input's size was given, whatever is known of it since; None for a number."""
     if not isinstance(size, torch.SymInt):
         return None
     found = size.node._expr
@@ -92,7 +94,7 @@ def given_symbol(size: Any) -> Symbol | None:
 
 
 def free_symbols(value: Any) -> set[Symbol]:
-    """The symbols in a value's numbers."""
+    """Return the symbols in a value's numbers."""
     found: set[Symbol] = set()
     for number in _measures(value):
         if is_symbolic(number):
@@ -101,12 +103,12 @@ def free_symbols(value: Any) -> set[Symbol]:
 
 
 def environment(value: Any) -> Any:
-    """What knows of a symbolic size."""
+    """Return the shape environment of a symbolic size."""
     return value.node.shape_env
 
 
 def hint(size: Any) -> int:
-    """The number that a size has at the point which its environment was made for; adds no guard."""
+    """Return the number that a size has at its environment's point (the sizes it was made with); adds no guard."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     found = size.node.expr
@@ -114,8 +116,11 @@ def hint(size: Any) -> int:
 
 
 def most(size: Any) -> int:
-    """The largest number that a size may be, of symbols as large as they may be (of one that nothing bounds: as at the point which its
-    environment was made for); adds no guard. Where a size falls as another grows, it is a bound."""
+    """Return an upper bound of a size, from the bounds of its symbols; adds no guard.
+
+    A symbol without an upper bound counts with its value at the environment's point. The bound may not be reached where
+    a size falls as another grows.
+    """
     if not isinstance(size, torch.SymInt):
         return int(size)
     env, found = size.node.shape_env, size.node.expr
@@ -130,7 +135,7 @@ def most(size: Any) -> int:
 
 @functools.lru_cache(4096)
 def _upper(expr: Any, ranges: frozenset[tuple[Any, int, int]]) -> int:
-    """The upper bound of an expression whose symbols have these ranges (symbol, least, most)."""
+    """Return the upper bound of an expression whose symbols have these ranges (symbol, least, most)."""
     return int(bound_sympy(expr, {symbol: ValueRanges(low, high) for symbol, low, high in ranges}).upper)
 
 
@@ -138,16 +143,19 @@ FIRST_STAND_IN = 2**40  # (no size is as large)
 
 
 class StandIns:
-    """Numbers that stand for sizes of one environment. A size is a number times factors that are no numbers (symbols, sums, quotients); each
-    such factor has a large prime of its own. So two sizes are equal, and one is a multiple of another, if their stand-ins are; what holds of sizes
-    for a reason that their factors do not show is not seen."""
+    """Numbers that stand for the sizes of one environment.
+
+    A size is a number times factors that are no numbers (symbols, sums, quotients), and each such factor has a large
+    prime of its own. So two sizes are equal, or one a multiple of the other, if their stand-ins are. What holds of
+    sizes for reasons that their factors do not show is missed.
+    """
 
     def __init__(self) -> None:
         self._primes: dict[Any, int] = {}
         self._known: dict[Any, int] = {}
 
     def of(self, size: Any) -> int:
-        """The number that stands for a size: of one that is a number itself."""
+        """Return the number that stands for a size; a number stands for itself."""
         found = expression(size)
         if isinstance(found, int):
             return found
@@ -156,7 +164,7 @@ class StandIns:
         return self._known[found]
 
     def size(self, number: int, env: Any) -> Any:
-        """The size that a number stands for. Adds no guard."""
+        """Return the size that a number stands for. Adds no guard."""
         found: Any = sympy.Integer(1)
         for factor, prime in self._primes.items():
             while number and number % prime == 0:
@@ -181,7 +189,7 @@ class StandIns:
 
 
 def point(env: Any, symbol: Symbol) -> int:
-    """The number that a symbol has at the point which its environment was made for."""
+    """Return the number that a symbol has at its environment's point."""
     return int(_values(env)[symbol])
 
 
@@ -190,13 +198,13 @@ def _values(env: Any) -> Any:
 
 
 def bounds(env: Any, symbol: Symbol) -> tuple[int, int | None]:
-    """The smallest and the largest number that a symbol may be; None where nothing bounds it."""
+    """Return the smallest and the largest number that a symbol may be; None for the largest where nothing bounds it."""
     known = env.var_to_range[symbol]
     return int(known.lower), (None if known.upper is int_oo or not known.upper.is_finite else int(known.upper))
 
 
 def bounded_by(env: Any, symbol: Symbol) -> str | None:
-    """The user's line that gave a symbol its largest number, or made it one number."""
+    """Return the user's line that gave a symbol its largest number, or made it one number; None if unknown."""
     asked = guards(env)
     pinned = [g.where for g in asked if g.where and _pins(g.condition, symbol)]
     if pinned:
@@ -208,7 +216,7 @@ def bounded_by(env: Any, symbol: Symbol) -> str | None:
 
 
 def specialised(env: Any, symbol: Symbol) -> int | None:
-    """The number that a symbol has turned out to be; None while it may be several."""
+    """Return the one number that a symbol can still be; None while it may be several."""
     found = env.replace(symbol)
     if found.is_number:
         return int(found)
@@ -216,29 +224,31 @@ def specialised(env: Any, symbol: Symbol) -> int | None:
 
 
 def _pins(condition: Any, symbol: Symbol) -> bool:
-    """Whether arithmetic on this symbol alone is to be a number, (n // 8) ** 2 == 16 say. (That it is a multiple of 8 pins it to none.)"""
+    """Return whether a condition fixes arithmetic on this symbol alone to a number: (n // 8) ** 2 == 16 does, n % 8 ==
+    0 does not."""
     if not isinstance(condition, sympy.Eq) or condition.free_symbols != {symbol} or condition.has(Mod, PythonMod):
         return False
     return any(side.is_number for side in condition.args)
 
 
 def guards(env: Any) -> list[FoundGuard]:
-    """All that has been asked of sizes so far, and must hold where what was made with the answers runs."""
+    """Return all conditions on sizes that tracing has relied on so far, which must hold wherever its result runs."""
     return [FoundGuard(g.expr, getattr(g.sloc, "maybe_user_loc", None)) for g in env.guards]
 
 
 def known(env: Any) -> int:
-    """How much has been asked of sizes so far."""
+    """Return the number of guards so far."""
     return len(env.guards)
 
 
 def evaluating() -> Any:
-    """While operators are evaluated on tensors with symbolic sizes: what torch has in C++ for numbers alone is Python's own."""
+    """Return a context for evaluating operators on symbolic sizes: Python implementations replace torch's C++ ones,
+    which take numbers only."""
     return enable_python_dispatcher()
 
 
 def new_mode(points: Mapping[str, tuple[int, int | None, int]]) -> tuple[Any, dict[str, torch.SymInt]]:
-    """(a fake mode of its own, the sizes in it) for these names with (smallest, largest, point to decide at)."""
+    """Return (a new fake mode, its sizes by name) for these names with (smallest, largest, point to decide at)."""
     env = ShapeEnv()
     sizes: dict[str, Any] = {}
     for name, (low, high, point) in points.items():
@@ -249,13 +259,14 @@ def new_mode(points: Mapping[str, tuple[int, int | None, int]]) -> tuple[Any, di
 
 
 def assume(env: Any, condition: Any) -> None:
-    """Let an environment know that a condition holds."""
+    """Tell an environment that a condition holds."""
     if condition not in (sympy.true, sympy.false):
         env.evaluate_expr(condition)
 
 
 def substituted(found: Any, symbols: Mapping[Symbol, Any], env: Any = None, kind: type[int] | type[float] = int) -> Any:
-    """An expression with numbers, or with sizes of `env`, in place of its symbols: a number of this kind, or such a symbolic one of `env`."""
+    """Return an expression with its symbols replaced by numbers or sizes of `env`: a number of this kind, or a symbolic
+    one of `env`."""
     if not isinstance(found, sympy.Basic):
         return found
     replaced = found.xreplace(
@@ -268,12 +279,12 @@ def substituted(found: Any, symbols: Mapping[Symbol, Any], env: Any = None, kind
 
 
 def condition_of(env: Any, found: Any, symbols: Mapping[Symbol, Symbol]) -> Any:
-    """A condition of one environment, with the symbols of another."""
+    """Return a condition of one environment, written with the symbols of another."""
     return env.replace(found).xreplace(dict(symbols))
 
 
 class _Printer(PythonPrinter):  # type: ignore[misc]
-    """Writes symbols by the names that they are given."""
+    """A printer of expressions that writes symbols by given names."""
 
     def __init__(self, names: Mapping[Symbol, str]) -> None:
         super().__init__()
@@ -284,18 +295,20 @@ class _Printer(PythonPrinter):  # type: ignore[misc]
 
 
 def text(found: Any, names: Mapping[Symbol, str]) -> str:
-    """An expression or condition as Python would write it, of these names."""
+    """Return an expression or condition as Python source, with these names for its symbols."""
     return str(_Printer(names).doprint(found)) if isinstance(found, sympy.Basic) else str(found)
 
 
 @functools.lru_cache(maxsize=4096)
 def evaluator(written: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """A function of numbers by these names, in their order, from texts that `text` gave."""
+    """Return a function that evaluates a text of `text`, with the numbers for these names, in their order, as
+    arguments."""
     return eval(f"lambda {', '.join(names)}: {written}", dict(_FUNCTIONS))  # type: ignore[no-any-return]
 
 
 def calculation(found: Any, places: Mapping[Symbol, fx.Node], graph: fx.Graph) -> fx.Node | int:
-    """Nodes that compute an expression from those of its symbols, at the graph's insertion point."""
+    """Insert nodes that compute an expression from its symbols' nodes, at the graph's insertion point; return the last,
+    or a number."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies = {s: fx.Proxy(places[s], tracer) for s in found.free_symbols}
     result = sympy_interp(PythonReferenceAnalysis, proxies, found)
@@ -303,7 +316,8 @@ def calculation(found: Any, places: Mapping[Symbol, fx.Node], graph: fx.Graph) -
 
 
 def read(written: str, sizes: Mapping[str, Any]) -> Any:
-    """The size that a text of `text` means, of these sizes by name. Raises `ValueError` for anything else than arithmetic."""
+    """Return the size that a text of `text` means, given sizes by name. Raises `ValueError` for anything but
+    arithmetic."""
     operators: dict[type, Callable[..., Any]] = {
         ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
         ast.Pow: operator.pow, ast.Div: operator.truediv,
@@ -333,7 +347,7 @@ _ARITHMETIC = (
 
 
 def refuse_code(written: str, names: Collection[str]) -> None:
-    """Raise `ValueError` for a text from outside that is more than arithmetic on these names, and comparing."""
+    """Raise `ValueError` if a text from outside is more than arithmetic on and comparisons of these names."""
     for node in ast.walk(ast.parse(written, mode="eval")):
         strange = isinstance(node, ast.Name) and node.id not in (*names, "max", "min")
         calls = isinstance(node, ast.Call) and not isinstance(node.func, ast.Name)
@@ -343,11 +357,11 @@ def refuse_code(written: str, names: Collection[str]) -> None:
 
 
 def symbols_of(sizes: Mapping[str, Any]) -> dict[Symbol, str]:
-    """The names of sizes by their symbols."""
+    """Return the names of symbolic sizes by their symbols."""
     return {s.node.expr: name for name, s in sizes.items() if isinstance(s, torch.SymInt)}
 
 
 def contexts(static: Any, dims: Collection[int]) -> Any:
-    """The symbolic context of a tensor with these dimensions open: equal numbers are one symbol."""
+    """Return the symbolic context of a tensor with these dimensions open: equal numbers share a symbol."""
     open_dims = [DimDynamic.DUCK if d in dims else was for d, was in enumerate(static.dynamic_sizes)]
     return replace(static, dynamic_sizes=open_dims)

@@ -8,18 +8,19 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # a tensor's, by th
 
 
 def has_hooks(param: torch.Tensor) -> bool:
-    """Whether a parameter has hooks that autograd calls."""
+    """Return whether a parameter has hooks that autograd calls."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def has_hook_over_several(param: torch.Tensor) -> bool:
-    """Whether one of them is that of `torch.autograd.graph.register_multi_grad_hook`, which knows its tensors by their nodes."""
+    """Return whether a parameter has a hook of `torch.autograd.graph.register_multi_grad_hook`, which knows its tensors
+    by their nodes."""
     hooks = param._backward_hooks or {}
     return any(getattr(h, "__module__", None) == "torch.autograd.graph" for h in hooks.values())
 
 
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Let one tensor have another's hooks; what removes them goes on to do so."""
+    """Give one tensor's hooks to another; the handles that remove them still do."""
     for name in _HOOKS:
         hooks = getattr(old, name)
         if hooks:

@@ -23,12 +23,15 @@ _OWN_CODE = (
 
 
 class Unknown(Exception):
-    """Something that compiling depends on has no text that says what it does."""
+    """Raised where a setting that compiling depends on can't be written as text."""
 
 
 def settings() -> dict[str, Any]:
-    """All of it, as JSON values: equal settings make equal programs of equal graphs. Raises `Unknown`, with what it is, where a setting is code of
-    the user's own."""
+    """Return all settings that compiling depends on, as JSON values: equal settings make equal programs of equal
+    graphs.
+
+    Raises `Unknown`, naming the setting, where one is code of the user's own.
+    """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
 
@@ -36,7 +39,7 @@ def settings() -> dict[str, Any]:
     for name, config in (("inductor", inductor_config), ("functorch", functorch_config)):
         values = config.save_config_portable(ignore_private_configs=False)  # type: ignore[attr-defined]
         found[name] = {key: _text(value, f"{name}.{key}") for key, value in sorted(values.items())}
-        for key in _OWN_CODE:  # (torch leaves them out of what it has of its configuration)
+        for key in _OWN_CODE:  # (torch leaves them out of the configuration that it saves)
             if getattr(config, key, None) is not None:
                 raise Unknown(f"{name}.{key} is set")
     found["tag"] = str(torch.compiler.config.cache_key_tag)  # type: ignore[attr-defined]
@@ -45,7 +48,8 @@ def settings() -> dict[str, Any]:
 
 
 def refuse_own_tables() -> None:
-    """Raise `Unknown` if an operator has a decomposition or a lowering of somebody else than torch and zgraph (whose source is in keys)."""
+    """Raise `Unknown` if an operator's decomposition or lowering is neither torch's nor zgraph's (whose source is in
+    keys)."""
     from torch._inductor.decomposition import decompositions
     from torch._inductor.lowering import lowerings
 
@@ -56,14 +60,14 @@ def refuse_own_tables() -> None:
 
 
 def _is_known(function: Any) -> bool:
-    """Whether a function is torch's, or zgraph's (whose source is in each key)."""
+    """Return whether a function is torch's, or zgraph's (whose source is in each key)."""
     while (inner := getattr(function, "func", None) or getattr(function, "__wrapped__", None)) is not None:
         function = inner
     return str(getattr(function, "__module__", None)).partition(".")[0] in ("torch", "functools", "zgraph")
 
 
 def _modes() -> dict[str, Any]:
-    """What operators and their gradients are traced to depends on these."""
+    """Return the process's and this thread's modes that change how operators and their gradients are traced."""
     backends: Any = torch.backends
     devices = ("cpu", "cuda")
     return {
@@ -102,7 +106,7 @@ def _modes() -> dict[str, Any]:
 
 
 def _text(value: Any, where: str) -> Any:
-    """A setting as JSON. Sets and dicts are sorted."""
+    """Return a setting as JSON, with sets and dicts sorted."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

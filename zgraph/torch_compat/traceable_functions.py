@@ -19,7 +19,7 @@ def cov(
     fweights: torch.Tensor | None = None,
     aweights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`torch.cov`: its own asks whether the degrees of freedom are above zero."""
+    """Return `torch.cov`, whose own implementation reads in Python whether the degrees of freedom are above zero."""
     x = input.view(1, -1) if input.dim() < 2 else input
     weights = fweights
     if fweights is not None and fweights.numel():
@@ -43,7 +43,7 @@ def cov(
 
 
 def corrcoef(input: torch.Tensor) -> torch.Tensor:
-    """`torch.corrcoef`."""
+    """Return `torch.corrcoef`, by way of `cov`."""
     c = cov(input)
     if c.dim() == 0:
         return c / c
@@ -64,7 +64,8 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """`F.batch_norm` in training, of a momentum that is only known when it runs (1 / batches: `BatchNorm(momentum=None)`)."""
+    """Return `F.batch_norm` in training, with a momentum that is only known at run time (1 / batches:
+    `BatchNorm(momentum=None)`)."""
     mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_var)
     output = F.batch_norm(input, mean, variance, weight, bias, training, 1.0, eps)
     running_mean.copy_(momentum * mean + (1 - momentum) * running_mean)
@@ -81,11 +82,13 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """`F.ctc_loss` of lengths that are Python numbers: its own makes tensors of them where capture can't see it."""
+    """Return `F.ctc_loss` for lengths that are Python numbers, which torch's own makes tensors of where capture can't
+    see it."""
     lengths = torch.tensor(input_lengths), torch.tensor(target_lengths)
     return F.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
 
 
 def detect_is_causal_mask(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether transformers' layers may take a mask for the causal one: not by looking at it. (It is used as it is, then.)"""
+    """Return whether transformers' layers may treat a mask as the causal one: only if told so, without a look at its
+    values."""
     return is_causal is True

@@ -13,7 +13,8 @@ import torch
 
 @contextlib.contextmanager
 def _fakes_of_unknown_sizes() -> Iterator[None]:
-    """Fake implementations of operators of which torch has none, with sizes that are symbols where they depend on values."""
+    """Register fake implementations for operators that have none in torch, with symbols for sizes that depend on
+    values."""
     from torch._subclasses.fake_impls import op_implementations_dict
 
     aten = torch.ops.aten
@@ -35,8 +36,10 @@ def _fakes_of_unknown_sizes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _right_label_losses() -> Iterator[None]:
-    """Replace torch's decomposition of MultiLabelMarginLoss: it counts what stands behind the first -1 as class 0, and gives a vector of one
-    element for the loss of one sample."""
+    """Replace torch's decomposition of MultiLabelMarginLoss.
+
+    It counts the labels behind the first -1 as class 0, and returns a vector of one element for the loss of one sample.
+    """
     target = torch.ops.aten.multilabel_margin_loss_forward.default
     key = torch._C.DispatchKey.Autograd
     theirs = target.py_kernels.get(key)
@@ -68,8 +71,9 @@ def _label_loss(input: torch.Tensor, target: torch.Tensor, reduction: int) -> tu
     return loss, is_target.to(input.dtype).reshape(target.shape)
 
 
-# How large the sizes can be that the fake implementations of `selecting` operators make, by symbol. (Torch itself bounds none by two or
-# less, and forgets that a mask may be larger than what it selects from.)
+# The upper bound of each symbol that the fake implementations of `selecting` operators make. (Torch itself sets no
+# bound of two or
+# less, and ignores that a mask may be larger than what it selects from.)
 _bounds: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
@@ -111,7 +115,7 @@ def _fake_lstsq(fake_mode: Any, func: Any, a: Any, b: Any, rcond: Any = None, *,
     if not vector:
         batch = torch.broadcast_shapes(batch, b.shape[:-2])
     squares = (*batch, 1 if vector else b.shape[-1])
-    # (Those of a matrix without the full rank are none, too: a region raises then.)
+    # (A matrix without full rank has no residuals either; the region raises then.)
     residuals = a.new_empty(squares if rows > columns and driver != "gelsy" else (0,))
     ranks = a.new_empty((0,) if driver == "gels" else batch, dtype=torch.int64)
     singular = a.new_empty((0,) if driver in ("gels", "gelsy") else (*batch, min(rows, columns)))
@@ -119,7 +123,7 @@ def _fake_lstsq(fake_mode: Any, func: Any, a: Any, b: Any, rcond: Any = None, *,
 
 
 def largest(size: Any) -> int | None:
-    """The largest number that a symbolic size can be, None where nothing bounds it."""
+    """Return the largest number that a symbolic size can be, None where nothing bounds it."""
     from torch.utils._sympy.value_ranges import bound_sympy
 
     known = _bounds.get(size.node.shape_env, {})

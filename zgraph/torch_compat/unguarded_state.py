@@ -20,7 +20,7 @@ _HOOKS = tuple(
 )
 _SET_BY_INDUCTOR = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "_TORCHINDUCTOR_")
 _COMPARED = (type(None), bool, int, float, complex, str, bytes)
-# (whether two arguments of these are one object is no difference)
+# (for these types it makes no difference whether two arguments are one object)
 _PLAIN = (
     type(None),
     bool,
@@ -39,7 +39,7 @@ _PLAIN = (
 
 
 class Surroundings:
-    """A snapshot of all that, from the code that dynamo traced and the objects that it guards."""
+    """A snapshot of what dynamo keeps no guard on, taken from the code that it traced and the objects that it guards."""
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class Surroundings:
         scope: dict[str, Any],
         changed: Sequence[tuple[Any, str]],
     ) -> None:
-        """`changed` are (object, attribute) that forward itself sets."""
-        self._codes = codes  # (guards know code by where it lies in memory, so it must stay there)
+        """Take the snapshot. `changed` are the (object, attribute) pairs that forward itself sets."""
+        self._codes = codes  # (guards know code by its address, so it must stay alive)
         names = {n for c in codes for n in c.co_names}
         objects = list({id(x): x for x in objects}.values())
         kinds = {type(x) for x in objects} | {x for x in objects if isinstance(x, type)}
         own = {(id(x), n) for x, n in changed if isinstance(x, type)}
         found = _class_attributes(kinds, names, set(codes))
         self._classes = [f for f in found if not any((id(c), f[1]) in own for c in f[0].__mro__)]
-        # An attribute that is not there is looked for by hasattr, which dynamo guards, or by what catches the error.
+        # Code finds an attribute missing by hasattr, which dynamo guards, or by catching the error, which it does not.
         catching = {
             n for c in codes if c.co_exceptiontable and not c.co_filename.startswith(_TORCH) for n in c.co_names
         }
@@ -66,7 +66,8 @@ class Surroundings:
             if catching and not isinstance(x, (type, types.ModuleType)) and hasattr(x, "__dict__")
         ]
         self._missing = [(t, len(t), frozenset(catching - t.keys())) for t in tables]
-        # What is looked up by a string: in a __dict__, or by getattr and hasattr, which dynamo guards for all but tensors.
+        # Attributes looked up by a string: in a __dict__, or by getattr and hasattr, which dynamo guards for all but
+        # tensors.
         mine = [c for c in codes if not c.co_filename.startswith(_TORCH)]
         inside = _strings(c for c in mine if not {"__dict__", "vars"}.isdisjoint(c.co_names))
         set_here = {n for _, n in changed}
@@ -81,7 +82,7 @@ class Surroundings:
         self._environment = _environment() if reads else None
 
     def changed(self, scope: dict[str, Any]) -> str | None:
-        """What is no longer so; None if all is."""
+        """Return what no longer holds, in words; None if all does."""
         for kind, name, value, get in self._classes:
             if get(kind, name) is not value:
                 return f"{kind.__qualname__}.{name} is what it was"
@@ -103,8 +104,10 @@ class Surroundings:
         return None
 
     def _hangs_as_before(self, scope: dict[str, Any]) -> bool:
-        """Have the model's tensors the attributes, of those that forward may look for, that they had at the first check? (In the capture they were
-        fake ones.)"""
+        """Return whether the model's tensors have the attributes that forward may look for as at the first check.
+
+        (At the capture itself they were fake.)
+        """
         if self._hung is None:
             owner = next((v for v in scope.values() if isinstance(v, nn.Module)), None)
             tensors = [*owner.parameters(), *owner.buffers()] if owner is not None else []
@@ -113,7 +116,7 @@ class Surroundings:
         for there, before in self._hung:
             tensor = there()
             table = vars(tensor) if tensor is not None else None
-            if not table or self._hung_names.isdisjoint(table):  # (of most there is nothing to compare)
+            if not table or self._hung_names.isdisjoint(table):  # (most tensors have nothing to compare)
                 if before and table is not None:
                     return False
             elif _plain(table, self._hung_names & table.keys()) != before:
@@ -122,17 +125,18 @@ class Surroundings:
 
 
 def _environment() -> dict[str, str]:
-    """The environment variables, but for those that Inductor sets for the processes that it starts, when it first needs them."""
+    """Return the environment variables, without those that Inductor sets for the processes that it starts."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_INDUCTOR)}
 
 
 def _strings(codes: Iterable[types.CodeType]) -> frozenset[str]:
-    """The strings among the constants of code."""
+    """Return the strings among the constants of code."""
     return frozenset(v for c in codes for v in c.co_consts if isinstance(v, str))
 
 
 def _plain(table: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """What a table has of these names: values that can be compared, and of others that they are there."""
+    """Return a table's entries of these names: comparable values as they are, `...` for others, `_ABSENT` for missing
+    ones."""
     found = {n: table.get(n, _ABSENT) for n in names}
     return {n: v if v is _ABSENT or isinstance(v, _COMPARED) else ... for n, v in found.items()}
 
@@ -140,7 +144,7 @@ def _plain(table: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def _class_attributes(
     kinds: set[type], names: set[str], codes: set[types.CodeType]
 ) -> list[tuple[type, str, Any, Callable[[type, str], Any]]]:
-    """(class, name, value, how to get it) of what traced code may have found in a class."""
+    """Return (class, name, value, how to get it) of what traced code may have found in a class."""
     found: list[tuple[type, str, Any, Callable[[type, str], Any]]] = []
     for kind in kinds:
         if not kind.__flags__ & _HEAP_TYPE:
@@ -155,7 +159,7 @@ def _class_attributes(
                 found.append((kind, name, raw.__func__, _of_classmethod))
             elif raw is not _ABSENT and not isinstance(raw, (types.MemberDescriptorType, types.GetSetDescriptorType)):
                 value = getattr(kind, name, _ABSENT)
-                if value is getattr(kind, name, _ABSENT):  # (what is made anew at each read can't be compared)
+                if value is getattr(kind, name, _ABSENT):  # (a value made anew at each read can't be compared)
                     found.append((kind, name, value, _get))
     return found
 
@@ -169,7 +173,7 @@ def _of_classmethod(kind: type, name: str) -> Any:
 
 
 def _aliases(scope: dict[str, Any]) -> list[int]:
-    """For each argument the first that is the same object."""
+    """Return, for each argument, the position of the first one that is the same object."""
     values: list[Any] = []
     for value in scope.values():
         values.append(value)
