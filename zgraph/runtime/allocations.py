@@ -1,7 +1,8 @@
-"""The bytes that torch's CPU allocator holds, now and at most: what CUDA's allocator says of itself, for CPU.
+"""Counts the bytes that torch's CPU allocator holds, now and at most, as CUDA's allocator does by itself.
 
-`count()` comes before the first tensor that is to count. It puts a counter before the allocator, which is compiled once (g++,
-half a minute) and costs next to nothing. The size of the process would be too coarse: malloc does not give back what was freed.
+Call `count()` before the first tensor that is to be counted. It puts a counter before the allocator, which is compiled
+once (g++, half a minute) and costs next to nothing. The size of the process would be too coarse: malloc does not give
+back what was freed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _module: ModuleType | None = None
 
 
 def count() -> None:
-    """From now on allocations are counted, in this process. Raises `UnsupportedError` without a C++ compiler."""
+    """Start counting this process's CPU allocations. Raises `UnsupportedError` without a C++ compiler."""
     global _module
     if _module is not None:
         return
@@ -37,12 +38,12 @@ def counting() -> bool:
 
 
 def live() -> int:
-    """Bytes held now, of what was allocated since `count`."""
+    """Return the bytes in use now, of those allocated since `count`."""
     return int(_counter().live())
 
 
 def peak() -> int:
-    """The most bytes held since `reset_peak`, or since `count`."""
+    """Return the most bytes in use at once since `reset_peak`, or since `count`."""
     return int(_counter().peak())
 
 

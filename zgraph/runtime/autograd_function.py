@@ -26,8 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class Saved(list[Any]):
-    """What a forward saved. Gathers that it started and no backward waits for are waited for when this goes: torch
-    holds a transfer, and its buffers, until someone has."""
+    """The values that a forward saved for its backward.
+
+    When it is freed, it waits for the gathers that the forward started and no backward waited for: torch holds a
+    transfer, and its buffers, until someone has waited for it.
+    """
 
     def __init__(self, sharing: Sharing) -> None:
         super().__init__()
@@ -43,7 +46,7 @@ class Saved(list[Any]):
 
 
 class Cuts(Protocol):
-    """How an output is cut to the size of the batch."""
+    """The cut of one output from the bucket's size to the size of the batch."""
 
     def of(self, value: torch.Tensor) -> torch.Tensor: ...
 
@@ -51,7 +54,7 @@ class Cuts(Protocol):
 
 
 class Runs(Protocol):
-    """Who runs the programs of a forward and its backward."""
+    """What runs the programs of a forward and its backward: a rank's runtime."""
 
     shards: Shards
     acts: Acts
@@ -105,7 +108,7 @@ class Step(torch.autograd.Function):
             names,
             loose,
         )
-        # What a second forward would need, should the user differentiate other outputs than were expected.
+        # Kept to run the forward again, if the user differentiates other outputs than were expected.
         ctx.random = random_states(runtime.device) if step.random else None
         ctx.before = {i: flat[i].clone() for i in step.mutated}
         nonfinite = runtime.nonfinite
@@ -150,7 +153,7 @@ class Step(torch.autograd.Function):
         if again:
             step, saved, flat = _again(ctx, frozenset(tangents))
             kept = dict(runtime.unsharded.weights)
-        if not step.differentiated:  # (nothing has a gradient of these outputs)
+        if not step.differentiated:  # (no gradient depends on these outputs)
             return (None,) * (6 + len(ctx.names) + len(ctx.loose))
         clear = not keeps_graph()
         if runtime.nonfinite is not None:
@@ -176,8 +179,9 @@ class Step(torch.autograd.Function):
 def refuse_partial(
     entry: Entry, outputs: Mapping[int, Callable[[], torch.Tensor | None]], tangents: Collection[int]
 ) -> None:
-    """Raise `UnsupportedError` for an output whose whole gradient is asked for, where another one that was computed of it has a tangent: what reaches
-    it inside of the program is not seen."""
+    """Raise `UnsupportedError` for an output whose whole gradient the user asked for, if an output computed from it has
+    a tangent: the gradient that reaches it inside the program is not seen.
+    """
     for at, output in outputs.items():
         value = output()
         if (
@@ -194,13 +198,15 @@ def refuse_partial(
 
 
 def _adds_to(ctx: Any) -> frozenset[str]:
-    """The parameters to whose `.grad` the running backward adds."""
+    """Return the names of the parameters whose `.grad` the running backward adds to."""
     nodes = (node for node, _ in ctx.next_functions)
     return frozenset(n for n, node in zip(ctx.names, nodes, strict=False) if autograd_state.accumulates(node))
 
 
 def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, Saved, Sequence[Any]]:
-    """Run the forward again by the program that has tangents for just these outputs; later calls use it at once."""
+    """Run the forward again with the program for tangents of exactly these outputs; later calls use that program at
+    once.
+    """
     runtime, entry = ctx.runtime, ctx.entry
     logger.warning("%s: the backward starts from other outputs than expected; compiling a program for them", entry.name)
     step = entry.program(pattern)
@@ -208,7 +214,8 @@ def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, Saved, Seque
     if step.differentiated:
         for one in entry.beside:
             one.pattern = entry.in_other(one, pattern)
-    runtime.unsharded.drop()  # (nobody has asked since its forward whether these are those of the shards)
+    # (nothing has checked since its forward whether these are still the weights of the shards)
+    runtime.unsharded.drop()
     flat = [ctx.before.get(i, v) for i, v in enumerate(ctx.flat)]
     lost = [i for i in entry.trace.others if i in step.reached and i not in ctx.loose and ctx.flat[i].requires_grad]
     if lost:
@@ -222,7 +229,9 @@ def _again(ctx: Any, pattern: frozenset[int]) -> tuple[StepProgram, Saved, Seque
 
 
 def _detached(flat: Sequence[Any], others: Collection[int]) -> list[Any]:
-    """The flat inputs, of which these are no parameters: those without their graphs. (A program is given shards.)"""
+    """Return the flat inputs with those at `others` (the inputs that are not parameters) detached; a program takes
+    parameters from the shards.
+    """
     found = list(flat)
     for at in others:
         if isinstance(found[at], torch.Tensor) and found[at].requires_grad:

@@ -1,4 +1,6 @@
-"""Which sizes of a rank's calls are symbols in its programs, as the plan says: learned from the calls, declared, or none."""
+"""Decides which sizes of a rank's calls are symbols in its programs, as the plan says: learned from the calls,
+declared, or none.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ RankCall = tuple[Shapes, tuple[Value, ...], Numbers]
 
 
 class SizesOfCalls:
-    """What one compiled module knows of the sizes of its calls."""
+    """What is known of the sizes of one compiled module's calls."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -32,11 +34,12 @@ class SizesOfCalls:
         self.anticipate = plan.shapes == "dynamic" and not sizes_in(plan.dynamic)
         self._told_fixed = plan.shapes == "static" or self.fixed is None
         self._varying: VaryingSizes | None = None
-        self.reasons: list[tuple[str, ZgraphError]] = []  # why sizes are numbers, which is not told yet
-        self._seen: dict[str, Shapes] = {}  # of static programs, by the forms of their calls' inputs
+        # reasons why sizes are numbers that the user has not been told yet
+        self.reasons: list[tuple[str, ZgraphError]] = []
+        self._seen: dict[str, Shapes] = {}  # of static programs: the first shapes seen, by the call's family
 
     def of(self, call: Signature) -> CallSizes:
-        """The sizes of a call."""
+        """Return the `CallSizes` of a call."""
         if not self.varies:
             self._tell_fixed(call)
             return CallSizes(self, call, None)
@@ -48,7 +51,9 @@ class SizesOfCalls:
         return CallSizes(self, call, self._varying.family(call))
 
     def _tell_fixed(self, call: Signature) -> None:
-        """Say once, at the first call that differs only in sizes from one before, why that is a program of its own."""
+        """Warn once, at the first call that differs from an earlier one only in sizes, why it is compiled as a program
+        of its own.
+        """
         if self._told_fixed or self._seen.setdefault(call.family, call.shapes) == call.shapes:
             return
         self._told_fixed = True
@@ -57,18 +62,20 @@ class SizesOfCalls:
 
 
 class CallSizes:
-    """The sizes of one call, and what its form has taught so far. `learn` says whether ranks are to learn from such calls."""
+    """The sizes of one call, and what calls of its form have shown so far. `learn` is true if ranks are to learn from
+    such calls.
+    """
 
     def __init__(self, known: SizesOfCalls, call: Signature, family: Family | None) -> None:
         self.known, self.call, self.family = known, call, family
         self.learn = family is not None
-        self._asked: dict[str, int] | None = None  # sizes that there is no program for yet
-        self._fixed: set[str] = set()  # those that are numbers in its program, and symbols in others
-        self._before: Family | None = None  # what was known before this call
-        self._alike = True  # have all ranks the same sizes?
-        self.closed = False  # are sizes numbers from this call on that were symbols?
-        self.apart = False  # have ranks other sizes, or constants, which may be those of other programs?
-        self.gives_numbers = True  # is its program given Python numbers, besides sizes?
+        self._asked: dict[str, int] | None = None  # sizes that no program serves yet
+        self._fixed: set[str] = set()  # sizes that are numbers in this call's program, and symbols in others
+        self._before: Family | None = None  # a copy of the family before this call
+        self._alike = True  # whether all ranks have the same sizes
+        self.closed = False  # whether sizes that were symbols are numbers from this call on
+        self.apart = False  # whether ranks have different sizes or constants, which may need different programs
+        self.gives_numbers = True  # whether the program takes Python numbers, besides sizes, as inputs
         if family is not None and not family.first and (family.declared or known.anticipate):
             family.learn([(call.shapes, call.values)], anticipate=known.anticipate)
 
@@ -85,7 +92,7 @@ class CallSizes:
         return self.family.point(self.call) if self.family is not None else {}
 
     def take_in(self, calls: Sequence[RankCall]) -> None:
-        """Learn from this call, as it is on all ranks."""
+        """Learn from this call, given as each rank has it."""
         assert self.family is not None
         forms = [(shapes, values) for shapes, values, _ in calls]
         self._before = copy.deepcopy(self.family)
@@ -95,8 +102,11 @@ class CallSizes:
         self.family.learn_numbers([numbers for _, _, numbers in calls])
 
     def others(self, ranks: Sequence[RankCall]) -> list[CallSizes]:
-        """Where ranks have calls that no one program serves, because sizes of 1 are numbers in programs, or for other constants: the first rank's
-        call for each program, and this one for its own. Of others' calls there are stand-ins. Empty where one program serves all."""
+        """Return one call for each program that the ranks' calls need, or [] if one program serves all.
+
+        Several are needed where some sizes are 1 (numbers in programs) or constants differ. The call for this rank's
+        own program is this one; each other is a stand-in for the first rank's call that needs it.
+        """
         if self.family is None or self.known.rank.held is not None:
             return []
         forms = dict.fromkeys((shapes, values) for shapes, values, _ in ranks)
@@ -112,16 +122,17 @@ class CallSizes:
         return list(found.values())
 
     def _at(self, shapes: Shapes, values: tuple[Value, ...], device: str | None = None) -> CallSizes:
-        """A stand-in for a call of these shapes and constants."""
+        """Return a stand-in for a call of these shapes and constants."""
         return CallSizes(self.known, self.call.at(shapes, values, device), self.family)
 
     def open_sizes(self) -> OpenSizes | None:
-        """What the capture of its program has as symbols; None where all sizes are numbers."""
+        """Return what the capture of this call's program treats as symbols; None if all sizes are numbers."""
         return self.family.open_sizes(self.call, self._asked, self._fixed) if self.family is not None else None
 
     def made_at(self, sizes: dict[str, int] | None) -> None:
-        """Let the next program be made for calls like one of these sizes, which the last one refused; where that was made so already, for these
-        alone. Raises `RankMismatchError` where no rank's program is for the others' sizes."""
+        """Make the next program at these sizes, which the last one refused; if the last one was made so already, for
+        exactly these sizes. Raises `RankMismatchError` if ranks have different sizes that no one program serves.
+        """
         if self._asked is not None and sizes is not None:
             if not self._alike:
                 raise RankMismatchError(
@@ -133,8 +144,10 @@ class CallSizes:
         self._asked = sizes
 
     def give_up(self, error: ZgraphError, refused: Entry | None) -> bool:
-        """After a capture with symbols has failed: let the sizes be numbers that can't be symbols. False where there is nothing to give up: then
-        all is known as it was before. Raises `SignatureError` where the sizes are out of the range of a program that would be `refused`."""
+        """Turn symbols into numbers after a capture with symbols has failed. Return False, with the knowledge before
+        this call restored, if nothing is left to give up. Raises `SignatureError` if the sizes are out of the range of
+        the `refused` program.
+        """
         family = self.family
         names = set(self.point) - self._fixed
         told = names.intersection(error.sizes if isinstance(error, SizeError) else ())
@@ -155,7 +168,7 @@ class CallSizes:
         declared = {size.name for size in family.declared.values()}
         gone = told or names
         logger.info("%s can't differ from call to call in one program: %s", ", ".join(sorted(gone)), error)
-        if refused is not None:  # (in a program for other sizes these can be symbols)
+        if refused is not None:  # (in a program for other sizes they can be symbols)
             self._fixed |= gone
             return True
         if gone & declared:
@@ -167,12 +180,12 @@ class CallSizes:
         return True
 
     def restore(self) -> None:
-        """A call that no program can be made for has taught nothing."""
+        """Forget what this call taught: no program can be made for it."""
         if self._before is not None and self.family is not None:
             vars(self.family).update(vars(self._before))
 
     def settled(self, entry: Entry) -> None:
-        """Note what a new program is for, and tell the user, and which sizes are no symbols."""
+        """Record which calls a new program serves, and tell the user; warn of the sizes that are not symbols."""
         if self.family is None:
             return
         if self._fixed:

@@ -32,7 +32,7 @@ from zgraph.torch_compat.modules import Registered
 
 logger = logging.getLogger(__name__)
 
-_STATE = "; python state "  # in the keys of programs: before the number of the state that one is for
+_STATE = "; python state "  # in the keys of programs: comes before the number of the Python state that one is for
 
 Compile = Callable[[str, tuple[Any, ...], dict[str, Any], OpenSizes | None], Entry]
 """Compiles the program for a call, which it gets with the key that the program will have, and the sizes that are to be symbols in it."""
@@ -42,18 +42,18 @@ Execute = Callable[[Entry, tuple[Any, ...]], tuple[Any, ...]]
 
 
 class _OnceMore(Exception):
-    """What ranks have learned of sizes lets them look for the programs of a call anew."""
+    """Raised to look for a call's programs again, after ranks have learned more about its sizes."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What there is for a call: the `key` of its program, whether that is `new`; the key `before` is that of the last program that is not for it."""
+    """The result of a search for a call's program."""
 
-    key: str
-    new: bool
-    number: int  # how many there are before it that are not for the call
-    before: str | None
-    refused: Entry | None  # a program that would be for it, were its sizes others
+    key: str  # of the call's program
+    new: bool  # whether that program has still to be compiled
+    number: int  # how many programs before it in the list do not serve the call
+    before: str | None  # of the last program that does not serve the call
+    refused: Entry | None  # a program that would serve the call at other sizes
 
     @property
     def ballot(self) -> str:
@@ -62,11 +62,13 @@ class _Found:
 
 
 class Calls:
-    """The programs of one compiled module by the calls that they serve. They are in the rank's `entries`, by their keys."""
+    """The programs of one compiled module, by the calls that they serve; they are stored in the rank's `entries`, by
+    key.
+    """
 
     def __init__(self, rank: Rank, compile_entry: Compile, execute: Execute) -> None:
         self.rank = rank
-        self.lock = threading.RLock()  # (threads that call for the first time at once compile once)
+        self.lock = threading.RLock()  # (threads that make the first call at the same time compile once)
         self._compile = compile_entry
         self._execute = execute
         self._bound: dict[str, Callable[..., Any]] = {}
@@ -74,13 +76,15 @@ class Calls:
         self._values = ValueInputs(rank.plan.dynamic, rank.forward_function)
         self._storms = Storms(rank.forward_function, rank.plan.max_programs)
         self._states: dict[str, list[str]] = {}  # keys of programs that differ in Python state, by the key without it
-        self._made: dict[str, int] = {}  # how many such programs there ever were
-        self._programs = 0  # that there ever were
+        self._made: dict[str, int] = {}  # how many such programs were ever made
+        self._programs = 0  # how many programs were ever made
         self._calls = 0
-        self._last: dict[str, int] = {}  # when each program was last called for
+        self._last: dict[str, int] = {}  # the number of each program's last call
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
-        """The program for these inputs, with its key. For a new signature it is captured and compiled, on all ranks alike."""
+        """Return the key and the program for these inputs. All ranks together capture and compile it for a new
+        signature.
+        """
         rank = self.rank
         refuse_inputs(rank.forward_function, args, kwargs)
         own: Registered | None = rank.shards.refresh()
@@ -125,8 +129,9 @@ class Calls:
         return self._called(found.key)
 
     def agree_on_step(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-        """Let the ranks vote once on the forwards of these calls, the micro-batches of a step. Where one of them has no program yet, or ranks have
-        to learn from it, each votes later."""
+        """Let ranks vote once on the forwards of these calls, the micro-batches of a step. If one of them has no
+        program yet, or ranks have to learn from it, each call votes by itself later.
+        """
         rank = self.rank
         if not rank.acts.by_steps() or buckets_of(rank.plan) is not None:  # (what is padded is known call by call)
             return
@@ -160,8 +165,9 @@ class Calls:
         return [self._signed(args, kwargs, own) for args, kwargs in calls]
 
     def _entry_beside(self, own: CallSizes, calls: Sequence[CallSizes]) -> tuple[str, Entry]:
-        """The program for a call, where ranks have `calls` that no one program serves (of some this rank has stand-ins). Every rank has all of the
-        programs; these are seen to communicate in the same way."""
+        """Return the program for a call where ranks have `calls` that need several programs (some are stand-ins). Every
+        rank compiles all of them; they are checked to communicate alike.
+        """
         keys: list[str] = []
         for sizes in calls:
             args, kwargs = sizes.call.call
@@ -173,8 +179,9 @@ class Calls:
         return self._called(keys[calls.index(own)], *keys)
 
     def _called(self, key: str, *beside: str) -> tuple[str, Entry]:
-        """The program with this key; other ranks call for those `beside` it. Of more programs than the plan keeps the one goes that was called for
-        longest ago: on all ranks the same."""
+        """Record the call and return the program with this key; other ranks call the ones in `beside`. Beyond
+        `max_programs`, drop the program that was not called for the longest time, which is the same on all ranks.
+        """
         self._calls += 1
         self._last |= dict.fromkeys(beside or (key,), self._calls)
         entries = self.rank.entries
@@ -189,14 +196,15 @@ class Calls:
         return key, entries[key]
 
     def _find_together(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
-        """The program for a call, of those that no rank's sizes are refused by."""
+        """Return the program for a call, skipping those that refuse any rank's sizes."""
         found = self._find(sizes, args, kwargs)
         least = self.rank.everyone.most("programs that refuse sizes", found.number if found.refused is not None else 0)
         return self._find(sizes, args, kwargs, least) if least > found.number else found
 
     def _find(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any], least: int = 0) -> _Found:
-        """The program for a call. The same inputs may have several: for several states of the Python attributes, and for ranges of sizes. The
-        first `least` of them are refused by another rank."""
+        """Return the program for a call. The same inputs may have several: one per state of the Python attributes, and
+        per range of sizes. The first `least` of them refuse another rank's sizes.
+        """
         entries, module = self.rank.entries, self.rank.module
         point = sizes.point
         before, refused = None, None
@@ -217,11 +225,15 @@ class Calls:
         return f"{sizes.key}{_STATE}{made}" if made else sizes.key
 
     def run(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, by the program with this key."""
+        """Run the program with this key and return the model's result."""
         return self._bound[key](self.rank.module, *args, **kwargs)
 
     def settle(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """After a program's first run: has the forward itself changed the Python state that it depends on?
+        """Check, after a program's first run, whether the forward itself changed the Python state that the program
+        depends on. Raises `CaptureError` if it does so at every call.
+
+        A model may finish its construction in its first call, and may go back and forth between states that have a
+        program. If a second program in a row ends in a state that has none, every call would be compiled again.
 
         Once is how a model finishes its construction, and it may go back and forth between states that have a program. Twice in a row to a
         state that has none, it would be compiled again at every call.
@@ -243,7 +255,7 @@ class Calls:
             )
 
     def name_new(self, shown: str) -> str:
-        """The name of the program for a new signature, which is told to the user."""
+        """Return the name of the program for a new signature, and log it for the user."""
         rank = self.rank
         name = f"{'train' if torch.is_grad_enabled() and rank.module.training else 'eval'}{self._programs}"
         log = logger.warning if rank.entries and rank.everyone.first() else logger.info
@@ -256,8 +268,10 @@ class Calls:
         return dataclasses.replace(call, form=f"{call.form}; forward {replaced}") if replaced else call
 
     def _add(self, found: _Found, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
-        """Compile the program for a call. Where sizes can't be symbols in it, they are numbers, and each is a program of its own from now on. Where
-        it turns out to be for other sizes than the call's, there is one more: made at these sizes, and then for these alone."""
+        """Compile the program for a call. Sizes that can't be symbols in it become numbers, with a program for each
+        from now on. If it turns out not to serve the call's sizes, compile one more: made at these sizes, and if need
+        be for these alone.
+        """
         rank = self.rank
         rank.relax()
         rank.refuse_unset()
@@ -276,7 +290,7 @@ class Calls:
                     raise
                 if sizes.apart and sizes.closed:
                     raise _OnceMore from error
-            except Exception as error:  # (what torch can't do with a symbol it says in many ways)
+            except Exception as error:  # (torch has many ways to say what it can't do with a symbol)
                 first = (str(error).splitlines() or [""])[0]
                 why = f"torch can't trace the model with it as a symbol: {type(error).__name__}: {first}"
                 if not sizes.point or not sizes.give_up(SizeError("sizes can't be symbols", why=why), found.refused):
@@ -285,7 +299,7 @@ class Calls:
                 sizes.settled(entry)
                 if (
                     sizes.key != found.key.split(_STATE)[0]
-                ):  # (a number that was to be given to the program is a constant of it)
+                ):  # (a number that was to be an input of the program is a constant in it)
                     found = dataclasses.replace(found, key=self._new_key(sizes))
                 self._keep(found, entry, sizes)
                 asked = self._asked(sizes, refused=bool(sizes.point) and not entry.holds(sizes.point))
@@ -297,7 +311,7 @@ class Calls:
         return found
 
     def _shown(self) -> contextlib.AbstractContextManager[None]:
-        """Show how far compiling is, to the user of one rank."""
+        """Show the progress of compiling, on one rank."""
         plan, rank = self.rank.plan, self.rank
         return compile_progress.shown(
             type(rank.module).__name__,
@@ -307,8 +321,9 @@ class Calls:
         )
 
     def _open_sizes(self, found: _Found, sizes: CallSizes) -> OpenSizes | None:
-        """What the capture of a program for a call has as symbols; and as inputs the Python numbers that differ from what the one before it was
-        captured with, attributes of the model's that count steps say."""
+        """Return what the capture of a call's program treats as symbols. Python numbers (a counter in the model's
+        attributes, say) that differ from those that the program before it was captured with become inputs.
+        """
         asked, before = with_values(sizes.open_sizes(), sizes.call.constants), self.rank.entries.get(found.before or "")
         if not sizes.gives_numbers:
             return dataclasses.replace(asked, numbers=()) if asked is not None else None
@@ -322,7 +337,9 @@ class Calls:
         return dataclasses.replace(asked, numbers=tuple(dict.fromkeys([*asked.numbers, *changed])))
 
     def _asked(self, sizes: CallSizes, *, refused: bool) -> dict[str, int] | None:
-        """The sizes, on the first rank that has such, which a program that there is refuses."""
+        """Return the sizes of the first rank whose program refuses them; None if no rank's does. All ranks must call
+        it.
+        """
         if not sizes.point:
             return None
         views = self.rank.everyone.gather("sizes that a program refuses", dict(sizes.point) if refused else None)
@@ -364,7 +381,7 @@ def _refuse_other_devices(device: torch.device, args: tuple[Any, ...], kwargs: d
 
 
 def _refuse_unstable(stale: Failing | None) -> None:
-    """Raise `CaptureError` if what a forward has just been captured with is not so."""
+    """Raise `CaptureError` if Python state that a forward has just been captured with does not hold any more."""
     if stale is not None:
         raise CaptureError(
             "the model's forward reads Python state that is another at every read",

@@ -8,11 +8,13 @@ from zgraph.runtime.rank import Rank
 
 
 def fit(rank: Rank, step: StepProgram) -> None:
-    """Make the programs that a step takes by the passes. Raises `PlanError` if one does not fit into the plan's memory budget, `SizeError` for a
-    size that nothing bounds beside such a budget, `OffloadError` if the disk has no room for the activations that go there."""
+    """Build the programs of a step with the passes. Raises `PlanError` if one does not fit into the plan's memory
+    budget, `SizeError` for a size without a bound beside such a budget, `OffloadError` if the disk has no room for the
+    offloaded activations.
+    """
     if rank.plan.memory_budget is not None and step.differentiated and step.known is None:
         for variant in step.variants():
-            step.history(variant)  # (what does not fit is refused now, not in the middle of a step)
+            step.history(variant)  # (a program that does not fit is refused now, not in the middle of a step)
     _require(rank, "activations", step.offloaded)
     if step.differentiated and step.states is not None and len(rank.shares) > 1:
         rank.agreement.vote("the share of the optimizer's states that is offloaded", str(step.states))
@@ -23,7 +25,7 @@ def fit(rank: Rank, step: StepProgram) -> None:
 
 
 def _require(rank: Rank, what: str, size: int) -> None:
-    """Raise `OffloadError` on every rank if the disk of one has no room for so many bytes of this kind."""
+    """Raise `OffloadError` on every rank if any rank's disk has no room for `size` bytes of `what`."""
     if rank.tiers.preflight is not None:
 
         def refused(number: int, said: str) -> OffloadError:

@@ -1,6 +1,8 @@
-"""A program that no rank has kept is made by one of those that share a cache folder; the others take it from there.
+"""Lets one of the ranks that share a cache folder compile a program that is not cached yet; the others read it from
+there.
 
-Nobody has to: what a rank does not find it makes itself, and the votes before a program first runs compare what ranks have, wherever that is from.
+This only saves time: a rank compiles what it does not find, and the votes before a program first runs compare the
+ranks' programs, wherever they come from.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from zgraph.runtime.rank import Rank
 
 logger = logging.getLogger(__name__)
 
-View = tuple[str, str, bool]  # a rank's folder, the key of its step in it, and whether something is kept of that
+View = tuple[str, str, bool]  # a rank's folder, the key of its step there, and whether the step is cached there
 
 
 def make_once(rank: Rank, entry: Entry) -> None:
-    """Let one rank of each folder make the program of an entry that is not kept there. All ranks must call it."""
+    """Let one rank of each cache folder make the program of an entry that is not cached there. All ranks must call it."""
     agreement, keeper = rank.agreement, rank.keeper
     if not agreement.ranks or not agreement.any("whether programs are kept", keeper is not None):
         return
@@ -37,7 +39,9 @@ def make_once(rank: Rank, entry: Entry) -> None:
 
 
 def makers_of(views: Sequence[View | None]) -> list[int]:
-    """The ranks that make something: of those with the same folder and key, where none has found it, the first."""
+    """Return the ranks that compile: the first of those with the same folder and key, if none of them has found the
+    step cached.
+    """
     found = {view[:2] for view in views if view is not None and view[2]}
     first: dict[tuple[str, str], int] = {}
     for at, view in enumerate(views):
@@ -47,7 +51,7 @@ def makers_of(views: Sequence[View | None]) -> list[int]:
 
 
 def _make(entry: Entry) -> None:
-    """Make a step, and keep it. What is wrong with it is raised when all ranks make theirs."""
+    """Make a step and cache it. Errors are only logged: they are raised when all ranks make theirs."""
     context = replace(entry.context, agree=tell_nobody)
     try:
         make_all(Entry(entry.name, entry.shown, entry.trace, entry.rows, context).program())
@@ -56,7 +60,7 @@ def _make(entry: Entry) -> None:
 
 
 def make_all(step: StepProgram, fits: Callable[[], None] = lambda: None) -> None:
-    """Make all that a plain step runs, and keep it. `fits` raises if it is too large."""
+    """Make all programs that a plain step runs, and cache them. `fits` raises if the step is too large."""
     fits()
     step.first_gathers()
     step.forward()

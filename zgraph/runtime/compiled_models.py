@@ -28,7 +28,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def owner_of(param: nn.Parameter) -> nn.Module | None:
-    """The compiled model that has this very parameter; None where there is none."""
+    """Return the compiled model that has exactly this parameter; None if there is none."""
     return next(
         (m for m in list(_compiled.values()) if is_compiled(m) and any(p is param for p in m.parameters())), None
     )

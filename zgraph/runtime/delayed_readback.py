@@ -1,4 +1,6 @@
-"""What the device knows of skipped steps and the loss scale, read one step late (see [Note: no waiting] in step_outcomes.py)."""
+"""Reads the number of skipped steps and the loss scale from the device one step late (see [Note: no waiting] in
+step_outcomes.py).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Late:
         self._started = False
 
     def copy(self) -> Late:
-        """Another that knows as much, and goes on by itself."""
+        """Return a copy that goes on independently."""
         made = Late(self.device)
         made.skipped, made.scale, made.exhausted = self.skipped, self.scale, self.exhausted
         made.nonfinite = self.nonfinite
@@ -35,7 +37,7 @@ class Late:
         return made
 
     def start(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Let the device copy those of `KEYS` that there are to the host when it gets there."""
+        """Start copying those of `KEYS` that are in `values` to the host; the device does so when it gets there."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         self._held.copy_(torch.stack([values.get(k, zero).to(torch.float64) for k in KEYS]), non_blocking=True)
         if self._event is not None:

@@ -26,8 +26,9 @@ from zgraph.update.states import States
 
 
 class Delayed:
-    """The update of one module that is under way, and the weights that it makes. A weight that was changed by others meanwhile (a
-    load, say; torch counts no writes through `.data`) stays as they made it, and updates go on from there."""
+    """The delayed update of one module, and the weights that it makes. A weight that something else changed meanwhile
+    (a load, say; torch counts no writes through `.data`) keeps that value, and updates go on from there.
+    """
 
     def __init__(self, shards: Shards, states: States, device: torch.device) -> None:
         self.shards = shards
@@ -36,11 +37,11 @@ class Delayed:
         weakref.finalize(self, self._threads.shutdown, wait=False)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._running: Future[None] | None = None
-        self._versions: dict[str, tuple[int, ...]] = {}  # of weights that none but updates have changed
-        self._new = False  # are there weights that are not the model's yet?
+        self._versions: dict[str, tuple[int, ...]] = {}  # versions of the weights that only updates have changed since
+        self._new = False  # whether the copies hold weights that the model does not have yet
 
     def start(self, rest: Callable[[], None]) -> None:
-        """Run what is left of an update, in a thread."""
+        """Run the rest of an update in a thread."""
         for name in self._made():
             self._versions.setdefault(name, self.shards.version(name))
         if self._stream is not None:
@@ -59,13 +60,13 @@ class Delayed:
             self._stream.synchronize()
 
     def wait(self) -> None:
-        """Let the update end that is under way. Raises what it raised."""
+        """Wait for the update in progress. Raises what it raised."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def publish(self) -> list[str]:
-        """Let the weights be those that the last update made; their names."""
+        """Copy the last update's weights into the model, and return the names of those written."""
         found = []
         for name in self._made():
             ahead, mine = self.states[f"{name}/{AHEAD}"], self.shards.local(name)
@@ -77,17 +78,17 @@ class Delayed:
         return found
 
     def published(self) -> None:
-        """Weights and their copies are equal, and counted."""
+        """Note that the weights equal their copies, and that their writes are counted."""
         self._versions = {name: self.shards.version(name) for name in self._made()}
         self._new = False
 
     def loaded(self) -> None:
-        """The states were loaded, and the weights that they belong to before them."""
+        """Note that the states were loaded, after the weights that they belong to."""
         self._versions = {name: self.shards.version(name) for name in self._made()}
         self._new = True
 
     def adopt(self, other: Delayed) -> None:
-        """Go on where another has stopped."""
+        """Continue from the state of another `Delayed`."""
         unchanged = [n for n, version in other._versions.items() if other.shards.version(n) == version]
         self._versions, self._new = {n: self.shards.version(n) for n in unchanged}, other._new
 

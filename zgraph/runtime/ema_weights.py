@@ -1,4 +1,4 @@
-"""Averages of the weights in place of the weights, for as long as a user looks at them."""
+"""Puts the moving averages of the weights in place of the weights, for as long as a user looks at them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zgraph.update.states import States
 
 
 class Averages:
-    """Those that the updates of one compiled module keep."""
+    """The moving averages that the updates of one compiled module keep."""
 
     def __init__(self, rank: Rank, states: States) -> None:
         self.rank = rank
@@ -21,7 +21,7 @@ class Averages:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Put the averages in place of the weights, which are kept aside."""
+        """Put the averages in place of the weights, and the weights back at the end."""
         shards, names = self.rank.shards, self.states.averaged()
         shards.refresh()
         weights = {n: shards.local(n).clone() for n in names}
@@ -38,7 +38,7 @@ class Averages:
             self.rank.weights_changed(names)
 
     def refuse_update(self) -> None:
-        """Raise `StepError` where an update would be lost."""
+        """Raise `StepError` inside `shown`: an update would be lost."""
         if self._shown:
             raise StepError(
                 "step() was called inside averaged_weights()",
@@ -47,7 +47,9 @@ class Averages:
             )
 
     def refuse_checkpoint(self) -> None:
-        """Raise `StepError` where what is loaded would be lost, and what is saved would be the averages."""
+        """Raise `StepError` inside `shown`: what is loaded would be lost, and the averages would be saved instead of
+        the weights.
+        """
         if self._shown:
             raise StepError(
                 "a checkpoint can't be saved or loaded inside averaged_weights()",

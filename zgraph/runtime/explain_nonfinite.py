@@ -1,8 +1,10 @@
-"""Steps whose loss or gradients are not finite: what is kept of a step to tell where that began, and how it is told.
+"""Explains steps whose loss or gradients are not finite: what is kept of a step, and how the first such value is found
+and reported.
 
-The update program decides, on the device and over all ranks, and leaves weights and states as they are. The step's programs are then run
-again on the same inputs, operator by operator, and the values that are not finite are followed from the gradients and the loss back to
-the first one. Infinities that were meant (a mask's) are no beginning: what makes a number of them that is none, is.
+The update program decides, on the device and over all ranks, whether a step is finite, and leaves weights and states as
+they are if it is not. The step's programs then run again on the same inputs, operator by operator, and the values that
+are not finite are followed from the gradients and the loss back to the first one. Intended infinities (a mask's) don't
+count as the first; the operator that makes NaN of them does.
 """
 
 from __future__ import annotations
@@ -34,50 +36,52 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Forward:
-    """What a forward ran with, taken before it: inputs, buffers that it changes (by position), random states."""
+    """What a forward ran with, taken before it ran."""
 
-    number: int
-    flat: list[Any]
-    before: dict[int, torch.Tensor]
-    random: RandomStates | None
+    number: int  # counts forwards, in their order
+    flat: list[Any]  # the flat inputs, copied
+    before: dict[int, torch.Tensor]  # buffers that it changes, by input position, as they were
+    random: RandomStates | None  # the random states; None if it draws no random numbers
 
 
 @dataclass
 class Run:
-    """A micro-batch: its forward, and the tangents that its backward began with, by output."""
+    """The forward and backward of one micro-batch."""
 
-    entry: Entry
-    step: StepProgram
-    forward: Forward
-    tangents: dict[int, torch.Tensor]
+    entry: Entry  # the cache entry that it ran by
+    step: StepProgram  # its programs
+    forward: Forward  # what its forward ran with
+    tangents: dict[int, torch.Tensor]  # what its backward began with, by output
+    # its losses that were computed outside of the model (0-dim, float64)
     losses: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
 class Taken:
-    """A step: its number and its micro-batches."""
+    """What is kept of the last step."""
 
-    number: int
-    runs: list[Run]
+    number: int  # the step's number
+    runs: list[Run]  # its micro-batches, in order
 
 
 @dataclass(frozen=True)
 class Found:
-    """Where a value that is not finite came into being: at which place of the program (`order`), and what it is. `what` tells it."""
+    """The operator or input at which a value that is not finite first appears."""
 
-    order: int
-    node: str
-    module: str | None
-    source: str
-    phase: str
-    kind: str
-    what: str
+    order: int  # position of the node in the program
+    node: str  # the node's name
+    module: str | None  # path of its module; None if it belongs to none
+    source: str  # the user's "file:line"
+    phase: str  # the phase of the node
+    kind: str  # "no number" or "infinite"
+    what: str  # a description of the value
 
 
 @dataclass
 class _Buffers:
-    """Buffers that forwards of this step changed, each as it was before the first of them."""
+    """Buffers that forwards of this step changed, as they were before the first such forward."""
 
+    # by the buffer's id: number of the forward, the buffer, a copy from before
     held: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def keep(self, number: int, buffer: torch.Tensor, before: torch.Tensor) -> None:
@@ -86,13 +90,15 @@ class _Buffers:
             self.held[id(buffer)] = number, buffer, before
 
     def undo(self, bad: torch.Tensor) -> None:
-        """Put them back where `bad` (0-dim, on the device) is true."""
+        """Restore the buffers where `bad` (0-dim, on the device) is true."""
         for _, buffer, before in self.held.values():
             buffer.copy_(torch.where(bad, before, buffer))
 
 
 class NonFinite:
-    """One compiled module's, where its plan does not ignore such steps. Where the plan only skips them, no inputs are kept."""
+    """The watch over one compiled module's steps, if its plan does not ignore those that are not finite. If the plan
+    only skips them, no inputs are kept.
+    """
 
     def __init__(self, runtime: Rank) -> None:
         self.runtime = runtime
@@ -106,7 +112,9 @@ class NonFinite:
 
     # -- while a step runs --------------------------------------------------------------------------------------------
     def forward(self, entry: Entry, flat: Sequence[Any], before: dict[int, torch.Tensor], random: Any) -> Forward:
-        """A forward is about to run. Inputs are copied: a loop may fill the same tensors with the next micro-batch."""
+        """Record a forward that is about to run. Inputs are copied: a loop may fill the same tensors with the next
+        micro-batch.
+        """
         given: list[Any] = []
         if self.explains:
             for port, value in zip(entry.trace.inputs, flat, strict=True):
@@ -123,8 +131,9 @@ class NonFinite:
         tangents: dict[int, torch.Tensor],
         outputs: Sequence[torch.Tensor],
     ) -> None:
-        """A backward is about to run; `outputs` are the single numbers that it differentiates."""
-        if all(p.grad is None for p in self.runtime.shards.params().values()):  # (what was there, nobody wanted)
+        """Record a backward that is about to run; `outputs` are the scalars that it differentiates."""
+        # (gradients of earlier backwards were thrown away)
+        if all(p.grad is None for p in self.runtime.shards.params().values()):
             self.forget()
         for i, before in forward.before.items():
             if entry.trace.inputs[i].role is InputRole.BUFFER:
@@ -134,34 +143,37 @@ class NonFinite:
         self._losses += [_number(output) for output in outputs]
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        """A loss that was computed outside of the model, and whose backward has begun."""
+        """Record a loss that was computed outside of the model, whose backward has begun."""
         self._losses.append(_number(loss))
         if self._runs:
             self._runs[-1].losses.append(self._losses[-1])
 
     def loss(self) -> torch.Tensor:
-        """A number on the device (0-dim, float64) that is finite if this rank's losses are."""
+        """Return a number on the device (0-dim, float64) that is finite if this rank's losses are."""
         zero = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         return torch.stack([zero, *self._losses]).sum()
 
     def stepped(self, number: int, bad: torch.Tensor) -> None:
-        """The update of this step was made, unless `bad` (0-dim, on the device)."""
+        """Record that the step's update ran, with no effect where `bad` (0-dim, on the device) is true."""
         self._buffers.undo(bad)
         self._taken = Taken(number, sorted(self._runs, key=lambda r: r.forward.number))
         self.forget()
 
     def forget(self) -> None:
-        """What ran so far is no part of the next step: its gradients were thrown away, or taken."""
+        """Forget what ran so far: it is not part of the next step (its gradients were thrown away, or the update took
+        them).
+        """
         self._runs, self._losses, self._buffers = [], [], _Buffers()
 
-    # -- what a step was ----------------------------------------------------------------------------------------------
+    # -- the outcome of a step ----------------------------------------------------------------------------------------
     def was_finite(self) -> None:
-        """The last step was as it should be."""
+        """Forget the last step: it was finite."""
         self._taken = None
 
     def report(self, number: int, why: str) -> None:
-        """The step of this number was not finite. Raises `NonFiniteError` or `RolledBackError`, unless such steps are only skipped. All ranks
-        must call it."""
+        """Report that the step of this number was not finite. Raises `NonFiniteError` or `RolledBackError`, unless such
+        steps are only skipped. All ranks must call it.
+        """
         runtime = self.runtime
         taken, self._taken = self._taken, None
         if not self.explains:
@@ -169,7 +181,7 @@ class NonFinite:
                 logger.warning("step %d was skipped: %s", number, why)
             return
         if runtime.device.type != "cpu":
-            for param in runtime.shards.params().values():  # (of the step after it, which no one will make)
+            for param in runtime.shards.params().values():  # (gradients of the step after it, which will not be made)
                 param.grad = None
         error = self._explained(taken, number, why)
         if self.mode == "rollback":
@@ -194,7 +206,9 @@ class NonFinite:
         return error
 
     def _examine(self, run: Run) -> Found | None:
-        """Run a micro-batch again; where on this rank the first value that is not finite came into being."""
+        """Run a micro-batch again, and return where on this rank the first value that is not finite appears; None if
+        all are finite.
+        """
         runtime, forward = self.runtime, run.forward
         program = run.step.history().program
         flat = [forward.before.get(i, v) for i, v in enumerate(forward.flat)]
@@ -214,14 +228,14 @@ class NonFinite:
         if port.role is InputRole.SCALE:
             return self.runtime.updater.states["/scale"]
         if port.role is InputRole.RESIDUAL:
-            return self.runtime.updater.residuals.of(program)(port.name).clone()  # (which the run writes to)
+            return self.runtime.updater.residuals.of(program)(port.name).clone()  # (a copy: the run writes to it)
         if port.role is InputRole.DRAWS:
             return self.runtime.updater.residuals.last_draw()
         assert port.index is not None
         return run.tangents[port.index] if port.role is InputRole.TANGENT else flat[port.index]
 
     def _rolled_back(self, error: NonFiniteError) -> NonFiniteError:
-        """Load the last checkpoint, and what to raise then."""
+        """Load the last checkpoint, and return the error to raise then."""
         runtime, saver = self.runtime, self.runtime.saver
         try:
             saver.wait()
@@ -265,17 +279,17 @@ def _error(number: int, micro_batch: int, rank: int, found: Found, ranks: Sequen
 
 
 class Trail:
-    """Which values of a program that is run are not finite, and where that began."""
+    """The values of a program's run that are not finite, and the search for the first of them."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.marks: dict[fx.Node, bool] = {}  # of values that are not finite: is one of its elements no number?
+        self.marks: dict[fx.Node, bool] = {}  # values that are not finite, and whether one of their elements is NaN
         self._meant: dict[fx.Node, bool] = {}
         self._ports = {node: port for port, node in program.input_items()}
         self._outputs = {p.index: n for p, n in program.output_items() if p.role is OutputRole.OUTPUT}
 
     def seen(self, node: fx.Node, value: Any) -> None:
-        """A value that is there."""
+        """Record whether a node's value is finite."""
         tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point()]
         bad = [t for t in tensors if not t.isfinite().all()]
         if bad:
@@ -283,7 +297,9 @@ class Trail:
             self._meant[node] = not self.marks[node] and self._is_meant(node)
 
     def _is_meant(self, node: fx.Node) -> bool:
-        """Are these infinities the user's own, a mask's? They come from a literal, an input or a buffer, and from nothing else."""
+        """Return whether these infinities are intended, a mask's say: they come from literals, inputs and buffers
+        alone.
+        """
         if node.op != "call_function":
             port = self._ports.get(node)
             return port is None or port.role in (InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT)
@@ -294,7 +310,9 @@ class Trail:
         return all(self._meant[n] for n in given) and (literal or bool(given))
 
     def first(self, loss: int | None) -> Found | None:
-        """Where that began which makes the gradients, or the loss (that output), other than finite; None if they are finite."""
+        """Return the first value that makes the gradients, or the loss (the output at this index), not finite; None if
+        they are finite.
+        """
         ends = [n for p, n in self.program.output_items() if p.role is OutputRole.GRADIENT]
         ends += [self._outputs[loss]] if loss in self._outputs else []
         bad = [n for n in ends if n in self.marks]
@@ -309,7 +327,9 @@ class Trail:
         return self._told(node, at[node])
 
     def _beginnings(self, ends: Sequence[fx.Node], *, meant: bool) -> list[fx.Node]:
-        """The values before which all was finite (or meant, unless `meant` infinities count as well)."""
+        """Return the values that are not finite although all that they are computed from is. Intended infinities count
+        as finite unless `meant`.
+        """
         stack = [n for n in ends if meant or not self._meant[n]]
         known, found = set(stack), []
         while stack:
@@ -322,7 +342,7 @@ class Trail:
         return found
 
     def _before(self, node: fx.Node) -> list[fx.Node]:
-        """What a value is made of; what came into the backward is made of the output that it belongs to."""
+        """Return the nodes that a value is computed from; for a tangent, the output that it belongs to."""
         port = self._ports.get(node)
         if port is not None and port.role is InputRole.TANGENT and port.index in self._outputs:
             return [self._outputs[port.index]]

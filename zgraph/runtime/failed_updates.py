@@ -1,4 +1,6 @@
-"""Whether weights and states are of one step: not after an update that failed half way, until both were loaded."""
+"""Tracks whether weights and states are of the same step; after an update that failed half way they are not, until both
+are loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,16 @@ from zgraph.parameters.sharding import Shards
 
 
 class Consistency:
-    """That of one compiled module's weights and optimizer states."""
+    """Whether one compiled module's weights and optimizer states are of the same step."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
-        # Of the weights that an update left half done; empty if none did.
+        # Versions of the weights when an update failed half way; empty if none did.
         self._versions: dict[str, tuple[int, ...]] = {}
-        self._states_loaded = False  # since then
+        self._states_loaded = False  # whether the states were loaded since then
 
     def lose(self) -> None:
-        """Note that weights and states are not of one step."""
+        """Note that weights and states are of different steps."""
         self._versions = {n: self.shards.version(n) for n in self.shards.params()}
         self._states_loaded = False
 
@@ -29,7 +31,7 @@ class Consistency:
         self._versions = {}
 
     def adopt(self, other: Consistency) -> None:
-        """Be what another is, of the same parameters."""
+        """Take over another's state, for the same parameters."""
         self._versions, self._states_loaded = dict(other._versions), other._states_loaded
 
     def refuse(self) -> None:

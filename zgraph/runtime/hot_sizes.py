@@ -1,6 +1,8 @@
-"""Sizes that occur often have static programs of their own, beside the one that serves all: those that the plan names, or the most frequent.
+"""Compiles static programs for sizes that occur often, beside the one that serves all sizes: the sizes that the plan
+names, or the most frequent.
 
-All ranks compile the same ones. Each rank then runs, in each step, the one that is for its own sizes; what ranks do together is the same in all.
+All ranks compile the same ones. In each step, each rank runs the one for its own sizes; the collectives are the same in
+all.
 """
 
 from __future__ import annotations
@@ -18,27 +20,27 @@ from zgraph.runtime.rank import Rank
 
 logger = logging.getLogger(__name__)
 
-FIRST_LOOK = 32  # calls after which ranks first look which sizes are frequent; then after twice as many, and so on
-LEAST_SHARE = 0.05  # of a program's calls that sizes have at least, to be worth a program
-COUNTED = 4096  # sizes of a program whose calls are counted; of more the rarer half is forgotten
+FIRST_LOOK = 32  # calls before ranks first look for frequent sizes; they look again after twice as many, and so on
+LEAST_SHARE = 0.05  # of a program's calls: sizes with a smaller share get no program of their own
+COUNTED = 4096  # sizes of a program whose calls are counted; beyond, the rarer half is forgotten
 
 Point = tuple[int, ...]
 
 
 class HotSizes:
-    """The programs for certain sizes of one compiled module, which `make` compiles."""
+    """The programs of one compiled module for certain sizes, compiled by `make`."""
 
     def __init__(self, rank: Rank, make: Callable[[StepProgram], None]) -> None:
         self.rank = rank
         hot = hot_of(rank.plan)
         self.asked = hot.hot if hot is not None else ()
         self._make = make
-        self._counts: dict[str, Counter[Point]] = {}  # calls by their sizes, of each program that serves several
+        self._counts: dict[str, Counter[Point]] = {}  # calls by their sizes, for each program that serves several
         self._calls = 0
         self._look = FIRST_LOOK
 
     def made(self, step: StepProgram) -> None:
-        """A program was made: make those for the sizes that the plan names. All ranks must call it."""
+        """Compile a new program's variants for the sizes that the plan names. All ranks must call it."""
         if not step.captured.sizes or isinstance(self.asked, int):
             return
         for given in self.asked:
@@ -46,7 +48,9 @@ class HotSizes:
                 self._add(step, point)
 
     def chosen(self, step: StepProgram, flat: Sequence[Any]) -> StepProgram:
-        """The program for a call with these flat inputs: that for its sizes, if there is one."""
+        """Return the program for a call with these flat inputs: the one for exactly its sizes, if there is one. Count
+        the sizes.
+        """
         if isinstance(self.asked, int) and step.captured.sizes:
             counts = self._counts.setdefault(step.name, Counter())
             counts[step.captured.sizes.key(flat)] += 1
@@ -55,8 +59,9 @@ class HotSizes:
         return step.for_call(flat)
 
     def called(self, entries: Mapping[str, Entry], *, begins: bool) -> None:
-        """A call was made, which `begins` a step or is none of one: now and then, make programs for sizes that were frequent, on all ranks together.
-        All ranks must call it."""
+        """Count a call; now and then compile programs for frequent sizes, on all ranks together. `begins` is true
+        unless the call is inside a step. All ranks must call it.
+        """
         self._calls += 1
         if not isinstance(self.asked, int) or self._calls < self._look or not begins:
             return
@@ -70,15 +75,17 @@ class HotSizes:
                 self._add(step, dict(zip(step.captured.sizes.names, point, strict=True)))
 
     def _frequent(self, step: StepProgram, counts: Counter[Point]) -> list[Point]:
-        """The most frequent sizes that have no program yet, as many as there may be besides."""
+        """Return the most frequent sizes that have no program yet, up to the number that the plan allows."""
         assert isinstance(self.asked, int)
         worth = [(-n, point) for point, n in counts.items() if n >= LEAST_SHARE * counts.total() and n > 1]
         return [point for _, point in sorted(worth) if point not in step.hot][: self.asked - len(step.hot)]
 
     def _named(self, step: StepProgram, given: Mapping[str, int]) -> dict[str, int] | None:
-        """Sizes that the plan names as a program has them; None where it is not for these."""
+        """Return sizes that the plan names in the form that the program has them, or None, with a warning, if the
+        program does not take them.
+        """
         sizes: Sizes = step.captured.sizes
-        if not given.keys() <= set(sizes.names):  # (where a size is 1 it is a number)
+        if not given.keys() <= set(sizes.names):  # (a size of 1 is a number in programs)
             return None
         why = ", ".join(f"{n} is not said" for n in sizes.names if n not in given)
         if not why and not sizes.hold(given):

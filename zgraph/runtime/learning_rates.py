@@ -1,4 +1,4 @@
-"""What a plan's schedule sets in the parameter groups of its optimizer."""
+"""Sets what a plan's schedule gives in the parameter groups of its optimizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zgraph.update.torch_lr_schedulers import torch_scheduler
 
 
 class LearningRates:
-    """The rates and momenta of an optimizer's groups, by the plan's `lr_schedule`."""
+    """The learning rates and momenta of an optimizer's groups, set by the plan's `lr_schedule`."""
 
     def __init__(self, plan: Plan, optimizer: PlanOptimizer) -> None:
         self.plan = plan
         self.optimizer = optimizer
         self._base = [dict(g) for g in optimizer.param_groups]
-        # torch's own scheduler, where the plan has one of these
+        # torch's own scheduler, if the plan's schedule is one of torch's
         self._scheduler: Any = self._new_scheduler()
 
     def _new_scheduler(self) -> Any:
@@ -25,7 +25,7 @@ class LearningRates:
         return torch_scheduler(record, self.optimizer) if isinstance(record, TorchSchedule) else None
 
     def set(self, done: int) -> None:
-        """Set the numbers of the update that follows so many."""
+        """Set the values for the update that follows `done` updates."""
         record = self.plan.lr_schedule
         if record is None or isinstance(record, TorchSchedule):
             return
@@ -39,18 +39,18 @@ class LearningRates:
                 group["momentum"] = point.momentum
 
     def advance(self) -> None:
-        """An update was not skipped."""
+        """Advance torch's scheduler: an update was made, not skipped."""
         if self._scheduler is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that runs ahead
             self._scheduler.step()
 
     def reset(self) -> None:
-        """Put back the numbers that the plan gives."""
+        """Restore the values that the plan gives."""
         for base, group in zip(self._base, self.optimizer.param_groups, strict=True):
             group.update({k: v for k, v in base.items() if k not in ("params", "names")})
 
     def restart(self, done: int) -> None:
-        """Let torch's scheduler go on after so many updates."""
+        """Restart torch's scheduler as it is after `done` updates."""
         if self._scheduler is None:
             return
         self.reset()
@@ -61,6 +61,6 @@ class LearningRates:
             self.advance()
 
     def adopt(self, old: LearningRates) -> None:
-        """Go on where another schedule is."""
+        """Continue from the state of another schedule."""
         if self._scheduler is not None and old._scheduler is not None:
             self._scheduler.load_state_dict(old._scheduler.state_dict())

@@ -1,6 +1,6 @@
-"""The memory that there is, and that steps really take, to stand beside its forecast.
+"""Measures the memory that steps take, for comparison with the forecast, and the memory that is free.
 
-On CUDA it is what torch's allocator says of itself; on CPU it is counted, once `zgraph.runtime.allocations.count()` has been called.
+On CUDA torch's allocator reports it; on CPU it is counted, once `zgraph.runtime.allocations.count()` has been called.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from zgraph.ranks.host import host_free
 from zgraph.runtime import allocations
 from zgraph.units import shown_bytes
 
-COMPILING = 2  # the first steps, whose peaks are left out
-MEASURED = 8  # steps after them; then the allocator's own maximum is the user's again
+COMPILING = 2  # first steps, whose peaks are left out
+MEASURED = 8  # steps after them; later steps leave the allocator's maximum to the user
 
 
 @dataclass
 class StepMemory:
-    """The peaks of the first steps of one compiled module, in bytes of the allocator. Each step sets the allocator's own
-    maximum back."""
+    """The peaks of the first steps of one compiled module. Each of these steps resets the allocator's own maximum."""
 
-    device: torch.device
-    peaks: list[int] = field(default_factory=list)
+    device: torch.device  # where the module runs
+    peaks: list[int] = field(default_factory=list)  # peak of each step, in bytes
 
     def begin(self) -> None:
-        """A step begins."""
+        """Reset the peak at the beginning of a step."""
         if len(self.peaks) == COMPILING + MEASURED:
             return
         if self.device.type == "cuda":
@@ -38,7 +37,7 @@ class StepMemory:
             allocations.reset_peak()
 
     def end(self) -> None:
-        """It is over."""
+        """Record the peak at the end of a step."""
         if len(self.peaks) == COMPILING + MEASURED:
             return
         if self.device.type == "cuda":
@@ -48,13 +47,14 @@ class StepMemory:
 
     @property
     def measured(self) -> int | None:
-        """The most of the steps after the first two; None before there are any, and where nothing is counted."""
+        """The highest peak after the first two steps; None before there is one, and if nothing is counted."""
         return max(self.peaks[COMPILING:], default=None)
 
 
 def table(programs: Sequence[Program], fused: bool, held: int, measured: int | None) -> list[str]:
-    """Lines that set the forecast of the program with the highest peak beside what was measured. `fused`: see `memory_of`; `held` are bytes that
-    live outside of programs all the time."""
+    """Return lines that compare the forecast of the program with the highest peak with what was measured. `fused`: see
+    `memory_of`; `held` are bytes in use outside of programs all the time.
+    """
     positions = [(at, program) for program in programs for at in memory_of(program, fused)]
     if not positions:
         return []
@@ -70,14 +70,14 @@ def table(programs: Sequence[Program], fused: bool, held: int, measured: int | N
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of a device: `held` by this process's tensors, None where nobody counts; `free` ones that it could still get."""
+    """The memory of a device, in bytes."""
 
-    held: int | None
-    free: int
+    held: int | None  # in use by this process's tensors; None if they are not counted
+    free: int  # what this process could still allocate
 
 
 def room_of(device: torch.device) -> Room:
-    """What is held of a device, and what is left."""
+    """Return the bytes of a device that are in use, and that are free."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

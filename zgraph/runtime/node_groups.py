@@ -1,4 +1,4 @@
-"""The process groups of a mesh's nodes: blocks of the ranks of `dp`, one after the other, that share one."""
+"""Makes the process groups of a mesh's nodes: blocks of consecutive ranks of `dp` that share a node."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from zgraph.torch_compat import process_groups
 
 
 def node_groups(mesh: DeviceMesh, ranks: int | None) -> dict[str, Any]:
-    """The group of this rank's node, by its name in programs ("dp/8"); none where there is one node, or `ranks` of one are None. All ranks must
-    call it: they make the groups of all nodes alike."""
+    """Return the group of this rank's node, by its name in programs ("dp/8"); {} if there is one node only, or `ranks`
+    (a node's number of ranks) is None. All ranks must call it, as each makes the groups of all nodes.
+    """
     names, dim = list(mesh.mesh_dim_names or ()), DATA_DIMS[0]
     if ranks is None or dim not in names:
         return {}

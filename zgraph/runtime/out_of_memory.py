@@ -1,4 +1,5 @@
-"""An out-of-memory error, explained: where it struck, what the forecast says of it, what lives there, what would have fitted.
+"""Explains an out-of-memory error: where it happened, what the forecast says about that point, the largest live
+tensors, and what would have fitted.
 
 On CUDA the allocator is asked, on a CPU the system. Nothing here communicates: the other ranks may be anywhere.
 """
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from zgraph.build.step_program import StepProgram
     from zgraph.runtime.rank import Rank
 
-SHOWN = 5  # tensors
-FORECAST_ERROR = 0.03  # of what there is: a forecast's error
+SHOWN = 5  # tensors listed
+FORECAST_ERROR = 0.03  # the forecast's error, as a share of the memory
 
 
 class OutOfMemoryError(errors.OutOfMemoryError, torch.OutOfMemoryError):
@@ -36,8 +37,9 @@ class OutOfMemoryError(errors.OutOfMemoryError, torch.OutOfMemoryError):
 
 @contextlib.contextmanager
 def explained(runtime: Rank, running: Executable | Program, step: StepProgram | None = None) -> Iterator[None]:
-    """An allocation that fails in here, in what is `running`, raises `OutOfMemoryError` with its explanation. What would have
-    fitted is said of `step`, by default the last program that trains."""
+    """Turn an allocation failure inside, while `running` runs, into `OutOfMemoryError` with its explanation. The hint
+    says what would have fitted of `step`, by default the last training step compiled.
+    """
     try:
         yield
     except Exception as error:
@@ -47,7 +49,9 @@ def explained(runtime: Rank, running: Executable | Program, step: StepProgram | 
 
 
 def _is_exhausted(error: Exception) -> bool:
-    """(A CPU's allocator, and that of pinned memory, raise a RuntimeError, of which only the text tells.)"""
+    """Return whether an error means that memory ran out. A CPU's allocator, and that of pinned memory, raise a
+    RuntimeError with only the text to tell.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     texts = ("DefaultCPUAllocator: ", "CUDA error: out of memory")
@@ -91,7 +95,7 @@ def _explanation(
     if step is not None and step.differentiated:
         held_now = room.held if room.held is not None else total
         budget = int((held_now + room.free - besides) * (1 - FORECAST_ERROR))
-        traceback.clear_frames(error.__traceback__)  # (what the program had made goes: trying needs room as well)
+        traceback.clear_frames(error.__traceback__)  # (frees what the program made: trying needs memory as well)
         try:
             hint = what_fits(runtime.plan, runtime.module, step.captured, runtime.costs, runtime.device, budget)
         except Exception:

@@ -1,7 +1,8 @@
-"""Batches are padded to few sizes inside of a call, and what the model gives comes back without the padding (`shapes = {"buckets": …}`).
+"""Pads batches to few sizes inside of a call, and returns the outputs without the padding (`shapes = {"buckets": …}`).
 
-All ranks pad to one bucket: the next that holds the batches of all. Which dimensions of a program's outputs are padded is seen by capturing the
-model at a second size: those that follow it. (That a dimension has the padded size would not say it: a width may be 256 as well.)
+All ranks pad to the same bucket: the smallest that holds the batches of all. Which dimensions of a program's outputs
+are padded is found by capturing the model at a second size: the dimensions that change with it. (A dimension of the
+padded size need not be padded: a width may be 256 as well.)
 """
 
 from __future__ import annotations
@@ -44,35 +45,37 @@ Follows = Mapping[int, Mapping[int, str]]
 
 @dataclass(frozen=True)
 class Cut:
-    """How an output of a padded call is cut to the size of the batch, and its gradient is filled up."""
+    """The cut of one output of a padded call to the size of the batch."""
 
-    shape: tuple[int, ...]  # of the padded output
-    lengths: Mapping[int, int]  # of the dimensions that are cut
-    copied: bool
+    shape: tuple[int, ...]  # shape of the padded output
+    lengths: Mapping[int, int]  # the batch's sizes, by the dimension that is cut
+    copied: bool  # whether the result is made contiguous, not a view
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """The output without the padding: a view, unless it is to lie in one piece."""
+        """Return the output without the padding: a view, or a contiguous copy if `copied`."""
         for dim, length in self.lengths.items():
             value = value.narrow(dim, 0, length)
         return value.contiguous() if self.copied else value
 
     def filled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of the padded output: zeros where it was cut off."""
+        """Return the gradient of the padded output: zeros where it was cut off."""
         missing = [whole - had for whole, had in zip(self.shape, gradient.shape, strict=True)]
         return functional.pad(gradient, [n for dim in reversed(missing) for n in (0, dim)])
 
 
 @dataclass
 class Padding:
-    """How much of what a model was given on this rank was padding: elements of the inputs that are padded, over all calls so far."""
+    """A count of the padding that this rank's programs computed with: elements of the padded inputs, over all calls so
+    far.
+    """
 
-    calls: dict[int, int] = field(default_factory=dict)  # by the bucket of the first size
-    given: int = 0  # elements of the batches
-    padded: int = 0  # elements of what the programs were given
+    calls: dict[int, int] = field(default_factory=dict)  # number of calls, by the bucket of the first size
+    given: int = 0  # elements of the user's batches
+    padded: int = 0  # elements of the padded inputs
 
     @property
     def share(self) -> float:
-        """The share wasted: 0 where nothing was padded."""
+        """The share of elements that are padding; 0 if nothing was padded."""
         return 1.0 - self.given / self.padded if self.padded else 0.0
 
     def __str__(self) -> str:
@@ -82,20 +85,20 @@ class Padding:
 
 @dataclass(frozen=True)
 class Padded:
-    """A call with its inputs padded: the sizes that they had, and have now."""
+    """A call with its inputs padded."""
 
-    call: Call
-    real: Lengths
-    lengths: Lengths
-    made: frozenset[int]  # the addresses of storages that are not the user's own
+    call: Call  # the padded call
+    real: Lengths  # the sizes before padding
+    lengths: Lengths  # the sizes after padding
+    made: frozenset[int]  # addresses of the storages that padding allocated, which are not the user's
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The shapes of a capture's flat outputs at the padded sizes `lengths`."""
+    """The shapes of a capture's flat outputs at certain padded sizes."""
 
-    lengths: Lengths
-    shapes: tuple[tuple[int, ...] | None, ...]
+    lengths: Lengths  # the padded sizes
+    shapes: tuple[tuple[int, ...] | None, ...]  # of each flat output; None for one that is not a tensor
 
 
 class Pads(Protocol):
@@ -123,21 +126,22 @@ class PaddedCalls:
         self.told = frozenset(buckets.pad)
         self.padding = Padding()
         self._apart: set[tuple[str, int]] = set()  # dimensions of other inputs that do not follow the padded sizes
-        self._seen: dict[Any, list[_Seen]] = {}  # by all that calls have alike but for the padded sizes
+        self._seen: dict[Any, list[_Seen]] = {}  # captures by all that calls have in common but the padded sizes
         self._now = threading.local()
         self._warned = False
 
     # -- in -----------------------------------------------------------------------------------------------------------
     def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padded:
-        """As `agreed`, of a call that will run: what is padded is counted."""
+        """Return the padded call as `agreed` does, for a call that will run: count its padding."""
         found = self.agreed(args, kwargs)
         self._warn_of_missing(args, kwargs)
         self._count(args, kwargs, found.call, found.lengths)
         return found
 
     def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padded:
-        """A call padded to the buckets that all ranks take. All ranks must call it. Raises `SignatureError` for a call that can't be padded, on
-        every rank, `RankMismatchError` for ranks of one group that have other sizes."""
+        """Return a call padded to the buckets that all ranks take. All ranks must call it. Raises `SignatureError`, on
+        every rank, for a call that can't be padded, `RankMismatchError` if ranks of one group have different sizes.
+        """
         everyone = self.rank.everyone
 
         def refused(rank: int, said: str) -> SignatureError:
@@ -166,7 +170,7 @@ class PaddedCalls:
         return Padded(found, real, lengths, made)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-        """The inputs of a call with what they are called, in their order."""
+        """Return the (path, value) of each input of a call, in order."""
         positional = list(signature_of(self.rank.forward_function).parameters)[1:]
         return list(inputs_by_path(positional, args, kwargs).items())
 
@@ -174,7 +178,7 @@ class PaddedCalls:
         return next(bucket for bucket in self.buckets if bucket >= length)
 
     def _sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-        """The sizes of a call that are padded."""
+        """Return the sizes of a call that are padded, by name. Raises `SignatureError` if it can't be padded."""
         leaves = self._leaves(args, kwargs)
         found: dict[str, tuple[int, str]] = {}
         rows: set[int] = set()
@@ -213,8 +217,9 @@ class PaddedCalls:
             )
 
     def _refuse_untold(self, leaves: Sequence[tuple[str, Any]], names: Mapping[int, str], rows: set[int]) -> None:
-        """Raise `SignatureError` for an input that seems to have a padded size, of which the plan says nothing. (One that once had another does not
-        follow it.)"""
+        """Raise `SignatureError` for an input that seems to have a padded size, but that the plan does not mention. (A
+        dimension that has ever had another size does not follow the padded one.)
+        """
         for path, leaf in leaves:
             if path in self.told or not isinstance(leaf, torch.Tensor):
                 continue
@@ -233,7 +238,7 @@ class PaddedCalls:
                 )
 
     def _with(self, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: Lengths) -> Call:
-        """A call with its inputs padded to these sizes."""
+        """Return a call with its inputs padded to these sizes."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         pads = [self.pads.get(path) for path, _ in self._leaves(args, kwargs)]
         made = [
@@ -243,7 +248,7 @@ class PaddedCalls:
         return pytree.tree_unflatten(made, spec)  # type: ignore[return-value]
 
     def _warn_of_missing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell once of an input that the plan pads, and that the first call does not have: it may be what masks the padding."""
+        """Warn once of inputs that the plan pads and the first call does not have: one may be what masks the padding."""
         if self._warned:
             return
         self._warned = True
@@ -265,8 +270,10 @@ class PaddedCalls:
 
     # -- out ----------------------------------------------------------------------------------------------------------
     def follows(self, made: Trace, call: Call, capture: Callable[[Call], Trace]) -> Follows:
-        """Which dimensions of the flat outputs of a capture that was `made` for a padded call have a padded size, seen by one more `capture`, or by
-        an earlier one. Raises `CaptureError` for an output of which it can't be told."""
+        """Return which dimensions of the flat outputs of a padded call's capture (`made`) have a padded size, found by
+        one more `capture` at another size, or by an earlier one. Raises `CaptureError` for an output whose padding
+        can't be told.
+        """
         args, kwargs = call
         lengths: Lengths = self._now.padded.lengths
         flat = made.flat.flatten(self.rank.module, args, kwargs)
@@ -296,7 +303,9 @@ class PaddedCalls:
                 yield number, self.pads[path]
 
     def _at_another(self, call: Call, name: str, here: _Seen, capture: Callable[[Call], Trace]) -> _Seen:
-        """What the outputs' shapes are where one size is another: that of another bucket, else of the call itself, else half as large."""
+        """Return the outputs' shapes with one size changed: to that of another bucket, else of the call before padding,
+        else to half.
+        """
         length, real = here.lengths[name], self._now.padded.real[name]
         others = [*(b for b in self.buckets if b not in here.lengths.values()), real, length // 2]
         other = next(n for n in others if n != length)
@@ -324,7 +333,7 @@ class PaddedCalls:
 
     @contextmanager
     def runs(self, padded: Padded) -> Iterator[None]:
-        """While this call runs."""
+        """Use this padded call's sizes in `follows`, `cuts` and `refuse_written` while it runs."""
         self._now.padded = padded
         try:
             yield
@@ -332,7 +341,7 @@ class PaddedCalls:
             self._now.padded = None
 
     def cuts(self, follows: Follows, outputs: Sequence[Any], *, copied: bool) -> dict[int, Cut]:
-        """How the flat outputs of the call that runs are cut."""
+        """Return how the flat outputs of the running call are cut, by their position."""
         padded: Padded = self._now.padded
         if padded.real == padded.lengths:
             return {}
@@ -343,7 +352,9 @@ class PaddedCalls:
         }
 
     def refuse_written(self, written: Sequence[int], flat: Sequence[Any]) -> None:
-        """Raise `UnsupportedError` where forward writes to an input of the call that runs, which was padded: the user's own would not be."""
+        """Raise `UnsupportedError` if forward writes to an input of the running call that was padded: the write would
+        not reach the user's tensor.
+        """
         padded: Padded = self._now.padded
         if any(storage_address(flat[at]) in padded.made for at in written):
             raise UnsupportedError(
@@ -386,7 +397,7 @@ def _refuse_unfit(path: str, pad: Pad, leaf: Any) -> None:
 
 
 def _longer(x: torch.Tensor, pad: Pad, length: int) -> torch.Tensor:
-    """A tensor with padding behind it, up to this size; itself where there is nothing to pad."""
+    """Return a tensor padded at the end to this length; itself if there is nothing to pad."""
     missing = [length - n if dim in pad.dims else 0 for dim, n in enumerate(x.shape)]
     if not any(missing):
         return x
@@ -394,7 +405,7 @@ def _longer(x: torch.Tensor, pad: Pad, length: int) -> torch.Tensor:
 
 
 def _differs_in(one: _Seen, other: _Seen) -> set[str]:
-    """The names of the sizes that differ, of captures with outputs of one structure."""
+    """Return the names of the sizes in which two captures differ; none if their outputs differ in number."""
     if len(one.shapes) != len(other.shapes):
         return set()
     return {
@@ -403,7 +414,9 @@ def _differs_in(one: _Seen, other: _Seen) -> set[str]:
 
 
 def _followers(here: _Seen, other: _Seen, name: str) -> Iterator[tuple[int, int]]:
-    """(flat output, dimension) of each that has the size of this name. Raises `SignatureError` for one that is computed of it."""
+    """Yield (flat output, dimension) of each dimension that follows the size of this name. Raises `CaptureError` for
+    one that is computed from it.
+    """
     for at, (mine, its) in enumerate(zip(here.shapes, other.shapes, strict=True)):
         if (mine is None) != (its is None) or len(mine or ()) != len(its or ()):
             raise _untold(f"output {at} has another form at another size", f"{mine} and {its}")

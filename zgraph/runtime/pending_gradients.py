@@ -1,4 +1,4 @@
-"""Gradients that wait to be reduced: those of micro-batches inside `no_sync`, at ZeRO stages 0 and 1.
+"""Holds back gradients that are to be reduced later: those of micro-batches inside `no_sync`, at ZeRO stages 0 and 1.
 
 They are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
 """
@@ -19,13 +19,13 @@ from zgraph.torch_compat import tensor_hooks
 class Reduction:
     """How the gradients of one backward are reduced."""
 
-    now: bool = True  # or only later
-    added: frozenset[str] = frozenset()  # parameters whose waiting gradients are reduced together with this backward's
-    rest: bool = False  # whether those of other parameters that wait are reduced afterwards
+    now: bool = True  # whether in this backward, or only later
+    added: frozenset[str] = frozenset()  # parameters whose pending gradients are reduced together with this backward's
+    rest: bool = False  # whether the pending gradients of other parameters are reduced afterwards
 
 
 class WaitingGradients:
-    """Those of one compiled module. Where each backward `reduces`, none ever waits."""
+    """The pending gradients of one compiled module. If each backward `reduces`, there are none."""
 
     def __init__(self, shards: Shards, device: torch.device, *, reduces: bool) -> None:
         self.shards = shards
@@ -33,7 +33,12 @@ class WaitingGradients:
         self._reduces = reduces
 
     def reduction(self, adds: Callable[[], frozenset[str]], *, accumulating: bool, never: bool = False) -> Reduction:
-        """How the gradients of the backward that is about to run are reduced; `adds` says to which parameters' `.grad` it adds.
+        """Return how the gradients of the next backward are reduced; `adds` returns the parameters whose `.grad` it
+        adds to.
+
+        ZeRO stages 2 and 3 reduce in each backward: only shards are kept. So do models of which a parameter has hooks:
+        a hook is called with the gradient of one backward, as in autograd, not with a sum of several. `never`: the
+        update takes gradients unreduced.
 
         ZeRO stages 2 and 3 reduce each time: only shards are kept. So do parameters with hooks: each is called with the gradient of one
         backward, as autograd has it, and not with the sum of several. `never`: the update takes them unreduced.
@@ -56,18 +61,20 @@ class WaitingGradients:
         return Reduction(added=into & waiting, rest=bool(into))
 
     def take(self, name: str) -> torch.Tensor:
-        """Take the gradient of a parameter that waits: it is its `.grad` no longer."""
+        """Take the pending gradient of a parameter: its `.grad` becomes None."""
         param = self.shards.params()[name]
         grad, param.grad = param.grad, None
         return grad._local_tensor  # type: ignore[union-attr,no-any-return]
 
     def zeros(self, name: str) -> torch.Tensor:
-        """What a backward takes for a parameter of which nothing waits, or is to wait on."""
+        """Return what a backward takes for a parameter that has no pending gradient, or whose pending gradient stays
+        pending.
+        """
         spec = self.shards.specs[name]
         return torch.zeros(spec.shape, dtype=spec.grad_dtype, device=self.device)
 
     def reduce(self) -> None:
-        """Reduce those that still wait. All ranks must call it."""
+        """Reduce all pending gradients. All ranks must call it."""
         for name, param in self.shards.params().items():
             if param.grad is not None and _is_partial(param.grad):
                 param.grad = param.grad.redistribute(placements=self.shards.placements(self.shards.specs[name]))  # type: ignore[attr-defined]

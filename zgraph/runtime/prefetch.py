@@ -1,7 +1,7 @@
-"""The gathers that a forward begins with, started by the update before it as soon as their shards are written.
+"""Starts the gathers that a forward begins with in the update before it, as soon as their shards are written.
 
-Between an update and the forward a user may change a weight. What was sent is then dropped and gathered again; a copy of
-each shard that was sent tells also of changes that torch does not count (`zgraph/parameters/staleness.py`).
+Between an update and the forward a user may change a weight. The gathers in flight are then dropped and started again;
+a copy of each shard that was sent also reveals changes that torch does not count (`zgraph/parameters/staleness.py`).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class FirstGathers:
 
     # -- the update's side --------------------------------------------------------------------------------------------
     def order(self) -> list[str]:
-        """The parameters that the next forward needs first, in order."""
+        """Return the parameters that the next forward needs first, in order."""
         return [p.name for e in self.step.first_gathers() for p in e.program.inputs] if self.step is not None else []
 
     def begin(self, names: Sequence[str]) -> None:
-        """An update of these parameters begins."""
+        """Begin an update of these parameters: drop what is in flight, and start the gathers of other parameters."""
         self.drop()
         self._left = list(self.step.first_gathers()) if self.step is not None else []
         self._unwritten = set(names)
         self.written(())
 
     def written(self, names: Sequence[str]) -> None:
-        """These shards have their new values: start what waited for them alone."""
+        """Note that these shards have their new values, and start the gathers whose shards are all written."""
         self._unwritten.difference_update(names)
         while self._left and not any(p.name in self._unwritten for p in self._left[0].program.inputs):
             executable = self._left.pop(0)
@@ -58,22 +58,22 @@ class FirstGathers:
                 self._sent[port.name] = self.shards.local(port.name).detach().clone()
 
     def finish(self) -> None:
-        """The update is over, and counted."""
+        """Note that the update is over and its writes counted; start the gathers that are left."""
         self.written(tuple(self._unwritten))
         self._versions = {n: self.shards.version(n) for n in self._sent}
 
     # -- the forward's side -------------------------------------------------------------------------------------------
     def changed_here(self, *, again: bool = False) -> int:
-        """Whether shards that were sent have changed on this rank since; see `Unchanged.changed`."""
+        """Return whether shards that were sent have changed on this rank since (see `Unchanged.changed`)."""
         return self._unchanged.changed(self._versions, self._differ, again=again) if self.in_flight else 0
 
     def settle(self, worst: int) -> None:
-        """Drop what is on its way if its shards have changed since, on any rank."""
+        """Drop the gathers in flight if their shards have changed since, on any rank."""
         if self.in_flight and not self._unchanged.still(worst):
             self.drop()
 
     def take(self, step: StepProgram) -> dict[str, torch.Tensor]:
-        """The first gathers of a forward, on their way; all ranks must call it."""
+        """Return the first gathers of a forward, in flight; start them if the update has not. All ranks must call it."""
         if self.in_flight and (self.step is None or step not in self.step.beside):
             self.drop()
         if not self.in_flight:
@@ -85,7 +85,7 @@ class FirstGathers:
         return in_flight
 
     def drop(self) -> None:
-        """Let what is on its way arrive, and forget it: torch holds a transfer until someone has waited for it."""
+        """Wait for the gathers in flight and forget them: torch holds a transfer until someone has waited for it."""
         tensor_storage.land(self.in_flight.values())
         self.in_flight, self._sent, self._versions, self._left = {}, {}, {}, []
 

@@ -1,4 +1,6 @@
-"""A rank of a run: where it stands among the others, and what it runs with. The parts of a run time know it by this."""
+"""Defines a rank of a run, its position among the others and what it runs with: what the parts of a run time know of
+it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from zgraph.update.resume import Last
 
 
 class Recorder(Protocol):
-    """Who is told what a run time does, and writes it down."""
+    """What is told of a run time's events and records them."""
 
     def compiled(self) -> None: ...
 
@@ -47,31 +49,31 @@ class Recorder(Protocol):
 
 
 class Saver(Protocol):
-    """Who saves a run time's checkpoints, and knows the `last` one."""
+    """What saves a run time's checkpoints. `last` is the last one."""
 
     last: Last | None
 
     def wait(self) -> None:
-        """Let the save end that is on its way; raise what it raised."""
+        """Wait for the save in progress. Raises what it raised."""
 
     def load_last(self, runtime: Any) -> dict[str, Any]:
-        """Load the last checkpoint; returns what the user added to it."""
+        """Load the last checkpoint, and return what the user added to it."""
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """Where a rank stands, and what it schedules from: the same for all that one compiled model has."""
+    """A rank's position and what it schedules from, the same for all parts of one compiled model."""
 
     sizes: dict[
         str, int
     ]  # of the mesh: of the ranks that run the same programs (of one stage, where there is a pipeline)
     mesh: DeviceMesh | None  # of these ranks; None in one process without a process group
-    device: torch.device
+    device: torch.device  # the device that the rank computes on
     agreement: Agreement  # of these ranks
     everyone: Agreement  # of the ranks of all stages
-    costs: Costs
-    tiers: Tiers
-    held: Held | None = None  # what this rank of a pipeline holds of the model; None without one
+    costs: Costs  # what operators and transfers cost, for schedules
+    tiers: Tiers  # where offloaded values are stored
+    held: Held | None = None  # what this rank of a pipeline stores of the model; None without a pipeline
 
 
 def opened_tiers(
@@ -82,8 +84,9 @@ def opened_tiers(
     agreement: Agreement,
     held: Held | None = None,
 ) -> Tiers:
-    """Open what the plan offloads to, on all ranks or on none. Raises `OffloadError` on every rank if one has no room for it. `held` is
-    what this rank of a pipeline holds."""
+    """Open the tiers that the plan offloads to, on all ranks or on none. Raises `OffloadError` on every rank if one has
+    no room for what is offloaded. `held` is what this rank of a pipeline stores.
+    """
     if not plan.offload.tiers():
         return Tiers(plan.offload, device, 0)
 
@@ -98,13 +101,13 @@ def opened_tiers(
 class Rank(abc.ABC):
     """One rank with one compiled module."""
 
-    updater: Any  # who runs its updates
-    nonfinite: Any  # who looks for values that are not finite; None where the plan ignores them
+    updater: Any  # runs its updates
+    nonfinite: Any  # watches for values that are not finite; None if the plan ignores them
     clock: Clock
     first_gathers: FirstGathers
-    saver: Saver  # (given by who makes the run time)
-    forward_function: Callable[..., Any]  # the module's own
-    forwards_replaced = 0  # how often it has become another one
+    saver: Saver  # (set by whatever makes the run time)
+    forward_function: Callable[..., Any]  # the module's own forward
+    forwards_replaced = 0  # how often `forward_function` was replaced
 
     def __init__(self, module: nn.Module, plan: Plan, shards: Shards, context: RankContext) -> None:
         self.module = module
@@ -133,30 +136,33 @@ class Rank(abc.ABC):
         self.acts = Acts(self.agreement, updates=plan.optimizer is not None)
         self.recorder: Recorder | None = None
         self.keeper = kept_programs(module, self.device)  # where programs are kept for other processes
-        self.steps = 0  # steps that it has run
+        self.steps = 0  # steps run so far
 
     def changed_here(self, *, again: bool = False) -> int:
-        """Whether this rank has changed weights that something was made of: 1, or 2 where it is too late to make that anew. (Will it be asked
-        `again` at once?)"""
+        """Return whether weights that something was computed from have changed on this rank: 0 if not, 1 if so, 2 if it
+        is too late to compute that again. `again`: it will be asked again at once.
+        """
         return 0
 
     def settle_changes(self, worst: int) -> None:  # noqa: B027 (a pipeline keeps nothing between steps)
-        """Make anew on all ranks what one of them has changed weights of, by the `worst` that any said. Raises `StepError` where it is too late."""
+        """Drop, on all ranks, what was computed from weights that changed on one of them; `worst` is the largest answer
+        of any rank. Raises `StepError` if it is too late.
+        """
 
     @abc.abstractmethod
     def weights_changed(self, names: Sequence[str]) -> None:
-        """Forget what was made of these parameters' weights: they were changed."""
+        """Drop what was computed from these parameters' weights: they were changed."""
 
     @abc.abstractmethod
     def reduce_leftovers(self) -> None:
-        """Reduce the gradients that still wait for it. All ranks must call it."""
+        """Reduce the pending gradients. All ranks must call it."""
 
     @abc.abstractmethod
     def settle_gradients(self) -> None:
-        """Put gradients that autograd has added up in memory of its own where they belong."""
+        """Move gradients that autograd has accumulated in memory of its own to where they are stored."""
 
     def refuse_unset(self) -> None:
-        """Raise `ModelError` if the model has values yet to be loaded."""
+        """Raise `ModelError` if tensors of the model have no values yet."""
         if not self.shards.pending:
             return
         missing = list(still_unset(self.shards))
@@ -169,7 +175,7 @@ class Rank(abc.ABC):
         self.shards.pending.clear()
 
     def tell_place(self, micro_batch: int) -> None:
-        """Write down, for who watches, that a micro-batch of the next step begins."""
+        """Record, for the heartbeat, that a micro-batch of the next step begins."""
         here = progress.HERE
         here.caller = threading.get_ident()
         if self.everyone.ranks:
@@ -178,48 +184,52 @@ class Rank(abc.ABC):
 
     @property
     def once(self) -> bool:
-        """Whether gradients of micro-batches are added up, and reduced once a step."""
+        """Whether gradients are accumulated over micro-batches, and reduced once per step."""
         return False
 
     def data_ranks(self) -> int:
-        """How many ranks see different rows."""
+        """Return the number of ranks that see different rows."""
         return math.prod(self.sizes.get(dim, 1) for dim in DATA_DIMS)
 
     def told(self) -> list[str]:
-        """Lines of the report about what this rank is among others."""
+        """Return the report's lines on this rank's position among the others."""
         return []
 
     def stage_position(self) -> int:
-        """This rank's position along "pp"; 0 without a pipeline."""
+        """Return this rank's position along "pp"; 0 without a pipeline."""
         return 0
 
     def process_groups(self) -> list[Any]:
-        """Those that steps communicate in."""
+        """Return the process groups that steps communicate in."""
         return [*map(self.mesh.get_group, self.sizes), *self.nodes.values()] if self.mesh is not None else []
 
     def relax(self) -> None:
-        """Let ranks wait for each other as long as they would without the plan's timeout, until their next vote."""
+        """Lift the plan's timeout for waits between ranks, until their next vote."""
         for voters in (self.agreement, self.everyone):
             voters.relax()
 
     def holds(self, name: str) -> bool:
-        """Whether this rank stores the parameter (and not other stages' ranks alone)."""
+        """Return whether this rank stores the parameter; in a pipeline, some are stored by other stages' ranks only."""
         return self.held is None or name in self.held.own
 
     def counts(self, name: str) -> bool:
-        """Whether this rank stores the parameter and counts it (in the norm of gradients, in checkpoints), if other stages store it too."""
+        """Return whether this rank stores the parameter and counts it in norms of gradients and in checkpoints: if
+        several stages store one, a single one counts it.
+        """
         return self.holds(name) and (self.held is None or name not in self.held.uncounted)
 
     def has_buffer(self, name: str) -> bool:
-        """Whether this buffer, by its first name, is here as the model's forward changes it."""
+        """Return whether this rank has the current value of a buffer, given by its first name."""
         return True
 
     def whole_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        """A parameter's gradient with what other stages have of it. All ranks must call it."""
+        """Return a parameter's gradient summed over all stages that have it. All ranks must call it."""
         return grad
 
     def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
-        """Let the ranks compare of which parameters they are about to use the gradients, and the numbers that their optimizers have now."""
+        """Let ranks compare the names of the parameters whose gradients they are about to use, and the numbers of their
+        optimizers.
+        """
         told = gradients(names)
         self.agreement.vote(
             UPDATE,

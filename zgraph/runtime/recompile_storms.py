@@ -1,4 +1,4 @@
-"""Says which argument makes program after program: a number that counts steps, a new object, a length."""
+"""Warns of an argument that causes one compilation after another: a step counter, a new object, a length."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from zgraph.capture.replaced_forward import signature_of
 
 logger = logging.getLogger(__name__)
 
-MANY = 4  # programs of one structure, after which it is said
+MANY = 4  # programs for calls of one structure at which the warning comes
 
 
 class Storms:
     """The calls that programs were made for, by the structure of their arguments."""
 
     def __init__(self, forward: Callable[..., Any], most: int) -> None:
-        self.most = most  # programs that are kept
+        self.most = most  # max_programs: how many are kept
         self.positional = list(signature_of(forward).parameters)[1:]
         self._calls: dict[str, list[tuple[tuple[str, ...], str]]] = {}
 
     def made(self, call: Signature, changed: str | None, *, many: bool, tell: bool) -> None:
-        """Note that a program was made for a call, and warn at the fourth for calls of one structure, where this rank is to `tell`. One for `many`
-        sizes, made because sizes differ, does not count: there are few of these. `changed` is what the last program for such calls depends on,
-        and is no more so."""
+        """Note that a program was made for a call; warn, if `tell`, at the fourth for calls of one structure. A program
+        that serves `many` sizes, made because sizes differ, does not count: there are few of these. `changed` is the
+        Python state that the last program depends on and that does not hold any more.
+        """
         structure = call.form.removeprefix(call.inputs)
         calls = self._calls.setdefault(structure, [])
         text = call.text()
-        again = changed is None and (call.leaves, text) in calls  # (the program for this very call was let go)
+        again = changed is None and (call.leaves, text) in calls  # (the program for this very call was dropped)
         sizes_alone = all(leaves == call.leaves and said != text for leaves, said in calls)
         if len(calls) >= MANY or (many and calls and sizes_alone):
             return
@@ -47,7 +48,7 @@ class Storms:
 def _why(
     call: Signature, calls: Sequence[tuple[tuple[str, ...], str]], positional: Sequence[str], changed: str | None
 ) -> str:
-    """What differs, and what to do."""
+    """Return what differs between the calls, and what to do."""
     for at, path in enumerate(inputs_by_path(positional, *call.call)):
         values = list(dict.fromkeys(leaves[at] for leaves, _ in calls))
         if len(values) > 1:

@@ -67,7 +67,7 @@ class Runtime(Rank):
         super().__init__(module, plan, shards, context)
         agreement, device = self.agreement, self.device
         self.forward_function = forward
-        self.entered: Entry | None = None  # that of the last forward
+        self.entered: Entry | None = None  # the entry of the last forward
         buckets = buckets_of(plan)
         self.buckets = PaddedCalls(self, buckets) if buckets is not None else None
         self.calls = Calls(self, self._compile, self._execute)
@@ -78,10 +78,10 @@ class Runtime(Rank):
         self.accumulating = False
         self.first_gathers = FirstGathers(shards, agreement, device)
         self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
-        self.steps = self.forwards = 0  # steps here; forwards of the one that is under way
+        self.steps = self.forwards = 0  # steps run so far; forwards in the current one
         self.own_steps = 0  # backward passes that a user's own optimizer may have followed
         self.backwards = 0  # all backward passes
-        self.samples = 0  # rows of batches that were trained on, over all ranks
+        self.samples = 0  # rows trained on, over all ranks
         self.updater = Updater(self)
         heartbeat.watch(plan.watch, self.everyone, self.process_groups())
         if agreement is self.everyone:
@@ -108,7 +108,7 @@ class Runtime(Rank):
             self.clock.end_step()
 
     def _ended(self) -> None:
-        """A step is over."""
+        """Record the end of a step."""
         self.memory.end()
         self.steps, self.forwards = self.steps + 1, 0
         if self.recorder is not None:
@@ -116,7 +116,7 @@ class Runtime(Rank):
 
     # -- calls ------------------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward."""
         self.end_own_step()
         self.tell_place(self.forwards)
         padded, given = self.buckets.padded(args, kwargs) if self.buckets is not None else None, (args, kwargs)
@@ -142,21 +142,23 @@ class Runtime(Rank):
 
     @contextlib.contextmanager
     def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """A call with its inputs padded, while it runs; itself where the plan pads nothing. All ranks must call it."""
+        """Yield the arguments, padded while the call runs; as they are if the plan pads nothing. All ranks must call
+        it.
+        """
         found = self.buckets.padded(args, kwargs) if self.buckets is not None else None
         with self._padded_by(found):
             yield found.call if found is not None else (args, kwargs)
 
     def _padded_by(self, padded: Padded | None) -> contextlib.AbstractContextManager[None]:
-        """While a call runs that was padded, if it was."""
+        """Return a context in which a padded call runs; an empty one for a call that is not padded."""
         return contextlib.nullcontext() if padded is None or self.buckets is None else self.buckets.runs(padded)
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
-        """The program for these inputs, with its key; see `Calls.entry`."""
+        """Return the key and the program for these inputs (see `Calls.entry`)."""
         return self.calls.entry(args, kwargs)
 
     def settle(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look whether a program's first run has changed what the program depends on; see `Calls.settle`."""
+        """Check whether a program's first run changed what the program depends on (see `Calls.settle`)."""
         self.calls.settle(entry, args, kwargs)
 
     def _compile(
@@ -189,7 +191,9 @@ class Runtime(Rank):
         return trace(self.module, self.forward_function, *call, specs, self.sizes, self.device, precision, open_sizes)
 
     def prepare(self, step: StepProgram) -> None:
-        """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.) Raises what `fit` does."""
+        """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.)
+        Raises what `fit` raises.
+        """
         self._make(step)
         self.hot_sizes.made(step)
 
@@ -214,14 +218,16 @@ class Runtime(Rank):
         params = self.shards.params()
         names = [n for n in entry.trace.parameters if params[n].requires_grad]
         tensors = [params[n] for n in names]
-        # (What has no gradient here would still hold the graph that it came of: that of the call before, and so of all calls.)
+        # (An input with no gradient here would keep the graph that computed it: the graph of the call before, and so of
+        # all calls.)
         others = [i for i in entry.trace.others if isinstance(flat[i], torch.Tensor) and flat[i].requires_grad]
         loose = [i for i in others if i in step.reached or i in entry.trace.reached]
         return tuple(Step.apply(self, entry, step, flat, names, loose, *tensors, *(flat[i] for i in loose)))
 
     def cuts(self, entry: Entry, outputs: Sequence[Any]) -> dict[int, Cut]:
-        """How the flat outputs of the call that runs are cut, by which are. Where the model gives no loss of its own they are what one is computed
-        of, by code that may want them in one piece."""
+        """Return how the flat outputs of the running call are cut, by their position. If the model returns no loss of
+        its own, outputs are made contiguous: the code that computes the loss may need that.
+        """
         return (
             self.buckets.cuts(entry.follows, outputs, copied=entry.trace.loss is None)
             if self.buckets is not None
@@ -232,7 +238,7 @@ class Runtime(Rank):
     def run_forward(
         self, entry: Entry, step: StepProgram, flat: Sequence[Any], *, mutate: bool = True
     ) -> tuple[list[Any], Saved]:
-        """(the flat outputs, the saved values) of one forward; buffers are updated unless `mutate` is False."""
+        """Run one forward; return (the flat outputs, the saved values). Buffers are updated unless `mutate` is False."""
         gathered_before = step.keeps and bool(self.unsharded.weights) and self.unsharded.are_there(step.unsharded)
         executable = step.forward(gathered_before)
         bindings = executable.bindings
@@ -265,7 +271,7 @@ class Runtime(Rank):
         return outputs, saved
 
     def _of_call(self, step: StepProgram, flat: Sequence[Any]) -> Sources:
-        """Where a program's inputs come from in a call with these flat inputs."""
+        """Return where a program's inputs come from in a call with these flat inputs."""
         users = lambda index: resolved(flat[index])  # noqa: E731
         of_call: dict[InputRole, Callable[[Any], Any]] = dict.fromkeys(_USERS, users)
         if step.captured.sizes:
@@ -273,7 +279,7 @@ class Runtime(Rank):
         return self._sources.and_for_call(of_call)
 
     def _sharing(self, entry: Entry, executable: Executable, values: Sequence[Any], flat: Sequence[Any]) -> Sharing:
-        """With whom what a forward has given shares memory."""
+        """Return which outputs of a forward share memory with its inputs, parameters and kept weights."""
         program = executable.program
         own = {p.name: self.shards.local(p.name) for p in program.inputs if p.role is InputRole.PARAMETER}
         kept = [v for p, v in zip(program.outputs, values, strict=True) if p.role is OutputRole.UNSHARDED]
@@ -281,7 +287,7 @@ class Runtime(Rank):
         return sharing(program, values, of_user, own, [*self.unsharded.weights.values(), *kept], entry.trace.storages)
 
     def changed_here(self, *, again: bool = False) -> int:
-        """See `Rank.changed_here`; 3 where it is too late for the gathers that an update started."""
+        """Return what `Rank.changed_here` does; 3 if it is too late for the gathers that an update started."""
         sent = self.first_gathers.changed_here(again=again)
         return max(self.unsharded.changed_here(again=again), 3 if sent == 2 else sent)
 
@@ -292,7 +298,7 @@ class Runtime(Rank):
             self.first_gathers.settle(min(worst, 2))
 
     def weights_changed(self, names: Sequence[str]) -> None:
-        """The update program has written these parameters' shards."""
+        """Drop whole weights, and count the update program's writes to these parameters' shards."""
         self.unsharded.drop()
         self.shards.count_update(names)
 
@@ -308,8 +314,9 @@ class Runtime(Rank):
         adds: Callable[[], frozenset[str]],
         clear: bool,
     ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
-        """The gradients of one backward, by role and name of what they are of; `unsharded` are the whole weights that its forward ran with, and
-        `adds` says to which parameters' `.grad` the backward adds."""
+        """Run one backward; return its gradients by the role and name of the input that each is for. `unsharded` are
+        the whole weights that the forward ran with, `adds` returns the parameters whose `.grad` the backward adds to.
+        """
         adds = functools.cache(adds)
         reduction = self.waiting.reduction(adds, accumulating=self.accumulating, never=self.updater.frozen)
         executable = step.backward(reduction.now, bool(reduction.added))
@@ -353,8 +360,10 @@ class Runtime(Rank):
         *,
         partial: bool,
     ) -> dict[tuple[InputRole | None, str], torch.Tensor]:
-        """The gradients that a backward gave, each in memory of its own, those of parameters in the form of these, but for what was added to
-        `.grad` of those that it `adds` to. (One that leaves the device is where it was taken, by itself.)"""
+        """Return the gradients of a backward, each in memory of its own, parameters' in the form of the parameter.
+        Those of parameters in `adds` are added to `.grad` where it can take them, and left out. (An offloaded gradient
+        is in the host's memory already, in a storage of its own.)
+        """
         sums = Sums()
         here = [at for at in range(len(results)) if at not in executable.away]
         came = {i for i, at in enumerate(here) if at in executable.transferred}
@@ -373,16 +382,16 @@ class Runtime(Rank):
         return gradients
 
     def settle_gradients(self) -> None:
-        """Wait until gradients that leave the device are there for the host to read, and to be added to."""
+        """Wait until offloaded gradients have arrived, so that the host can read and add to them."""
         if self.plan.offload.gradients or self.plan.offload.tier("parameters") is not None:
             self.tiers.settle()
 
     def reduce_leftovers(self) -> None:
-        """Reduce gradients that wait, of parameters that the last program did not reach."""
+        """Reduce the pending gradients of parameters that the last program did not reach."""
         self.waiting.reduce()
 
     def remarks(self) -> list[Remark]:
-        """What passes would have liked to do for the programs made so far and could not, the costliest first."""
+        """Return what passes could not do for the programs made so far, the costliest first."""
         found = [r for e in self.entries.values() for step in e.programs() for r in step.history().program.remarks]
         return sorted(found, key=lambda r: -r.seconds)
 
@@ -401,13 +410,13 @@ class Runtime(Rank):
         )
 
     def _flops_of_forward(self) -> float:
-        """FLOP that the model takes for one forward and its backward, by the program that was made last for training."""
+        """Return the FLOP of one forward and its backward, by the training program that was compiled last."""
         trained = [e.program().captured for e in self.entries.values() if e.program().differentiated]
         return model_flops(trained[-1]) if trained else 0.0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate (see `zgraph.api.handle.Handle.no_sync`)."""
+        """Accumulate only in the backward passes inside (see `zgraph.api.handle.Handle.no_sync`)."""
         before, self.accumulating = self.accumulating, True
         try:
             yield
@@ -416,7 +425,9 @@ class Runtime(Rank):
 
 
 def _refuse_offsets(entry: Entry, flat: Sequence[Any]) -> None:
-    """Raise `SignatureError` for a tensor that begins within a storage of which the model looks at other parts."""
+    """Raise `SignatureError` for a tensor that begins within its storage, if the model also reads other parts of that
+    storage.
+    """
     for at in entry.trace.from_start - entry.trace.former.keys():
         if flat[at].storage_offset():
             raise SignatureError(

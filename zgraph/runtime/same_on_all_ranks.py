@@ -1,4 +1,4 @@
-"""What ranks compare before they run a program: the program, the batch, the random numbers."""
+"""Compares between ranks what they are about to run: the program, the batch, the random states."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Votes:
         self.mesh, self.sizes, self.device = mesh, sizes, device
         self.agreement, self.everyone = agreement, everyone
         self.digests: dict[str, str] = {}  # of the programs that ranks have agreed on
-        self.expected: dict[str, str] = {}  # those of the run that a checkpoint of the same plan and world was saved by
-        self._compared: set[str] = set()  # by their shared names: programs whose inputs ranks have compared
+        self.expected: dict[str, str] = {}  # digests of the run that saved the checkpoint, with the same plan and world
+        self._compared: set[str] = set()  # shared names of the programs whose inputs ranks have compared
 
     def program(self, program: Program) -> None:
         """Let the ranks compare a program before it is compiled."""
@@ -70,11 +70,13 @@ class Votes:
         ballot = f"{self.plan.hash()} {made}"
         self.agreement.vote(f"program {program.name}", ballot, lambda: node_digests(program), compare)
         for voters in (self.agreement, self.everyone):
-            voters.relax()  # (it is compiled now)
+            voters.relax()  # (compiling comes next)
 
     def random(self, step: StepProgram) -> None:
-        """Let ranks that compute one program together compare their random states before a forward that draws: each computes parts of
-        the same rows, and other numbers would make these of other models. Raises `RankMismatchError` on every rank of a stage."""
+        """Let ranks that compute one program together compare their random states before a forward that draws: each
+        computes a part of the same rows, and with different numbers the parts would not fit. Raises `RankMismatchError`
+        on every rank of a stage.
+        """
         if not any(one.random for one in step.beside) or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
             return
         host, device = random_states(self.device)
@@ -86,8 +88,9 @@ class Votes:
         )
 
     def batch(self, entry: Entry, step: StepProgram, flat: Sequence[Any]) -> None:
-        """Let such ranks compare the inputs of a program that runs for the first time: parts of other rows would be put together as if they
-        were of the same. Raises `RankMismatchError` on every rank."""
+        """Let ranks that compute one program together compare their inputs before its first run: parts of different
+        rows would be combined as if they were of the same. Raises `RankMismatchError` on every rank.
+        """
         if step.shared_name in self._compared or math.prod(self.sizes.get(d, 1) for d in TEAM_DIMS) == 1:
             return
         given = [x for p, x in zip(entry.trace.inputs, flat, strict=True) if p.role is InputRole.INPUT]
@@ -100,7 +103,7 @@ class Votes:
         self._compared.add(step.shared_name)
 
     def forget(self, name: str) -> None:
-        """Let go of what is known of the programs of one signature, by its name."""
+        """Forget the programs of one signature, by its name."""
         for program in [p for p in self.digests if p.split(".")[0] == name]:
             del self.digests[program]
         self._compared = {
@@ -108,9 +111,12 @@ class Votes:
         }
 
     def call(self, outline: str, call: str, key: str, *, new: bool, worst: int = 0) -> Verdict:
-        """Let ranks compare the `outline` of their calls; and let ranks that see the same rows (of one place in the data dimensions of the mesh)
-        compare the whole `call`, with the sizes and numbers that others may have otherwise. Is the program `new` on one of them, or is its `key`
-        another? And the `worst` that any said. Raises `RankMismatchError` on every rank."""
+        """Let all ranks compare the `outline` of their calls, and ranks that see the same rows (same position in the
+        mesh's data dimensions) the whole `call`, whose sizes and numbers may differ between others.
+
+        The verdict's flag tells whether the program is `new` on a rank or ranks have different `key`s; its `worst` is
+        the largest of all ranks. Raises `RankMismatchError` on every rank.
+        """
         at = [(d, self.mesh.get_local_rank(d)) for d in DATA_DIMS if d in self.sizes and self.mesh is not None]
         count = math.prod(self.sizes[d] for d, _ in at)
         if len(self.everyone.ranks) in (0, count):
@@ -124,7 +130,7 @@ class Votes:
         return verdict
 
     def _in_teams(self, subject: str, ballot: str, hint: str) -> None:
-        """Let the ranks compare what those of one team (they see the same rows) must have alike."""
+        """Let the ranks of each team (those that see the same rows) compare what must be equal in it."""
         at = [
             (d, self.mesh.get_local_rank(d) if self.mesh is not None else 0) for d in self.sizes if d not in TEAM_DIMS
         ]

@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class Outcomes:
-    """Those of one compiled module's steps. The schedule's `rates` go on with each update that was not skipped."""
+    """The outcomes of one compiled module's steps. The schedule's `rates` advance with each update that was not
+    skipped.
+    """
 
     def __init__(self, rank: Rank, states: States, scaling: LossScale | None, rates: LearningRates | None) -> None:
         self.rank = rank
@@ -38,11 +40,11 @@ class Outcomes:
         self._late: Late | None = None
 
     def skipped(self) -> int:
-        """How many steps were skipped, as far as the host has read it (all but the last step's)."""
+        """Return the number of skipped steps that the host knows of (all but the last step's)."""
         return self._late.skipped if self._late is not None else 0
 
     def note(self) -> None:
-        """Let the host know, one step late, what became of the update that has just been started."""
+        """Start to copy the outcome of the update just started to the host, which reads it one step later."""
         skipped, nonfinite = self.states.skipped(), self.states.nonfinite()
         if skipped is None:
             if self.rates is not None:
@@ -54,7 +56,9 @@ class Outcomes:
         self._late.start(values if nonfinite is None else values | {NONFINITE: nonfinite})
 
     def settle(self, step: int) -> None:
-        """Read what became of the last `step`, by its number. Raises `NonFiniteError` or `OverflowError` if that ends the run."""
+        """Read the outcome of the last step, whose number is `step`. Raises `NonFiniteError` or `OverflowError` if it
+        ends the run.
+        """
         late, watcher = self._late, self.rank.nonfinite
         if late is None:
             return
@@ -78,7 +82,7 @@ class Outcomes:
             )
 
     def adopt(self, other: Outcomes) -> None:
-        """Go on where another stands, of the same states, unless the plan scales the loss in another way."""
+        """Continue from another's state, for the same optimizer states, unless the plan scales the loss differently."""
         if self.scaling != other.scaling or other._late is None:
             return
         self._late = other._late.copy()
@@ -87,7 +91,7 @@ class Outcomes:
             counted.fill_(self._late.nonfinite if self.scaling else self._late.skipped)
 
     def restore(self, known: Known, *, whole: bool) -> None:
-        """Go on from a checkpoint whose states were written; not `whole`: begin anew."""
+        """Continue from a checkpoint whose states were loaded; start again from zero if not `whole`."""
         skipped = known.skipped if whole else 0
         counted = self.states.nonfinite()
         if counted is not None:

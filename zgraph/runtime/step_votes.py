@@ -1,9 +1,10 @@
-"""What a rank does in a step, and whether it votes on it: forwards, backwards and updates that all ranks foresee go on at once.
+"""Decides which of a rank's acts in a step need a vote: forwards, backwards and updates that all ranks foresee need
+none.
 
-By `plan.watch.vote = "step"` a step has one vote. That of `train_step` is at its beginning, about the forwards of all its micro-batches; in
-the user's own loop it is that of the step's first forward, and of each where sizes may differ from call to call: ranks with other sizes have
-something to learn together. What has happened since the last vote is part of each, and so is what the update to come would be: an update by
-the numbers that were voted on needs no other.
+With `plan.watch.vote = "step"` a step has one vote. In `train_step` it comes at the beginning and covers the forwards
+of all micro-batches; in the user's own loop it comes with the step's first forward, and with each forward if sizes may
+differ from call to call, since ranks learn different sizes together. Each vote also covers what has happened since the
+last one, and the numbers of the coming update: an update with these numbers needs no other vote.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ BACKWARD = "a backward pass"
 
 @functools.lru_cache(maxsize=64)
 def forward_of(key: str) -> str:
-    """What ranks have alike in a forward by the program with this key."""
+    """Return what ranks must agree on for a forward by the program with this key."""
     return f"{shared(key)}; known"
 
 
 class Acts:
-    """Those of one compiled module, among the ranks of `agreement`. (Of a pipeline each is voted on.) With `updates` an update ends a step, else a
-    backward that reduces."""
+    """The acts of one compiled module, among the ranks of `agreement`. (In a pipeline each is voted on.) With `updates`
+    an update ends a step, else a backward that reduces.
+    """
 
     def __init__(self, agreement: Agreement, *, updates: bool) -> None:
         self.agreement = agreement
@@ -36,8 +38,10 @@ class Acts:
 
     # -- forwards -----------------------------------------------------------------------------------------------------
     def passes_forward(self, key: str, *, learns: bool, changed: int) -> bool:
-        """Whether the forward by the program with this `key` needs no vote. It does where weights have `changed`; where it is the first of a
-        step; and where ranks learn the sizes of calls that they see. (But for those of a whole step, which were voted on before.)"""
+        """Return whether the forward by the program with this key needs no vote. It needs one if weights have
+        `changed`, if it is the first of a step, or if ranks learn sizes from calls; in a step whose forwards were all
+        voted on together, only if weights have `changed`.
+        """
         course, act = self.agreement.course, Act(INPUTS, forward_of(key))
         if course is None or changed:
             return False
@@ -53,12 +57,12 @@ class Acts:
         self.agreement.did(INPUTS, forward_of(key))
 
     def by_steps(self) -> bool:
-        """Whether ranks vote once on the forwards of a whole step."""
+        """Return whether ranks vote once on the forwards of a whole step."""
         course = self.agreement.course
         return course is not None and course.active
 
     def promise(self, keys: Sequence[str]) -> None:
-        """Note that ranks have voted on these forwards, of all micro-batches of a step that begins."""
+        """Note that ranks have voted on the forwards of all micro-batches of a step that begins."""
         course = self.agreement.course
         assert course is not None
         texts = [forward_of(key) for key in keys]
@@ -66,25 +70,29 @@ class Acts:
         course.promised = [Act(INPUTS, text) for text in reversed(texts)]
 
     def give_up(self) -> None:
-        """A whole step has failed."""
+        """Forget the forwards that were voted on: the step has failed."""
         if self.agreement.course is not None:
             self.agreement.course.promised.clear()
 
     # -- backwards and updates ------------------------------------------------------------------------------------------
     def backward(self, name: str, outputs: Sequence[int], *, accumulates: bool) -> None:
-        """Raise `RankMismatchError` on every rank unless all begin this backward."""
+        """Let ranks vote on a backward, unless they foresee it. Raises `RankMismatchError` on every rank if they do not
+        all begin it.
+        """
         text = f"{name}, outputs {list(outputs)}, {'only accumulating' if accumulates else 'reducing'}"
         if not self.agreement.passes(BACKWARD, text):
             self.agreement.vote(BACKWARD, text)
         self.agreement.did(BACKWARD, text, ends=not accumulates and not self.updates)
 
     def say_of_update(self, coming: Callable[[], Coming]) -> None:
-        """Let votes compare what ranks say of the update to come."""
+        """Include what `coming` returns about the next update in the votes."""
         if self.agreement.course is not None:
             self.agreement.course.coming, self.agreement.course.compare = coming, compare_updates
 
     def passes_update(self, names: Sequence[str], coming: Coming) -> bool:
-        """Whether an update of these parameters needs no vote, of which a rank says what it said in the last one."""
+        """Return whether an update of these parameters needs no vote: ranks foresee it, and this rank's numbers for it
+        are those of the last vote.
+        """
         course = self.agreement.course
         if course is None:
             return False
@@ -101,5 +109,5 @@ class Acts:
 
 
 def gradients(names: Sequence[str]) -> str:
-    """Of which parameters there are gradients, in words."""
+    """Return a text that names the parameters with gradients."""
     return f"{len(names)} gradients: {' '.join(names)}"

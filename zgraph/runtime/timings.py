@@ -1,8 +1,8 @@
-"""Where a step's time goes: `print(model.zgraph.timings())`.
+"""Measures where a step's time goes: `print(model.zgraph.timings())`.
 
-Phases are timed in every step: by the host's clock on CPU, by events on CUDA, which are read when someone asks. What
-communication was waited for can't be seen from outside a program: the step after each question runs under torch's
-profiler, whose waits are matched with the programs' own, in order.
+Phases are timed in every step: by the host's clock on CPU, on CUDA by events that are read when someone asks. Waits for
+communication can't be seen from outside a program: the step after each question runs under torch's profiler, whose
+waits are matched with the programs' own, in order.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ PARTS = ("gather", "reduce")
 class Clock:
     """The times of the last steps of one compiled module, in seconds."""
 
-    device: torch.device
+    device: torch.device  # the device that is timed
+    # seconds of the last steps, by phase
     steps: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=KEEP))
-    sampled: dict[str, float] | None = None
-    wants_sample: bool = False
-    reduced: bool = False  # has a backward of this step reduced its gradients?
-    on_begin: Callable[[], None] = lambda: None  # what else is told of steps
-    on_end: Callable[[], None] = lambda: None
-    on_ran: Callable[[Program], None] = lambda program: None
-    _open: list[tuple[str, Any, Any]] = field(default_factory=list)
+    sampled: dict[str, float] | None = None  # exposed seconds of the last profiled step, by part
+    wants_sample: bool = False  # whether to profile the next step
+    reduced: bool = False  # whether a backward of this step has reduced its gradients
+    on_begin: Callable[[], None] = lambda: None  # called when a step begins
+    on_end: Callable[[], None] = lambda: None  # called when a step ends
+    on_ran: Callable[[Program], None] = lambda program: None  # called with each program that runs
+    _open: list[tuple[str, Any, Any]] = field(default_factory=list)  # phases of this step: (name, start, end)
+    # steps not read yet
     _pending: deque[tuple[list[tuple[str, Any, Any]], Any, Any]] = field(default_factory=lambda: deque(maxlen=KEEP))
-    _begin: Any = None
-    _depth: int = 0
-    _profile: Any = None
-    _programs: list[Program] = field(default_factory=list)
+    _begin: Any = None  # when this step began; None between steps
+    _depth: int = 0  # how many phases are open
+    _profile: Any = None  # the profiler that is running, if one is
+    _programs: list[Program] = field(default_factory=list)  # programs run in the profiled step
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """What runs inside belongs to `phase`; a phase inside another counts for the outer one."""
+        """Time what runs inside as part of `phase`; a phase inside another counts for the outer one."""
         if self._depth:
             yield
             return
@@ -67,13 +69,13 @@ class Clock:
             self._open.append((phase, start, self._now()))
 
     def ran(self, program: Program) -> None:
-        """A program ran (in a step that is profiled, its waits are looked for)."""
+        """Record that a program ran; in a profiled step its waits are matched later."""
         self.on_ran(program)
         if self._profile is not None:
             self._programs.append(program)
 
     def end_step(self) -> None:
-        """An update is over."""
+        """End the step, after its update."""
         self.reduced = False
         if self._begin is None:
             return
@@ -129,7 +131,9 @@ class Clock:
 
 
 def exposed_waits(events: Sequence[Any], programs: Sequence[Program]) -> dict[str, float]:
-    """Seconds spent in waits for gathers and for reductions, on CPU: the n-th wait that ran is the n-th of the programs."""
+    """Return the seconds spent waiting for gathers and for reductions, on CPU. The n-th wait profiled is the n-th wait
+    of the programs.
+    """
     waits = sorted((e for e in events if e.name == "_c10d_functional::wait_tensor"), key=lambda e: e.time_range.start)
     nodes: list[fx.Node] = [n for p in programs for n in p.graph.nodes if collectives.is_wait(n)]
     found = dict.fromkeys(PARTS, 0.0)
@@ -140,7 +144,7 @@ def exposed_waits(events: Sequence[Any], programs: Sequence[Program]) -> dict[st
 
 
 def exposed_on_device(events: Sequence[Any]) -> dict[str, float]:
-    """Seconds in which NCCL's kernels ran and no other kernel did, by kind."""
+    """Return the seconds in which NCCL's kernels ran and no other kernel did, by kind."""
     compute: list[tuple[float, float]] = []
     spans: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
     for event in events:
@@ -156,7 +160,7 @@ def exposed_on_device(events: Sequence[Any]) -> dict[str, float]:
 
 
 def uncovered(spans: Sequence[tuple[float, float]], by: Sequence[tuple[float, float]]) -> float:
-    """The length of the union of `spans` that no span of `by` covers."""
+    """Return the length of the union of `spans` that no span of `by` covers."""
     edges = [(t, 0, d) for a, b in spans for t, d in ((a, 1), (b, -1))]
     edges += [(t, 1, d) for a, b in by for t, d in ((a, 1), (b, -1))]
     open_, total, last = [0, 0], 0.0, 0.0
@@ -170,22 +174,22 @@ def uncovered(spans: Sequence[tuple[float, float]], by: Sequence[tuple[float, fl
 
 @dataclass(frozen=True)
 class Timings:
-    """The median step of the last ones, on every rank; `str()` is a table of min, median and max over ranks.
+    """The median of the last steps, on every rank; `str()` is a table of min, median and max over ranks.
 
-    `ranks[r]` has seconds by name: "step", "forward", "backward", "update", and, once a step was sampled, "gather" and
-    "reduce": what of them was waited for, which is part of the phases; and "forwards", their number in a step. Where the
-    user's own optimizer updates, a step ends with the next forward, and "update" is 0. `tokens` is tokens per second over all ranks,
-    `mfu` the share of the peak that the model's products reach; None where not asked for.
+    If the user's own optimizer updates, a step ends with the next forward, and "update" is 0.
     """
 
+    # per rank, seconds of "step", "forward", "backward", "update"; once a step was sampled, those of "gather" and
+    # "reduce" that were waited for, within the phases; and "forwards", their number per step
     ranks: tuple[dict[str, float], ...]
-    steps: int
-    tokens: float | None = None
+    steps: int  # how many steps the medians are of
+    tokens: float | None = None  # tokens per second over all ranks; None if not asked for
+    # share of the hardware's peak FLOP/s that the model's products reach; None if not asked for
     mfu: float | None = None
 
     @property
     def exposed(self) -> tuple[float | None, ...]:
-        """Exposed communication in seconds a step, of each rank; None before a step was sampled."""
+        """Exposed communication in seconds per step, of each rank; None before a step was sampled."""
         return tuple(sum(r[p] for p in PARTS) if all(p in r for p in PARTS) else None for r in self.ranks)
 
     def __str__(self) -> str:
@@ -208,9 +212,11 @@ class Timings:
 
 
 def model_flops(program: Program) -> int:
-    """Floating-point operations of a captured program's products (matmuls, convolutions, attention), forward and backward.
+    """Return the floating-point operations of a captured program's products (matmuls, convolutions, attention), forward
+    and backward.
 
-    By torch's own formulas (`torch.utils.flop_counter`), on the shapes of one rank's batch; nothing recomputed counts.
+    Torch's own formulas (`torch.utils.flop_counter`) are used, on the shapes of one rank's batch; recomputation does
+    not count.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -225,7 +231,7 @@ def model_flops(program: Program) -> int:
 
 
 def median_step(clock: Clock) -> dict[str, float]:
-    """The median of each phase over the recorded steps, without those that compiled if there are others."""
+    """Return the median of each phase over the recorded steps, without those that compiled if there are others."""
     clock.read()
     steps = list(clock.steps)
     if COMPILING < len(steps) < KEEP:

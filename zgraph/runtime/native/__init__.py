@@ -19,8 +19,8 @@ HERE = Path(__file__).parent
 
 
 def load(file: Path) -> ModuleType:
-    """The module of a source file. Compiling takes g++ (or what the variable CXX names) and half a minute; processes wait for
-    each other.
+    """Return the module of a C++ source file, compiled if need be. Compiling takes g++ (or the compiler that the
+    variable CXX names) and half a minute; processes wait for each other.
 
     Raises `subprocess.CalledProcessError` where the compiler fails, `FileNotFoundError` where there is none.
     """
